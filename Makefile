@@ -1,0 +1,38 @@
+PYTHON ?= python3
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+
+.DEFAULT_GOAL := test
+.PHONY: demo test test-slow lint bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,cli]'
+	$(BIN)/python tests/support/fetch_torchft.py
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m torchrelay.demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src/torchrelay
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,145 @@
+"""The records of torch's `PGTransport` and the helpers beside them, under torch's own names.
+
+The record classes are torch's: a stock peer unpickles them by their import path. The helpers keep
+torch's contracts and bytes, and refuse by path what would arrive as something else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path
+
+from torchrelay.errors import UnsupportedLeafError
+
+try:
+    from torch.distributed.checkpoint._pg_transport import (
+        _DTensorMeta,
+        _ShardedTensorMeta,
+        _StateDictMeta,
+        _TensorMeta,
+    )
+except ImportError as fault:
+    raise ImportError(
+        f"torchrelay.dropin needs torch's PGTransport records, which torch {torch.__version__} "
+        "does not have; it is known to work with torch 2.11 to 2.13. torchrelay.Relay needs no "
+        "such records"
+    ) from fault
+
+__all__ = [
+    "_DTensorMeta",
+    "_ShardedTensorMeta",
+    "_StateDictMeta",
+    "_TensorMeta",
+    "_cast_tensor",
+    "_prepare_state_dict",
+    "_prepare_tensor",
+    "_timeit",
+]
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _timeit(name: str) -> Generator[None, None, None]:
+    """Log how long the body took, if it finished."""
+    start = time.perf_counter()
+    yield
+    logger.info("%s took %ss", name, time.perf_counter() - start)
+
+
+def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole storage under `tensor` as a flat tensor of `dtype`; no byte is copied.
+
+    Bytes past the last whole item are out of its reach; as `uint8` all of them are in it.
+    """
+    if not _is_plain(tensor):
+        raise AssertionError(f"can only cast standard tensors not {type(tensor)}")
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _prepare_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, _TensorMeta]:
+    """The bytes of the tensor's storage, and the record that finds the tensor in them."""
+    return _prepare(tensor, path=None)
+
+
+def _prepare_state_dict(
+    state_dict: object,
+    device: torch.device,
+) -> tuple[_StateDictMeta, list[torch.Tensor]]:
+    """The record of a whole state and its storages in the order in which they are sent.
+
+    `device` is there for torch's signature: moving to it is left to the sender, tensor by tensor.
+    """
+    leaves, treespec = tree_flatten_with_path(state_dict)
+    paths: list[KeyPath] = []
+    records: list[object] = []
+    tensors: list[torch.Tensor] = []
+
+    def prepare(tensor: torch.Tensor, path: KeyPath) -> _TensorMeta:
+        storage, record = _prepare(tensor, keystr(path))
+        tensors.append(storage)
+        return record
+
+    for path, leaf in leaves:
+        paths.append(path)
+        if isinstance(leaf, DTensor):
+            records.append(_DTensorMeta(prepare(leaf._local_tensor, path), leaf._spec))
+        elif isinstance(leaf, ShardedTensor):
+            shards = leaf.local_shards()
+            records.append(
+                _ShardedTensorMeta(
+                    local_shards_meta=[prepare(shard.tensor, path) for shard in shards],
+                    local_shards_shard_metadata=[shard.metadata for shard in shards],
+                    sharded_tensor_metadata=leaf.metadata(),
+                )
+            )
+        elif isinstance(leaf, torch.Tensor):
+            records.append(prepare(leaf, path))
+        else:
+            records.append(leaf)
+    return _StateDictMeta(treespec, paths, records), tensors
+
+
+def _prepare(tensor: torch.Tensor, path: str | None) -> tuple[torch.Tensor, _TensorMeta]:
+    reason = _why_not(tensor)
+    if reason is not None:
+        raise UnsupportedLeafError(f"torch's PGTransport protocol cannot carry {reason}", path=path)
+    # Conjugation and negation are flags of the view: the protocol has no field for either.
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return (
+        _cast_tensor(tensor, torch.uint8),
+        _TensorMeta(
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            storage_offset=cast(int, tensor.storage_offset()),
+            stride=tensor.stride(),
+            nbytes=tensor.untyped_storage().nbytes(),
+        ),
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _why_not(tensor: torch.Tensor) -> str | None:
+    """What the tensor has that its storage, dtype, shape and strides do not tell, if anything."""
+    if not _is_plain(tensor):
+        return f"a tensor subclass ({type(tensor).__name__})"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_meta:
+        return "a meta tensor: it has no bytes"
+    if tensor.is_quantized:
+        return "a quantized tensor: its scale would be lost"
+    return None

@@ -1,0 +1,110 @@
+"""Every error that torchrelay raises on purpose, in one tree.
+
+    RelayError
+    ├── StateError                 ours: what the caller handed in
+    │   ├── UnsupportedLeafError       a leaf that cannot travel exactly
+    │   └── MismatchError              `into=` does not fit what is offered
+    ├── UsageError                 ours: a call that cannot mean anything (bad rank, closed relay)
+    ├── StepMismatchError          the offered step is not the one asked for
+    ├── ManifestError              bytes that are not a valid manifest
+    ├── DigestError                bytes that are not the ones that were sent
+    ├── RemoteProtocolError        the peer broke the protocol, or speaks another one
+    ├── PeerError                  the peer's: it said so, or it is gone
+    │   ├── PeerRefusedError           a receiver turned the state down
+    │   ├── PeerAbortedError           a sender gave up and said why
+    │   └── PeerLostError              the connection to a rank broke
+    ├── TransferTimeoutError       a deadline passed (also a TimeoutError)
+    └── TornStateError             an `atomic=False` receive stopped midway: receive again
+
+Each carries what is known of `rank`, `step`, `phase` and `path`, and shows it in its message.
+"""
+
+from __future__ import annotations
+
+
+class RelayError(Exception):
+    """Base of all torchrelay errors. Unknown context is `None`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        phase: str | None = None,
+        path: str | None = None,
+    ) -> None:
+        self.message = message
+        self.rank = rank
+        self.step = step
+        self.phase = phase
+        self.path = path
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        known = (("rank", self.rank), ("step", self.step), ("phase", self.phase))
+        facts = [f"{name} {value}" for name, value in known if value is not None]
+        if self.path is not None:
+            facts.append(f"at {self.path}")
+        return f"{self.message} ({', '.join(facts)})" if facts else self.message
+
+
+class StateError(RelayError):
+    """The state or the destination handed in by the caller is at fault."""
+
+
+class UnsupportedLeafError(StateError):
+    """A leaf or container that cannot travel exactly; `path` says which. Nothing was sent."""
+
+
+class MismatchError(StateError):
+    """The destination does not fit the offered state. Nothing was written."""
+
+
+class UsageError(RelayError, ValueError):
+    """The call itself makes no sense: a rank outside the group, a relay already closed."""
+
+
+class StepMismatchError(RelayError):
+    """The step offered and the step asked for differ. Nothing was written."""
+
+
+class ManifestError(RelayError):
+    """The bytes are not a valid manifest. Nothing was allocated for it."""
+
+
+class DigestError(RelayError):
+    """Received bytes differ from the sent ones, also after asking for them again."""
+
+
+class RemoteProtocolError(RelayError):
+    """The peer sent something the protocol does not allow, or another version of it."""
+
+
+class PeerError(RelayError):
+    """The fault is on the other side; `rank` names it."""
+
+
+class PeerRefusedError(PeerError):
+    """A receiver turned the state down. `report`, where set, tells how the others fared."""
+
+    report: object | None = None
+
+
+class PeerAbortedError(PeerError):
+    """The sender gave up and said why."""
+
+
+class PeerLostError(PeerError):
+    """The connection to the peer broke: it died, or its process group was closed."""
+
+
+class TransferTimeoutError(RelayError, TimeoutError):
+    """A deadline passed. The message names the peer, the phase and the bytes done."""
+
+
+class TornStateError(RelayError):
+    """A receive with `atomic=False` stopped midway: the destination is part old, part new.
+
+    A later receive into the same destination repairs it. `__cause__` is what went wrong.
+    """

@@ -1,0 +1,269 @@
+"""The tree of a state: flattening containers into nodes and leaves, and building them again.
+
+A path is the tuple of keys and indices that leads to a leaf. Two slots that hold the same object
+share one leaf.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrelay.errors import MismatchError, UnsupportedLeafError
+from torchrelay.state import manifest as m
+from torchrelay.state.registry import codec_named, codec_of
+from torchrelay.state.validation import FACTORIES
+from torchrelay.state.values import decode_key, encode_key
+
+Path = tuple[object, ...]
+
+_FACTORIES: dict[str, type] = {
+    factory.__name__: factory for factory in (bool, dict, float, int, list, set, str, tuple)
+}
+assert tuple(_FACTORIES) == FACTORIES
+_PLAIN = (torch.Tensor, str, int, float, type(None))
+
+
+class Flat(NamedTuple):
+    """A state taken apart: `slots` has the path of each slot and the index of its leaf."""
+
+    tree: m.Node
+    leaves: list[object]
+    slots: list[tuple[Path, int]]
+
+
+def show(path: Path) -> str:
+    """A path as people write it: ['model']['layers'][0]."""
+    return "".join(f"[{key!r}]" for key in path) or "the state itself"
+
+
+def flatten(state: object) -> Flat:
+    """Take a state apart. `UnsupportedLeafError` for a container that cannot be rebuilt exactly.
+
+    Objects that are no container become leaves, whatever they are.
+    """
+    leaves: list[object] = []
+    slots: list[tuple[Path, int]] = []
+    known: dict[int, int] = {}
+
+    def leaf(value: object, path: Path) -> int:
+        # Shared identity matters for what can be written to; equal plain values may well be shared
+        # by the interpreter alone.
+        index = known.get(id(value)) if isinstance(value, torch.Tensor) else None
+        if index is None:
+            index = len(leaves)
+            leaves.append(value)
+            known[id(value)] = index
+        slots.append((path, index))
+        return index
+
+    def visit(value: object, path: Path) -> m.Node:
+        if isinstance(value, _PLAIN) and codec_of(type(value)) is None:
+            return leaf(value, path)
+        if len(path) >= m.MAX_DEPTH:
+            raise UnsupportedLeafError(
+                f"nested deeper than {m.MAX_DEPTH}, or in itself", path=show(path[:8]) + "..."
+            )
+        return node(value, path)
+
+    def node(value: object, path: Path) -> m.Node:
+        kind = type(value)
+        codec = codec_of(kind)
+        if codec is not None:
+            return m.RecordNode(codec.name, visit(codec.encode(value), (*path, codec.name)))
+        if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
+            keys = _keys(value, path)
+            items = tuple([visit(item, (*path, key)) for key, item in value.items()])
+            return m.DictNode(kind.__name__, keys, items, _factory(value, path))
+        if isinstance(value, (list, tuple)) and kind in (list, tuple):
+            items = tuple([visit(item, (*path, index)) for index, item in enumerate(value)])
+            return m.SequenceNode(kind.__name__, items)
+        if is_namedtuple(kind) and isinstance(value, tuple):
+            fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+            items = tuple([visit(item, (*path, f)) for f, item in zip(fields, value, strict=True)])
+            return m.NamedTupleNode(kind.__name__, fields, items, kind.__module__)
+        return leaf(value, path)
+
+    return Flat(visit(state, ()), leaves, slots)
+
+
+def is_namedtuple(kind: type) -> bool:
+    return (
+        kind.__bases__ == (tuple,)
+        and isinstance(getattr(kind, "_fields", None), tuple)
+        and all(type(name) is str for name in kind._fields)  # type: ignore[attr-defined]
+    )
+
+
+def _keys(mapping: dict[Any, Any], path: Path) -> tuple[m.Key, ...]:
+    try:
+        return tuple([encode_key(key) for key in mapping])
+    except TypeError as fault:
+        raise UnsupportedLeafError(
+            f"a dict key of type {fault}: keys are str, int, float, bool, None or tuples of those",
+            path=show(path),
+        ) from None
+
+
+def _factory(value: dict[Any, Any], path: Path) -> str | None:
+    factory = value.default_factory if isinstance(value, defaultdict) else None
+    if factory is None:
+        return None
+    name = getattr(factory, "__name__", "")
+    if _FACTORIES.get(name) is not factory:
+        raise UnsupportedLeafError(
+            f"a defaultdict of {factory!r}: the factory is one of {', '.join(_FACTORIES)}",
+            path=show(path),
+        )
+    return name
+
+
+def slots(tree: m.Node) -> list[tuple[Path, int]]:
+    """Path and leaf index of each slot of a tree, in the order `flatten` gives them."""
+    found: list[tuple[Path, int]] = []
+
+    def visit(node: m.Node, path: Path) -> None:
+        if isinstance(node, int):
+            found.append((path, node))
+            return
+        for key, child in _children(node):
+            if isinstance(child, int):
+                found.append(((*path, key), child))
+            else:
+                visit(child, (*path, key))
+
+    visit(tree, ())
+    return found
+
+
+def _children(node: m.Node) -> Iterator[tuple[object, m.Node]]:
+    if isinstance(node, m.DictNode):
+        keys = (key if type(key) is str else decode_key(key) for key in node.keys)
+        yield from zip(keys, node.items, strict=True)
+    elif isinstance(node, m.SequenceNode):
+        yield from enumerate(node.items)
+    elif isinstance(node, m.NamedTupleNode):
+        yield from zip(node.fields, node.items, strict=True)
+    elif isinstance(node, m.RecordNode):
+        yield node.name, node.body
+
+
+def check_types(tree: m.Node, path: Path = ()) -> None:
+    """Raise unless every registered type in the tree is known here."""
+    if isinstance(tree, m.RecordNode) and codec_named(tree.name) is None:
+        raise UnsupportedLeafError(
+            f"the sender's type {tree.name!r} is not registered here: call torchrelay.register()",
+            path=show(path),
+        )
+    for key, child in _children(tree):
+        if not isinstance(child, int):
+            check_types(child, (*path, key))
+
+
+def unflatten(tree: m.Node, leaves: Sequence[object]) -> object:
+    """Build the state of `tree` with `leaves` in its slots."""
+    if isinstance(tree, int):
+        return leaves[tree]
+    if isinstance(tree, m.RecordNode):
+        codec = codec_named(tree.name)
+        if codec is None:
+            check_types(tree)
+        assert codec is not None
+        return codec.decode(unflatten(tree.body, leaves))
+    values = [leaves[n] if isinstance(n, int) else unflatten(n, leaves) for n in tree.items]
+    if isinstance(tree, m.SequenceNode):
+        return values if tree.kind == "list" else tuple(values)
+    if isinstance(tree, m.NamedTupleNode):
+        return tuple.__new__(_namedtuple_type(tree), values)
+    pairs = zip(map(decode_key, tree.keys), values, strict=True)
+    if tree.kind == "OrderedDict":
+        return OrderedDict(pairs)
+    if tree.kind == "defaultdict":
+        return defaultdict(_FACTORIES[tree.factory] if tree.factory else None, pairs)
+    return dict(pairs)
+
+
+def _namedtuple_type(node: m.NamedTupleNode) -> type[tuple[object, ...]]:
+    """The loaded namedtuple class with this name and these fields, or a new one like it.
+
+    Only classes that already exist are considered, nothing is imported, and instances are made by
+    `tuple.__new__`, so no code of the class runs.
+    """
+    same = [
+        kind
+        for kind in tuple.__subclasses__()
+        if kind.__name__ == node.name and is_namedtuple(kind) and kind._fields == node.fields  # type: ignore[attr-defined]
+    ]
+    same.sort(key=lambda kind: kind.__module__ != node.module)
+    return same[0] if same else namedtuple(node.name, node.fields)  # type: ignore[misc]
+
+
+def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> object:
+    """Put `leaves` (by index) into the caller's containers, and return the result.
+
+    Dicts and lists are changed in place; immutable containers are rebuilt where a part of them
+    changed. Slots of other leaves keep what the caller has.
+    """
+    if isinstance(tree, int):
+        return leaves.get(tree, into)
+    if isinstance(tree, m.RecordNode):
+        codec = codec_named(tree.name)
+        if codec is None or not isinstance(into, codec.type):
+            return into
+        return codec.decode(write_back(codec.encode(into), tree.body, leaves))
+    if isinstance(into, dict):
+        for key, child in _children(tree):
+            if key in into:
+                into[key] = write_back(into[key], child, leaves)
+        return into
+    if isinstance(into, (list, tuple)):
+        news = [
+            write_back(old, child, leaves)
+            for old, (_, child) in zip(into, _children(tree), strict=False)
+        ]
+        news += list(into[len(news) :])
+        if isinstance(into, list):
+            into[:] = news
+            return into
+        same = all(new is old for new, old in zip(news, into, strict=True))
+        return into if same else tuple.__new__(type(into), news)
+    return into
+
+
+class Matched(NamedTuple):
+    """Slots found on both sides (leaf index, path, the caller's object), and paths on one only."""
+
+    pairs: list[tuple[int, Path, object]]
+    missing: list[str]
+    extra: list[str]
+
+
+def match(offered: Sequence[tuple[Path, int]], into: Flat, *, strict: bool) -> Matched:
+    """Pair offered slots with the caller's by path; with `strict`, both have the same paths."""
+    have = {path: into.leaves[index] for path, index in into.slots}
+    pairs: list[tuple[int, Path, object]] = []
+    missing: list[str] = []
+    for path, index in offered:
+        if path in have:
+            pairs.append((index, path, have.pop(path)))
+        else:
+            missing.append(show(path))
+    extra = [show(path) for path in have]
+    if strict and (missing or extra):
+        sides = (
+            ("offered but not in the destination", missing),
+            ("in the destination but not offered", extra),
+        )
+        raise MismatchError(
+            "paths differ: "
+            + "; ".join(
+                f"{what}: {', '.join(paths[:5])}{' ...' if len(paths) > 5 else ''}"
+                for what, paths in sides
+                if paths
+            ),
+            path=(missing or extra)[0],
+        )
+    return Matched(pairs, missing, extra)

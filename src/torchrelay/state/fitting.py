@@ -1,0 +1,178 @@
+"""Whether a caller's object can take an offered leaf, and which of its memory does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchrelay.errors import MismatchError
+from torchrelay.state import manifest as m
+from torchrelay.state import tensors as t
+from torchrelay.state.arrays import dtype_from_text
+from torchrelay.state.containers import Path, flatten, show
+from torchrelay.state.leaves import _sparse_parts, describe, finished
+from torchrelay.state.registry import subclass_name
+from torchrelay.state.values import decode_value
+
+
+class Fit(NamedTuple):
+    """One offered strided tensor and the destination that takes it."""
+
+    part: m.TensorLeaf
+    destination: torch.Tensor
+
+
+class ArrayFit(NamedTuple):
+    leaf: m.ArrayLeaf
+    destination: np.ndarray[Any, Any]
+
+
+def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
+    """Pair the parts of `leaf` with the memory of `into`. Nothing for plain values.
+
+    `MismatchError` where dtype, shape, layout or placement differ: bits are never reinterpreted,
+    values never converted.
+    """
+    try:
+        if isinstance(leaf, m.ArrayLeaf):
+            yield from _fit_array(leaf, into)
+        elif isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)):
+            if isinstance(into, (torch.Tensor, np.ndarray)):
+                _differ("kind", "a plain value", _kind(into))
+        elif isinstance(into, torch.Tensor):
+            yield from _fit_tensor(leaf, into)
+        else:
+            _differ("kind", "a tensor", _kind(into))
+    except MismatchError as fault:
+        fault.path = fault.path or show(path)
+        raise
+
+
+def _differ(what: str, offered: object, have: object) -> None:
+    raise MismatchError(f"{what} differs: offered {offered}, the destination has {have}")
+
+
+def _kind(value: object) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _same(what: str, offered: object, have: object) -> None:
+    if offered != have:
+        _differ(what, offered, have)
+
+
+def _fit_array(leaf: m.ArrayLeaf, into: object) -> Iterator[ArrayFit]:
+    if leaf.scalar and not isinstance(into, (torch.Tensor, np.ndarray)):
+        return  # immutable, replaced like any plain value
+    if not isinstance(into, np.ndarray):
+        _differ("kind", "a numpy array", _kind(into))
+        return
+    _same("numpy dtype", dtype_from_text(leaf.descr), into.dtype)
+    _same("shape", leaf.shape, into.shape)
+    if not into.flags.writeable:
+        raise MismatchError("the destination array is read-only")
+    if into.size:
+        yield ArrayFit(leaf, into)
+
+
+def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
+    if isinstance(leaf, m.TensorLeaf):
+        if not t.is_plain(into):
+            _differ("kind", "a strided tensor", _describe(into))
+        yield from _fit_plain(leaf, into)
+    elif isinstance(leaf, m.DTensorLeaf):
+        yield from _fit_dtensor(leaf, into)
+    elif isinstance(leaf, m.ShardedLeaf):
+        yield from _fit_sharded(leaf, into)
+    elif isinstance(leaf, m.SparseLeaf):
+        _same("layout", f"sparse_{leaf.layout}", str(into.layout).removeprefix("torch."))
+        _same("shape", leaf.shape, tuple(into.shape))
+        for part, mine in zip(leaf.parts, _sparse_parts(into.detach()), strict=True):
+            yield from _fit_plain(part, mine)
+    elif isinstance(leaf, m.QuantizedLeaf):
+        yield from _fit_quantized(leaf, into)
+    elif isinstance(leaf, m.SubclassLeaf):
+        yield from _fit_subclass(leaf, into)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__name__} ({str(tensor.layout).removeprefix('torch.')})"
+
+
+def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    _same("dtype", part.dtype, t.NAMES[into.dtype])
+    _same("shape", part.shape, tuple(into.shape))
+    _same("being a meta tensor", bool(part.flags & m.META), into.device.type == "meta")
+    if part.storage != -1:
+        yield Fit(part, into)
+
+
+def _fit_dtensor(leaf: m.DTensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    if not isinstance(into, t.DTensor):
+        _differ("kind", "a DTensor", _describe(into))
+        return
+    local, spec = t.dtensor_parts(into)
+    _same("global shape", leaf.shape, tuple(into.shape))
+    _same("mesh shape", leaf.mesh.shape, tuple(spec.mesh.mesh.shape))
+    mine = tuple(t.placement_record(placement) for placement in spec.placements)
+    _same("placements", _show(leaf.placements), _show(mine))
+    coordinate = spec.mesh.get_coordinate()
+    if leaf.coordinate is not None and coordinate is not None:
+        for dim, placement in enumerate(leaf.placements):
+            if placement.kind != "replicate":
+                _same(f"place on mesh dimension {dim}", leaf.coordinate[dim], coordinate[dim])
+    yield from _fit_plain(leaf.local, local)
+
+
+def _show(placements: tuple[m.Placement, ...]) -> str:
+    return str([f"{p.kind}({p.dim})" if p.kind != "replicate" else p.kind for p in placements])
+
+
+def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    if not isinstance(into, t.ShardedTensor):
+        _differ("kind", "a ShardedTensor", _describe(into))
+        return
+    locals_, boxes, _, _ = t.sharded_parts(into)
+    _same("global shape", leaf.shape, tuple(into.size()))
+    _same(
+        "local shards",
+        [(box.offsets, box.sizes) for box in leaf.boxes],
+        [(box.offsets, box.sizes) for box in boxes],
+    )
+    for part, local in zip(leaf.shards, locals_, strict=True):
+        yield from _fit_plain(part, local)
+
+
+def _fit_quantized(leaf: m.QuantizedLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    if not into.is_quantized:
+        _differ("kind", "a quantized tensor", _describe(into))
+    scheme, scale, point, *_ = t.quantizer_of(into)
+    _same("quantization scheme", leaf.scheme, scheme)
+    if not leaf.scalars:
+        raise MismatchError("per-channel quantized tensors cannot be filled: receive them anew")
+    _same("quantizer", tuple(map(decode_value, leaf.scalars)), (scale, point))
+    yield from _fit_plain(leaf.raw, into)
+
+
+def _fit_subclass(leaf: m.SubclassLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    _same("type", leaf.name, subclass_name(type(into)))
+    attributes, context = into.__tensor_flatten__()  # type: ignore[attr-defined]
+    _same("attributes", leaf.attributes, tuple(attributes))
+    _same("shape", leaf.shape, tuple(into.shape))
+    flat = flatten(context)
+    tensors: list[torch.Tensor] = []
+
+    def refuse(tensor: torch.Tensor) -> int:
+        tensors.append(tensor)
+        return 0
+
+    known = [describe(value, ("context",), refuse) for value in flat.leaves]
+    if tensors:
+        raise MismatchError("a subclass with tensors in its context cannot be filled")
+    mine = [finished(item, lambda ticket: leaf.parts[ticket]) for item in known]  # type: ignore[arg-type, return-value]
+    _same("context", (leaf.context, list(leaf.context_leaves)), (flat.tree, mine))
+    for name, part in zip(attributes, leaf.parts, strict=True):
+        yield from _fit_tensor(part, getattr(into, name))

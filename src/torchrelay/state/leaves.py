@@ -1,0 +1,319 @@
+"""Leaves of every kind: object to record, record to object, and whether a destination fits.
+
+Each kind reduces to strided tensors (its *parts*), whose bytes `images` and `landing` deal with,
+and a record that says how to put the parts together again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrelay.errors import RelayError, UnsupportedLeafError
+from torchrelay.state import manifest as m
+from torchrelay.state import tensors as t
+from torchrelay.state.arrays import dtype_from_text, dtype_to_text
+from torchrelay.state.containers import Path, flatten, show, unflatten
+from torchrelay.state.registry import subclass_name, subclass_named
+from torchrelay.state.values import decode_value, encode_value
+
+Add = Callable[[torch.Tensor], int]
+Finish = Callable[[Callable[[int], m.TensorLeaf]], m.Leaf]
+Part = Callable[[m.TensorLeaf], torch.Tensor]
+
+_SPARSE = {
+    torch.sparse_coo: "coo",
+    torch.sparse_csr: "csr",
+    torch.sparse_csc: "csc",
+    torch.sparse_bsr: "bsr",
+    torch.sparse_bsc: "bsc",
+}
+_SUB_BYTE = ("quint4x2", "quint2x4")
+
+
+def describe(leaf: object, path: Path, add: Add) -> int | Finish:
+    """Hand the leaf's parts to `add`; the ticket of a plain tensor, or how to finish the record.
+
+    `UnsupportedLeafError` names the path of what cannot travel exactly.
+    """
+    try:
+        if isinstance(leaf, torch.Tensor):
+            return add(leaf) if t.is_plain(leaf) else _tensor(leaf, path, add)
+        record = _value(leaf, add)
+    except RelayError as fault:
+        fault.path = fault.path or show(path)
+        raise
+    except TypeError as fault:
+        raise UnsupportedLeafError(
+            f"a leaf of type {fault} cannot travel: see torchrelay.register()", path=show(path)
+        ) from None
+    return record
+
+
+def _value(leaf: object, add: Add) -> Finish:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return _array(leaf, add)
+    if isinstance(leaf, torch.Size):
+        size = m.SizeLeaf(tuple(leaf))
+        return lambda part: size
+    if isinstance(leaf, torch.dtype):
+        named = m.ValueLeaf("dtype", str(leaf).removeprefix("torch."))
+    elif isinstance(leaf, torch.device):
+        named = m.ValueLeaf("device", str(leaf))
+    else:
+        named = m.ValueLeaf("plain", encode_value(leaf))
+    return lambda part: named
+
+
+def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> Finish:
+    if type(leaf) is not np.ndarray and not isinstance(leaf, np.generic):
+        raise TypeError(type(leaf).__name__)
+    array = np.asarray(leaf)
+    text = dtype_to_text(array.dtype)
+    fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    flat = np.ravel(array, order="F" if fortran else "C")
+    scalar = isinstance(leaf, np.generic)
+    shape, nbytes = array.shape, array.nbytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a read-only array: it is only read here
+        ticket = (
+            add(torch.from_numpy(np.frombuffer(flat.data.cast("B"), np.uint8))) if nbytes else 0
+        )
+
+    def finish(part: Callable[[int], m.TensorLeaf]) -> m.ArrayLeaf:
+        storage = part(ticket).storage if nbytes else -1
+        return m.ArrayLeaf(text, shape, fortran, storage, nbytes, scalar)
+
+    return finish
+
+
+def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> int | Finish:
+    if isinstance(leaf, t.DTensor):
+        return _dtensor(leaf, add)
+    if isinstance(leaf, t.ShardedTensor):
+        return _sharded(leaf, add)
+    if type(leaf) in (torch.Tensor, torch.nn.Parameter):
+        if leaf.layout in _SPARSE:
+            return _sparse(leaf, add)
+        if leaf.is_quantized:
+            return _quantized(leaf, add)
+        raise UnsupportedLeafError("a nested, functional or transformed tensor", path=show(path))
+    if hasattr(leaf, "__tensor_flatten__"):
+        return _subclass(leaf, path, add)
+    raise UnsupportedLeafError(
+        f"tensor subclass {type(leaf).__name__} does not say how to flatten itself "
+        "(__tensor_flatten__)",
+        path=show(path),
+    )
+
+
+def _plain_part(tensor: torch.Tensor, what: str, add: Add) -> int:
+    if not t.is_plain(tensor):
+        raise UnsupportedLeafError(f"{what} is no plain strided tensor")
+    return add(tensor.detach())
+
+
+def _dtensor(leaf: t.DTensor, add: Add) -> Finish:
+    local, spec = t.dtensor_parts(leaf)
+    ticket = _plain_part(local, "the local part of a DTensor", add)
+    coordinate = spec.mesh.get_coordinate()
+    facts: dict[str, Any] = {
+        "mesh": t.mesh_record(spec.mesh),
+        "placements": tuple(t.placement_record(p) for p in spec.placements),
+        "shape": tuple(leaf.shape),
+        "strides": tuple(leaf.stride()),
+        "coordinate": None if coordinate is None else tuple(coordinate),
+        "flags": t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER),
+    }
+    return lambda part: m.DTensorLeaf(part(ticket), **facts)
+
+
+def _sharded(leaf: t.ShardedTensor, add: Add) -> Finish:
+    locals_, boxes, all_boxes, properties = t.sharded_parts(leaf)
+    tickets = [_plain_part(local, "a shard", add) for local in locals_]
+    facts: dict[str, Any] = {
+        "boxes": boxes,
+        "all_boxes": all_boxes,
+        "shape": tuple(leaf.size()),
+        "dtype": t.NAMES[properties.dtype],
+        "flags": m.REQUIRES_GRAD if properties.requires_grad else 0,
+        "pinned": properties.pin_memory,
+    }
+    return lambda part: m.ShardedLeaf(tuple(part(ticket) for ticket in tickets), **facts)
+
+
+def _sparse_parts(leaf: torch.Tensor) -> list[torch.Tensor]:
+    if leaf.layout is torch.sparse_coo:
+        return [leaf._indices(), leaf._values()]
+    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
+    return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
+
+
+def _sparse(leaf: torch.Tensor, add: Add) -> Finish:
+    data = leaf.detach()
+    tickets = [_plain_part(part, "a part of a sparse tensor", add) for part in _sparse_parts(data)]
+    layout, shape = _SPARSE[leaf.layout], tuple(leaf.shape)
+    flags = t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER)
+    if leaf.layout is torch.sparse_coo and leaf.is_coalesced():
+        flags |= m.COALESCED
+    return lambda part: m.SparseLeaf(layout, shape, tuple(map(part, tickets)), flags)
+
+
+def _quantized(leaf: torch.Tensor, add: Add) -> Finish:
+    if t.NAMES[leaf.dtype] in _SUB_BYTE:
+        raise UnsupportedLeafError(f"dtype {leaf.dtype} packs several elements into a byte")
+    ticket = add(leaf)
+    scheme, scale, point, scales, points, axis = t.quantizer_of(leaf)
+    if scheme == "per_tensor_affine":
+        scalars = (encode_value(scale), encode_value(point))
+        return lambda part: m.QuantizedLeaf(part(ticket), scheme, scalars)
+    tickets = [add(scales), add(points)]
+    return lambda part: m.QuantizedLeaf(part(ticket), scheme, (), tuple(map(part, tickets)), axis)
+
+
+def _subclass(leaf: torch.Tensor, path: Path, add: Add) -> Finish:
+    attributes, context = leaf.__tensor_flatten__()  # type: ignore[attr-defined]
+    if not all(type(name) is str and name.isidentifier() for name in attributes):
+        raise UnsupportedLeafError("__tensor_flatten__ names no plain attributes", path=show(path))
+    inner = [describe(getattr(leaf, name), (*path, name), add) for name in attributes]
+    flat = flatten(context)
+    known = [describe(value, (*path, "context"), add) for value in flat.leaves]
+    facts: dict[str, Any] = {
+        "shape": tuple(leaf.shape),
+        "strides": tuple(leaf.stride()),
+        "flags": t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER),
+    }
+    name = subclass_name(type(leaf))
+
+    def finish(part: Callable[[int], m.TensorLeaf]) -> m.SubclassLeaf:
+        return m.SubclassLeaf(
+            name,
+            tuple(attributes),
+            tuple(finished(item, part) for item in inner),
+            flat.tree,
+            tuple(finished(item, part) for item in known),
+            **facts,
+        )
+
+    return finish
+
+
+def finished(described: int | Finish, part: Callable[[int], m.TensorLeaf]) -> m.Leaf:
+    return part(described) if isinstance(described, int) else described(part)
+
+
+def parts(leaf: m.Leaf) -> Iterator[m.TensorLeaf]:
+    """The strided tensors of a leaf, nested ones included."""
+    if isinstance(leaf, m.TensorLeaf):
+        yield leaf
+    elif isinstance(leaf, m.QuantizedLeaf):
+        yield leaf.raw
+        yield from leaf.tensors
+    elif isinstance(leaf, m.SparseLeaf):
+        yield from leaf.parts
+    elif isinstance(leaf, m.DTensorLeaf):
+        yield leaf.local
+    elif isinstance(leaf, m.ShardedLeaf):
+        yield from leaf.shards
+    elif isinstance(leaf, m.SubclassLeaf):
+        for inner in (*leaf.parts, *leaf.context_leaves):
+            yield from parts(inner)
+    elif isinstance(leaf, m.ArrayLeaf) and leaf.nbytes:
+        yield m.TensorLeaf("uint8", (leaf.nbytes,), None, leaf.storage)
+
+
+def check_buildable(leaf: m.Leaf) -> None:
+    """Raise `UnsupportedLeafError` if this process lacks what the leaf needs (dtype, type)."""
+    for part in parts(leaf):
+        t.dtype_named(part.dtype)
+    if isinstance(leaf, m.SubclassLeaf):
+        if subclass_named(leaf.name) is None:
+            raise UnsupportedLeafError(
+                f"tensor subclass {leaf.name!r} is not registered here: call torchrelay.register()"
+            )
+        for inner in (*leaf.parts, *leaf.context_leaves):
+            check_buildable(inner)
+
+
+def build(leaf: m.Leaf, part: Part, rank: int) -> object:
+    """The object of a leaf, its strided tensors made by `part`."""
+    if isinstance(leaf, m.TensorLeaf):
+        return part(leaf)
+    if isinstance(leaf, m.ValueLeaf):
+        value = decode_value(leaf.value)
+        if leaf.kind == "dtype":
+            return t.dtype_named(str(value))
+        return torch.device(str(value)) if leaf.kind == "device" else value
+    if isinstance(leaf, m.SizeLeaf):
+        return torch.Size(leaf.size)
+    if isinstance(leaf, m.ArrayLeaf):
+        return _build_array(leaf, part)
+    if isinstance(leaf, m.DTensorLeaf):
+        return t.dtensor(part(leaf.local), leaf)
+    if isinstance(leaf, m.ShardedLeaf):
+        return t.sharded([part(shard) for shard in leaf.shards], leaf, rank)
+    if isinstance(leaf, m.SparseLeaf):
+        return _build_sparse(leaf, [part(piece) for piece in leaf.parts])
+    if isinstance(leaf, m.QuantizedLeaf):
+        return _build_quantized(leaf, part)
+    return _build_subclass(leaf, part, rank)
+
+
+def _build_array(leaf: m.ArrayLeaf, part: Part) -> object:
+    dtype = dtype_from_text(leaf.descr)
+    if leaf.nbytes:
+        flat = part(next(parts(leaf))).numpy().view(dtype)
+    else:
+        flat = np.empty(0, dtype)
+    array = np.ndarray(leaf.shape, dtype, flat.data, order="F" if leaf.fortran else "C")
+    return array[()] if leaf.scalar else array
+
+
+def _build_sparse(leaf: m.SparseLeaf, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    if leaf.layout == "coo":
+        indices, values = pieces
+        coalesced = bool(leaf.flags & m.COALESCED)
+        built = torch.sparse_coo_tensor(
+            indices, values, leaf.shape, check_invariants=True, is_coalesced=coalesced
+        )
+    else:
+        layout = next(known for known, name in _SPARSE.items() if name == leaf.layout)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls compressed layouts a beta feature
+            built = torch.sparse_compressed_tensor(
+                *pieces, leaf.shape, layout=layout, check_invariants=True
+            )
+    return t.with_flags(built, leaf.flags)
+
+
+def _build_quantized(leaf: m.QuantizedLeaf, part: Part) -> torch.Tensor:
+    if leaf.scalars:
+        scale, point = (decode_value(value) for value in leaf.scalars)
+        quantizer = (leaf.scheme, float(scale), int(point), torch.empty(0), torch.empty(0), 0)  # type: ignore[arg-type]
+    else:
+        scales, points = (part(tensor) for tensor in leaf.tensors)
+        quantizer = (leaf.scheme, 1.0, 0, scales, points, leaf.axis)
+    raw = part(leaf.raw)
+    return t.quantized(
+        raw.untyped_storage(),
+        raw.storage_offset() * raw.element_size(),
+        leaf.raw,
+        raw.stride(),
+        quantizer,
+    )
+
+
+def _build_subclass(leaf: m.SubclassLeaf, part: Part, rank: int) -> object:
+    kind: Any = subclass_named(leaf.name)
+    inner = {
+        name: build(piece, part, rank)
+        for name, piece in zip(leaf.attributes, leaf.parts, strict=True)
+    }
+    context = unflatten(leaf.context, [build(item, part, rank) for item in leaf.context_leaves])
+    built = kind.__tensor_unflatten__(inner, context, torch.Size(leaf.shape), leaf.strides)
+    return t.with_flags(built, leaf.flags) if leaf.flags else built

@@ -1,0 +1,239 @@
+"""The manifest: typed records that describe a state completely but for its bytes.
+
+The encoded manifest is the compatibility contract (docs/wire-format.md). `codec` turns it into
+MessagePack or JSON and back, `validation` says which manifests are valid.
+
+The bytes of a state are one *stream*: the images of its storages, one after the other, each at a
+multiple of `ALIGN`. A storage's image holds what the leaves touch of it, packed. The stream is cut
+into chunks; a chunk is the unit of sending and of verification.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from torchrelay.state.values import Key, Value
+
+VERSION = (1, 0)
+ALIGN = 16  # bytes; every item size divides it, so no chunk boundary splits an element
+
+# Caps on what a manifest may claim. They bound memory and time before anything else is looked at.
+MAX_ENCODED_BYTES = 1 << 30
+MAX_LEAVES = 1 << 24
+MAX_DEPTH = 128
+MAX_STREAM_BYTES = 1 << 50
+MAX_CHUNK_BYTES = 1 << 28
+MAX_DIMS = 64
+
+
+class _Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Records travel as arrays: field order is part of the format, new fields go at the end."""
+
+
+# Tree: containers hold nodes; an int is the index of a leaf.
+
+
+class DictNode(_Record, tag="d"):
+    kind: str  # "dict", "OrderedDict" or "defaultdict"
+    keys: tuple[Key, ...]
+    items: tuple[Node, ...]
+    factory: str | None = None  # defaultdict: a name out of a closed list
+
+
+class SequenceNode(_Record, tag="l"):
+    kind: str  # "list" or "tuple"
+    items: tuple[Node, ...]
+
+
+class NamedTupleNode(_Record, tag="n"):
+    name: str
+    fields: tuple[str, ...]
+    items: tuple[Node, ...]
+    module: str = ""
+
+
+class RecordNode(_Record, tag="r"):
+    """A registered type: `name` is the registered name, `body` what its encoder returned."""
+
+    name: str
+    body: Node
+
+
+Node = Union[int, DictNode, SequenceNode, NamedTupleNode, RecordNode]
+
+
+# Leaves.
+
+REQUIRES_GRAD, PARAMETER, CONJ, NEG, COALESCED, META = 1, 2, 4, 8, 16, 32
+
+
+class TensorLeaf(_Record, tag="t"):
+    """A strided tensor. `strides` None is row-major; `storage` -1: no bytes, meta or empty.
+
+    `offset` is in bytes from the start of the storage's image, strides in elements.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    storage: int
+    offset: int = 0
+    flags: int = 0
+
+
+class QuantizedLeaf(_Record, tag="q"):
+    """`parameters` are (scale, zero point) values, or (scales, zero points) tensors and an axis."""
+
+    raw: TensorLeaf
+    scheme: str
+    scalars: tuple[Value, ...] = ()
+    tensors: tuple[TensorLeaf, ...] = ()
+    axis: int = 0
+
+
+class SparseLeaf(_Record, tag="s"):
+    """`parts`: COO (indices, values); compressed layouts (pointers, indices, values)."""
+
+    layout: str
+    shape: tuple[int, ...]
+    parts: tuple[TensorLeaf, ...]
+    flags: int = 0
+
+
+class ArrayLeaf(_Record, tag="a"):
+    """A numpy array (or scalar). `descr` is the JSON text of numpy's own dtype description."""
+
+    descr: str
+    shape: tuple[int, ...]
+    fortran: bool
+    storage: int
+    nbytes: int
+    scalar: bool = False
+
+
+class ValueLeaf(_Record, tag="v"):
+    """A plain value; `kind` tells apart those that need a constructor (dtype, device, Size)."""
+
+    kind: str
+    value: Value
+
+
+class SizeLeaf(_Record, tag="z"):
+    size: tuple[int, ...]
+
+
+class Mesh(_Record):
+    device_type: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    names: tuple[str, ...] | None
+
+
+class Placement(_Record):
+    """`kind`: "shard", "replicate", "partial" or "strided"."""
+
+    kind: str
+    dim: int = 0
+    split: int = 0
+    reduce: str = ""
+
+
+class DTensorLeaf(_Record, tag="D"):
+    """One rank's part of a DTensor. `coordinate` is the sender's place in the mesh."""
+
+    local: TensorLeaf
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    flags: int = 0
+
+
+class Box(_Record):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    placement: str | None
+
+
+class ShardedLeaf(_Record, tag="S"):
+    """One rank's shards of a ShardedTensor, and where all shards are."""
+
+    shards: tuple[TensorLeaf, ...]
+    boxes: tuple[Box, ...]
+    all_boxes: tuple[Box, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    flags: int = 0
+    pinned: bool = False
+
+
+class SubclassLeaf(_Record, tag="x"):
+    """A tensor subclass that flattens itself: inner tensors and a context (a state of its own)."""
+
+    name: str
+    attributes: tuple[str, ...]
+    parts: tuple[Leaf, ...]
+    context: Node
+    context_leaves: tuple[Leaf, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: int = 0
+
+
+Leaf = Union[
+    TensorLeaf,
+    QuantizedLeaf,
+    SparseLeaf,
+    ArrayLeaf,
+    ValueLeaf,
+    SizeLeaf,
+    DTensorLeaf,
+    ShardedLeaf,
+    SubclassLeaf,
+]
+
+
+class Storage(_Record):
+    """The image of one storage: its bytes in the stream, and the device type it comes from."""
+
+    nbytes: int
+    device: str = "cpu"
+
+
+class Manifest(_Record):
+    """Everything about a state but its bytes. Storages stand in the order of the stream."""
+
+    version: tuple[int, int]
+    step: int | None
+    tree: Node
+    leaves: tuple[Leaf, ...]
+    storages: tuple[Storage, ...]
+    chunks: tuple[int, ...]  # bytes of each chunk, in stream order
+    digests: tuple[bytes, ...] | None = None  # one a chunk, where they are known
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state itself, without alignment."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def stream_bytes(self) -> int:
+        return sum(self.chunks)
+
+
+def stream_offsets(manifest: Manifest) -> list[int]:
+    """Where each storage's image starts in the stream; one more entry for the stream's end."""
+    offsets = []
+    at = 0
+    for storage in manifest.storages:
+        offsets.append(at)
+        at += aligned(storage.nbytes)
+    offsets.append(at)
+    return offsets
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

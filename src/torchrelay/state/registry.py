@@ -1,0 +1,92 @@
+"""Types a user adds. Nothing is ever looked up by import path: a name on the wire means the type
+that was registered under it in this process, or nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torchrelay.errors import UsageError
+
+
+class Codec(NamedTuple):
+    """How a registered type turns into a state and back."""
+
+    name: str
+    type: type
+    encode: Callable[[Any], object]
+    decode: Callable[[Any], object]
+
+
+_by_type: dict[type, Codec] = {}
+_by_name: dict[str, Codec] = {}
+_subclasses: dict[str, type] = {}
+
+
+def register(
+    type_: type,
+    *,
+    name: str | None = None,
+    encode: Callable[[Any], object] | None = None,
+    decode: Callable[[Any], object] | None = None,
+) -> type:
+    """Let instances of `type_` travel in a state; usable as a class decorator.
+
+    A dataclass, an enum and a tensor subclass with `__tensor_flatten__` need nothing more. Any
+    other type needs `encode` (instance to a supported state) and `decode` (that state to an
+    instance). `name` is what stands in the manifest, by default the class's qualified name; both
+    sides register the same one. Registering the same type again replaces its codec.
+    """
+    name = name or type_.__qualname__
+    owner = _by_name.get(name)
+    if (owner is not None and owner.type is not type_) or _subclasses.get(name, type_) is not type_:
+        raise UsageError(f"the name {name!r} is registered for another type: pass name=")
+    if encode is None and decode is None and hasattr(type_, "__tensor_flatten__"):
+        _subclasses[name] = type_
+        return type_
+    if (encode is None) != (decode is None):
+        raise UsageError("encode and decode go together")
+    if encode is None or decode is None:
+        encode, decode = _derived(type_)
+    codec = Codec(name, type_, encode, decode)
+    _by_type[type_] = codec
+    _by_name[name] = codec
+    return type_
+
+
+def codec_of(type_: type) -> Codec | None:
+    return _by_type.get(type_)
+
+
+def codec_named(name: str) -> Codec | None:
+    return _by_name.get(name)
+
+
+def subclass_named(name: str) -> type | None:
+    return _subclasses.get(name)
+
+
+def subclass_name(type_: type) -> str:
+    return next((n for n, known in _subclasses.items() if known is type_), type_.__qualname__)
+
+
+def _derived(type_: type) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
+    if dataclasses.is_dataclass(type_):
+        names = [field.name for field in dataclasses.fields(type_)]
+
+        def rebuild(values: dict[str, object]) -> object:
+            # Not __init__: fields without init=, and __post_init__, must not change what was sent.
+            instance = object.__new__(type_)
+            if set(values) != set(names):
+                raise ValueError(f"fields {sorted(values)} are not those of {type_.__name__}")
+            for name in names:
+                object.__setattr__(instance, name, values[name])
+            return instance
+
+        return lambda value: {name: getattr(value, name) for name in names}, rebuild
+    if issubclass(type_, enum.Enum):
+        return lambda member: member.name, lambda name: type_[name]
+    raise UsageError(f"{type_.__name__} is no dataclass or enum: pass encode= and decode=")

@@ -1,0 +1,272 @@
+"""The one room where torch's private names are used.
+
+Reading and rebuilding tensors of every kind by their storage: `raw` gives an integer view of the
+same memory, so that copies move bits whatever the dtype is. Callers deal in records and shapes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as _Shard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+    TensorProperties,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement as _Placement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from torchrelay.errors import UnsupportedLeafError
+from torchrelay.state import manifest as m
+from torchrelay.state.validation import ITEM_SIZES
+
+__all__ = ["DTensor", "ShardedTensor"]
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)
+}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UnsupportedLeafError(
+            f"dtype {name} is not in this torch ({torch.__version__})"
+        ) from None
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """A strided tensor or parameter whose memory torch can show; no subclass."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not torch._is_functional_tensor(tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def raw(
+    storage: torch.UntypedStorage,
+    byte_offset: int,
+    itemsize: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> torch.Tensor:
+    """An integer tensor over `storage`. 16-byte items get a trailing dimension of two."""
+    carrier = torch.empty(0, dtype=_CARRIERS[itemsize], device=storage.device)
+    if itemsize == 16:
+        shape, strides = (*shape, 2), (*(2 * stride for stride in strides), 1)
+        itemsize = 8
+    if byte_offset % itemsize:
+        raise UnsupportedLeafError(f"memory not aligned to its item size of {itemsize} bytes")
+    return carrier.set_(storage, byte_offset // itemsize, tuple(shape), tuple(strides))  # type: ignore[call-overload, no-any-return]
+
+
+def raw_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The integer view of a strided tensor's own memory, conj and neg bits set aside."""
+    size = tensor.element_size()
+    return raw(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * size,
+        size,
+        tensor.shape,
+        tensor.stride(),
+    )
+
+
+def flat_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    return raw(storage, start, 1, (nbytes,), (1,))
+
+
+def over_storage(
+    storage: torch.UntypedStorage, byte_offset: int, leaf: m.TensorLeaf, strides: Sequence[int]
+) -> torch.Tensor:
+    """The tensor of a leaf over existing memory."""
+    dtype = dtype_named(leaf.dtype)
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor = empty.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))  # type: ignore[call-overload]
+    return with_flags(tensor, leaf.flags)
+
+
+def without_storage(
+    leaf: m.TensorLeaf, strides: Sequence[int], device: torch.device | str
+) -> torch.Tensor:
+    """A meta tensor or an empty one: shape and strides, no bytes."""
+    tensor = torch.empty_strided(
+        leaf.shape, tuple(strides), dtype=dtype_named(leaf.dtype), device=device
+    )
+    return with_flags(tensor, leaf.flags)
+
+
+def flags_of(tensor: torch.Tensor) -> int:
+    flags = m.REQUIRES_GRAD if tensor.requires_grad else 0
+    # Not isinstance: Parameter's metaclass makes that slow, and plain tensors are most of a state.
+    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
+        flags |= m.PARAMETER
+    if tensor.is_complex() and tensor.is_conj():
+        flags |= m.CONJ
+    if tensor.is_neg():
+        flags |= m.NEG
+    return flags
+
+
+def with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
+    if flags & m.CONJ:
+        tensor = tensor.conj()
+    if flags & m.NEG:
+        tensor = torch._neg_view(tensor)
+    grad = bool(flags & m.REQUIRES_GRAD)
+    if flags & m.PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    return tensor.detach().requires_grad_() if grad else tensor
+
+
+def quantizer_of(tensor: torch.Tensor) -> tuple[str, float, int, torch.Tensor, torch.Tensor, int]:
+    """Scheme, per-tensor scale and zero point, per-channel scales and zero points, axis."""
+    none = torch.empty(0)
+    scheme = str(tensor.qscheme()).removeprefix("torch.")
+    if scheme == "per_tensor_affine":
+        return scheme, tensor.q_scale(), tensor.q_zero_point(), none, none, 0
+    scales, points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return scheme, 1.0, 0, scales, points, tensor.q_per_channel_axis()
+
+
+def quantized(
+    storage: torch.UntypedStorage,
+    byte_offset: int,
+    leaf: m.TensorLeaf,
+    strides: Sequence[int],
+    quantizer: tuple[str, float, int, torch.Tensor, torch.Tensor, int],
+) -> torch.Tensor:
+    scheme, scale, zero_point, scales, points, axis = quantizer
+    dtype: Any = dtype_named(leaf.dtype)
+    make: Any = (
+        torch._empty_affine_quantized
+        if scheme == "per_tensor_affine"
+        else torch._empty_per_channel_affine_quantized
+    )
+    how: dict[str, Any] = (
+        {"scale": scale, "zero_point": zero_point}
+        if scheme == "per_tensor_affine"
+        else {"scales": scales, "zero_points": points, "axis": axis}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that quantized tensors are deprecated is not news here
+        tensor: torch.Tensor = make(leaf.shape, dtype=dtype, device=storage.device, **how)
+    return tensor.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))  # type: ignore[call-overload, no-any-return]
+
+
+def placement_record(placement: _Placement) -> m.Placement:
+    if isinstance(placement, _StridedShard):
+        return m.Placement("strided", dim=placement.dim, split=placement.split_factor)
+    if type(placement) is Shard:
+        return m.Placement("shard", dim=placement.dim)
+    if type(placement) is Replicate:
+        return m.Placement("replicate")
+    if type(placement) is Partial:
+        return m.Placement("partial", reduce=str(placement.reduce_op))
+    raise UnsupportedLeafError(f"DTensor placement {placement}")
+
+
+def _placement(record: m.Placement) -> _Placement:
+    if record.kind == "shard":
+        return Shard(record.dim)
+    if record.kind == "strided":
+        return _StridedShard(record.dim, split_factor=record.split)
+    return Replicate() if record.kind == "replicate" else Partial(record.reduce)
+
+
+def mesh_record(mesh: DeviceMesh) -> m.Mesh:
+    names = mesh.mesh_dim_names
+    ranks = mesh.mesh
+    return m.Mesh(mesh.device_type, tuple(ranks.shape), tuple(ranks.flatten().tolist()), names)
+
+
+def dtensor_parts(tensor: DTensor) -> tuple[torch.Tensor, DTensorSpec]:
+    return tensor._local_tensor, tensor._spec
+
+
+def dtensor(
+    local: torch.Tensor, leaf: m.DTensorLeaf, mesh: DeviceMesh | None = None
+) -> torch.Tensor:
+    """A DTensor around `local`. Without `mesh` one is described, with no process groups behind it:
+    making those is a collective call, which one rank alone cannot do."""
+    if mesh is None:
+        record = leaf.mesh
+        mesh = DeviceMesh(
+            record.device_type,
+            torch.tensor(record.ranks, dtype=torch.int).reshape(record.shape),
+            mesh_dim_names=record.names,
+            _init_backend=False,
+            _rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
+        )
+    spec = DTensorSpec(
+        mesh,
+        tuple(_placement(record) for record in leaf.placements),
+        tensor_meta=TensorMeta(torch.Size(leaf.shape), tuple(leaf.strides), local.dtype),
+    )
+    built: torch.Tensor = DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    grad = bool(leaf.flags & m.REQUIRES_GRAD)
+    if leaf.flags & m.PARAMETER:
+        return torch.nn.Parameter(built, requires_grad=grad)
+    return built.requires_grad_() if grad else built
+
+
+def _box(shard: ShardMetadata) -> m.Box:
+    placement = None if shard.placement is None else str(shard.placement)
+    return m.Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes), placement)
+
+
+def sharded_parts(
+    tensor: ShardedTensor,
+) -> tuple[list[torch.Tensor], tuple[m.Box, ...], tuple[m.Box, ...], TensorProperties]:
+    """Local tensors and their boxes, all boxes, and the tensor's properties."""
+    shards = tensor.local_shards()
+    meta = tensor.metadata()
+    if meta.tensor_properties.memory_format is not torch.contiguous_format:
+        raise UnsupportedLeafError("a ShardedTensor that is not in contiguous format")
+    return (
+        [shard.tensor for shard in shards],
+        tuple(_box(shard.metadata) for shard in shards),
+        tuple(_box(shard) for shard in meta.shards_metadata),
+        meta.tensor_properties,
+    )
+
+
+def _shard_metadata(box: m.Box, placement: str | None) -> ShardMetadata:
+    return ShardMetadata(list(box.offsets), list(box.sizes), placement)
+
+
+def sharded(locals_: Sequence[torch.Tensor], leaf: m.ShardedLeaf, rank: int) -> ShardedTensor:
+    """A ShardedTensor whose local shards sit on this rank, as torch's transport builds it."""
+    shards = [
+        _Shard(local, _shard_metadata(box, f"rank:{rank}/{local.device}"))
+        for local, box in zip(locals_, leaf.boxes, strict=True)
+    ]
+    metadata = ShardedTensorMetadata(
+        shards_metadata=[_shard_metadata(box, box.placement) for box in leaf.all_boxes],
+        size=torch.Size(leaf.shape),
+        tensor_properties=TensorProperties(
+            dtype=dtype_named(leaf.dtype),
+            requires_grad=bool(leaf.flags & m.REQUIRES_GRAD),
+            pin_memory=leaf.pinned,
+        ),
+    )
+    built: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(  # type: ignore[assignment]
+        shards, sharded_tensor_metadata=metadata
+    )
+    return built

@@ -1,0 +1,319 @@
+"""Which manifests are valid. Everything a later step relies on is checked here, once.
+
+A manifest that passes is consistent: each leaf lies inside its storage's image, no image is larger
+than what its leaves reach, chunks cut the stream without holes or overlaps, and every leaf stands
+in the tree. Only then is anything allocated for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import prod
+
+from torchrelay.errors import ManifestError
+from torchrelay.state import manifest as m
+from torchrelay.state.arrays import dtype_from_text
+from torchrelay.state.digest import DIGEST_BYTES
+from torchrelay.state.spans import contiguous_strides, extent
+from torchrelay.state.values import decode_key, decode_value
+
+MAX_SIZE = 1 << 62  # of a dimension, a stride or a product of dimensions
+
+CONTAINERS = ("dict", "OrderedDict", "defaultdict")
+FACTORIES = ("bool", "dict", "float", "int", "list", "set", "str", "tuple")
+SEQUENCES = ("list", "tuple")
+VALUE_KINDS = ("plain", "dtype", "device")
+SPARSE_PARTS = {"coo": 2, "csr": 3, "csc": 3, "bsr": 3, "bsc": 3}
+SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams")
+PLACEMENTS = ("shard", "replicate", "partial", "strided")
+
+
+def check(manifest: m.Manifest) -> None:
+    """Raise `ManifestError` unless the manifest is valid."""
+    try:
+        _check(manifest)
+    except ManifestError:
+        raise
+    except (ValueError, TypeError, OverflowError, UnicodeDecodeError, RecursionError) as fault:
+        raise ManifestError(f"invalid manifest: {fault}") from None
+
+
+def _check(manifest: m.Manifest) -> None:
+    if manifest.step is not None and not 0 <= manifest.step < MAX_SIZE:
+        raise ManifestError(f"step {manifest.step} is out of range")
+    if len(manifest.leaves) > m.MAX_LEAVES:
+        raise ManifestError(f"{len(manifest.leaves)} leaves, the cap is {m.MAX_LEAVES}")
+    _check_tree(manifest.tree, len(manifest.leaves))
+    _check_stream(manifest)
+    reach = [0] * len(manifest.storages)
+    for leaf in manifest.leaves:
+        if type(leaf) is m.TensorLeaf:
+            _check_tensor(leaf, manifest.storages, reach)
+        else:
+            _check_leaf(leaf, manifest.storages, reach)
+    for index, (storage, reached) in enumerate(zip(manifest.storages, reach, strict=True)):
+        if reached != storage.nbytes:
+            raise ManifestError(
+                f"storage {index} has {storage.nbytes} bytes, its leaves reach {reached}"
+            )
+
+
+def _check_stream(manifest: m.Manifest) -> None:
+    total = 0
+    for device in {storage.device for storage in manifest.storages}:
+        if not (device.isascii() and device.isidentifier()):
+            raise ManifestError(f"device type {device[:40]!r}")
+    for storage in manifest.storages:
+        nbytes = storage.nbytes
+        if not 0 < nbytes <= m.MAX_STREAM_BYTES:
+            raise ManifestError(f"storage of {nbytes} bytes")
+        total += m.aligned(nbytes)
+    if total > m.MAX_STREAM_BYTES:
+        raise ManifestError(f"stream of {total} bytes, the cap is {m.MAX_STREAM_BYTES}")
+    for nbytes in manifest.chunks:
+        if not 0 < nbytes <= m.MAX_CHUNK_BYTES or nbytes % m.ALIGN:
+            raise ManifestError(f"chunk of {nbytes} bytes")
+    if sum(manifest.chunks) != total:
+        raise ManifestError(f"chunks of {sum(manifest.chunks)} bytes for a stream of {total}")
+    if manifest.digests is not None:
+        if len(manifest.digests) != len(manifest.chunks):
+            raise ManifestError(
+                f"{len(manifest.digests)} digests for {len(manifest.chunks)} chunks"
+            )
+        if any(len(digest) != DIGEST_BYTES for digest in manifest.digests):
+            raise ManifestError(f"a digest is not {DIGEST_BYTES} bytes")
+
+
+def _check_tree(tree: m.Node, leaves: int) -> None:
+    """Every leaf is in the tree, first seen in order of its index."""
+    seen = 0
+    stack: list[Iterator[m.Node]] = [iter((tree,))]
+    while stack:
+        for node in stack[-1]:
+            if type(node) is int:
+                if not 0 <= node <= seen or node >= leaves:
+                    raise ManifestError(f"leaf {node} out of order or of range")
+                seen += node == seen
+            else:
+                stack.append(iter(_node_children(node)))
+                break
+        else:
+            stack.pop()
+        if len(stack) > m.MAX_DEPTH + 1:
+            raise ManifestError(f"tree deeper than {m.MAX_DEPTH}")
+    if seen != leaves:
+        raise ManifestError(f"{leaves} leaves, {seen} of them in the tree")
+
+
+def _node_children(node: m.Node) -> tuple[m.Node, ...]:
+    if isinstance(node, m.DictNode):
+        if node.kind not in CONTAINERS or node.factory not in (None, *FACTORIES):
+            raise ManifestError(f"container {node.kind[:40]!r} of {str(node.factory)[:40]!r}")
+        if (node.factory is not None) and node.kind != "defaultdict":
+            raise ManifestError(f"a {node.kind} has no factory")
+        if len(node.keys) != len(node.items):
+            raise ManifestError(f"{len(node.keys)} keys for {len(node.items)} items")
+        if len({k if type(k) is str else decode_key(k) for k in node.keys}) != len(node.keys):
+            raise ManifestError("a key stands twice in one dict")
+        return node.items
+    if isinstance(node, m.SequenceNode):
+        if node.kind not in SEQUENCES:
+            raise ManifestError(f"sequence {node.kind[:40]!r}")
+        return node.items
+    if isinstance(node, m.NamedTupleNode):
+        names = (node.name, *node.fields)
+        if len(node.fields) != len(node.items) or len(set(node.fields)) != len(node.fields):
+            raise ManifestError(f"namedtuple {node.name[:40]!r} with odd fields")
+        if not all(name.isidentifier() and len(name) < 256 for name in names):
+            raise ManifestError("a namedtuple's names are identifiers")
+        return node.items
+    if isinstance(node, m.RecordNode):
+        return (node.body,)
+    raise ManifestError(f"node of type {type(node).__name__}")
+
+
+def _check_leaf(leaf: m.Leaf, storages: tuple[m.Storage, ...], reach: list[int]) -> None:
+    if isinstance(leaf, m.TensorLeaf):
+        _check_tensor(leaf, storages, reach)
+    elif isinstance(leaf, m.ValueLeaf):
+        if leaf.kind not in VALUE_KINDS:
+            raise ManifestError(f"value of kind {leaf.kind[:40]!r}")
+        value = decode_value(leaf.value)
+        if leaf.kind != "plain" and not isinstance(value, str):
+            raise ManifestError(f"a {leaf.kind} is named by a string")
+    elif isinstance(leaf, m.SizeLeaf):
+        _check_shape(leaf.size)
+    elif isinstance(leaf, m.ArrayLeaf):
+        _check_array(leaf, storages, reach)
+    elif isinstance(leaf, m.QuantizedLeaf):
+        if leaf.scheme not in SCHEMES:
+            raise ManifestError(f"quantization scheme {leaf.scheme[:40]!r}")
+        per_tensor = leaf.scheme == SCHEMES[0]
+        if (len(leaf.scalars), len(leaf.tensors)) != ((2, 0) if per_tensor else (0, 2)):
+            raise ManifestError(f"parameters do not fit {leaf.scheme}")
+        for part in (leaf.raw, *leaf.tensors):
+            _check_tensor(part, storages, reach)
+        for part in leaf.tensors:
+            if not 0 <= leaf.axis < len(leaf.raw.shape):
+                raise ManifestError(f"axis {leaf.axis} of {len(leaf.raw.shape)}")
+            if part.shape != (leaf.raw.shape[leaf.axis],):
+                raise ManifestError("a quantization parameter a channel is needed")
+        for scalar in leaf.scalars:
+            decode_value(scalar)
+    elif isinstance(leaf, m.SparseLeaf):
+        _check_shape(leaf.shape)
+        if SPARSE_PARTS.get(leaf.layout) != len(leaf.parts):
+            raise ManifestError(f"{len(leaf.parts)} parts for layout {leaf.layout[:40]!r}")
+        for part in leaf.parts:
+            _check_tensor(part, storages, reach)
+    elif isinstance(leaf, m.DTensorLeaf):
+        _check_dtensor(leaf)
+        _check_tensor(leaf.local, storages, reach)
+    elif isinstance(leaf, m.ShardedLeaf):
+        _check_sharded(leaf)
+        for part in leaf.shards:
+            _check_tensor(part, storages, reach)
+    elif isinstance(leaf, m.SubclassLeaf):
+        _check_shape(leaf.shape)
+        if len(leaf.attributes) != len(leaf.parts) or len(leaf.strides) != len(leaf.shape):
+            raise ManifestError(f"subclass {leaf.name[:40]!r} with odd parts")
+        if not all(name.isidentifier() for name in leaf.attributes):
+            raise ManifestError("attributes are identifiers")
+        _check_tree(leaf.context, len(leaf.context_leaves))
+        for inner in (*leaf.parts, *leaf.context_leaves):
+            _check_leaf(inner, storages, reach)
+
+
+def _check_shape(shape: tuple[int, ...]) -> int:
+    """The number of elements."""
+    if len(shape) > m.MAX_DIMS:
+        raise ManifestError(f"{len(shape)} dimensions, the cap is {m.MAX_DIMS}")
+    for size in shape:
+        if not 0 <= size < MAX_SIZE:
+            raise ManifestError(f"dimension of {size}")
+    numel = prod(shape)
+    if numel >= MAX_SIZE:
+        raise ManifestError(f"{numel} elements")
+    return numel
+
+
+@lru_cache(maxsize=1 << 14)
+def _geometry(
+    dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None
+) -> tuple[int, int, int]:
+    """Elements, item size and bytes reached of a strided tensor whose numbers are in range."""
+    numel = _check_shape(shape)
+    if strides is None:
+        strides = contiguous_strides(shape)
+    if len(strides) != len(shape):
+        raise ManifestError(f"{len(strides)} strides for {len(shape)} dimensions")
+    if any(not 0 <= stride < MAX_SIZE for stride in strides):
+        raise ManifestError("stride out of range")
+    size = itemsize(dtype)
+    return numel, size, extent(shape, strides) * size
+
+
+def _check_tensor(leaf: m.TensorLeaf, storages: tuple[m.Storage, ...], reach: list[int]) -> None:
+    numel, size, nbytes = _geometry(leaf.dtype, leaf.shape, leaf.strides)
+    if leaf.storage == -1:
+        if leaf.offset or (numel and not leaf.flags & m.META):
+            raise ManifestError("a tensor without its storage")
+        return
+    if numel == 0 or leaf.flags & m.META:
+        raise ManifestError("an empty or meta tensor has no storage")
+    if leaf.offset % size:
+        raise ManifestError(f"offset {leaf.offset} is not a multiple of the item size {size}")
+    _reach(leaf.storage, leaf.offset, leaf.offset + nbytes, storages, reach)
+
+
+def _check_array(leaf: m.ArrayLeaf, storages: tuple[m.Storage, ...], reach: list[int]) -> None:
+    numel = _check_shape(leaf.shape)
+    dtype = dtype_from_text(leaf.descr)
+    if leaf.scalar and leaf.shape:
+        raise ManifestError("a numpy scalar has no dimensions")
+    if leaf.storage == -1:
+        if leaf.nbytes:
+            raise ManifestError("bytes without a storage")
+    else:
+        if leaf.nbytes <= 0 or leaf.nbytes != numel * dtype.itemsize:
+            raise ManifestError(f"{leaf.nbytes} bytes for {numel} items")
+        _reach(leaf.storage, 0, leaf.nbytes, storages, reach)
+
+
+def _reach(
+    index: int, first: int, last: int, storages: tuple[m.Storage, ...], reach: list[int]
+) -> None:
+    if not 0 <= index < len(storages):
+        raise ManifestError(f"storage {index} of {len(storages)}")
+    if first < 0 or last > storages[index].nbytes:
+        raise ManifestError(
+            f"a leaf needs bytes {first} to {last} of a storage of {storages[index].nbytes}"
+        )
+    reach[index] = max(reach[index], last)
+
+
+def _check_dtensor(leaf: m.DTensorLeaf) -> None:
+    _check_shape(leaf.shape)
+    _check_shape(leaf.mesh.shape)
+    if len(leaf.strides) != len(leaf.shape):
+        raise ManifestError("strides do not fit the shape of a DTensor")
+    if len(leaf.mesh.ranks) != prod(leaf.mesh.shape) or len(set(leaf.mesh.ranks)) != len(
+        leaf.mesh.ranks
+    ):
+        raise ManifestError("the ranks of a mesh do not fit its shape")
+    if any(not 0 <= rank < 1 << 31 for rank in leaf.mesh.ranks):
+        raise ManifestError("rank out of range")
+    dims = len(leaf.mesh.shape)
+    if len(leaf.placements) != dims or dims == 0:
+        raise ManifestError(f"{len(leaf.placements)} placements on a mesh of {dims} dimensions")
+    for per_dim in (leaf.mesh.names, leaf.coordinate):
+        if per_dim is not None and len(per_dim) != dims:
+            raise ManifestError("names or coordinate do not fit the mesh")
+    for placement in leaf.placements:
+        if placement.kind not in PLACEMENTS:
+            raise ManifestError(f"placement {placement.kind[:40]!r}")
+        sharded = placement.kind in ("shard", "strided")
+        if sharded and not 0 <= placement.dim < len(leaf.shape):
+            raise ManifestError(f"sharded on dimension {placement.dim} of {len(leaf.shape)}")
+        if placement.kind == "strided" and not 0 < placement.split < MAX_SIZE:
+            raise ManifestError(f"split factor {placement.split}")
+
+
+def _check_sharded(leaf: m.ShardedLeaf) -> None:
+    _check_shape(leaf.shape)
+    itemsize(leaf.dtype)
+    if len(leaf.shards) != len(leaf.boxes) or not leaf.all_boxes:
+        raise ManifestError("shards and boxes do not fit")
+    for shard, box in zip(leaf.shards, leaf.boxes, strict=True):
+        if shard.shape != box.sizes or shard.dtype != leaf.dtype:
+            raise ManifestError("a shard does not fill its box")
+    for box in (*leaf.boxes, *leaf.all_boxes):
+        if not len(box.offsets) == len(box.sizes) == len(leaf.shape):
+            raise ManifestError("a box has other dimensions than its tensor")
+        for offset, size, whole in zip(box.offsets, box.sizes, leaf.shape, strict=True):
+            if offset < 0 or size < 0 or offset + size > whole:
+                raise ManifestError("a box reaches out of its tensor")
+
+
+ITEM_SIZES = {
+    **dict.fromkeys(
+        ("bool", "uint8", "int8", "qint8", "quint8", "quint4x2", "quint2x4", "bits8")
+        + ("bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2", "float8_e4m3fn")
+        + ("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+        + tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+        1,
+    ),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "qint32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of the named dtype; `ManifestError` for a name nobody knows."""
+    size = ITEM_SIZES.get(dtype)
+    if size is None:
+        raise ManifestError(f"dtype {dtype[:40]!r}")
+    return size

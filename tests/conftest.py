@@ -1,0 +1,31 @@
+"""Shared fixtures: pools of real ranks, and one hypothesis profile for every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from tests.support.ranks import RankPool
+
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool8() -> Iterator[RankPool]:
+    with RankPool(8) as pool:
+        yield pool

@@ -1,0 +1,268 @@
+"""Imports of the library point one way, private torch stays in its rooms, files stay short."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "src" / "torchrelay"
+MAX_LINES = 500
+
+# Lowest first. A part may import itself, its layer and the layers below it.
+LAYERS: list[set[str]] = [
+    {"errors"},
+    {"state"},
+    {"memory"},
+    {"transports", "stores"},
+    {"relay", "endpoint", "checkpointer"},
+    {"dropin", "integrations"},
+    {"recovery"},
+    {"cli", "demo", "__main__"},
+]
+HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
+STRANGERS = {frozenset({"transports", "stores"})}
+MAY_IMPORT_FRONT_DOOR = LAYERS[-1]
+
+IMPURE = {
+    "asyncio",
+    "mmap",
+    "multiprocessing",
+    "os",
+    "selectors",
+    "shutil",
+    "socket",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "torch.distributed",
+}
+PICKLES = {"_pickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    name: str | None
+    line: int
+
+    @property
+    def dotted(self) -> str:
+        return self.module if self.name is None else f"{self.module}.{self.name}"
+
+
+def imports_of(tree: ast.AST, file: str) -> Iterator[Import]:
+    """Every import in a file, lazy ones too, with relative ones made absolute."""
+    package = ["torchrelay", *Path(file).parent.parts]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, None, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                anchor = package[: len(package) - node.level + 1]
+                base = ".".join([*anchor, base] if base else anchor)
+            for alias in node.names:
+                yield Import(base, alias.name, node.lineno)
+
+
+def part_of(file: str) -> str:
+    return Path(file).parts[0].removesuffix(".py")
+
+
+def is_under(dotted: str, module: str) -> bool:
+    return dotted == module or dotted.startswith(module + ".")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def private_torch_uses(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
+    for found in imports_of(tree, file):
+        if is_under(found.module, "torch") and any(map(is_private, found.dotted.split("."))):
+            yield found.line, found.dotted
+    roots = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if is_under(alias.name, "torch"):
+                    roots.add(alias.asname or "torch")
+        elif isinstance(node, ast.ImportFrom) and is_under(node.module or "", "torch"):
+            roots |= {alias.asname or alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            inner = node.value
+            while isinstance(inner, ast.Attribute):
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id in roots:
+                yield node.lineno, ast.unparse(node)
+
+
+def layer_problem(importer: str, found: Import) -> str | None:
+    if not is_under(found.module, "torchrelay"):
+        return None
+    steps = found.dotted.split(".")[1:]
+    target = steps[0] if steps else ""
+    if target not in HEIGHT:
+        if found.module != "torchrelay":
+            return f"{found.dotted} is in no layer"
+        if importer in MAY_IMPORT_FRONT_DOOR:
+            return None
+        return "imports the front door, which stands above it"
+    if HEIGHT[target] > HEIGHT[importer]:
+        return f"{importer} imports {target}, which stands above it"
+    if frozenset({importer, target}) in STRANGERS:
+        return f"{importer} and {target} never import each other"
+    return None
+
+
+def problems(file: str, source: str) -> list[str]:
+    """What a file, named relative to the package, does against the rules."""
+    tree = ast.parse(source)
+    part = part_of(file)
+    found = list(imports_of(tree, file))
+    out: list[str] = []
+    if len(source.splitlines()) > MAX_LINES:
+        out.append(f"{file}: over {MAX_LINES} lines")
+    if file == "__init__.py":
+        pass
+    elif part not in HEIGHT:
+        out.append(f"{file}: {part} is in no layer; give it a place in LAYERS")
+    else:
+        for item in found:
+            if problem := layer_problem(part, item):
+                out.append(f"{file}:{item.line}: {problem}")
+    if part == "state":
+        for item in found:
+            for module in sorted(IMPURE):
+                if module == "torch.distributed" and file == "state/tensors.py":
+                    continue
+                if is_under(item.dotted, module):
+                    out.append(f"{file}:{item.line}: state is pure, and imports {module}")
+    if file != "state/tensors.py" and part != "dropin":
+        for line, name in sorted(set(private_torch_uses(tree, file))):
+            out.append(f"{file}:{line}: private torch name {name}")
+    if part != "dropin":
+        for item in found:
+            if item.module.split(".")[0] in PICKLES:
+                out.append(f"{file}:{item.line}: imports {item.module}")
+    return out
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    finished: set[str] = set()
+    trail: list[str] = []
+
+    def visit(module: str) -> list[str] | None:
+        if module in trail:
+            return [*trail[trail.index(module) :], module]
+        if module in finished:
+            return None
+        trail.append(module)
+        for target in sorted(graph.get(module, ())):
+            if cycle := visit(target):
+                return cycle
+        trail.pop()
+        finished.add(module)
+        return None
+
+    for module in sorted(graph):
+        if cycle := visit(module):
+            return cycle
+    return None
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    def module_name(file: str) -> str:
+        steps = list(Path(file).with_suffix("").parts)
+        return ".".join(["torchrelay", *(steps[:-1] if steps[-1] == "__init__" else steps)])
+
+    modules = {module_name(file): file for file in sources}
+    graph: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        edges = graph.setdefault(module, set())
+        for item in imports_of(ast.parse(sources[file]), file):
+            target = item.dotted if item.dotted in modules else item.module
+            if target in modules and target != module and target != "torchrelay":
+                edges.add(target)
+    return graph
+
+
+def library_sources() -> dict[str, str]:
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(ROOT.rglob("*.py"))
+    }
+
+
+def test_library_keeps_the_rules() -> None:
+    found = [p for file, source in library_sources().items() for p in problems(file, source)]
+    assert not found, "\n".join(found)
+
+
+def test_library_has_no_import_cycle() -> None:
+    cycle = find_cycle(import_graph(library_sources()))
+    assert cycle is None, " -> ".join(cycle or [])
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "expected"),
+    [
+        ("state/plan.py", "from torchrelay.transports import group", "stands above"),
+        ("state/plan.py", "from ..memory.arena import Arena", "stands above"),
+        ("errors.py", "def f():\n    import torchrelay.state", "stands above"),
+        ("transports/http.py", "from ..stores import local", "never import each other"),
+        ("stores/local.py", "import torchrelay.transports.http", "never import each other"),
+        ("relay.py", "from . import recovery", "stands above"),
+        ("relay.py", "from torchrelay import Relay", "front door"),
+        ("relay.py", "from torchrelay.nowhere import x", "in no layer"),
+        ("helpers.py", "", "in no layer"),
+        ("state/plan.py", "import os.path", "pure"),
+        ("state/plan.py", "from torch import distributed", "pure"),
+        ("state/tensors.py", "import socket", "pure"),
+        ("relay.py", "from torch._utils import x", "private torch"),
+        ("relay.py", "from torch.distributed.tensor import _api", "private torch"),
+        ("relay.py", "import torch.distributed as dist\ndist._x()", "private torch"),
+        ("relay.py", "import torch\ntorch._C._y()", "private torch"),
+        ("integrations/hf.py", "import pickle", "imports pickle"),
+        ("__init__.py", "from pickle import loads", "imports pickle"),
+        ("errors.py", "\n" * (MAX_LINES + 1), "over 500 lines"),
+    ],
+)
+def test_a_violation_is_seen(file: str, source: str, expected: str) -> None:
+    found = problems(file, source)
+    assert any(expected in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("__init__.py", "from torchrelay.recovery import recover\nfrom .relay import Relay"),
+        ("state/tensors.py", "from torch.distributed.tensor._api import x"),
+        ("state/plan.py", "from torchrelay.errors import E\nfrom .spans import Span\nimport torch"),
+        ("transports/group/wire.py", "from ...state.plan import Plan\nfrom .. import http"),
+        ("dropin/pg.py", "import pickle\nfrom torch.distributed._x import y"),
+        ("cli.py", "import torchrelay as tr\nfrom torchrelay import demo\nimport torch"),
+        ("relay.py", "import torch\ntorch.__version__"),
+    ],
+)
+def test_what_is_allowed_passes(file: str, source: str) -> None:
+    assert problems(file, source) == []
+
+
+def test_a_cycle_is_seen() -> None:
+    sources = {
+        "state/__init__.py": "from .plan import Plan",
+        "state/plan.py": "from torchrelay.state import spans",
+        "state/spans.py": "def f():\n    from .plan import Plan",
+    }
+    cycle = find_cycle(import_graph(sources))
+    assert cycle is not None
+    assert set(cycle) == {"torchrelay.state.plan", "torchrelay.state.spans"}
+    sources["state/spans.py"] = ""
+    assert find_cycle(import_graph(sources)) is None
