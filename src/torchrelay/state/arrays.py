@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,8 @@ def dtype_from_text(text: str) -> np.dtype[np.generic]:
     if len(text) > MAX_TEXT:
         raise ValueError("a dtype description this long")
     try:
-        dtype: np.dtype[np.generic] = np.lib.format.descr_to_dtype(_tuples(json.loads(text)))
+        descr: Any = _tuples(json.loads(text))
+        dtype: np.dtype[np.generic] = np.lib.format.descr_to_dtype(descr)
     except (TypeError, KeyError, IndexError, SyntaxError, AttributeError) as fault:
         raise ValueError(f"not a numpy dtype: {fault}") from None
     if dtype.hasobject:

@@ -6,15 +6,13 @@ records agree with each other, or a `ManifestError`; time and memory are bounded
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 from torchrelay.errors import ManifestError
 from torchrelay.state.manifest import MAX_ENCODED_BYTES, VERSION, Manifest
 from torchrelay.state.validation import check
 
-Buffer = Union[bytes, bytearray, memoryview]
+Buffer = bytes | bytearray | memoryview
 
 
 class _Version(msgspec.Struct, array_like=True):

@@ -16,7 +16,7 @@ from torchrelay.errors import MismatchError, UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state.registry import codec_named, codec_of
 from torchrelay.state.validation import FACTORIES
-from torchrelay.state.values import decode_key, encode_key
+from torchrelay.state.values import Key, decode_key, encode_key
 
 Path = tuple[object, ...]
 
@@ -98,7 +98,7 @@ def is_namedtuple(kind: type) -> bool:
     )
 
 
-def _keys(mapping: dict[Any, Any], path: Path) -> tuple[m.Key, ...]:
+def _keys(mapping: dict[Any, Any], path: Path) -> tuple[Key, ...]:
     try:
         return tuple([encode_key(key) for key in mapping])
     except TypeError as fault:
@@ -198,7 +198,7 @@ def _namedtuple_type(node: m.NamedTupleNode) -> type[tuple[object, ...]]:
         if kind.__name__ == node.name and is_namedtuple(kind) and kind._fields == node.fields  # type: ignore[attr-defined]
     ]
     same.sort(key=lambda kind: kind.__module__ != node.module)
-    return same[0] if same else namedtuple(node.name, node.fields)  # type: ignore[misc]
+    return same[0] if same else namedtuple(node.name, node.fields)
 
 
 def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> object:

@@ -13,7 +13,7 @@ from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.arrays import dtype_from_text
 from torchrelay.state.containers import Path, flatten, show
-from torchrelay.state.leaves import _sparse_parts, describe, finished
+from torchrelay.state.leaves import describe, finished
 from torchrelay.state.registry import subclass_name
 from torchrelay.state.values import decode_value
 
@@ -90,7 +90,7 @@ def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
     elif isinstance(leaf, m.SparseLeaf):
         _same("layout", f"sparse_{leaf.layout}", str(into.layout).removeprefix("torch."))
         _same("shape", leaf.shape, tuple(into.shape))
-        for part, mine in zip(leaf.parts, _sparse_parts(into.detach()), strict=True):
+        for part, mine in zip(leaf.parts, t.sparse_parts(into.detach()), strict=True):
             yield from _fit_plain(part, mine)
     elif isinstance(leaf, m.QuantizedLeaf):
         yield from _fit_quantized(leaf, into)

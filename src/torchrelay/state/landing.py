@@ -8,7 +8,6 @@ arrived (weights are old or new), and the caller's tensors as the bytes come in 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +28,7 @@ from torchrelay.state.containers import (
 )
 from torchrelay.state.fitting import ArrayFit, Fit, fit
 from torchrelay.state.images import mark_touched
-from torchrelay.state.leaves import build, check_buildable, parts
+from torchrelay.state.leaves import Part, build, check_buildable, parts
 from torchrelay.state.memory import Region
 from torchrelay.state.plan import Chunks
 from torchrelay.state.spans import contiguous_strides, extent, overlapping, packed
@@ -89,9 +88,9 @@ def _allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         raise MismatchError(f"no memory for {nbytes} bytes on {device}: {fault}") from None
 
 
-def _make(leaf: m.Leaf, path: Path, part: object, rank: int) -> object:
+def _make(leaf: m.Leaf, path: Path, part: Part, rank: int) -> object:
     try:
-        return build(leaf, part, rank)  # type: ignore[arg-type]
+        return build(leaf, part, rank)
     except (RuntimeError, ValueError, TypeError, KeyError, AssertionError) as fault:
         raise UnsupportedLeafError(f"cannot be rebuilt here: {fault}", path=show(path)) from fault
 
@@ -229,7 +228,7 @@ class _Existing:
 
     def _stage(self, manifest: m.Manifest) -> None:
         """Host memory for the images that are held back until `commit`."""
-        held = set(direct_storages(self._late))
+        held = set(_storages(self._late))
         if self._plain:
             held |= {
                 part.storage for index in self._plain for part in parts(manifest.leaves[index])
@@ -285,11 +284,11 @@ class _Existing:
         if part.storage < 0:
             return t.without_storage(part, _strides(part), "cpu")
         held = self._held[part.storage]
-        offset = held.storage_offset() + part.offset
+        offset = t.byte_offset(held) + part.offset
         return t.over_storage(held.untyped_storage(), offset, part, _strides(part))
 
 
-def direct_storages(pairs: list[Fit | ArrayFit]) -> list[int]:
+def _storages(pairs: list[Fit | ArrayFit]) -> list[int]:
     return [
         pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage for pair in pairs
     ]
@@ -412,6 +411,3 @@ def _same_shift(group: list[tuple[Fit, Path]], pair: Fit) -> bool:
         )
         and shift == pair.part.offset - base.part.offset
     )
-
-
-Held = Mapping[int, torch.Tensor]

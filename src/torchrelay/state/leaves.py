@@ -25,13 +25,6 @@ Add = Callable[[torch.Tensor], int]
 Finish = Callable[[Callable[[int], m.TensorLeaf]], m.Leaf]
 Part = Callable[[m.TensorLeaf], torch.Tensor]
 
-_SPARSE = {
-    torch.sparse_coo: "coo",
-    torch.sparse_csr: "csr",
-    torch.sparse_csc: "csc",
-    torch.sparse_bsr: "bsr",
-    torch.sparse_bsc: "bsc",
-}
 _SUB_BYTE = ("quint4x2", "quint2x4")
 
 
@@ -97,7 +90,7 @@ def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> int | Finish:
     if isinstance(leaf, t.ShardedTensor):
         return _sharded(leaf, add)
     if type(leaf) in (torch.Tensor, torch.nn.Parameter):
-        if leaf.layout in _SPARSE:
+        if leaf.layout in t.SPARSE:
             return _sparse(leaf, add)
         if leaf.is_quantized:
             return _quantized(leaf, add)
@@ -146,18 +139,10 @@ def _sharded(leaf: t.ShardedTensor, add: Add) -> Finish:
     return lambda part: m.ShardedLeaf(tuple(part(ticket) for ticket in tickets), **facts)
 
 
-def _sparse_parts(leaf: torch.Tensor) -> list[torch.Tensor]:
-    if leaf.layout is torch.sparse_coo:
-        return [leaf._indices(), leaf._values()]
-    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
-    return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
-
-
 def _sparse(leaf: torch.Tensor, add: Add) -> Finish:
     data = leaf.detach()
-    tickets = [_plain_part(part, "a part of a sparse tensor", add) for part in _sparse_parts(data)]
-    layout, shape = _SPARSE[leaf.layout], tuple(leaf.shape)
+    tickets = [_plain_part(part, "a part of a sparse tensor", add) for part in t.sparse_parts(data)]
+    layout, shape = t.SPARSE[leaf.layout], tuple(leaf.shape)
     flags = t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER)
     if leaf.layout is torch.sparse_coo and leaf.is_coalesced():
         flags |= m.COALESCED
@@ -275,33 +260,23 @@ def _build_array(leaf: m.ArrayLeaf, part: Part) -> object:
 
 
 def _build_sparse(leaf: m.SparseLeaf, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    if leaf.layout == "coo":
-        indices, values = pieces
-        coalesced = bool(leaf.flags & m.COALESCED)
-        built = torch.sparse_coo_tensor(
-            indices, values, leaf.shape, check_invariants=True, is_coalesced=coalesced
-        )
-    else:
-        layout = next(known for known, name in _SPARSE.items() if name == leaf.layout)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls compressed layouts a beta feature
-            built = torch.sparse_compressed_tensor(
-                *pieces, leaf.shape, layout=layout, check_invariants=True
-            )
-    return t.with_flags(built, leaf.flags)
+    coalesced = bool(leaf.flags & m.COALESCED)
+    return t.with_flags(t.sparse(leaf.layout, pieces, leaf.shape, coalesced), leaf.flags)
 
 
 def _build_quantized(leaf: m.QuantizedLeaf, part: Part) -> torch.Tensor:
     if leaf.scalars:
-        scale, point = (decode_value(value) for value in leaf.scalars)
-        quantizer = (leaf.scheme, float(scale), int(point), torch.empty(0), torch.empty(0), 0)  # type: ignore[arg-type]
+        scale, point = map(decode_value, leaf.scalars)
+        if not isinstance(scale, float) or not isinstance(point, int):
+            raise ValueError(f"quantized with scale {scale!r} and zero point {point!r}")
+        quantizer = (leaf.scheme, scale, point, torch.empty(0), torch.empty(0), 0)
     else:
         scales, points = (part(tensor) for tensor in leaf.tensors)
         quantizer = (leaf.scheme, 1.0, 0, scales, points, leaf.axis)
     raw = part(leaf.raw)
     return t.quantized(
         raw.untyped_storage(),
-        raw.storage_offset() * raw.element_size(),
+        t.byte_offset(raw),
         leaf.raw,
         raw.stride(),
         quantizer,

@@ -10,8 +10,6 @@ into chunks; a chunk is the unit of sending and of verification.
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 from torchrelay.state.values import Key, Value
@@ -35,33 +33,33 @@ class _Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
 # Tree: containers hold nodes; an int is the index of a leaf.
 
 
-class DictNode(_Record, tag="d"):
+class DictNode(_Record, tag="d", frozen=True):
     kind: str  # "dict", "OrderedDict" or "defaultdict"
     keys: tuple[Key, ...]
     items: tuple[Node, ...]
     factory: str | None = None  # defaultdict: a name out of a closed list
 
 
-class SequenceNode(_Record, tag="l"):
+class SequenceNode(_Record, tag="l", frozen=True):
     kind: str  # "list" or "tuple"
     items: tuple[Node, ...]
 
 
-class NamedTupleNode(_Record, tag="n"):
+class NamedTupleNode(_Record, tag="n", frozen=True):
     name: str
     fields: tuple[str, ...]
     items: tuple[Node, ...]
     module: str = ""
 
 
-class RecordNode(_Record, tag="r"):
+class RecordNode(_Record, tag="r", frozen=True):
     """A registered type: `name` is the registered name, `body` what its encoder returned."""
 
     name: str
     body: Node
 
 
-Node = Union[int, DictNode, SequenceNode, NamedTupleNode, RecordNode]
+Node = int | DictNode | SequenceNode | NamedTupleNode | RecordNode
 
 
 # Leaves.
@@ -69,7 +67,7 @@ Node = Union[int, DictNode, SequenceNode, NamedTupleNode, RecordNode]
 REQUIRES_GRAD, PARAMETER, CONJ, NEG, COALESCED, META = 1, 2, 4, 8, 16, 32
 
 
-class TensorLeaf(_Record, tag="t"):
+class TensorLeaf(_Record, tag="t", frozen=True):
     """A strided tensor. `strides` None is row-major; `storage` -1: no bytes, meta or empty.
 
     `offset` is in bytes from the start of the storage's image, strides in elements.
@@ -83,7 +81,7 @@ class TensorLeaf(_Record, tag="t"):
     flags: int = 0
 
 
-class QuantizedLeaf(_Record, tag="q"):
+class QuantizedLeaf(_Record, tag="q", frozen=True):
     """`parameters` are (scale, zero point) values, or (scales, zero points) tensors and an axis."""
 
     raw: TensorLeaf
@@ -93,7 +91,7 @@ class QuantizedLeaf(_Record, tag="q"):
     axis: int = 0
 
 
-class SparseLeaf(_Record, tag="s"):
+class SparseLeaf(_Record, tag="s", frozen=True):
     """`parts`: COO (indices, values); compressed layouts (pointers, indices, values)."""
 
     layout: str
@@ -102,7 +100,7 @@ class SparseLeaf(_Record, tag="s"):
     flags: int = 0
 
 
-class ArrayLeaf(_Record, tag="a"):
+class ArrayLeaf(_Record, tag="a", frozen=True):
     """A numpy array (or scalar). `descr` is the JSON text of numpy's own dtype description."""
 
     descr: str
@@ -113,25 +111,25 @@ class ArrayLeaf(_Record, tag="a"):
     scalar: bool = False
 
 
-class ValueLeaf(_Record, tag="v"):
+class ValueLeaf(_Record, tag="v", frozen=True):
     """A plain value; `kind` tells apart those that need a constructor (dtype, device, Size)."""
 
     kind: str
     value: Value
 
 
-class SizeLeaf(_Record, tag="z"):
+class SizeLeaf(_Record, tag="z", frozen=True):
     size: tuple[int, ...]
 
 
-class Mesh(_Record):
+class Mesh(_Record, frozen=True):
     device_type: str
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     names: tuple[str, ...] | None
 
 
-class Placement(_Record):
+class Placement(_Record, frozen=True):
     """`kind`: "shard", "replicate", "partial" or "strided"."""
 
     kind: str
@@ -140,7 +138,7 @@ class Placement(_Record):
     reduce: str = ""
 
 
-class DTensorLeaf(_Record, tag="D"):
+class DTensorLeaf(_Record, tag="D", frozen=True):
     """One rank's part of a DTensor. `coordinate` is the sender's place in the mesh."""
 
     local: TensorLeaf
@@ -152,13 +150,13 @@ class DTensorLeaf(_Record, tag="D"):
     flags: int = 0
 
 
-class Box(_Record):
+class Box(_Record, frozen=True):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     placement: str | None
 
 
-class ShardedLeaf(_Record, tag="S"):
+class ShardedLeaf(_Record, tag="S", frozen=True):
     """One rank's shards of a ShardedTensor, and where all shards are."""
 
     shards: tuple[TensorLeaf, ...]
@@ -170,7 +168,7 @@ class ShardedLeaf(_Record, tag="S"):
     pinned: bool = False
 
 
-class SubclassLeaf(_Record, tag="x"):
+class SubclassLeaf(_Record, tag="x", frozen=True):
     """A tensor subclass that flattens itself: inner tensors and a context (a state of its own)."""
 
     name: str
@@ -183,27 +181,27 @@ class SubclassLeaf(_Record, tag="x"):
     flags: int = 0
 
 
-Leaf = Union[
-    TensorLeaf,
-    QuantizedLeaf,
-    SparseLeaf,
-    ArrayLeaf,
-    ValueLeaf,
-    SizeLeaf,
-    DTensorLeaf,
-    ShardedLeaf,
-    SubclassLeaf,
-]
+Leaf = (
+    TensorLeaf
+    | QuantizedLeaf
+    | SparseLeaf
+    | ArrayLeaf
+    | ValueLeaf
+    | SizeLeaf
+    | DTensorLeaf
+    | ShardedLeaf
+    | SubclassLeaf
+)
 
 
-class Storage(_Record):
+class Storage(_Record, frozen=True):
     """The image of one storage: its bytes in the stream, and the device type it comes from."""
 
     nbytes: int
     device: str = "cpu"
 
 
-class Manifest(_Record):
+class Manifest(_Record, frozen=True):
     """Everything about a state but its bytes. Storages stand in the order of the stream."""
 
     version: tuple[int, int]

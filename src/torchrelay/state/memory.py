@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from torchrelay.state.spans import linear_boxes
-from torchrelay.state.tensors import raw
+from torchrelay.state.tensors import byte_offset, raw
 
 
 class Region:
@@ -47,7 +47,7 @@ class Region:
             # data_ptr() reads through conj and neg bits, which is what is wanted.
             self._address = tensor.data_ptr()
             return
-        storage, offset = tensor.untyped_storage(), tensor.storage_offset() * size
+        storage, offset = tensor.untyped_storage(), byte_offset(tensor)
         if dense:
             self._view = raw(storage, offset, 1, (self.nbytes,), (1,))
             self._itemsize = 1

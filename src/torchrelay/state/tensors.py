@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard as _Shard
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import (
     ShardedTensorMetadata,
     TensorProperties,
 )
+from torch.distributed._shard.sharded_tensor.shard import Shard as _Shard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -73,16 +73,21 @@ def raw(
         itemsize = 8
     if byte_offset % itemsize:
         raise UnsupportedLeafError(f"memory not aligned to its item size of {itemsize} bytes")
-    return carrier.set_(storage, byte_offset // itemsize, tuple(shape), tuple(strides))  # type: ignore[call-overload, no-any-return]
+    return carrier.set_(storage, byte_offset // itemsize, tuple(shape), tuple(strides))
+
+
+def byte_offset(tensor: torch.Tensor) -> int:
+    """Where the tensor's first element lies in its storage."""
+    offset: int = tensor.storage_offset()  # type: ignore[assignment]
+    return offset * tensor.element_size()
 
 
 def raw_of(tensor: torch.Tensor) -> torch.Tensor:
     """The integer view of a strided tensor's own memory, conj and neg bits set aside."""
-    size = tensor.element_size()
     return raw(
         tensor.untyped_storage(),
-        tensor.storage_offset() * size,
-        size,
+        byte_offset(tensor),
+        tensor.element_size(),
         tensor.shape,
         tensor.stride(),
     )
@@ -98,7 +103,7 @@ def over_storage(
     """The tensor of a leaf over existing memory."""
     dtype = dtype_named(leaf.dtype)
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor = empty.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))  # type: ignore[call-overload]
+    tensor = empty.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))
     return with_flags(tensor, leaf.flags)
 
 
@@ -135,6 +140,41 @@ def with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     return tensor.detach().requires_grad_() if grad else tensor
 
 
+SPARSE = {
+    torch.sparse_coo: "coo",
+    torch.sparse_csr: "csr",
+    torch.sparse_csc: "csc",
+    torch.sparse_bsr: "bsr",
+    torch.sparse_bsc: "bsc",
+}
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Indices and values of a sparse tensor without gradient, coalesced or not."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def sparse(
+    layout: str, parts: Sequence[torch.Tensor], shape: Sequence[int], coalesced: bool
+) -> torch.Tensor:
+    """A sparse tensor of its parts; `RuntimeError` where they do not fit together."""
+    if layout == "coo":
+        indices, values = parts
+        return torch.sparse_coo_tensor(
+            indices, values, tuple(shape), check_invariants=True, is_coalesced=coalesced
+        )
+    kind = next(known for known, name in SPARSE.items() if name == layout)
+    make: Any = torch.sparse_compressed_tensor
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls compressed layouts a beta feature
+        built: torch.Tensor = make(*parts, tuple(shape), layout=kind, check_invariants=True)
+    return built
+
+
 def quantizer_of(tensor: torch.Tensor) -> tuple[str, float, int, torch.Tensor, torch.Tensor, int]:
     """Scheme, per-tensor scale and zero point, per-channel scales and zero points, axis."""
     none = torch.empty(0)
@@ -167,12 +207,12 @@ def quantized(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that quantized tensors are deprecated is not news here
         tensor: torch.Tensor = make(leaf.shape, dtype=dtype, device=storage.device, **how)
-    return tensor.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))  # type: ignore[call-overload, no-any-return]
+    return tensor.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))
 
 
 def placement_record(placement: _Placement) -> m.Placement:
     if isinstance(placement, _StridedShard):
-        return m.Placement("strided", dim=placement.dim, split=placement.split_factor)
+        return m.Placement("strided", dim=placement.dim, split=int(placement.split_factor))
     if type(placement) is Shard:
         return m.Placement("shard", dim=placement.dim)
     if type(placement) is Replicate:
@@ -219,7 +259,7 @@ def dtensor(
         tuple(_placement(record) for record in leaf.placements),
         tensor_meta=TensorMeta(torch.Size(leaf.shape), tuple(leaf.strides), local.dtype),
     )
-    built: torch.Tensor = DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    built: torch.Tensor = DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
     grad = bool(leaf.flags & m.REQUIRES_GRAD)
     if leaf.flags & m.PARAMETER:
         return torch.nn.Parameter(built, requires_grad=grad)
@@ -266,7 +306,7 @@ def sharded(locals_: Sequence[torch.Tensor], leaf: m.ShardedLeaf, rank: int) -> 
             pin_memory=leaf.pinned,
         ),
     )
-    built: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(  # type: ignore[assignment]
+    built: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, sharded_tensor_metadata=metadata
     )
     return built

@@ -8,7 +8,6 @@ of `int` or `str` is another type and has to be registered.
 from __future__ import annotations
 
 import struct
-from typing import Union
 
 import msgspec
 
@@ -46,8 +45,8 @@ class TupleKey(msgspec.Struct, tag="t", array_like=True, frozen=True):
     items: tuple[Key, ...]
 
 
-Key = Union[None, bool, int, str, Float, BigInt, Text, TupleKey]
-Value = Union[None, bool, int, str, Float, BigInt, Text, Complex, Bytes]
+Key = None | bool | int | str | Float | BigInt | Text | TupleKey
+Value = None | bool | int | str | Float | BigInt | Text | Complex | Bytes
 
 _INT64 = range(-(1 << 63), 1 << 63)
 

@@ -1,0 +1,37 @@
+"""Host buffers that outlive a transfer, so that the next one does not fault their pages in again."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+IN_FLIGHT = 2  # chunks on their way at a time, each way
+
+
+class BufferPool:
+    """Buffers by size. What is given back is kept, up to `limit` bytes, until `clear`."""
+
+    def __init__(self, limit: int = 256 << 20) -> None:
+        self._limit = limit
+        self._kept: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        with self._lock:
+            for index, buffer in enumerate(self._kept):
+                if buffer.numel() >= nbytes:
+                    return self._kept.pop(index)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back. Only one that no operation can touch any more."""
+        with self._lock:
+            self._kept.append(buffer)
+            self._kept.sort(key=torch.Tensor.numel)
+            while sum(kept.numel() for kept in self._kept) > self._limit:
+                self._kept.pop(0)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()

@@ -1,0 +1,58 @@
+"""Who sends to whom. Plain data: ranks in, ranks out; tested without processes.
+
+With several receivers the bytes leave the sender about once: receivers form a chain, each passes a
+chunk on as it arrives. A receiver whose upstream is lost is served by the sender directly, and goes
+on feeding those behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+
+class Hop(NamedTuple):
+    """One receiver's place: where its chunks come from and where they go on to."""
+
+    rank: int
+    upstream: int
+    downstream: int | None
+
+
+def chain(sender: int, receivers: Sequence[int]) -> list[Hop]:
+    """Receivers in a line, in the order given."""
+    before = [sender, *receivers]
+    after = [*receivers[1:], None]
+    return [Hop(*hop) for hop in zip(receivers, before, after, strict=False)]
+
+
+def orphans(hops: Sequence[Hop], lost: Collection[int], finished: Collection[int]) -> list[int]:
+    """Receivers whose upstream is lost and who still lack chunks: to be served directly."""
+    return [
+        hop.rank
+        for hop in hops
+        if hop.upstream in lost and hop.rank not in lost and hop.rank not in finished
+    ]
+
+
+def first_starving(hops: Sequence[Hop], stalled: Collection[int], sender: int) -> int | None:
+    """Of receivers that wait in vain, the one nearest to the sender that is not fed by it.
+
+    Those behind it starve because it does: feeding it feeds them.
+    """
+    for hop in hops:
+        if hop.rank in stalled:
+            return hop.rank if hop.upstream != sender else None
+    return None
+
+
+def served_by(hops: Sequence[Hop], rank: int, upstream: int) -> list[Hop]:
+    """The hops after `rank` has got another upstream; its old one no longer feeds anybody."""
+    return [
+        hop._replace(upstream=upstream)
+        if hop.rank == rank
+        else hop._replace(downstream=None)
+        if hop.downstream == rank
+        else hop
+        for hop in hops
+    ]

@@ -1,0 +1,247 @@
+"""Messages between ranks of a process group, with waits that cannot hurt it.
+
+A gloo wait that times out closes every pair of the group for good. So nobody here waits with a
+short timeout: a watcher thread waits for as long as it takes and reports, and the caller gives up
+on its own clock. What was given up on stays posted, with its memory, until the peer answers or the
+pair breaks; a posted receive is taken over by the next call, so no message is lost or mixed up.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from torchrelay.errors import PeerLostError, RemoteProtocolError
+from torchrelay.transports import wire
+
+FOREVER = timedelta(days=365)
+
+
+class Work(Protocol):
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+
+class ProcessGroup(Protocol):
+    """What is used of a process group; torch's own classes and wrappers around them have it."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work: ...
+
+
+def wait_for(work: Work, tensor: torch.Tensor) -> None:
+    """Block until a posted operation is over, however long that takes."""
+    work.wait(FOREVER)
+    if tensor.device.type != "cpu":
+        # On device backends wait() only orders the stream; the bytes are there after this.
+        getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
+
+
+class Watcher:
+    """Waits for posted operations in order, on a thread of its own, and reports each.
+
+    The thread keeps operation and memory alive, ends after `close`, and does not hold up the
+    interpreter's exit if the peer never answers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._posted: queue.SimpleQueue[tuple[Work, torch.Tensor, Callable[..., None]] | None] = (
+            queue.SimpleQueue()
+        )
+        thread = threading.Thread(target=self._run, name=f"torchrelay-{name}", daemon=True)
+        thread.start()
+
+    def watch(
+        self, work: Work, tensor: torch.Tensor, report: Callable[[Exception | None], None]
+    ) -> None:
+        self._posted.put((work, tensor, report))
+
+    def close(self) -> None:
+        self._posted.put(None)
+
+    def _run(self) -> None:
+        while (item := self._posted.get()) is not None:
+            work, tensor, report = item
+            try:
+                wait_for(work, tensor)
+            except Exception as fault:  # whatever the backend raises: the pair is broken
+                report(fault)
+            else:
+                report(None)
+            del item, work, tensor, report  # not kept alive while waiting for the next
+
+
+Sink = Callable[[wire.Message | Exception], None]
+
+
+class Line:
+    """Control messages to and from one rank in one transfer, in order, both ways."""
+
+    def __init__(self, group: ProcessGroup, peer: int, transfer: int) -> None:
+        self.group, self.peer, self.transfer = group, peer, transfer
+        self._tag = wire.tag(transfer, wire.CONTROL_LANE)
+        self._lock = threading.Lock()
+        self._inbox: list[wire.Message | Exception] = []
+        self._sink: Sink | None = None
+        self._writer: Watcher | None = None
+        self.delivered = threading.Event()  # set while nothing is on its way out
+        self.delivered.set()
+        self._outgoing = 0
+        threading.Thread(target=self._read, name="torchrelay-line", daemon=True).start()
+
+    def listen(self, sink: Sink | None) -> None:
+        """Hand messages to `sink`, those that came before included; None keeps them for later."""
+        with self._lock:
+            self._sink = sink
+            waiting, self._inbox = (self._inbox, []) if sink else ([], self._inbox)
+            for message in waiting:
+                assert sink is not None
+                sink(message)
+
+    def send(self, message: wire.Message) -> None:
+        """Post a message. Does not block; a broken line is reported to the sink by the reader."""
+        head, payload = wire.frame(message)
+        with self._lock:
+            if self._writer is None:
+                self._writer = Watcher("line-out")
+            try:
+                for data in filter(None, (head, payload)):
+                    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                    work = self.group.send([buffer], self.peer, self._tag)
+                    self._outgoing += 1
+                    self.delivered.clear()
+                    self._writer.watch(work, buffer, self._sent)
+            except RuntimeError:
+                return
+            if isinstance(message, wire.TERMINAL):
+                self._writer.close()
+
+    def _sent(self, fault: Exception | None) -> None:
+        with self._lock:
+            self._outgoing -= 1
+            if not self._outgoing:
+                self.delivered.set()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._read_one()
+                self._deliver(message)
+                if isinstance(message, wire.TERMINAL):
+                    return
+        except Exception as fault:
+            self._deliver(fault)
+
+    def _read_one(self) -> wire.Message:
+        head = torch.zeros(wire.FRAME_BYTES, dtype=torch.uint8)
+        wait_for(self.group.recv([head], self.peer, self._tag), head)
+        length, payload = wire.read_frame(head.numpy().tobytes())
+        if payload is None:
+            body = torch.empty(length, dtype=torch.uint8)
+            wait_for(self.group.recv([body], self.peer, self._tag), body)
+            payload = body.numpy().tobytes()
+        return wire.read_message(payload)
+
+    def _deliver(self, message: wire.Message | Exception) -> None:
+        if isinstance(message, Exception) and not isinstance(message, RemoteProtocolError):
+            message = PeerLostError(f"connection lost: {message}", rank=self.peer)
+        with self._lock:
+            if self._sink is None:
+                self._inbox.append(message)
+            else:
+                self._sink(message)
+
+
+class Bell:
+    """A posted receive of a first message from one rank."""
+
+    def __init__(self, group: ProcessGroup, peer: int) -> None:
+        self.value: int | None = None
+        self.fault: Exception | None = None
+        self.rung = threading.Event()
+        self._number = torch.zeros(1, dtype=torch.int64)
+        try:
+            work = group.recv([self._number], peer, wire.PRELUDE_TAG)
+        except RuntimeError as fault:
+            self._ring(fault)
+            return
+        watcher = Watcher("bell")
+        watcher.watch(work, self._number, self._ring)
+        watcher.close()
+
+    def _ring(self, fault: Exception | None) -> None:
+        self.fault = fault
+        if fault is None:
+            self.value = int(self._number.item())
+        self.rung.set()
+
+
+class Post:
+    """What calls on one group share in this process: half-open lines and unanswered bells.
+
+    A sender that gave up on an absent receiver leaves its first message unread; the next transfer
+    to that rank goes on with the same line. A receiver that gave up leaves its bell; the next call
+    waits at the same one.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self._lock = threading.Lock()
+        self._lines: dict[int, list[Line]] = {}
+        self._bells: dict[int, list[Bell]] = {}
+
+    def call(self, peer: int) -> Line:
+        """A line to a receiver: one left half open, or a new one with its prelude on the way."""
+        with self._lock:
+            waiting = self._lines.get(peer)
+            if waiting:
+                return waiting.pop(0)
+        transfer = secrets.randbelow(1 << wire.ID_BITS)
+        line = Line(self.group, peer, transfer)
+        number = torch.tensor([wire.prelude(transfer)], dtype=torch.int64)
+        watcher = Watcher("prelude")
+        # A pair that is broken already raises at once; the line's reader reports the same.
+        with suppress(RuntimeError):
+            work = self.group.send([number], peer, wire.PRELUDE_TAG)
+            watcher.watch(work, number, lambda fault: None)
+        watcher.close()
+        return line
+
+    def hang_up(self, line: Line) -> None:
+        """Keep a line on which nothing but a join may have been said, for the next transfer."""
+        line.listen(None)
+        with self._lock:
+            self._lines.setdefault(line.peer, []).append(line)
+
+    def bell(self, peer: int) -> Bell:
+        with self._lock:
+            waiting = self._bells.get(peer)
+            if waiting:
+                return waiting.pop(0)
+        return Bell(self.group, peer)
+
+    def leave_bell(self, peer: int, bell: Bell) -> None:
+        with self._lock:
+            self._bells.setdefault(peer, []).insert(0, bell)
+
+
+_posts: weakref.WeakKeyDictionary[Any, Post] = weakref.WeakKeyDictionary()
+_posts_lock = threading.Lock()
+
+
+def post_of(group: ProcessGroup) -> Post:
+    """The one `Post` of a group in this process."""
+    with _posts_lock:
+        found = _posts.get(group)
+        if found is None:
+            found = _posts[group] = Post(group)
+        return found
