@@ -120,9 +120,7 @@ class Relay:
         deadline = Deadline(self._timeout if timeout is None else timeout)
         watch = Stopwatch()
         with watch("capture"):
-            snapshot = capture(
-                state, step, receivers=len(ranks), chunk_bytes=self._chunk_bytes
-            )
+            snapshot = capture(state, step, receivers=len(ranks), chunk_bytes=self._chunk_bytes)
         sending = Sending(
             self._post,
             snapshot,
@@ -185,7 +183,7 @@ class Relay:
                 "the sender is torch's PGTransport: receive with torchrelay.dropin.PGTransport",
                 rank=source,
             )
-        return self._receive(
+        return self.receive_from(
             source,
             transfer,
             deadline,
@@ -198,7 +196,7 @@ class Relay:
             progress=progress,
         )
 
-    def _receive(
+    def receive_from(
         self,
         source: int,
         transfer: int,
@@ -211,7 +209,9 @@ class Relay:
         atomic: bool,
         device: torch.device | str | None,
         progress: ProgressCallback | None,
+        make_missing: bool = False,
     ) -> Received:
+        """The rest of `recv`, after a sender's first message has been read."""
         where = None if device is None else torch.device(device)
         receiving = Receiving(
             self._post,
@@ -219,7 +219,13 @@ class Relay:
             transfer,
             step=step,
             land=lambda manifest: land(
-                manifest, into=into, strict=strict, atomic=atomic, device=where, rank=self.rank
+                manifest,
+                into=into,
+                strict=strict,
+                atomic=atomic,
+                device=where,
+                rank=self.rank,
+                make_missing=make_missing,
             ),
             deadline=deadline,
             buffers=self._buffers,
@@ -227,13 +233,13 @@ class Relay:
             progress=_reporter(progress),
         )
         landed = receiving.run()
-        manifest = receiving.manifest
-        assert manifest is not None
+        manifest, intake = receiving.manifest, receiving.intake
+        assert manifest is not None and intake is not None
         report = Report(
             step=manifest.step,
             bytes=manifest.nbytes,
-            wire_bytes=receiving.wire_bytes,
-            messages=receiving.messages,
+            wire_bytes=intake.wire_bytes,
+            messages=intake.messages,
             seconds=watch.seconds,
             receivers=(self.rank,),
             missing=tuple(landed.missing),

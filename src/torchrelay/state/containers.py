@@ -7,7 +7,7 @@ share one leaf.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,24 @@ def flatten(state: object) -> Flat:
         slots.append((path, index))
         return index
 
+    # The fast path below is for tensors that are not registered as anything else.
+    tensors = {kind for kind in (torch.Tensor, torch.nn.Parameter) if codec_of(kind) is None}
+
+    def children(items: Iterable[tuple[object, object]], path: Path) -> tuple[m.Node, ...]:
+        nodes: list[m.Node] = []
+        for key, item in items:
+            if type(item) not in tensors:
+                nodes.append(visit(item, (*path, key)))
+                continue
+            # What `visit` and `leaf` do for a tensor, without the calls: most items are one.
+            index = known.get(id(item))
+            if index is None:
+                index = known[id(item)] = len(leaves)
+                leaves.append(item)
+            slots.append(((*path, key), index))
+            nodes.append(index)
+        return tuple(nodes)
+
     def visit(value: object, path: Path) -> m.Node:
         if isinstance(value, _PLAIN) and codec_of(type(value)) is None:
             return leaf(value, path)
@@ -76,14 +94,13 @@ def flatten(state: object) -> Flat:
             return m.RecordNode(codec.name, visit(codec.encode(value), (*path, codec.name)))
         if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
             keys = _keys(value, path)
-            items = tuple([visit(item, (*path, key)) for key, item in value.items()])
+            items = children(value.items(), path)
             return m.DictNode(kind.__name__, keys, items, _factory(value, path))
         if isinstance(value, (list, tuple)) and kind in (list, tuple):
-            items = tuple([visit(item, (*path, index)) for index, item in enumerate(value)])
-            return m.SequenceNode(kind.__name__, items)
+            return m.SequenceNode(kind.__name__, children(enumerate(value), path))
         if is_namedtuple(kind) and isinstance(value, tuple):
             fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-            items = tuple([visit(item, (*path, f)) for f, item in zip(fields, value, strict=True)])
+            items = children(zip(fields, value, strict=True), path)
             return m.NamedTupleNode(kind.__name__, fields, items, kind.__module__)
         return leaf(value, path)
 
@@ -172,7 +189,13 @@ def unflatten(tree: m.Node, leaves: Sequence[object]) -> object:
         if codec is None:
             check_types(tree)
         assert codec is not None
-        return codec.decode(unflatten(tree.body, leaves))
+        body = unflatten(tree.body, leaves)
+        try:
+            return codec.decode(body)
+        except Exception as fault:
+            raise UnsupportedLeafError(
+                f"registered type {tree.name!r} cannot be rebuilt: {fault!r}"
+            ) from fault
     values = [leaves[n] if isinstance(n, int) else unflatten(n, leaves) for n in tree.items]
     if isinstance(tree, m.SequenceNode):
         return values if tree.kind == "list" else tuple(values)
@@ -198,7 +221,7 @@ def _namedtuple_type(node: m.NamedTupleNode) -> type[tuple[object, ...]]:
         if kind.__name__ == node.name and is_namedtuple(kind) and kind._fields == node.fields  # type: ignore[attr-defined]
     ]
     same.sort(key=lambda kind: kind.__module__ != node.module)
-    return same[0] if same else namedtuple(node.name, node.fields)
+    return same[0] if same else namedtuple(node.name, node.fields, rename=True)
 
 
 def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> object:
@@ -220,11 +243,14 @@ def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> obje
                 into[key] = write_back(into[key], child, leaves)
         return into
     if isinstance(into, (list, tuple)):
+        children = dict(_children(tree))
+        keys: Sequence[object] = range(len(into))
+        if is_namedtuple(type(into)):
+            keys = type(into)._fields  # type: ignore[union-attr]
         news = [
-            write_back(old, child, leaves)
-            for old, (_, child) in zip(into, _children(tree), strict=False)
+            write_back(old, children[key], leaves) if key in children else old
+            for key, old in zip(keys, into, strict=True)
         ]
-        news += list(into[len(news) :])
         if isinstance(into, list):
             into[:] = news
             return into

@@ -23,6 +23,7 @@ class Fit(NamedTuple):
 
     part: m.TensorLeaf
     destination: torch.Tensor
+    whole: m.SparseLeaf | None = None  # its parts are checked together before any is written
 
 
 class ArrayFit(NamedTuple):
@@ -80,8 +81,8 @@ def _fit_array(leaf: m.ArrayLeaf, into: object) -> Iterator[ArrayFit]:
 
 def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
     if isinstance(leaf, m.TensorLeaf):
-        if not t.is_plain(into):
-            _differ("kind", "a strided tensor", _describe(into))
+        if into.is_quantized:
+            _differ("kind", "a strided tensor", "a quantized tensor")
         yield from _fit_plain(leaf, into)
     elif isinstance(leaf, m.DTensorLeaf):
         yield from _fit_dtensor(leaf, into)
@@ -90,8 +91,11 @@ def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
     elif isinstance(leaf, m.SparseLeaf):
         _same("layout", f"sparse_{leaf.layout}", str(into.layout).removeprefix("torch."))
         _same("shape", leaf.shape, tuple(into.shape))
+        if leaf.layout == "coo":
+            _same("being coalesced", bool(leaf.flags & m.COALESCED), into.is_coalesced())
         for part, mine in zip(leaf.parts, t.sparse_parts(into.detach()), strict=True):
-            yield from _fit_plain(part, mine)
+            for pair in _fit_plain(part, mine):
+                yield pair._replace(whole=leaf)
     elif isinstance(leaf, m.QuantizedLeaf):
         yield from _fit_quantized(leaf, into)
     elif isinstance(leaf, m.SubclassLeaf):
@@ -103,6 +107,8 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    if not t.is_plain(into) and not into.is_quantized:
+        _differ("kind", "a strided tensor", _describe(into))
     _same("dtype", part.dtype, t.NAMES[into.dtype])
     _same("shape", part.shape, tuple(into.shape))
     _same("being a meta tensor", bool(part.flags & m.META), into.device.type == "meta")

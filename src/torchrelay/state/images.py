@@ -8,20 +8,25 @@ views overlap, their common extent is kept as it is, with zeros in the gaps nobo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from torchrelay.state import manifest as m
 from torchrelay.state.memory import Region
+from torchrelay.state.plain import Kinds, glance
 from torchrelay.state.spans import contiguous_strides, extent, overlapping, packed
-from torchrelay.state.tensors import NAMES, flags_of, flat_bytes
+from torchrelay.state.tensors import NAMES, byte_offset, flags_of, flat_bytes
 
 
-class _View(NamedTuple):
-    """One tensor's geometry in its storage; `low` and `high` are byte positions."""
+class _View(msgspec.Struct, frozen=True, gc=False):
+    """One tensor's geometry in its storage; `low` and `high` are byte positions.
+
+    `run`: a contiguous tensor in host memory. (A struct: there is one a tensor, and a named tuple
+    costs several times as much to make.)
+    """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
@@ -31,6 +36,7 @@ class _View(NamedTuple):
     high: int
     dtype: str
     flags: int
+    run: bool
 
     @property
     def geometry(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
@@ -44,12 +50,18 @@ class Placed(NamedTuple):
     region: Region
 
 
-class Image(NamedTuple):
-    """The image of one storage: its size, where it comes from and the memory behind it."""
+class Image(msgspec.Struct, frozen=True, gc=False):
+    """The image of one storage: its size, where it comes from and the memory behind it.
+
+    Most are one run of host memory, known by `address` (else 0) and owned by `keep`. The others
+    are made up of `placed` regions.
+    """
 
     nbytes: int
     device: str
-    placed: Sequence[Placed]
+    address: int
+    keep: torch.Tensor
+    placed: Sequence[Placed] = ()
 
 
 class Images:
@@ -61,66 +73,78 @@ class Images:
 
     def __init__(self) -> None:
         self._views: list[_View] = []
-        self._storages: dict[tuple[str, int, int], list[int]] = {}
         self._where: list[tuple[int, int, tuple[int, ...] | None]] = []
-        self._facts: dict[
-            tuple[torch.dtype, torch.Size], tuple[str, tuple[int, ...], tuple[int, ...], int, int]
-        ] = {}
+        # By device and first byte of a storage (that byte alone: host memory), the first tensor
+        # over it, and all of them where there are more.
+        self._first: dict[int | tuple[str, int, int], int] = {}
+        self._shared: dict[int | tuple[str, int, int], list[int]] = {}
+        self._kinds: Kinds = {}
+
+    def add_plain(self, tensor: Any) -> int | None:
+        """The fast path of `add`: the ticket of a plain host tensor, None for any other.
+
+        The tensor's type is one of `plain.TYPES`.
+        """
+        seen = glance(tensor, self._kinds)
+        if seen is None:
+            return None
+        (dtype, shape, strides, size, nbytes), address, flags = seen
+        low = tensor.storage_offset() * size
+        origin = address - low
+        views = self._views
+        ticket = len(views)
+        if self._first.setdefault(origin, ticket) != ticket:
+            self._share(origin, ticket)
+        views.append(_View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, True))
+        return ticket
 
     def add(self, tensor: torch.Tensor) -> int:
         """Take a strided tensor in; returns its ticket."""
         ticket = len(self._views)
-        facts = self._facts.get((tensor.dtype, tensor.shape))
-        if facts is None:
-            facts = self._learn(tensor)
-        dtype, shape, strides, size, nbytes = facts
-        flags = flags_of(tensor)
-        if not tensor.is_contiguous():
-            strides = tensor.stride()
-            nbytes = extent(shape, strides) * size
+        shape, strides, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
+        dtype, flags = NAMES[tensor.dtype], flags_of(tensor)
+        nbytes = extent(shape, strides) * size
         if nbytes == 0 or tensor.is_meta:
-            strides = tensor.stride()
             flags |= m.META if tensor.is_meta else 0
-            self._views.append(_View(tensor, shape, strides, size, 0, 0, dtype, flags))
+            self._views.append(_View(tensor, shape, strides, size, 0, 0, dtype, flags, False))
             return ticket
-        low = tensor.storage_offset() * size
+        dense = tensor.is_contiguous()
+        if dense:
+            strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be anything
+        low = byte_offset(tensor)
         origin = tensor.data_ptr() - low
-        if tensor.is_cpu:
-            key = ("cpu", 0, origin)
-        else:
-            key = (tensor.device.type, tensor.device.index or 0, origin)
-        self._storages.setdefault(key, []).append(ticket)
-        self._views.append(_View(tensor, shape, strides, size, low, low + nbytes, dtype, flags))
+        host = tensor.is_cpu
+        key = origin if host else (tensor.device.type, tensor.device.index or 0, origin)
+        if self._first.setdefault(key, ticket) != ticket:
+            self._share(key, ticket)
+        self._views.append(
+            _View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, dense and host)
+        )
         return ticket
 
-    def _learn(
-        self, tensor: torch.Tensor
-    ) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int]:
-        """What all contiguous tensors of one dtype and shape have in common."""
-        shape = tuple(tensor.shape)
-        size = tensor.element_size()
-        facts = (NAMES[tensor.dtype], shape, contiguous_strides(shape), size, prod(shape) * size)
-        self._facts[(tensor.dtype, tensor.shape)] = facts
-        return facts
+    def _share(self, key: int | tuple[str, int, int], ticket: int) -> None:
+        self._shared.setdefault(key, [self._first[key]]).append(ticket)
 
     def resolve(self) -> list[Image]:
         """The images, in order of first use. After this `leaf` can be asked."""
         self._where = [(-1, 0, None)] * len(self._views)
         images: list[Image] = []
-        for (device, _, origin), tickets in self._storages.items():
-            if len(tickets) == 1 and device == "cpu":
-                view = self._views[tickets[0]]
-                if view.tensor.is_contiguous():
-                    self._where[tickets[0]] = (len(images), 0, None)
-                    region = Region.run(view.tensor, origin + view.low, view.high - view.low)
-                    images.append(Image(region.nbytes, device, (Placed(0, region),)))
-                    continue
+        for key, first in self._first.items():
+            view = self._views[first]
+            if view.run and key not in self._shared and isinstance(key, int):
+                self._where[first] = (len(images), 0, None)
+                images.append(Image(view.high - view.low, "cpu", key + view.low, view.tensor))
+                continue
+            tickets = self._shared.get(key, [first])
             placed: list[Placed] = []
             end = 0
-            for group in overlapping([self._views[t][4:6] for t in tickets]):
+            for group in overlapping([(self._views[t].low, self._views[t].high) for t in tickets]):
                 at = m.aligned(end)
                 end = at + self._place([tickets[i] for i in group], at, len(images), placed)
-            images.append(Image(end, device, placed))
+            region = placed[0].region
+            address = region.address if len(placed) == 1 else 0
+            device = "cpu" if isinstance(key, int) else key[0]
+            images.append(Image(end, device, address, region.keep, placed))
         return images
 
     def _place(self, tickets: list[int], at: int, image: int, placed: list[Placed]) -> int:
@@ -137,12 +161,15 @@ class Images:
             placed.append(Placed(at, region))
             return region.nbytes
         low = min(self._views[t].low for t in tickets)
-        nbytes = max(self._views[t].high for t in tickets) - low
+        low -= low % max(self._views[t].itemsize for t in tickets)  # so that each stays aligned
+        last = max((self._views[t] for t in tickets), key=lambda view: view.high)
+        nbytes = last.high - low
         for ticket in tickets:
             view = self._views[ticket]
             strides = None if view.strides == contiguous_strides(view.shape) else view.strides
             self._where[ticket] = (image, at + view.low - low, strides)
-        memory = flat_bytes(first.tensor.untyped_storage(), low, nbytes)
+        # Storages that start at one address may differ in length: the last view's reaches it all.
+        memory = flat_bytes(last.tensor.untyped_storage(), low, nbytes)
         touched = _touched([self._views[t] for t in tickets], low, nbytes)
         if touched is not None:
             memory = memory * touched.to(memory.device)

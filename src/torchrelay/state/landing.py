@@ -8,7 +8,7 @@ arrived (weights are old or new), and the caller's tensors as the bytes come in 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,11 +27,11 @@ from torchrelay.state.containers import (
     write_back,
 )
 from torchrelay.state.fitting import ArrayFit, Fit, fit
-from torchrelay.state.images import mark_touched
 from torchrelay.state.leaves import Part, build, check_buildable, parts
 from torchrelay.state.memory import Region
 from torchrelay.state.plan import Chunks
-from torchrelay.state.spans import contiguous_strides, extent, overlapping, packed
+from torchrelay.state.spans import contiguous_strides, packed
+from torchrelay.state.ties import check_ties
 
 
 class Landed(NamedTuple):
@@ -63,14 +63,17 @@ def land(
     atomic: bool = True,
     device: torch.device | None = None,
     rank: int = 0,
+    make_missing: bool = False,
 ) -> Landing:
     """The landing for an offered state. Everything that can be refused is refused here.
 
-    `into=None` makes new tensors, on `device` or on the kind of device they come from.
+    `into=None` makes new tensors, on `device` or on the kind of device they come from. With
+    `make_missing`, leaves that `into` lacks are made anew, and the state is a new tree of the
+    offered containers around the caller's tensors and the new ones.
     """
     if into is None:
         return _New(manifest, device, rank)
-    return _Existing(manifest, into, strict, atomic, rank)
+    return _Existing(manifest, into, strict, atomic, rank, make_missing)
 
 
 def _chunks(manifest: m.Manifest) -> Chunks:
@@ -88,11 +91,30 @@ def _allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         raise MismatchError(f"no memory for {nbytes} bytes on {device}: {fault}") from None
 
 
+_UNBUILT = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    MemoryError,
+)
+
+
 def _make(leaf: m.Leaf, path: Path, part: Part, rank: int) -> object:
     try:
         return build(leaf, part, rank)
-    except (RuntimeError, ValueError, TypeError, KeyError, AssertionError) as fault:
+    except _UNBUILT as fault:
         raise UnsupportedLeafError(f"cannot be rebuilt here: {fault}", path=show(path)) from fault
+
+
+def _check_buildable(leaf: m.Leaf, path: Path) -> None:
+    try:
+        check_buildable(leaf)
+    except UnsupportedLeafError as fault:
+        fault.path = show(path)
+        raise
 
 
 class _New:
@@ -110,16 +132,13 @@ class _New:
         simple: dict[int, m.TensorLeaf] = {}
         for index, leaf in enumerate(manifest.leaves):
             if isinstance(leaf, m.TensorLeaf):
-                t.dtype_named(leaf.dtype)
+                if leaf.dtype not in t.DTYPES:
+                    _check_buildable(leaf, self._paths[index])
                 if leaf.storage >= 0:
                     users[leaf.storage] += 1
                     simple[leaf.storage] = leaf
                 continue
-            try:
-                check_buildable(leaf)
-            except UnsupportedLeafError as fault:
-                fault.path = show(self._paths[index])
-                raise
+            _check_buildable(leaf, self._paths[index])
             for part in parts(leaf):
                 if part.storage >= 0:
                     users[part.storage] += 2
@@ -127,12 +146,14 @@ class _New:
                         hosted.add(part.storage)
         self.chunks = _chunks(manifest)
         self._homes: list[torch.Tensor] = []
+        self._whole: set[int] = set()
         for index, storage in enumerate(manifest.storages):
             home = "cpu" if index in hosted else device or _local_device(storage.device)
             whole = simple.get(index) if users[index] == 1 else None
-            if whole is not None and whole.strides is None and whole.flags == 0:
+            if whole is not None and whole.strides is None and whole.flags == whole.offset == 0:
                 # The tensor itself: cheaper than a view, and the common case by far.
                 self._homes.append(_whole(whole, home))
+                self._whole.add(index)
             else:
                 self._homes.append(_allocate(storage.nbytes, home))
 
@@ -158,8 +179,8 @@ class _New:
             device = "meta" if part.flags & m.META else "cpu"
             return t.without_storage(part, _strides(part), device)
         home = self._homes[part.storage]
-        if home.dtype is not torch.uint8 or (part.dtype == "uint8" and home.shape == part.shape):
-            return t.with_flags(home, part.flags)
+        if part.storage in self._whole:
+            return home
         return t.over_storage(home.untyped_storage(), part.offset, part, _strides(part))
 
 
@@ -172,9 +193,13 @@ def _whole(leaf: m.TensorLeaf, device: torch.device | str) -> torch.Tensor:
 
 def _local_device(kind: str) -> str:
     """The same kind of device here if there is one, else host memory."""
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        return "cpu"
     module = getattr(torch, kind, None)
     available = getattr(module, "is_available", None)
-    return kind if kind != "cpu" and available is not None and available() else "cpu"
+    return kind if available is not None and available() else "cpu"
 
 
 class _Placed(NamedTuple):
@@ -188,56 +213,71 @@ class _Existing:
     """The caller's tensors: staged and written at once (`atomic`), or written as bytes arrive."""
 
     def __init__(
-        self, manifest: m.Manifest, into: object, strict: bool, atomic: bool, rank: int
+        self,
+        manifest: m.Manifest,
+        into: object,
+        strict: bool,
+        atomic: bool,
+        rank: int,
+        make_missing: bool,
     ) -> None:
         self._manifest = manifest
         self._into = into
         self._rank = rank
         self._atomic = atomic
         self.torn = False
-        matched = match(slots(manifest.tree), flatten(into), strict=strict)
+        offered = slots(manifest.tree)
+        matched = match(offered, flatten(into), strict=strict)
         self._missing, self._extra = matched.missing, matched.extra
+        self._mine = {index: mine for index, _, mine in reversed(matched.pairs)}
+        self._made: dict[int, Path] | None = None
+        if make_missing:
+            self._made = {index: path for path, index in offered if index not in self._mine}
+            for index, path in self._made.items():
+                _check_buildable(manifest.leaves[index], path)
         self._plain: dict[int, Path] = {}
         direct: dict[int, list[_Placed]] = {}
         self._late: list[Fit | ArrayFit] = []
         self._written: list[torch.Tensor] = []
-        fits: list[tuple[Fit, Path]] = []
+        self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
+        fits: list[tuple[Fit | ArrayFit, Path]] = []
         for index, path, mine in matched.pairs:
             leaf = manifest.leaves[index]
             found = list(fit(leaf, mine, path))
             if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
                 isinstance(leaf, m.ArrayLeaf) and leaf.scalar
             ):
+                _check_buildable(leaf, path)
                 self._plain[index] = path
-            for pair in found:
-                if isinstance(pair, ArrayFit):
-                    self._late.append(pair)
-                    continue
-                fits.append((pair, path))
-        _check_ties(fits)
+            fits.extend((pair, path) for pair in found)
+        self.chunks = _chunks(manifest)
+        check_ties(fits, self.chunks)
         for pair, path in fits:
+            if isinstance(pair, ArrayFit):
+                self._late.append(pair)
+                continue
             self._written.append(pair.destination)
-            placed = _in_image_order(pair, path)
+            placed = _in_image_order(pair)
             if placed is None:
                 self._late.append(pair)
             else:
                 direct.setdefault(pair.part.storage, []).append(placed)
-        self.chunks = _chunks(manifest)
+            if pair.whole is not None:
+                self._wholes[id(pair.whole)] = (pair.whole, path)
         self._direct = direct
         self._stage(manifest)
 
     def _stage(self, manifest: m.Manifest) -> None:
         """Host memory for the images that are held back until `commit`."""
         held = set(_storages(self._late))
-        if self._plain:
-            held |= {
-                part.storage for index in self._plain for part in parts(manifest.leaves[index])
-            }
+        for index in (*self._plain, *(self._made or ())):
+            held |= {part.storage for part in parts(manifest.leaves[index])} - {-1}
         if self._atomic:
             held |= set(self._direct)
         sizes = {index: m.aligned(manifest.storages[index].nbytes) for index in sorted(held)}
         slab = _allocate(sum(sizes.values()))
         self._held: dict[int, torch.Tensor] = {}
+        self._homes: dict[int, torch.Tensor] = {}
         at = 0
         for index, size in sizes.items():
             self._held[index] = slab[at : at + size]
@@ -265,6 +305,12 @@ class _Existing:
             index: _make(self._manifest.leaves[index], path, self._held_part, self._rank)
             for index, path in self._plain.items()
         }
+        made = {
+            index: _make(self._manifest.leaves[index], path, self._owned_part, self._rank)
+            for index, path in (self._made or {}).items()
+        }
+        for whole, path in self._wholes.values():
+            _make(whole, path, self._held_part, self._rank)  # indices that point nowhere end here
         late = [_late_copy(pair, self._held_part) for pair in self._late]
         self.torn = bool(self._written or late)
         if self._atomic:
@@ -274,11 +320,25 @@ class _Existing:
         for destination, source in late:
             _copy_bits(destination, source)
         for tensor in self._written:
-            if tensor.device.type != "meta":
+            if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-        state = write_back(self._into, self._manifest.tree, plain)
+        if self._made is None:
+            state = write_back(self._into, self._manifest.tree, plain)
+        else:
+            leaves = {**self._mine, **plain, **made}
+            state = unflatten(self._manifest.tree, [leaves[i] for i in range(len(leaves))])
         self.torn = False
         return Landed(state, self._missing, self._extra)
+
+    def _owned_part(self, part: m.TensorLeaf) -> torch.Tensor:
+        """Like `_held_part`, in a storage of its own that the caller may keep."""
+        if part.storage < 0:
+            return self._held_part(part)
+        home = self._homes.get(part.storage)
+        if home is None:
+            nbytes = self._manifest.storages[part.storage].nbytes
+            home = self._homes[part.storage] = self._held[part.storage][:nbytes].clone()
+        return t.over_storage(home.untyped_storage(), part.offset, part, _strides(part))
 
     def _held_part(self, part: m.TensorLeaf) -> torch.Tensor:
         if part.storage < 0:
@@ -294,49 +354,27 @@ def _storages(pairs: list[Fit | ArrayFit]) -> list[int]:
     ]
 
 
-def _in_image_order(pair: Fit, path: Path) -> _Placed | None:
+def _in_image_order(pair: Fit) -> _Placed | None:
     """The destination as a region in the order of the image, or None where it takes more."""
-    part, mine = pair
+    part, mine, whole = pair
     strides = _strides(part)
     layout = packed(part.shape, strides)
     here = tuple(mine.stride())
-    if layout is None or layout.strides != strides:
-        _check_writable(mine, path)
+    if whole is not None or layout is None or layout.strides != strides:
         return None
-    if t.flags_of(mine) & (m.CONJ | m.NEG) != part.flags & (m.CONJ | m.NEG):
-        _check_writable(mine, path)
+    if (t.flags_of(mine) ^ part.flags) & (m.CONJ | m.NEG):
         return None
-    for dim, size in enumerate(part.shape):
-        if size > 1 and here[dim] == 0 and strides[dim] != 0:
-            _refuse_overlap(path)
-    shape = tuple(1 if stride == 0 else s for s, stride in zip(part.shape, here, strict=True))
-    if packed(shape, here) is None:
-        _refuse_overlap(path)
     if any(s > 1 and strides[d] == 0 and here[d] != 0 for d, s in enumerate(part.shape)):
         return None  # offered once and expanded, the destination has room for each
     return _Placed(part.offset, Region(mine, part.shape, here, layout.order))
 
 
-def _check_writable(mine: torch.Tensor, path: Path) -> None:
-    layout = packed(tuple(mine.shape), tuple(mine.stride()))
-    if layout is None or layout.numel != mine.numel():
-        _refuse_overlap(path)
-
-
-def _refuse_overlap(path: Path) -> None:
-    raise MismatchError(
-        "elements of the destination share memory with each other (an expanded or overlapping "
-        "view), and the offered tensor's do not",
-        path=show(path),
-    )
-
-
 def _late_copy(
-    pair: Fit | ArrayFit, part: object
-) -> tuple[torch.Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]], object]:
+    pair: Fit | ArrayFit, part: Part
+) -> tuple[torch.Tensor | np.ndarray[Any, Any], object]:
     if isinstance(pair, ArrayFit):
-        return pair.destination, build(pair.leaf, part, 0)  # type: ignore[arg-type]
-    return pair.destination, part(pair.part)  # type: ignore[operator]
+        return pair.destination, build(pair.leaf, part, 0)
+    return pair.destination, part(pair.part)
 
 
 def _copy_bits(destination: object, source: object) -> None:
@@ -345,69 +383,11 @@ def _copy_bits(destination: object, source: object) -> None:
         return
     assert isinstance(destination, torch.Tensor) and isinstance(source, torch.Tensor)
     bits = m.CONJ | m.NEG
+    for dim, stride in enumerate(destination.stride()):
+        if stride == 0:  # expanded on both sides: one element is all
+            destination, source = destination.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     with torch.no_grad():
         if t.flags_of(destination) & bits == t.flags_of(source) & bits:
             t.raw_of(destination).copy_(t.raw_of(source))
         else:
             destination.detach().copy_(source.detach())
-
-
-def _check_ties(fits: list[tuple[Fit, Path]]) -> None:
-    """Destinations that share memory must be offered the same bytes."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, (pair, _) in enumerate(fits):
-        by_device.setdefault(pair.destination.device, []).append(index)
-    for indices in by_device.values():
-        ranges = []
-        for index in indices:
-            mine = fits[index][0].destination
-            low = mine.data_ptr()
-            reach = extent(tuple(mine.shape), tuple(mine.stride())) * mine.element_size()
-            ranges.append((low, low + reach))
-        for group in overlapping(ranges):
-            if len(group) > 1:
-                _check_tied([fits[indices[i]] for i in group])
-
-
-def _check_tied(group: list[tuple[Fit, Path]]) -> None:
-    """One memory range, several destinations: each byte is offered by one place alone."""
-    low = min(pair.destination.data_ptr() for pair, _ in group)
-    high = max(
-        pair.destination.data_ptr()
-        + extent(tuple(pair.destination.shape), tuple(pair.destination.stride()))
-        * pair.destination.element_size()
-        for pair, _ in group
-    )
-    taken = np.zeros(high - low, dtype=np.uint8)
-    first: dict[tuple[object, ...], Path] = {}
-    for pair, path in group:
-        part, mine = pair
-        same = (part.storage, part.offset, part.strides, mine.data_ptr(), tuple(mine.stride()))
-        if same in first:
-            continue
-        first[same] = path
-        mask = np.zeros_like(taken)
-        offset = mine.data_ptr() - low
-        mark_touched(mask, offset, mine.element_size(), tuple(mine.shape), tuple(mine.stride()))
-        if np.any(taken & mask) and not _same_shift(group, pair):
-            raise MismatchError(
-                "shares memory with another destination that is offered other bytes",
-                path=show(path),
-            )
-        taken |= mask
-
-
-def _same_shift(group: list[tuple[Fit, Path]], pair: Fit) -> bool:
-    """Whether all destinations of a group stand to each other as the offered views do."""
-    base = group[0][0]
-    shift = pair.destination.data_ptr() - base.destination.data_ptr()
-    return (
-        all(
-            other.part.storage == base.part.storage
-            and other.destination.data_ptr() - base.destination.data_ptr()
-            == other.part.offset - base.part.offset
-            and tuple(other.destination.stride()) == _strides(other.part)
-            for other, _ in group
-        )
-        and shift == pair.part.offset - base.part.offset
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -73,9 +73,7 @@ def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> Finish:
     shape, nbytes = array.shape, array.nbytes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a read-only array: it is only read here
-        ticket = (
-            add(torch.from_numpy(np.frombuffer(flat.data.cast("B"), np.uint8))) if nbytes else 0
-        )
+        ticket = add(torch.from_numpy(flat.view(np.uint8))) if nbytes else 0
 
     def finish(part: Callable[[int], m.TensorLeaf]) -> m.ArrayLeaf:
         storage = part(ticket).storage if nbytes else -1
@@ -216,6 +214,11 @@ def check_buildable(leaf: m.Leaf) -> None:
     """Raise `UnsupportedLeafError` if this process lacks what the leaf needs (dtype, type)."""
     for part in parts(leaf):
         t.dtype_named(part.dtype)
+    if isinstance(leaf, m.ValueLeaf) and leaf.kind != "plain":
+        try:
+            build(leaf, lambda part: torch.empty(0), 0)
+        except (RuntimeError, ValueError) as fault:
+            raise UnsupportedLeafError(f"no such {leaf.kind} here: {fault}") from None
     if isinstance(leaf, m.SubclassLeaf):
         if subclass_named(leaf.name) is None:
             raise UnsupportedLeafError(
@@ -251,11 +254,13 @@ def build(leaf: m.Leaf, part: Part, rank: int) -> object:
 
 def _build_array(leaf: m.ArrayLeaf, part: Part) -> object:
     dtype = dtype_from_text(leaf.descr)
+    order: Literal["F", "C"] = "F" if leaf.fortran else "C"
+    array: np.ndarray[Any, Any]
     if leaf.nbytes:
-        flat = part(next(parts(leaf))).numpy().view(dtype)
+        flat = part(next(parts(leaf))).numpy()
+        array = np.ndarray(leaf.shape, dtype, flat, order=order)
     else:
-        flat = np.empty(0, dtype)
-    array = np.ndarray(leaf.shape, dtype, flat.data, order="F" if leaf.fortran else "C")
+        array = np.empty(leaf.shape, dtype, order=order)
     return array[()] if leaf.scalar else array
 
 

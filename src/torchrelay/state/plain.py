@@ -14,6 +14,7 @@ from torchrelay.state import manifest as m
 from torchrelay.state.spans import contiguous_strides
 from torchrelay.state.tensors import NAMES
 
+_Tensor = torch.Tensor
 TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 # What contiguous tensors of one dtype and shape have in common: name of the dtype, shape, strides,
@@ -29,22 +30,23 @@ def glance(tensor: torch.Tensor, kinds: Kinds) -> tuple[Kind, int, int] | None:
     its address, or a nested tensor for its shape, torch raises or says 0.
     """
     try:
-        dtype, shape, address = tensor.dtype, tensor.shape, tensor.data_ptr()
+        kind = kinds[key := (tensor.dtype, tensor.shape)]
+        address = tensor.data_ptr()
     except RuntimeError:
         return None
-    if (dtype, shape) in kinds:
-        kind = kinds[dtype, shape]
-    else:
-        kind = kinds[dtype, shape] = _kind(tensor)
+    except KeyError:
+        kinds[key] = _kind(tensor)
+        return glance(tensor, kinds)
     if not (kind and address and tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
         return None
     flags = m.REQUIRES_GRAD if tensor.requires_grad else 0
-    return kind, address, flags if type(tensor) is torch.Tensor else flags | m.PARAMETER
+    return kind, address, flags if type(tensor) is _Tensor else flags | m.PARAMETER
 
 
 def _kind(tensor: torch.Tensor) -> Kind | None:
     # Complex tensors may be conjugated, quantized ones come with more than their bytes.
-    if tensor.is_complex() or tensor.is_quantized or not tensor.numel():
+    name = NAMES.get(tensor.dtype)
+    if name is None or tensor.is_complex() or tensor.is_quantized or not tensor.numel():
         return None
     shape, size = tuple(tensor.shape), tensor.element_size()
-    return NAMES[tensor.dtype], shape, contiguous_strides(shape), size, prod(shape) * size
+    return name, shape, contiguous_strides(shape), size, prod(shape) * size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from torchrelay.state.manifest import ALIGN, MAX_CHUNK_BYTES, aligned
@@ -39,8 +40,7 @@ def cut(nbytes: Sequence[int], chunk_bytes: int, small_bytes: int = SMALL_BYTES)
     chunk_bytes = min(aligned(chunk_bytes), MAX_CHUNK_BYTES)
     chunks: list[int] = []
     bucket = 0
-    for exact in nbytes:
-        size = aligned(exact)
+    for exact, size in zip(nbytes, aligned_sizes(nbytes), strict=True):
         if exact >= small_bytes or size > chunk_bytes:
             if bucket:
                 chunks.append(bucket)
@@ -68,36 +68,33 @@ class Extent(NamedTuple):
     at: int
 
 
+def aligned_sizes(nbytes: Sequence[int]) -> list[int]:
+    return [-(-size // ALIGN) * ALIGN for size in nbytes]  # `aligned`, without its calls
+
+
 class Chunks:
     """Where the chunks of a stream are, and which parts of which storages they hold."""
 
     def __init__(self, nbytes: Sequence[int], chunks: Sequence[int]) -> None:
         self._nbytes = nbytes
-        self._starts: list[int] = []
-        at = 0
-        for size in nbytes:
-            self._starts.append(at)
-            at += aligned(size)
+        # Where each storage's image starts in the stream, and each chunk.
+        self.starts = list(accumulate(aligned_sizes(nbytes), initial=0))[:-1]
         self.sizes = tuple(chunks)
-        self.offsets: list[int] = []
-        at = 0
-        for size in chunks:
-            self.offsets.append(at)
-            at += size
-        self.stream_bytes = at
+        self.offsets = list(accumulate(self.sizes, initial=0))
+        self.stream_bytes = self.offsets.pop()
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def start_of(self, storage: int) -> int:
-        return self._starts[storage]
+        return self.starts[storage]
 
     def extents(self, index: int) -> Iterator[Extent]:
         """The parts of storages in chunk `index`, in order. Padding belongs to none."""
         begin = self.offsets[index]
         end = begin + self.sizes[index]
-        storage = bisect_right(self._starts, begin) - 1
-        while storage < len(self._starts) and (origin := self._starts[storage]) < end:
+        storage = bisect_right(self.starts, begin) - 1
+        while storage < len(self.starts) and (origin := self.starts[storage]) < end:
             start = max(begin - origin, 0)
             stop = min(end - origin, self._nbytes[storage])
             if start < stop:

@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
+from itertools import islice, pairwise
+from operator import itemgetter
 
 import torch
 
 from torchrelay.state import manifest as m
-from torchrelay.state import plan
+from torchrelay.state import plain, plan
 from torchrelay.state.containers import flatten
 from torchrelay.state.images import Image, Images
-from torchrelay.state.leaves import describe, finished
+from torchrelay.state.leaves import describe
+from torchrelay.state.memory import Region
+from torchrelay.state.pause import gc_paused
+from torchrelay.state.runs import Runs
 from torchrelay.state.tensors import flat_bytes
 
 
@@ -24,7 +29,29 @@ class Snapshot:
         self.manifest = manifest
         self.chunks = plan.Chunks([image.nbytes for image in images], manifest.chunks)
         self._images = images
-        self._starts = [[placed.at for placed in image.placed] for image in images]
+        starts: list[int] = []
+        addresses: list[int] = []
+        sizes: list[int] = []
+        self._elsewhere: list[tuple[int, Region]] = []  # not in host memory, or not in one run
+        for start, image in zip(self.chunks.starts, images, strict=True):
+            if image.address:
+                starts.append(start)
+                addresses.append(image.address)
+                sizes.append(image.nbytes)
+                continue
+            for at, region in image.placed:
+                if region.address:
+                    starts.append(start + at)
+                    addresses.append(region.address)
+                    sizes.append(region.nbytes)
+                else:
+                    self._elsewhere.append((start + at, region))
+        self._host = Runs(starts, addresses, sizes)
+        filled = [(at, at + region.nbytes) for at, region in self._elsewhere]
+        filled += [
+            (at, at + size) for at, _, size in self._host.within(0, self.chunks.stream_bytes)
+        ]
+        self._gaps = _gaps(filled, self.chunks.stream_bytes)
 
     def view(self, index: int) -> torch.Tensor | None:
         """The chunk's bytes where they lie, if they are one run of memory; else None."""
@@ -32,40 +59,35 @@ class Snapshot:
         if len(extents) != 1:
             return None
         storage, start, stop, _ = extents[0]
-        placed = self._images[storage].placed
-        if len(placed) != 1 or stop - start != self.chunks.sizes[index]:
+        image = self._images[storage]
+        if not image.address or stop - start != self.chunks.sizes[index]:
             return None
-        region = placed[0].region
-        if not region.address:
-            return None
-        origin = region.keep.untyped_storage()
-        return flat_bytes(origin, region.address - origin.data_ptr() + start, stop - start)
+        origin = image.keep.untyped_storage()
+        return flat_bytes(origin, image.address - origin.data_ptr() + start, stop - start)
 
     def read(self, index: int, out: torch.Tensor) -> None:
-        """Write the chunk's bytes to the host buffer `out`, zeros between storages."""
-        base = out.data_ptr()
-        for storage, start, stop, at in self.chunks.extents(index):
-            image = self._images[storage]
-            if len(image.placed) == 1 and (address := image.placed[0].region.address):
-                ctypes.memmove(base + at, address + start, stop - start)
-            else:
-                self._read_image(storage, start, stop, out[at:])
-            if stop % m.ALIGN:
-                out[at + stop - start : at + m.aligned(stop) - start].zero_()
-
-    def _read_image(self, storage: int, start: int, stop: int, out: torch.Tensor) -> None:
-        placed = self._images[storage].placed
-        index = max(bisect_right(self._starts[storage], start) - 1, 0)
-        position = start
-        for at, region in placed[index:]:
-            low, high = max(start, at), min(stop, at + region.nbytes)
+        """Write the chunk's bytes to the host buffer `out`, zeros where the stream has gaps."""
+        start, base = self.chunks.offsets[index], out.data_ptr()
+        stop = start + self.chunks.sizes[index]
+        self._host.gather(start, stop, base)
+        first = bisect_right(self._elsewhere, start, key=lambda piece: piece[0] + piece[1].nbytes)
+        for at, region in islice(self._elsewhere, first, None):
             if at >= stop:
                 break
-            if low < high:
-                out[position - start : low - start].zero_()
-                region.read(low - at, high - at, out[low - start :])
-                position = high
-        out[position - start : stop - start].zero_()
+            low, high = max(start, at), min(stop, at + region.nbytes)
+            region.read(low - at, high - at, out[low - start :])
+        first = bisect_right(self._gaps, start, key=itemgetter(1))
+        for low, high in islice(self._gaps, first, None):
+            if low >= stop:
+                break
+            low, high = max(start, low), min(stop, high)
+            ctypes.memset(base + low - start, 0, high - low)
+
+
+def _gaps(filled: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """The bytes [low, high) of a stream that are not filled: what alignment leaves open."""
+    filled = [(0, 0), *sorted(filled), (end, end)]
+    return [(low, high) for (_, low), (high, _) in pairwise(filled) if low < high]
 
 
 def capture(
@@ -76,12 +98,18 @@ def capture(
     chunk_bytes: int | None = None,
 ) -> Snapshot:
     """Describe a state without copying it. `UnsupportedLeafError` names what cannot travel."""
+    with gc_paused():
+        return _capture(state, step, receivers, chunk_bytes)
+
+
+def _capture(state: object, step: int | None, receivers: int, chunk_bytes: int | None) -> Snapshot:
     flat = flatten(state)
     images = Images()
-    paths: dict[int, tuple[object, ...]] = {}
-    for path, index in flat.slots:
-        paths.setdefault(index, path)
-    described = [describe(leaf, paths[i], images.add) for i, leaf in enumerate(flat.leaves)]
+    paths = {index: path for path, index in reversed(flat.slots)}
+    described = []
+    for index, leaf in enumerate(flat.leaves):
+        ticket = images.add_plain(leaf) if type(leaf) in plain.TYPES else None
+        described.append(describe(leaf, paths[index], images.add) if ticket is None else ticket)
     found = images.resolve()
     order = plan.stream_order([image.nbytes for image in found])
     position = [0] * len(found)
@@ -93,12 +121,12 @@ def capture(
         return images.leaf(ticket, position)
 
     sizes = [image.nbytes for image in ordered]
-    stream = sum(map(m.aligned, sizes))
+    stream = sum(plan.aligned_sizes(sizes))
     manifest = m.Manifest(
         version=m.VERSION,
         step=step,
         tree=flat.tree,
-        leaves=tuple([finished(item, part) for item in described]),
+        leaves=tuple([part(item) if isinstance(item, int) else item(part) for item in described]),
         storages=tuple([m.Storage(image.nbytes, image.device) for image in ordered]),
         chunks=plan.cut(sizes, chunk_bytes or plan.chunk_size(stream, receivers)),
     )

@@ -7,6 +7,7 @@ in the tree. Only then is anything allocated for it.
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
@@ -18,6 +19,7 @@ from torchrelay.state.digest import DIGEST_BYTES
 from torchrelay.state.spans import contiguous_strides, extent
 from torchrelay.state.values import decode_key, decode_value
 
+MAX_NESTED = 16  # tensor subclasses in tensor subclasses
 MAX_SIZE = 1 << 62  # of a dimension, a stride or a product of dimensions
 
 CONTAINERS = ("dict", "OrderedDict", "defaultdict")
@@ -122,10 +124,11 @@ def _node_children(node: m.Node) -> tuple[m.Node, ...]:
             raise ManifestError(f"sequence {node.kind[:40]!r}")
         return node.items
     if isinstance(node, m.NamedTupleNode):
-        names = (node.name, *node.fields)
+        names = [node.name]
+        names += [name for place, name in enumerate(node.fields) if name != f"_{place}"]
         if len(node.fields) != len(node.items) or len(set(node.fields)) != len(node.fields):
             raise ManifestError(f"namedtuple {node.name[:40]!r} with odd fields")
-        if not all(name.isidentifier() and len(name) < 256 for name in names):
+        if not all(map(_is_name, names)):
             raise ManifestError("a namedtuple's names are identifiers")
         return node.items
     if isinstance(node, m.RecordNode):
@@ -133,7 +136,18 @@ def _node_children(node: m.Node) -> tuple[m.Node, ...]:
     raise ManifestError(f"node of type {type(node).__name__}")
 
 
-def _check_leaf(leaf: m.Leaf, storages: tuple[m.Storage, ...], reach: list[int]) -> None:
+def _is_name(name: str) -> bool:
+    return (
+        name.isidentifier()
+        and len(name) < 256
+        and not name.startswith("_")
+        and not keyword.iskeyword(name)
+    )
+
+
+def _check_leaf(
+    leaf: m.Leaf, storages: tuple[m.Storage, ...], reach: list[int], depth: int = 0
+) -> None:
     if isinstance(leaf, m.TensorLeaf):
         _check_tensor(leaf, storages, reach)
     elif isinstance(leaf, m.ValueLeaf):
@@ -175,6 +189,8 @@ def _check_leaf(leaf: m.Leaf, storages: tuple[m.Storage, ...], reach: list[int])
         for part in leaf.shards:
             _check_tensor(part, storages, reach)
     elif isinstance(leaf, m.SubclassLeaf):
+        if depth > MAX_NESTED:
+            raise ManifestError(f"tensor subclasses nested deeper than {MAX_NESTED}")
         _check_shape(leaf.shape)
         if len(leaf.attributes) != len(leaf.parts) or len(leaf.strides) != len(leaf.shape):
             raise ManifestError(f"subclass {leaf.name[:40]!r} with odd parts")
@@ -182,7 +198,7 @@ def _check_leaf(leaf: m.Leaf, storages: tuple[m.Storage, ...], reach: list[int])
             raise ManifestError("attributes are identifiers")
         _check_tree(leaf.context, len(leaf.context_leaves))
         for inner in (*leaf.parts, *leaf.context_leaves):
-            _check_leaf(inner, storages, reach)
+            _check_leaf(inner, storages, reach, depth + 1)
 
 
 def _check_shape(shape: tuple[int, ...]) -> int:
@@ -232,12 +248,11 @@ def _check_array(leaf: m.ArrayLeaf, storages: tuple[m.Storage, ...], reach: list
     dtype = dtype_from_text(leaf.descr)
     if leaf.scalar and leaf.shape:
         raise ManifestError("a numpy scalar has no dimensions")
-    if leaf.storage == -1:
-        if leaf.nbytes:
-            raise ManifestError("bytes without a storage")
-    else:
-        if leaf.nbytes <= 0 or leaf.nbytes != numel * dtype.itemsize:
-            raise ManifestError(f"{leaf.nbytes} bytes for {numel} items")
+    if leaf.nbytes != numel * dtype.itemsize:
+        raise ManifestError(f"{leaf.nbytes} bytes for {numel} items of {dtype.itemsize}")
+    if (leaf.storage == -1) != (leaf.nbytes == 0):
+        raise ManifestError("an array has a storage, an empty one has none")
+    if leaf.nbytes:
         _reach(leaf.storage, 0, leaf.nbytes, storages, reach)
 
 

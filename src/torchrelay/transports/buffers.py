@@ -1,4 +1,4 @@
-"""Host buffers that outlive a transfer, so that the next one does not fault their pages in again."""
+"""Host buffers that outlive a transfer: the next one does not fault their pages in again."""
 
 from __future__ import annotations
 

@@ -23,6 +23,11 @@ from torchrelay.errors import PeerLostError, RemoteProtocolError
 from torchrelay.transports import wire
 
 FOREVER = timedelta(days=365)
+GRACE = 1.0  # seconds for the last messages of a transfer to be taken
+CLOSED = (
+    "the group's connection to this rank is closed for good: make a new process group with the "
+    "ranks that live (torch.distributed.new_group) before the next transfer"
+)
 
 
 class Work(Protocol):
@@ -96,6 +101,8 @@ class Line:
         self.delivered = threading.Event()  # set while nothing is on its way out
         self.delivered.set()
         self._outgoing = 0
+        self.broken = False
+        self.adopted = False  # left by an earlier call, maybe on connections since replaced
         threading.Thread(target=self._read, name="torchrelay-line", daemon=True).start()
 
     def listen(self, sink: Sink | None) -> None:
@@ -153,8 +160,9 @@ class Line:
 
     def _deliver(self, message: wire.Message | Exception) -> None:
         if isinstance(message, Exception) and not isinstance(message, RemoteProtocolError):
-            message = PeerLostError(f"connection lost: {message}", rank=self.peer)
+            message = PeerLostError(f"connection lost: {message}; {CLOSED}", rank=self.peer)
         with self._lock:
+            self.broken = isinstance(message, Exception)
             if self._sink is None:
                 self._inbox.append(message)
             else:
@@ -168,6 +176,7 @@ class Bell:
         self.value: int | None = None
         self.fault: Exception | None = None
         self.rung = threading.Event()
+        self.adopted = False  # left by an earlier call, maybe on connections since replaced
         self._number = torch.zeros(1, dtype=torch.int64)
         try:
             work = group.recv([self._number], peer, wire.PRELUDE_TAG)
@@ -202,9 +211,11 @@ class Post:
     def call(self, peer: int) -> Line:
         """A line to a receiver: one left half open, or a new one with its prelude on the way."""
         with self._lock:
-            waiting = self._lines.get(peer)
-            if waiting:
-                return waiting.pop(0)
+            waiting = self._lines.get(peer, [])
+            while waiting:
+                line = waiting.pop(0)
+                if not line.broken:
+                    return line
         transfer = secrets.randbelow(1 << wire.ID_BITS)
         line = Line(self.group, peer, transfer)
         number = torch.tensor([wire.prelude(transfer)], dtype=torch.int64)
@@ -219,18 +230,23 @@ class Post:
     def hang_up(self, line: Line) -> None:
         """Keep a line on which nothing but a join may have been said, for the next transfer."""
         line.listen(None)
+        line.adopted = True
         with self._lock:
             self._lines.setdefault(line.peer, []).append(line)
 
     def bell(self, peer: int) -> Bell:
+        """A posted receive from `peer`: one left unanswered by an earlier call, or a new one."""
         with self._lock:
-            waiting = self._bells.get(peer)
-            if waiting:
-                return waiting.pop(0)
+            waiting = self._bells.get(peer, [])
+            while waiting:
+                bell = waiting.pop(0)
+                if bell.fault is None:
+                    return bell
         return Bell(self.group, peer)
 
     def leave_bell(self, peer: int, bell: Bell) -> None:
         with self._lock:
+            bell.adopted = True
             self._bells.setdefault(peer, []).insert(0, bell)
 
 

@@ -27,9 +27,8 @@ from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports import fanout, wire
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.clock import Deadline, Stopwatch
-from torchrelay.transports.group import Line, Post, Watcher
+from torchrelay.transports.group import GRACE, Line, Post, Watcher
 
-GRACE = 1.0  # seconds for the last messages of a transfer to be taken
 GATHER = 0.05  # seconds to hear from all who starve before choosing whom to feed
 
 
@@ -270,7 +269,10 @@ class Sending:
             return
         message = event.message
         if isinstance(message, Exception):
-            self._fail(peer, str(message))
+            if peer.stage == "called" and peer.line.adopted:
+                self._ring_again(peer)
+            else:
+                self._fail(peer, str(message))
         elif isinstance(message, wire.Join) and peer.stage == "called":
             self._joined(peer, message)
         elif isinstance(message, wire.Accept) and peer.stage == "joined":
@@ -302,6 +304,9 @@ class Sending:
             return
         # A receiver of an earlier call that is gone. Ring again; a new call may be waiting.
         peer.line.send(wire.Fin())
+        self._ring_again(peer)
+
+    def _ring_again(self, peer: Peer) -> None:
         peer.line, peer.stage = self._post.call(peer.rank), "called"
         self._listen(peer)
 

@@ -1,0 +1,135 @@
+"""`PGTransport` under torch's own name and signature, on the relay protocol or torch's."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch.distributed import Work
+from torch.utils._pytree import tree_flatten_with_path
+
+from torchrelay.dropin._torch_wire import recv_torch, send_torch
+from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
+from torchrelay.relay import Relay
+from torchrelay.transports import wire
+from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.group import Watcher, post_of
+from torchrelay.transports.receiver import answer
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+class PGTransport:
+    """Sends a state dict over a process group, so that a worker recovers from a live one.
+
+    Args:
+        pg: the process group to use for communication
+        timeout: bounds each call as a whole
+        device: where tensors are placed that have no in-place destination; with
+            `protocol="torch"` also the device that messages are sent from
+        state_dict: if given, called to get the state that is received into, in place
+        protocol: what `send_checkpoint` speaks: "relay", or "torch" for receivers that run torch's
+            own class. `recv_checkpoint` understands both.
+    """
+
+    def __init__(
+        self,
+        pg: Any,
+        timeout: timedelta,
+        device: torch.device,
+        state_dict: Callable[[], object] | None = None,
+        *,
+        protocol: Literal["relay", "torch"] = "relay",
+    ) -> None:
+        if protocol not in ("relay", "torch"):
+            raise UsageError(f'protocol is "relay" or "torch", not {protocol!r}')
+        self._pg = pg
+        self._timeout = timeout
+        self._device = torch.device(device)
+        self._state_dict = state_dict
+        self._protocol = protocol
+        self._relay = Relay(pg, timeout=timeout.total_seconds())
+
+    def send_checkpoint(self, dst_ranks: list[int], state_dict: object) -> None:
+        """Send a state dict to each rank in `dst_ranks`.
+
+        A rank that is absent or dies does not keep the others from getting it; it is named in the
+        error that is raised at the end.
+        """
+        if self._protocol == "torch":
+            deadline = Deadline(self._timeout.total_seconds())
+            send_torch(self._pg, dst_ranks, state_dict, self._device, _waiter(deadline))
+            return
+        report = self._relay.send(state_dict, dst_ranks)
+        if report.failed:
+            rank, reason = next(iter(report.failed.items()))
+            raise PeerLostError(
+                f"not every rank got the checkpoint: rank {rank} {reason} "
+                f"(failed: {sorted(report.failed)}, got it: {list(report.receivers)})",
+                rank=rank,
+            )
+
+    def recv_checkpoint(self, src_rank: int) -> object:
+        """Receive the state dict that `src_rank` sends, in either protocol.
+
+        With a `state_dict` callback the tensors it returns are written in place once everything
+        has arrived and holds; what it lacks is made anew. Without it tensors are new, on the CPU.
+        """
+        deadline = Deadline(self._timeout.total_seconds())
+        into = self._state_dict() if self._state_dict is not None else None
+        watch = Stopwatch()
+        first = answer(post_of(self._pg), src_rank, deadline)
+        transfer = wire.read_prelude(first)
+        if transfer is None:
+            leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
+            wait = _waiter(deadline)
+            return recv_torch(self._pg, src_rank, first, self._device, wait, leaves)
+        got = self._relay.receive_from(
+            src_rank,
+            transfer,
+            deadline,
+            watch,
+            into=into,
+            step=None,
+            strict=False,
+            atomic=True,
+            device=torch.device("cpu"),
+            progress=None,
+            make_missing=True,
+        )
+        if got.report.missing or got.report.extra:
+            logger.warning(
+                "checkpoint and destination differ: made anew %s, left as they were %s",
+                list(got.report.missing),
+                list(got.report.extra),
+            )
+        return got.state
+
+
+def _waiter(deadline: Deadline) -> Callable[[Work, str], None]:
+    """Waits for a posted operation until the deadline, leaving the group alone if it passes."""
+
+    def wait(work: Work, what: str) -> None:
+        over = threading.Event()
+        faults: list[Exception] = []
+
+        def report(fault: Exception | None) -> None:
+            if fault is not None:
+                faults.append(fault)
+            over.set()
+
+        watcher = Watcher("torch")
+        watcher.watch(work, torch.empty(0), report)
+        watcher.close()
+        if not over.wait(deadline.left()):
+            raise TransferTimeoutError(
+                f"timed out after {deadline.seconds:.3g} s {what}", phase="data"
+            )
+        if faults:
+            raise PeerLostError(f"connection lost {what}: {faults[0]}", phase="data")
+
+    return wait

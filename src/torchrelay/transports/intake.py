@@ -1,0 +1,330 @@
+"""The data phase of a receive: chunks in, passed on, hashed, landed, and asked for again.
+
+Chunks arrive in private buffers. Those, not the caller's tensors, are what the backend writes to:
+a peer that wakes up after this side has given up cannot touch live weights.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchrelay.errors import (
+    DigestError,
+    PeerAbortedError,
+    PeerLostError,
+    RelayError,
+    RemoteProtocolError,
+    TransferTimeoutError,
+)
+from torchrelay.state.digest import digest
+from torchrelay.state.landing import Landing
+from torchrelay.transports import wire
+from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
+from torchrelay.transports.clock import Deadline
+from torchrelay.transports.group import CLOSED, Line, Watcher
+
+RETRIES = 2  # times a chunk whose digest does not hold is asked for again
+
+
+class _Slot:
+    """A buffer that takes one chunk at a time and is passed on from."""
+
+    __slots__ = ("buffer", "chunk", "data", "forwarding", "posted", "processed")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.renew(buffer)
+
+    def renew(self, buffer: torch.Tensor) -> None:
+        """Start over with other memory: an abandoned operation may still use the old."""
+        self.buffer = self.data = buffer
+        self.chunk = -1
+        self.posted = self.forwarding = self.processed = False
+
+
+class _Flow:
+    """Chunks from one upstream on one lane, in a known order."""
+
+    def __init__(self, upstream: int, tag: int, order: Sequence[int]) -> None:
+        self.upstream, self.tag, self.order = upstream, tag, order
+        self.posted = 0
+        self.arrived = 0
+        self.watcher = Watcher("data-in")
+
+
+@dataclass(frozen=True)
+class Arrived:
+    flow: _Flow
+    slot: _Slot
+    fault: Exception | None
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    slot: _Slot
+    data: torch.Tensor
+    fault: Exception | None
+
+
+Event = Arrived | Forwarded | wire.Message | Exception
+
+
+class Intake:
+    """Receives every chunk of one transfer into a landing. `run` returns when all of them hold."""
+
+    def __init__(
+        self,
+        line: Line,
+        events: queue.SimpleQueue[Event],
+        landing: Landing,
+        go: wire.Go,
+        *,
+        verify: bool,
+        step: int | None,
+        deadline: Deadline,
+        buffers: BufferPool,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._line, self._events, self._landing = line, events, landing
+        self._group, self._sender = line.group, line.peer
+        self._verify, self._step, self._deadline = verify, step, deadline
+        self._buffers, self._progress = buffers, progress
+        self._chunks = landing.chunks
+        self._count = len(landing.chunks)
+        self._missing = set(range(self._count))
+        self._digests = [b""] * self._count
+        self._trailer: tuple[bytes, ...] | None = None
+        self._patience = go.patience
+        self._downstream = go.downstream
+        self._downstream_tag = wire.tag(go.downstream_id, 1)
+        self._forwarder = None if go.downstream is None else Watcher("data-on")
+        self._largest = max(self._chunks.sizes, default=0)
+        slots = min(self._count, IN_FLIGHT * (1 if go.downstream is None else 2))
+        self._slots = [_Slot(buffers.take(self._largest)) for _ in range(slots)]
+        self._free = list(self._slots)
+        self._lane = 1
+        self._flow = _Flow(go.upstream, wire.tag(line.transfer, self._lane), range(self._count))
+        self._heard_at = self._passed_at = time.monotonic()
+        self._done_bytes = 0
+        self.wire_bytes = 0
+        self.forwarded_bytes = 0
+        self.messages = 0
+        self.retried: list[int] = []
+
+    @property
+    def done(self) -> str:
+        return f"{self._done_bytes} of {self._chunks.stream_bytes} bytes done"
+
+    def run(self) -> None:
+        while not self._complete():
+            self._post_receives()
+            event = self._next(min(self._deadline.left(), self._tick()))
+            if event is not None:
+                self._handle(event)
+            elif self._deadline.passed:
+                raise TransferTimeoutError(
+                    f"timed out after {self._deadline.seconds:.3g} s: not all data came; "
+                    f"{self.done}",
+                    rank=self._sender,
+                    step=self._step,
+                    phase="data",
+                )
+            self._check_stalls()
+        self._flow.watcher.close()
+
+    def finish(self) -> None:
+        """Let the next receiver have the last chunks; the sender serves it otherwise."""
+        limit = time.monotonic() + (self._patience or self._deadline.left())
+        while any(slot.forwarding for slot in self._slots) and time.monotonic() < limit:
+            event = self._next(min(0.25, self._deadline.left()))
+            if isinstance(event, Forwarded):
+                self._forwarded(event)
+            elif event is None and self._deadline.passed:
+                break
+        if self._forwarder is not None:
+            self._forwarder.close()
+        for slot in self._free:
+            self._buffers.give(slot.buffer)
+
+    def _complete(self) -> bool:
+        return not self._missing and self._trailer is not None and self._holds(self._trailer)
+
+    def _tick(self) -> float:
+        return min(self._patience / 4, 0.25) if self._patience else 1.0
+
+    def _next(self, timeout: float) -> Event | None:
+        try:
+            return self._events.get(timeout=max(timeout, 0.001))
+        except queue.Empty:
+            return None
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Arrived):
+            if event.flow is not self._flow:
+                return  # from an upstream that was given up, into a buffer given up with it
+            if event.fault is not None:
+                self._change_upstream(str(event.fault))
+            else:
+                self._arrived(event.slot)
+        elif isinstance(event, Forwarded):
+            self._forwarded(event)
+        elif isinstance(event, wire.Trailer):
+            self._trailer = event.digests
+        elif isinstance(event, wire.Reroute):
+            if self._flow.upstream != self._sender:
+                self._change_upstream("the sender said so")
+        else:
+            raise failure(event, self._sender, "data")
+
+    # Chunks in
+
+    def _post_receives(self) -> None:
+        flow = self._flow
+        while self._free and flow.posted < len(flow.order):
+            slot = self._free.pop(0)
+            slot.chunk = flow.order[flow.posted]
+            slot.data = slot.buffer[: self._chunks.sizes[slot.chunk]]
+            slot.posted, slot.processed, slot.forwarding = True, False, False
+            flow.posted += 1
+
+            def report(fault: Exception | None, flow: _Flow = flow, slot: _Slot = slot) -> None:
+                self._events.put(Arrived(flow, slot, fault))
+
+            try:
+                work = self._group.recv([slot.data], flow.upstream, flow.tag)
+                flow.watcher.watch(work, slot.data, report)
+            except RuntimeError as fault:
+                report(fault)
+                return
+
+    def _arrived(self, slot: _Slot) -> None:
+        data = slot.data
+        self._flow.arrived += 1
+        self._heard_at = time.monotonic()
+        self.messages += 1
+        self.wire_bytes += data.numel()
+        # Before hashing and landing, so that the next receiver waits for neither.
+        if slot.chunk not in self.retried:
+            self._pass_on(slot)
+        if self._verify:
+            self._digests[slot.chunk] = digest(data)
+        self._landing.write(slot.chunk, data)
+        self._missing.discard(slot.chunk)
+        self._done_bytes = min(self._done_bytes + data.numel(), self._chunks.stream_bytes)
+        self._progress(self._done_bytes, self._chunks.stream_bytes)
+        slot.posted, slot.processed = False, True
+        if not slot.forwarding:
+            self._free.append(slot)
+
+    def _holds(self, trailer: tuple[bytes, ...]) -> bool:
+        """Whether every chunk is the one that was sent; asks again for those that are not."""
+        if not self._verify:
+            return True
+        if len(trailer) != self._count:
+            raise RemoteProtocolError(
+                f"{len(trailer)} digests for {self._count} chunks", rank=self._sender
+            )
+        pairs = zip(self._digests, trailer, strict=True)
+        bad = [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs]
+        if not bad:
+            return True
+        if any(self.retried.count(index) >= RETRIES for index in bad):
+            raise DigestError(
+                f"chunk {bad[0]} does not have the digest it was sent with, after {RETRIES} more "
+                "tries: was the state changed while it was sent?",
+                rank=self._sender,
+                step=self._step,
+                phase="data",
+            )
+        self.retried += bad
+        self._missing.update(bad)
+        self._ask_for(bad)
+        return False
+
+    # Another upstream
+
+    def _change_upstream(self, reason: str) -> None:
+        """Go on from the sender itself with what has not arrived."""
+        if self._flow.upstream == self._sender:
+            raise PeerLostError(
+                f"connection lost: {reason}; {self.done}; {CLOSED}",
+                rank=self._sender,
+                step=self._step,
+                phase="data",
+            )
+        self._ask_for(self._flow.order[self._flow.arrived :])
+
+    def _ask_for(self, chunks: Sequence[int]) -> None:
+        self._lane += 1
+        if self._lane >= wire.LANES:
+            raise PeerLostError("too many interruptions", rank=self._sender, phase="data")
+        self._flow.watcher.close()
+        for slot in self._slots:
+            if slot.posted:
+                slot.renew(self._buffers.take(self._largest))
+                self._free.append(slot)
+        self._flow = _Flow(self._sender, wire.tag(self._line.transfer, self._lane), chunks)
+        self._heard_at = time.monotonic()
+        self._line.send(wire.Need(tuple(chunks), self._lane))
+
+    # Chunks on
+
+    def _pass_on(self, slot: _Slot) -> None:
+        if self._downstream is None or self._forwarder is None:
+            return
+        data = slot.data
+        if not any(other.forwarding for other in self._slots):
+            self._passed_at = time.monotonic()
+
+        def report(fault: Exception | None) -> None:
+            self._events.put(Forwarded(slot, data, fault))
+
+        slot.forwarding = True
+        try:
+            work = self._group.send([data], self._downstream, self._downstream_tag)
+            self._forwarder.watch(work, data, report)
+        except RuntimeError as fault:
+            report(fault)
+
+    def _forwarded(self, event: Forwarded) -> None:
+        slot = event.slot
+        if slot.data is not event.data:
+            return  # given up before
+        self._passed_at = time.monotonic()
+        slot.forwarding = False
+        if event.fault is not None:
+            self._downstream = None  # the sender sees to it
+        else:
+            self.forwarded_bytes += event.data.numel()
+        if slot.processed:
+            self._free.append(slot)
+
+    def _check_stalls(self) -> None:
+        if not self._patience:
+            return
+        now = time.monotonic()
+        starving = self._flow.posted > self._flow.arrived and self._flow.upstream != self._sender
+        if starving and now > self._heard_at + self._patience:
+            self._heard_at = now
+            self._line.send(wire.Stalled(self._count - len(self._missing)))
+        stuck = [slot for slot in self._slots if slot.forwarding]
+        if stuck and self._downstream is not None and now > self._passed_at + self._patience:
+            self._line.send(wire.Blocked(self._downstream))
+            self._downstream = None
+            for slot in stuck:
+                slot.renew(self._buffers.take(self._largest))
+                self._free.append(slot)
+
+
+def failure(event: object, sender: int, phase: str) -> RelayError:
+    """The error for something other than what was waited for."""
+    if isinstance(event, wire.Abort):
+        return PeerAbortedError(event.message, rank=sender, phase=phase)
+    if isinstance(event, RelayError):
+        event.phase = phase
+        return event
+    return RemoteProtocolError(f"{type(event).__name__} out of turn", rank=sender, phase=phase)
