@@ -19,15 +19,12 @@ from torchrelay.relay import Relay
 T = TypeVar("T")
 
 
-class RelayTransport(CheckpointTransport[T], Generic[T]):
+class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, unused-ignore]
     """Recovers a torchft replica from a live one, over torchft's own process group.
 
     `state_dict`, if given, is called to get the state that is received into, in place. `device` is
     where tensors without an in-place destination are placed.
     """
-
-    # The manager's own clock starts with ours; this leaves it time to hear what went wrong.
-    _SHARE_OF_TIMEOUT = 0.9
 
     def __init__(
         self,
@@ -36,9 +33,22 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):
         device: torch.device | str = "cpu",
         state_dict: Callable[[], T] | None = None,
     ) -> None:
-        self._relay = Relay(pg, timeout=timeout.total_seconds())
+        self._pg = pg
+        self._timeout = timeout
         self._device = torch.device(device)
         self._state_dict = state_dict
+        self._current: tuple[Any, Relay] | None = None
+
+    def _relay(self) -> Relay:
+        """A relay on the group behind torchft's, which is another one after each quorum.
+
+        torchft's wrapper does not know its rank, and connections of an earlier quorum are gone.
+        """
+        group = getattr(self._pg, "parent", self._pg)
+        if self._current is None or self._current[0] is not group:
+            self.shutdown()
+            self._current = group, Relay(group, timeout=self._timeout.total_seconds())
+        return self._current[1]
 
     def metadata(self) -> str:
         """Nothing is needed to find a peer: the process group has the connections."""
@@ -48,8 +58,15 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
     ) -> None:
         """Send to all ranks that are behind; returns when they have it, so nothing is pending."""
-        seconds = timeout.total_seconds() * self._SHARE_OF_TIMEOUT
-        report = self._relay.send(state_dict, dst_ranks, step=step, timeout=seconds)
+        seconds = timeout.total_seconds()
+        report = self._relay().send(
+            state_dict,
+            dst_ranks,
+            step=step,
+            timeout=seconds,
+            # A quorum calls both sides at the same time: who is not there by then will not come.
+            join_timeout=seconds / 2,
+        )
         if report.failed:
             raise PeerLostError(
                 f"not every rank got the checkpoint: {report.failed}",
@@ -59,15 +76,17 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         into = self._state_dict() if self._state_dict is not None else None
-        got = self._relay.recv(
+        got = self._relay().recv(
             src_rank,
             into=into,
             step=step,
             device=self._device,
-            timeout=timeout.total_seconds() * self._SHARE_OF_TIMEOUT,
+            timeout=timeout.total_seconds(),
         )
         state: T = got.state
         return state
 
     def shutdown(self, wait: bool = True) -> None:
-        self._relay.close()
+        if self._current is not None:
+            self._current[1].close()
+            self._current = None

@@ -1,0 +1,63 @@
+"""torchft's own shared transport test, and its Manager's interface, on `RelayTransport`.
+
+torchft has wheels for x86_64 alone. Elsewhere its Python files are used by themselves: the process
+group and the transport test need nothing of its native extension. `Manager` does; what it asks of
+a transport is the interface tested here (benchmarks/gpu has a run with a real Manager).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import TestCase
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def torchft_tests() -> Any:
+    try:
+        import torchft  # noqa: F401
+    except ImportError:
+        source = Path(sys.prefix) / "torchft-src" / "torchft"
+        if not source.is_dir():
+            pytest.skip("torchft is not installed, and its wheel could not be fetched")
+        # The package without its __init__, which wants the native extension.
+        package = types.ModuleType("torchft")
+        package.__path__ = [str(source)]
+        sys.modules["torchft"] = package
+    return importlib.import_module("torchft.checkpointing.transport_test")
+
+
+def _group(store: Any, rank: int, world_size: int) -> Any:
+    from torchft.process_group import ProcessGroupGloo
+
+    group = ProcessGroupGloo(timeout=timedelta(seconds=10))
+    group.configure(
+        store_addr=f"localhost:{store.port}/prefix",
+        replica_id="0",
+        rank=rank,
+        world_size=world_size,
+    )
+    return group
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_multi_recovery(torchft_tests: Any, in_place: bool) -> None:
+    from torchrelay.integrations.torchft import RelayTransport
+
+    store = torch.distributed.TCPStore("localhost", port=0, is_master=True, wait_for_workers=False)
+
+    def init(rank: int, world_size: int) -> Any:
+        state = (lambda: torchft_tests.make_state_dict(CPU)) if in_place else None
+        group = _group(store, rank, world_size)
+        return RelayTransport(group, timedelta(seconds=10), CPU, state)
+
+    torchft_tests.run_multi_recovery_test(TestCase(), init, CPU)
