@@ -2,7 +2,7 @@
 
 torchft has wheels for x86_64 alone. Elsewhere its Python files are used by themselves: the process
 group and the transport test need nothing of its native extension. `Manager` does; what it asks of
-a transport is the interface tested here (benchmarks/gpu has a run with a real Manager).
+a transport is the interface tested here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from unittest import TestCase
 
 import pytest
 import torch
+
+from tests.support.torchft_manager import recovers
 
 CPU = torch.device("cpu")
 
@@ -61,3 +63,11 @@ def test_multi_recovery(torchft_tests: Any, in_place: bool) -> None:
         return RelayTransport(group, timedelta(seconds=10), CPU, state)
 
     torchft_tests.run_multi_recovery_test(TestCase(), init, CPU)
+
+
+def test_manager_recovers_a_replica() -> None:
+    try:
+        importlib.import_module("torchft.coordination")
+    except ImportError as missing:
+        pytest.skip(f"torchft's native extension cannot run here: {missing}")
+    recovers()

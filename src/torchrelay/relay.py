@@ -88,6 +88,7 @@ class Relay:
         if chunk_bytes is not None and chunk_bytes < 1:
             raise UsageError(f"chunk_bytes is a positive number, not {chunk_bytes}")
         Deadline(timeout)
+        self._group = group
         self._post: Post = post_of(group)
         self._timeout = timeout
         self._join_window = join_window
@@ -107,6 +108,7 @@ class Relay:
         *,
         step: int | None = None,
         timeout: float | None = None,
+        join_timeout: float | None = None,
         progress: ProgressCallback | None = None,
     ) -> Report:
         """Send a state to one or several ranks; returns when each has it or has failed.
@@ -114,7 +116,8 @@ class Relay:
         The state must not change until this returns. Receivers that are absent, late or lost are
         named in `report.failed` and do not keep the others from getting it. Raises where no
         receiver got it, and where one refused it: `PeerRefusedError`, with `report` telling how the
-        others fared.
+        others fared. `join_timeout` is how long to wait for the first receiver to come, if not as
+        long as `timeout`, which bounds the whole call.
         """
         ranks = self._receivers(to)
         deadline = Deadline(self._timeout if timeout is None else timeout)
@@ -127,6 +130,7 @@ class Relay:
             ranks,
             deadline=deadline,
             window=self._join_window,
+            join_timeout=deadline.seconds if join_timeout is None else join_timeout,
             verify=self._verify,
             buffers=self._buffers,
             watch=watch,

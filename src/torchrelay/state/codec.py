@@ -10,6 +10,7 @@ import msgspec
 
 from torchrelay.errors import ManifestError
 from torchrelay.state.manifest import MAX_ENCODED_BYTES, VERSION, Manifest
+from torchrelay.state.pause import gc_paused
 from torchrelay.state.validation import check
 
 Buffer = bytes | bytearray | memoryview
@@ -37,12 +38,14 @@ def encode_json(manifest: Manifest) -> bytes:
 
 def decode(data: Buffer) -> Manifest:
     """The manifest in MessagePack `data`, validated whole, or `ManifestError`."""
-    return _decode(data, _manifest, _version)
+    with gc_paused():
+        return _decode(data, _manifest, _version)
 
 
 def decode_json(data: Buffer) -> Manifest:
     """The manifest in JSON `data`, validated whole, or `ManifestError`."""
-    return _decode(data, _json_manifest, _json_version)
+    with gc_paused():
+        return _decode(data, _json_manifest, _json_version)
 
 
 def _decode(

@@ -28,11 +28,10 @@ _PLAIN = (torch.Tensor, str, int, float, type(None))
 
 
 class Flat(NamedTuple):
-    """A state taken apart: `slots` has the path of each slot and the index of its leaf."""
+    """A state taken apart."""
 
     tree: m.Node
     leaves: list[object]
-    slots: list[tuple[Path, int]]
 
 
 def show(path: Path) -> str:
@@ -46,10 +45,9 @@ def flatten(state: object) -> Flat:
     Objects that are no container become leaves, whatever they are.
     """
     leaves: list[object] = []
-    slots: list[tuple[Path, int]] = []
     known: dict[int, int] = {}
 
-    def leaf(value: object, path: Path) -> int:
+    def leaf(value: object) -> int:
         # Shared identity matters for what can be written to; equal plain values may well be shared
         # by the interpreter alone.
         index = known.get(id(value)) if isinstance(value, torch.Tensor) else None
@@ -57,7 +55,6 @@ def flatten(state: object) -> Flat:
             index = len(leaves)
             leaves.append(value)
             known[id(value)] = index
-        slots.append((path, index))
         return index
 
     # The fast path below is for tensors that are not registered as anything else.
@@ -74,13 +71,12 @@ def flatten(state: object) -> Flat:
             if index is None:
                 index = known[id(item)] = len(leaves)
                 leaves.append(item)
-            slots.append(((*path, key), index))
             nodes.append(index)
         return tuple(nodes)
 
     def visit(value: object, path: Path) -> m.Node:
         if isinstance(value, _PLAIN) and codec_of(type(value)) is None:
-            return leaf(value, path)
+            return leaf(value)
         if len(path) >= m.MAX_DEPTH:
             raise UnsupportedLeafError(
                 f"nested deeper than {m.MAX_DEPTH}, or in itself", path=show(path[:8]) + "..."
@@ -102,9 +98,9 @@ def flatten(state: object) -> Flat:
             fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
             items = children(zip(fields, value, strict=True), path)
             return m.NamedTupleNode(kind.__name__, fields, items, kind.__module__)
-        return leaf(value, path)
+        return leaf(value)
 
-    return Flat(visit(state, ()), leaves, slots)
+    return Flat(visit(state, ()), leaves)
 
 
 def is_namedtuple(kind: type) -> bool:
@@ -117,7 +113,8 @@ def is_namedtuple(kind: type) -> bool:
 
 def _keys(mapping: dict[Any, Any], path: Path) -> tuple[Key, ...]:
     try:
-        return tuple([encode_key(key) for key in mapping])
+        # The condition is that of `encode_key`, without its call: nearly all keys are such.
+        return tuple([k if type(k) is str and k.isascii() else encode_key(k) for k in mapping])
     except TypeError as fault:
         raise UnsupportedLeafError(
             f"a dict key of type {fault}: keys are str, int, float, bool, None or tuples of those",
@@ -139,7 +136,7 @@ def _factory(value: dict[Any, Any], path: Path) -> str | None:
 
 
 def slots(tree: m.Node) -> list[tuple[Path, int]]:
-    """Path and leaf index of each slot of a tree, in the order `flatten` gives them."""
+    """Path and leaf index of each slot of a tree, in order."""
     found: list[tuple[Path, int]] = []
 
     def visit(node: m.Node, path: Path) -> None:
@@ -154,6 +151,11 @@ def slots(tree: m.Node) -> list[tuple[Path, int]]:
 
     visit(tree, ())
     return found
+
+
+def leaf_paths(tree: m.Node) -> dict[int, Path]:
+    """The path of each leaf, the first one where it has several."""
+    return {index: path for path, index in reversed(slots(tree))}
 
 
 def _children(node: m.Node) -> Iterator[tuple[object, m.Node]]:
@@ -175,6 +177,8 @@ def check_types(tree: m.Node, path: Path = ()) -> None:
             f"the sender's type {tree.name!r} is not registered here: call torchrelay.register()",
             path=show(path),
         )
+    if isinstance(tree, int) or (hasattr(tree, "items") and set(map(type, tree.items)) <= {int}):
+        return  # leaves alone
     for key, child in _children(tree):
         if not isinstance(child, int):
             check_types(child, (*path, key))
@@ -196,12 +200,13 @@ def unflatten(tree: m.Node, leaves: Sequence[object]) -> object:
             raise UnsupportedLeafError(
                 f"registered type {tree.name!r} cannot be rebuilt: {fault!r}"
             ) from fault
-    values = [leaves[n] if isinstance(n, int) else unflatten(n, leaves) for n in tree.items]
+    values = [leaves[n] if type(n) is int else unflatten(n, leaves) for n in tree.items]
     if isinstance(tree, m.SequenceNode):
         return values if tree.kind == "list" else tuple(values)
     if isinstance(tree, m.NamedTupleNode):
         return tuple.__new__(_namedtuple_type(tree), values)
-    pairs = zip(map(decode_key, tree.keys), values, strict=True)
+    keys = [key if type(key) is str else decode_key(key) for key in tree.keys]
+    pairs = zip(keys, values, strict=True)
     if tree.kind == "OrderedDict":
         return OrderedDict(pairs)
     if tree.kind == "defaultdict":
@@ -239,6 +244,8 @@ def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> obje
         return codec.decode(write_back(codec.encode(into), tree.body, leaves))
     if isinstance(into, dict):
         for key, child in _children(tree):
+            if isinstance(child, int) and child not in leaves:
+                continue
             if key in into:
                 into[key] = write_back(into[key], child, leaves)
         return into
@@ -260,17 +267,19 @@ def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> obje
 
 
 class Matched(NamedTuple):
-    """Slots found on both sides (leaf index, path, the caller's object), and paths on one only."""
+    """Slots found on both sides (leaf offered, path, leaf here), and paths on one side only."""
 
-    pairs: list[tuple[int, Path, object]]
+    pairs: list[tuple[int, Path, int]]
     missing: list[str]
     extra: list[str]
 
 
-def match(offered: Sequence[tuple[Path, int]], into: Flat, *, strict: bool) -> Matched:
+def match(
+    offered: Sequence[tuple[Path, int]], here: Sequence[tuple[Path, int]], *, strict: bool
+) -> Matched:
     """Pair offered slots with the caller's by path; with `strict`, both have the same paths."""
-    have = {path: into.leaves[index] for path, index in into.slots}
-    pairs: list[tuple[int, Path, object]] = []
+    have = dict(here)
+    pairs: list[tuple[int, Path, int]] = []
     missing: list[str] = []
     for path, index in offered:
         if path in have:

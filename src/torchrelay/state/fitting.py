@@ -80,6 +80,8 @@ def _fit_array(leaf: m.ArrayLeaf, into: object) -> Iterator[ArrayFit]:
 
 
 def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
+    if isinstance(into, t.ShardedTensor) and not isinstance(leaf, m.ShardedLeaf):
+        _differ("kind", "another kind of tensor", "a ShardedTensor")
     if isinstance(leaf, m.TensorLeaf):
         if into.is_quantized:
             _differ("kind", "a strided tensor", "a quantized tensor")
@@ -134,7 +136,13 @@ def _fit_dtensor(leaf: m.DTensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
 
 
 def _show(placements: tuple[m.Placement, ...]) -> str:
-    return str([f"{p.kind}({p.dim})" if p.kind != "replicate" else p.kind for p in placements])
+    names = {
+        "replicate": "replicate",
+        "shard": "shard({0.dim})",
+        "strided": "strided shard({0.dim}, {0.split})",
+        "partial": "partial({0.reduce})",
+    }
+    return str([names[placement.kind].format(placement) for placement in placements])
 
 
 def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
@@ -157,8 +165,11 @@ def _fit_quantized(leaf: m.QuantizedLeaf, into: torch.Tensor) -> Iterator[Fit]:
         _differ("kind", "a quantized tensor", _describe(into))
     scheme, scale, point, *_ = t.quantizer_of(into)
     _same("quantization scheme", leaf.scheme, scheme)
-    if not leaf.scalars:
-        raise MismatchError("per-channel quantized tensors cannot be filled: receive them anew")
+    if not leaf.scalars or leaf.dtype:
+        raise MismatchError(
+            "quantized tensors with a scale a channel, or with several elements in a byte, cannot "
+            "be filled: receive them anew"
+        )
     _same("quantizer", tuple(map(decode_value, leaf.scalars)), (scale, point))
     yield from _fit_plain(leaf.raw, into)
 

@@ -16,7 +16,7 @@ import torch
 
 from torchrelay.state import manifest as m
 from torchrelay.state.memory import Region
-from torchrelay.state.plain import Kinds, glance
+from torchrelay.state.plain import Plain
 from torchrelay.state.spans import contiguous_strides, extent, overlapping, packed
 from torchrelay.state.tensors import NAMES, byte_offset, flags_of, flat_bytes
 
@@ -78,17 +78,10 @@ class Images:
         # over it, and all of them where there are more.
         self._first: dict[int | tuple[str, int, int], int] = {}
         self._shared: dict[int | tuple[str, int, int], list[int]] = {}
-        self._kinds: Kinds = {}
 
-    def add_plain(self, tensor: Any) -> int | None:
-        """The fast path of `add`: the ticket of a plain host tensor, None for any other.
-
-        The tensor's type is one of `plain.TYPES`.
-        """
-        seen = glance(tensor, self._kinds)
-        if seen is None:
-            return None
-        (dtype, shape, strides, size, nbytes), address, flags = seen
+    def add_plain(self, tensor: Any, known: Plain) -> int:
+        """The fast path of `add`: a tensor that `plain.survey` tells all about."""
+        (dtype, shape, strides, size, nbytes), address, flags = known
         low = tensor.storage_offset() * size
         origin = address - low
         views = self._views

@@ -7,7 +7,8 @@ arrived (weights are old or new), and the caller's tensors as the bytes come in 
 
 from __future__ import annotations
 
-import ctypes
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,8 +20,7 @@ from torchrelay.state import tensors as t
 from torchrelay.state.containers import (
     Path,
     check_types,
-    flatten,
-    match,
+    leaf_paths,
     show,
     slots,
     unflatten,
@@ -29,9 +29,12 @@ from torchrelay.state.containers import (
 from torchrelay.state.fitting import ArrayFit, Fit, fit
 from torchrelay.state.leaves import Part, build, check_buildable, parts
 from torchrelay.state.memory import Region
-from torchrelay.state.plan import Chunks
+from torchrelay.state.pause import gc_paused
+from torchrelay.state.plan import Chunks, aligned_sizes
+from torchrelay.state.prepared import Pair, Prepared, prepare, split
+from torchrelay.state.runs import Runs
 from torchrelay.state.spans import contiguous_strides, packed
-from torchrelay.state.ties import check_ties
+from torchrelay.state.ties import check_ties, host_spans
 
 
 class Landed(NamedTuple):
@@ -69,11 +72,17 @@ def land(
 
     `into=None` makes new tensors, on `device` or on the kind of device they come from. With
     `make_missing`, leaves that `into` lacks are made anew, and the state is a new tree of the
-    offered containers around the caller's tensors and the new ones.
+    offered containers around the caller's tensors and the new ones. `into` may be what `prepare`
+    made of a destination, which leaves less to do here.
     """
-    if into is None:
-        return _New(manifest, device, rank)
-    return _Existing(manifest, into, strict, atomic, rank, make_missing)
+    with gc_paused():
+        if into is None:
+            return _New(manifest, device, rank)
+        if not isinstance(into, Prepared):
+            into = prepare(into)
+        elif into.moved:
+            into = prepare(into.into)
+        return _Existing(manifest, into, strict, atomic, rank, make_missing)
 
 
 def _chunks(manifest: m.Manifest) -> Chunks:
@@ -126,17 +135,16 @@ class _New:
         check_types(manifest.tree)
         self._manifest = manifest
         self._rank = rank
-        self._paths = {index: path for path, index in reversed(slots(manifest.tree))}
         users = [0] * len(manifest.storages)
         hosted = set()
-        simple: dict[int, m.TensorLeaf] = {}
+        owners = [-1] * len(manifest.storages)
         for index, leaf in enumerate(manifest.leaves):
             if isinstance(leaf, m.TensorLeaf):
                 if leaf.dtype not in t.DTYPES:
                     _check_buildable(leaf, self._paths[index])
                 if leaf.storage >= 0:
                     users[leaf.storage] += 1
-                    simple[leaf.storage] = leaf
+                    owners[leaf.storage] = index
                 continue
             _check_buildable(leaf, self._paths[index])
             for part in parts(leaf):
@@ -147,32 +155,54 @@ class _New:
         self.chunks = _chunks(manifest)
         self._homes: list[torch.Tensor] = []
         self._whole: set[int] = set()
+        self._ready: list[object] = [None] * len(manifest.leaves)
+        devices = {
+            kind: device or _local_device(kind)
+            for kind in {storage.device for storage in manifest.storages}
+        }
+        like: dict[object, torch.Tensor] = {}
         for index, storage in enumerate(manifest.storages):
-            home = "cpu" if index in hosted else device or _local_device(storage.device)
-            whole = simple.get(index) if users[index] == 1 else None
-            if whole is not None and whole.strides is None and whole.flags == whole.offset == 0:
-                # The tensor itself: cheaper than a view, and the common case by far.
-                self._homes.append(_whole(whole, home))
-                self._whole.add(index)
-            else:
+            home = "cpu" if index in hosted else devices[storage.device]
+            whole = manifest.leaves[owners[index]] if users[index] == 1 else None
+            if not isinstance(whole, m.TensorLeaf) or not _fills_storage(whole):
                 self._homes.append(_allocate(storage.nbytes, home))
+                continue
+            # The tensor itself: cheaper than a view, and the common case by far.
+            tensor = _whole(whole, home, like)
+            self._homes.append(tensor)
+            self._whole.add(index)
+            if whole.flags == 0:
+                self._ready[owners[index]] = tensor
+        host = [index for index, home in enumerate(self._homes) if home.is_cpu]
+        self._host = Runs(
+            [self.chunks.starts[index] for index in host],
+            [self._homes[index].data_ptr() for index in host],
+            [manifest.storages[index].nbytes for index in host],
+        )
+        self._all_on_host = len(host) == len(self._homes)
+
+    @cached_property
+    def _paths(self) -> dict[int, Path]:
+        return leaf_paths(self._manifest.tree)
 
     def write(self, index: int, data: torch.Tensor) -> None:
-        base = data.data_ptr()
+        begin = self.chunks.offsets[index]
+        self._host.scatter(begin, begin + self.chunks.sizes[index], data.data_ptr())
+        if self._all_on_host:
+            return
         for storage, start, stop, at in self.chunks.extents(index):
             home = self._homes[storage]
-            if home.is_cpu:
-                ctypes.memmove(home.data_ptr() + start, base + at, stop - start)
-            else:
+            if not home.is_cpu:
                 piece = t.flat_bytes(home.untyped_storage(), start, stop - start)
                 piece.copy_(data[at : at + stop - start])
 
     def commit(self) -> Landed:
-        leaves = [
-            _make(leaf, self._paths[index], self._part, self._rank)
-            for index, leaf in enumerate(self._manifest.leaves)
-        ]
-        return Landed(unflatten(self._manifest.tree, leaves), [], [])
+        with gc_paused():
+            leaves = self._ready
+            for index, leaf in enumerate(self._manifest.leaves):
+                if leaves[index] is None:
+                    leaves[index] = _make(leaf, self._paths[index], self._part, self._rank)
+            return Landed(unflatten(self._manifest.tree, leaves), [], [])
 
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:
         if part.storage < 0:
@@ -180,13 +210,24 @@ class _New:
             return t.without_storage(part, _strides(part), device)
         home = self._homes[part.storage]
         if part.storage in self._whole:
-            return home
+            return t.with_flags(home, part.flags)
         return t.over_storage(home.untyped_storage(), part.offset, part, _strides(part))
 
 
-def _whole(leaf: m.TensorLeaf, device: torch.device | str) -> torch.Tensor:
+def _fills_storage(leaf: m.TensorLeaf) -> bool:
+    return leaf.strides is None and leaf.offset == 0 and not leaf.flags & (m.CONJ | m.NEG)
+
+
+def _whole(
+    leaf: m.TensorLeaf, device: torch.device | str, like: dict[object, torch.Tensor]
+) -> torch.Tensor:
+    """A new tensor for the leaf. `like` keeps one of each kind: the next takes half the time."""
+    kind = (leaf.dtype, leaf.shape, device)
     try:
-        return torch.empty(leaf.shape, dtype=t.DTYPES[leaf.dtype], device=device)
+        if kind in like:
+            return torch.empty_like(like[kind])
+        like[kind] = torch.empty(leaf.shape, dtype=t.DTYPES[leaf.dtype], device=device)
+        return like[kind]
     except (RuntimeError, MemoryError) as fault:
         raise MismatchError(f"no memory for {leaf.dtype} {leaf.shape}: {fault}") from None
 
@@ -215,7 +256,7 @@ class _Existing:
     def __init__(
         self,
         manifest: m.Manifest,
-        into: object,
+        into: Prepared,
         strict: bool,
         atomic: bool,
         rank: int,
@@ -226,32 +267,35 @@ class _Existing:
         self._rank = rank
         self._atomic = atomic
         self.torn = False
-        offered = slots(manifest.tree)
-        matched = match(offered, flatten(into), strict=strict)
+        self.chunks = _chunks(manifest)
+        matched = into.match(manifest.tree, strict=strict)
         self._missing, self._extra = matched.missing, matched.extra
-        self._mine = {index: mine for index, _, mine in reversed(matched.pairs)}
+        self._mine: dict[int, object] = {}
         self._made: dict[int, Path] | None = None
         if make_missing:
+            have = into.flat.leaves
+            self._mine = {index: have[here] for index, _, here in reversed(matched.pairs)}
+            offered = slots(manifest.tree)
             self._made = {index: path for path, index in offered if index not in self._mine}
             for index, path in self._made.items():
                 _check_buildable(manifest.leaves[index], path)
         self._plain: dict[int, Path] = {}
-        direct: dict[int, list[_Placed]] = {}
+        self._direct: dict[int, list[_Placed]] = {}
         self._late: list[Fit | ArrayFit] = []
         self._written: list[torch.Tensor] = []
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
-        fits: list[tuple[Fit | ArrayFit, Path]] = []
-        for index, path, mine in matched.pairs:
-            leaf = manifest.leaves[index]
-            found = list(fit(leaf, mine, path))
-            if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
-                isinstance(leaf, m.ArrayLeaf) and leaf.scalar
-            ):
-                _check_buildable(leaf, path)
-                self._plain[index] = path
-            fits.extend((pair, path) for pair in found)
-        self.chunks = _chunks(manifest)
+        plain, rest = split(matched.pairs, manifest, into, self.chunks.starts)
+        fits = self._fits(rest)
+        taken = {piece[4] for piece in plain} if fits else set()
+        spans = host_spans(fits, self.chunks)
+        if not all(taken.isdisjoint(into.reached(low, high)) for low, high in spans):
+            # Plain tensors share memory with others: the check below has to see them all.
+            plain, fits = [], self._fits(matched.pairs)
         check_ties(fits, self.chunks)
+        # What goes to plain tensors is known by address; what goes to others, by region.
+        self._host = Runs(*([piece[n] for piece in plain] for n in range(3)))
+        mine: list[Any] = into.flat.leaves
+        self._written += [mine[piece[4]] for piece in plain]
         for pair, path in fits:
             if isinstance(pair, ArrayFit):
                 self._late.append(pair)
@@ -261,35 +305,52 @@ class _Existing:
             if placed is None:
                 self._late.append(pair)
             else:
-                direct.setdefault(pair.part.storage, []).append(placed)
+                self._direct.setdefault(pair.part.storage, []).append(placed)
             if pair.whole is not None:
                 self._wholes[id(pair.whole)] = (pair.whole, path)
-        self._direct = direct
-        self._stage(manifest)
+        held = {*self._direct, *[piece[3] for piece in plain]} if atomic else set()
+        self._stage(manifest, held)
 
-    def _stage(self, manifest: m.Manifest) -> None:
-        """Host memory for the images that are held back until `commit`."""
-        held = set(_storages(self._late))
+    def _fits(self, pairs: list[Pair]) -> list[tuple[Fit | ArrayFit, Path]]:
+        fits: list[tuple[Fit | ArrayFit, Path]] = []
+        for index, path, here in pairs:
+            leaf = self._manifest.leaves[index]
+            fits += [(pair, path) for pair in fit(leaf, self._into.flat.leaves[here], path)]
+            if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
+                isinstance(leaf, m.ArrayLeaf) and leaf.scalar
+            ):
+                _check_buildable(leaf, path)
+                self._plain[index] = path
+        return fits
+
+    def _stage(self, manifest: m.Manifest, held: set[int]) -> None:
+        """Host memory for the images that are held back until `commit`: `held` and some more."""
+        held.update(_storages(self._late))
         for index in (*self._plain, *(self._made or ())):
             held |= {part.storage for part in parts(manifest.leaves[index])} - {-1}
-        if self._atomic:
-            held |= set(self._direct)
-        sizes = {index: m.aligned(manifest.storages[index].nbytes) for index in sorted(held)}
-        slab = _allocate(sum(sizes.values()))
-        self._held: dict[int, torch.Tensor] = {}
+        order = sorted(held)
+        sizes = aligned_sizes([manifest.storages[index].nbytes for index in order])
+        places = list(accumulate(sizes, initial=0))
+        self._slab = _allocate(places.pop())
+        self._held = dict(zip(order, places, strict=True))
         self._homes: dict[int, torch.Tensor] = {}
-        at = 0
-        for index, size in sizes.items():
-            self._held[index] = slab[at : at + size]
-            at += size
+        base = self._slab.data_ptr()
+        # Images that follow each other in the stream do so in the slab: these are few runs.
+        self._staged = Runs(
+            [self.chunks.starts[index] for index in order], [base + at for at in places], sizes
+        )
 
     def write(self, index: int, data: torch.Tensor) -> None:
-        base = data.data_ptr()
-        for storage, start, stop, at in self.chunks.extents(index):
-            held = self._held.get(storage)
-            if held is not None:
-                ctypes.memmove(held.data_ptr() + start, base + at, stop - start)
-            if not self._atomic and storage in self._direct:
+        begin = self.chunks.offsets[index]
+        end = begin + self.chunks.sizes[index]
+        self._staged.scatter(begin, end, data.data_ptr())
+        if self._atomic:
+            return
+        if self._host.reaches(begin, end):
+            self.torn = True
+            self._host.scatter(begin, end, data.data_ptr())
+        for storage, start, stop, at in self.chunks.extents(index) if self._direct else ():
+            if storage in self._direct:
                 self.torn = True
                 self._pass_on(storage, start, stop, data[at:])
 
@@ -300,6 +361,10 @@ class _Existing:
                 region.write(low - at, high - at, data[low - start :])
 
     def commit(self) -> Landed:
+        with gc_paused():
+            return self._commit()
+
+    def _commit(self) -> Landed:
         # Whatever can fail comes before the first write.
         plain: dict[int, object] = {
             index: _make(self._manifest.leaves[index], path, self._held_part, self._rank)
@@ -314,16 +379,18 @@ class _Existing:
         late = [_late_copy(pair, self._held_part) for pair in self._late]
         self.torn = bool(self._written or late)
         if self._atomic:
+            for start, address, nbytes in self._staged.within(0, self.chunks.stream_bytes):
+                self._host.scatter(start, start + nbytes, address)
             for storage in self._direct:
-                held = self._held[storage]
-                self._pass_on(storage, 0, self._manifest.storages[storage].nbytes, held)
+                held = self._held_bytes(storage)
+                self._pass_on(storage, 0, held.numel(), held)
         for destination, source in late:
             _copy_bits(destination, source)
-        for tensor in self._written:
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+        torch.autograd.graph.increment_version(
+            [tensor for tensor in self._written if not tensor.is_inference()]
+        )
         if self._made is None:
-            state = write_back(self._into, self._manifest.tree, plain)
+            state = write_back(self._into.into, self._manifest.tree, plain)
         else:
             leaves = {**self._mine, **plain, **made}
             state = unflatten(self._manifest.tree, [leaves[i] for i in range(len(leaves))])
@@ -336,16 +403,18 @@ class _Existing:
             return self._held_part(part)
         home = self._homes.get(part.storage)
         if home is None:
-            nbytes = self._manifest.storages[part.storage].nbytes
-            home = self._homes[part.storage] = self._held[part.storage][:nbytes].clone()
+            home = self._homes[part.storage] = self._held_bytes(part.storage).clone()
         return t.over_storage(home.untyped_storage(), part.offset, part, _strides(part))
 
     def _held_part(self, part: m.TensorLeaf) -> torch.Tensor:
         if part.storage < 0:
             return t.without_storage(part, _strides(part), "cpu")
-        held = self._held[part.storage]
-        offset = t.byte_offset(held) + part.offset
-        return t.over_storage(held.untyped_storage(), offset, part, _strides(part))
+        offset = self._held[part.storage] + part.offset
+        return t.over_storage(self._slab.untyped_storage(), offset, part, _strides(part))
+
+    def _held_bytes(self, storage: int) -> torch.Tensor:
+        at = self._held[storage]
+        return self._slab[at : at + self._manifest.storages[storage].nbytes]
 
 
 def _storages(pairs: list[Fit | ArrayFit]) -> list[int]:
@@ -382,12 +451,7 @@ def _copy_bits(destination: object, source: object) -> None:
         np.copyto(destination, source, casting="no")
         return
     assert isinstance(destination, torch.Tensor) and isinstance(source, torch.Tensor)
-    bits = m.CONJ | m.NEG
     for dim, stride in enumerate(destination.stride()):
         if stride == 0:  # expanded on both sides: one element is all
             destination, source = destination.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    with torch.no_grad():
-        if t.flags_of(destination) & bits == t.flags_of(source) & bits:
-            t.raw_of(destination).copy_(t.raw_of(source))
-        else:
-            destination.detach().copy_(source.detach())
+    t.copy_bits(destination.detach(), source.detach())

@@ -17,15 +17,15 @@ from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.arrays import dtype_from_text, dtype_to_text
-from torchrelay.state.containers import Path, flatten, show, unflatten
+from torchrelay.state.containers import Path, check_types, flatten, show, unflatten
 from torchrelay.state.registry import subclass_name, subclass_named
+from torchrelay.state.spans import contiguous_strides
+from torchrelay.state.validation import SUB_BYTE, packed_bytes
 from torchrelay.state.values import decode_value, encode_value
 
 Add = Callable[[torch.Tensor], int]
 Finish = Callable[[Callable[[int], m.TensorLeaf]], m.Leaf]
 Part = Callable[[m.TensorLeaf], torch.Tensor]
-
-_SUB_BYTE = ("quint4x2", "quint2x4")
 
 
 def describe(leaf: object, path: Path, add: Add) -> int | Finish:
@@ -66,6 +66,8 @@ def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> Finish:
     if type(leaf) is not np.ndarray and not isinstance(leaf, np.generic):
         raise TypeError(type(leaf).__name__)
     array = np.asarray(leaf)
+    if isinstance(leaf, (np.str_, np.bytes_)) and array[()] != leaf:
+        raise TypeError(f"{type(leaf).__name__} with zeros at its end, which numpy drops,")
     text = dtype_to_text(array.dtype)
     fortran = array.flags.f_contiguous and not array.flags.c_contiguous
     flat = np.ravel(array, order="F" if fortran else "C")
@@ -148,18 +150,29 @@ def _sparse(leaf: torch.Tensor, add: Add) -> Finish:
 
 
 def _quantized(leaf: torch.Tensor, add: Add) -> Finish:
-    if t.NAMES[leaf.dtype] in _SUB_BYTE:
-        raise UnsupportedLeafError(f"dtype {leaf.dtype} packs several elements into a byte")
-    ticket = add(leaf)
+    packs: dict[str, Any] = {}
+    if t.NAMES[leaf.dtype] in SUB_BYTE:
+        storage = leaf.untyped_storage()
+        packs = {"dtype": t.NAMES[leaf.dtype], "shape": tuple(leaf.shape)}
+        if storage.nbytes() != packed_bytes(**packs) or not leaf.is_contiguous():
+            raise UnsupportedLeafError(f"a view of a tensor of {leaf.dtype}")
+        flat = t.flat_bytes(storage, 0, storage.nbytes())
+        ticket = add(torch.nn.Parameter(flat, False) if t.flags_of(leaf) else flat)
+    else:
+        ticket = add(leaf)
     scheme, scale, point, scales, points, axis = t.quantizer_of(leaf)
     if scheme == "per_tensor_affine":
         scalars = (encode_value(scale), encode_value(point))
-        return lambda part: m.QuantizedLeaf(part(ticket), scheme, scalars)
+        return lambda part: m.QuantizedLeaf(part(ticket), scheme, scalars, **packs)
     tickets = [add(scales), add(points)]
-    return lambda part: m.QuantizedLeaf(part(ticket), scheme, (), tuple(map(part, tickets)), axis)
+    return lambda part: m.QuantizedLeaf(
+        part(ticket), scheme, (), tuple(map(part, tickets)), axis, **packs
+    )
 
 
 def _subclass(leaf: torch.Tensor, path: Path, add: Add) -> Finish:
+    if leaf.is_nested:
+        raise UnsupportedLeafError("a nested tensor", path=show(path))
     attributes, context = leaf.__tensor_flatten__()  # type: ignore[attr-defined]
     if not all(type(name) is str and name.isidentifier() for name in attributes):
         raise UnsupportedLeafError("__tensor_flatten__ names no plain attributes", path=show(path))
@@ -214,6 +227,8 @@ def check_buildable(leaf: m.Leaf) -> None:
     """Raise `UnsupportedLeafError` if this process lacks what the leaf needs (dtype, type)."""
     for part in parts(leaf):
         t.dtype_named(part.dtype)
+    if isinstance(leaf, m.QuantizedLeaf) and leaf.dtype:
+        t.dtype_named(leaf.dtype)
     if isinstance(leaf, m.ValueLeaf) and leaf.kind != "plain":
         try:
             build(leaf, lambda part: torch.empty(0), 0)
@@ -224,6 +239,7 @@ def check_buildable(leaf: m.Leaf) -> None:
             raise UnsupportedLeafError(
                 f"tensor subclass {leaf.name!r} is not registered here: call torchrelay.register()"
             )
+        check_types(leaf.context)
         for inner in (*leaf.parts, *leaf.context_leaves):
             check_buildable(inner)
 
@@ -278,14 +294,12 @@ def _build_quantized(leaf: m.QuantizedLeaf, part: Part) -> torch.Tensor:
     else:
         scales, points = (part(tensor) for tensor in leaf.tensors)
         quantizer = (leaf.scheme, 1.0, 0, scales, points, leaf.axis)
-    raw = part(leaf.raw)
-    return t.quantized(
-        raw.untyped_storage(),
-        t.byte_offset(raw),
-        leaf.raw,
-        raw.stride(),
-        quantizer,
-    )
+    raw, record, strides = part(leaf.raw), leaf.raw, part(leaf.raw).stride()
+    if leaf.dtype:
+        record = m.TensorLeaf(leaf.dtype, leaf.shape, None, leaf.raw.storage)
+        strides = contiguous_strides(leaf.shape)
+    built = t.quantized(raw.untyped_storage(), t.byte_offset(raw), record, strides, quantizer)
+    return t.with_flags(built, leaf.raw.flags & m.PARAMETER)
 
 
 def _build_subclass(leaf: m.SubclassLeaf, part: Part, rank: int) -> object:

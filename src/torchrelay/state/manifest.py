@@ -82,13 +82,19 @@ class TensorLeaf(_Record, tag="t", frozen=True):
 
 
 class QuantizedLeaf(_Record, tag="q", frozen=True):
-    """`parameters` are (scale, zero point) values, or (scales, zero points) tensors and an axis."""
+    """Per tensor, `scalars` are scale and zero point; per channel, `tensors` are, along an axis.
+
+    Dtypes that pack several elements into a byte stand in `dtype` with the tensor's shape, and
+    `raw` is its bytes.
+    """
 
     raw: TensorLeaf
     scheme: str
     scalars: tuple[Value, ...] = ()
     tensors: tuple[TensorLeaf, ...] = ()
     axis: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
 
 
 class SparseLeaf(_Record, tag="s", frozen=True):

@@ -56,14 +56,6 @@ class Region:
             steps = [strides[dim] for dim in order]
             self._view = raw(storage, offset, size, dims, steps)
 
-    @classmethod
-    def run(cls, tensor: torch.Tensor, address: int, nbytes: int) -> Region:
-        """A contiguous host tensor whose address and size are known already."""
-        region = cls.__new__(cls)
-        region.keep, region._address, region.nbytes = tensor, address, nbytes
-        region._view, region._itemsize = None, 1
-        return region
-
     @property
     def address(self) -> int:
         """Where the bytes lie, if they are one run of host memory; else 0."""

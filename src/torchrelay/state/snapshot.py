@@ -12,12 +12,13 @@ from operator import itemgetter
 import torch
 
 from torchrelay.state import manifest as m
-from torchrelay.state import plain, plan
-from torchrelay.state.containers import flatten
+from torchrelay.state import plan
+from torchrelay.state.containers import Path, flatten, leaf_paths
 from torchrelay.state.images import Image, Images
-from torchrelay.state.leaves import describe
+from torchrelay.state.leaves import Finish, describe
 from torchrelay.state.memory import Region
 from torchrelay.state.pause import gc_paused
+from torchrelay.state.plain import survey
 from torchrelay.state.runs import Runs
 from torchrelay.state.tensors import flat_bytes
 
@@ -105,11 +106,14 @@ def capture(
 def _capture(state: object, step: int | None, receivers: int, chunk_bytes: int | None) -> Snapshot:
     flat = flatten(state)
     images = Images()
-    paths = {index: path for path, index in reversed(flat.slots)}
-    described = []
-    for index, leaf in enumerate(flat.leaves):
-        ticket = images.add_plain(leaf) if type(leaf) in plain.TYPES else None
-        described.append(describe(leaf, paths[index], images.add) if ticket is None else ticket)
+    paths: dict[int, Path] = {}
+    described: list[int | Finish] = []
+    for index, (leaf, known) in enumerate(zip(flat.leaves, survey(flat.leaves), strict=True)):
+        if known is not None:
+            described.append(images.add_plain(leaf, known))
+        else:
+            paths = paths or leaf_paths(flat.tree)
+            described.append(describe(leaf, paths[index], images.add))
     found = images.resolve()
     order = plan.stream_order([image.nbytes for image in found])
     position = [0] * len(found)
@@ -126,7 +130,9 @@ def _capture(state: object, step: int | None, receivers: int, chunk_bytes: int |
         version=m.VERSION,
         step=step,
         tree=flat.tree,
-        leaves=tuple([part(item) if isinstance(item, int) else item(part) for item in described]),
+        leaves=tuple(
+            [images.leaf(x, position) if isinstance(x, int) else x(part) for x in described]
+        ),
         storages=tuple([m.Storage(image.nbytes, image.device) for image in ordered]),
         chunks=plan.cut(sizes, chunk_bytes or plan.chunk_size(stream, receivers)),
     )

@@ -93,6 +93,26 @@ def raw_of(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def copy_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy elements bit for bit. A conj or neg bit on one side alone is made up for in the signs:
+    arithmetic would quiet NaNs."""
+    odd = (flags_of(destination) ^ flags_of(source)) & (m.CONJ | m.NEG)
+    elements = raw_of(source)
+    if odd and not (source.is_complex() or source.is_floating_point()):
+        destination.copy_(source)
+        return
+    if odd:
+        size = source.element_size() // (2 if source.is_complex() else 1)
+        flat = elements.reshape(-1).view(_CARRIERS[size]).clone()
+        sign = 0x80 if size == 1 else torch.iinfo(flat.dtype).min
+        if odd & m.NEG:
+            flat.bitwise_xor_(sign)
+        if odd & m.CONJ:
+            flat[1::2].bitwise_xor_(sign)
+        elements = flat.view(elements.dtype).view(elements.shape)
+    raw_of(destination).copy_(elements)
+
+
 def flat_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
     return raw(storage, start, 1, (nbytes,), (1,))
 
@@ -293,8 +313,9 @@ def _shard_metadata(box: m.Box, placement: str | None) -> ShardMetadata:
 
 def sharded(locals_: Sequence[torch.Tensor], leaf: m.ShardedLeaf, rank: int) -> ShardedTensor:
     """A ShardedTensor whose local shards sit on this rank, as torch's transport builds it."""
+    grad = bool(leaf.flags & m.REQUIRES_GRAD)
     shards = [
-        _Shard(local, _shard_metadata(box, f"rank:{rank}/{local.device}"))
+        _Shard(local.requires_grad_(grad), _shard_metadata(box, f"rank:{rank}/{local.device}"))
         for local, box in zip(locals_, leaf.boxes, strict=True)
     ]
     metadata = ShardedTensorMetadata(
@@ -302,7 +323,7 @@ def sharded(locals_: Sequence[torch.Tensor], leaf: m.ShardedLeaf, rank: int) -> 
         size=torch.Size(leaf.shape),
         tensor_properties=TensorProperties(
             dtype=dtype_named(leaf.dtype),
-            requires_grad=bool(leaf.flags & m.REQUIRES_GRAD),
+            requires_grad=grad,
             pin_memory=leaf.pinned,
         ),
     )

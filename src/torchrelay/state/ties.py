@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -70,6 +70,16 @@ def check_ties(fits: Sequence[tuple[Fit | ArrayFit, Path]], chunks: Chunks) -> N
             if len(group) > 1:
                 members = [fits[indices[i]] for i in group]
                 _check([(_claim(pair, chunks), path) for pair, path in members])
+
+
+def host_spans(
+    fits: Sequence[tuple[Fit | ArrayFit, Path]], chunks: Chunks
+) -> Iterator[tuple[int, int]]:
+    """Addresses [low, high) of each destination in host memory."""
+    for pair, _ in fits:
+        if isinstance(pair, ArrayFit) or pair.destination.is_cpu:
+            claim = _claim(pair, chunks)
+            yield claim.address, claim.end
 
 
 def _claim(pair: Fit | ArrayFit, chunks: Chunks) -> _Claim:

@@ -16,6 +16,7 @@ from torchrelay.errors import ManifestError
 from torchrelay.state import manifest as m
 from torchrelay.state.arrays import dtype_from_text
 from torchrelay.state.digest import DIGEST_BYTES
+from torchrelay.state.plan import aligned_sizes
 from torchrelay.state.spans import contiguous_strides, extent
 from torchrelay.state.values import decode_key, decode_value
 
@@ -28,6 +29,8 @@ SEQUENCES = ("list", "tuple")
 VALUE_KINDS = ("plain", "dtype", "device")
 SPARSE_PARTS = {"coo": 2, "csr": 3, "csc": 3, "bsr": 3, "bsc": 3}
 SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams")
+QUANTIZED = ("qint8", "quint8", "qint32")
+SUB_BYTE = {"quint4x2": 2, "quint2x4": 4}
 PLACEMENTS = ("shard", "replicate", "partial", "strided")
 
 
@@ -47,30 +50,32 @@ def _check(manifest: m.Manifest) -> None:
     if len(manifest.leaves) > m.MAX_LEAVES:
         raise ManifestError(f"{len(manifest.leaves)} leaves, the cap is {m.MAX_LEAVES}")
     _check_tree(manifest.tree, len(manifest.leaves))
-    _check_stream(manifest)
-    reach = [0] * len(manifest.storages)
+    sizes = [storage.nbytes for storage in manifest.storages]
+    _check_stream(manifest, sizes)
+    reach = [0] * len(sizes)
+    plain, meta, count = m.TensorLeaf, m.META, len(sizes)
     for leaf in manifest.leaves:
-        if type(leaf) is m.TensorLeaf:
-            _check_tensor(leaf, manifest.storages, reach)
-        else:
-            _check_leaf(leaf, manifest.storages, reach)
-    for index, (storage, reached) in enumerate(zip(manifest.storages, reach, strict=True)):
-        if reached != storage.nbytes:
-            raise ManifestError(
-                f"storage {index} has {storage.nbytes} bytes, its leaves reach {reached}"
-            )
+        # The plain case, a tensor that has a storage to itself, is `_check_tensor` cut short.
+        if type(leaf) is plain and leaf.offset == 0 <= leaf.storage < count:
+            _, _, nbytes = _geometry(leaf.dtype, leaf.shape, leaf.strides)
+            if nbytes == sizes[leaf.storage] and not leaf.flags & meta:
+                reach[leaf.storage] = nbytes
+                continue
+        _check_leaf(leaf, manifest.storages, reach)
+    if reach != sizes:
+        for index, (size, reached) in enumerate(zip(sizes, reach, strict=True)):
+            if reached != size:
+                raise ManifestError(f"storage {index} has {size} bytes, its leaves reach {reached}")
 
 
-def _check_stream(manifest: m.Manifest) -> None:
-    total = 0
+def _check_stream(manifest: m.Manifest, sizes: list[int]) -> None:
     for device in {storage.device for storage in manifest.storages}:
         if not (device.isascii() and device.isidentifier()):
             raise ManifestError(f"device type {device[:40]!r}")
-    for storage in manifest.storages:
-        nbytes = storage.nbytes
+    for nbytes in (min(sizes, default=1), max(sizes, default=1)):
         if not 0 < nbytes <= m.MAX_STREAM_BYTES:
             raise ManifestError(f"storage of {nbytes} bytes")
-        total += m.aligned(nbytes)
+    total = sum(aligned_sizes(sizes))
     if total > m.MAX_STREAM_BYTES:
         raise ManifestError(f"stream of {total} bytes, the cap is {m.MAX_STREAM_BYTES}")
     for nbytes in manifest.chunks:
@@ -98,7 +103,14 @@ def _check_tree(tree: m.Node, leaves: int) -> None:
                     raise ManifestError(f"leaf {node} out of order or of range")
                 seen += node == seen
             else:
-                stack.append(iter(_node_children(node)))
+                items = _node_children(node)
+                # Most containers hold leaves alone, none of them seen before.
+                fresh = seen + len(items)
+                shallow = len(stack) <= m.MAX_DEPTH
+                if shallow and fresh <= leaves and items == tuple(range(seen, fresh)):
+                    seen = fresh
+                    continue
+                stack.append(iter(items))
                 break
         else:
             stack.pop()
@@ -157,24 +169,14 @@ def _check_leaf(
         if leaf.kind != "plain" and not isinstance(value, str):
             raise ManifestError(f"a {leaf.kind} is named by a string")
     elif isinstance(leaf, m.SizeLeaf):
-        _check_shape(leaf.size)
+        if not all(-(1 << 63) <= size < 1 << 63 for size in leaf.size):
+            raise ManifestError("a torch.Size holds 64-bit numbers")
     elif isinstance(leaf, m.ArrayLeaf):
         _check_array(leaf, storages, reach)
     elif isinstance(leaf, m.QuantizedLeaf):
-        if leaf.scheme not in SCHEMES:
-            raise ManifestError(f"quantization scheme {leaf.scheme[:40]!r}")
-        per_tensor = leaf.scheme == SCHEMES[0]
-        if (len(leaf.scalars), len(leaf.tensors)) != ((2, 0) if per_tensor else (0, 2)):
-            raise ManifestError(f"parameters do not fit {leaf.scheme}")
+        _check_quantized(leaf)
         for part in (leaf.raw, *leaf.tensors):
             _check_tensor(part, storages, reach)
-        for part in leaf.tensors:
-            if not 0 <= leaf.axis < len(leaf.raw.shape):
-                raise ManifestError(f"axis {leaf.axis} of {len(leaf.raw.shape)}")
-            if part.shape != (leaf.raw.shape[leaf.axis],):
-                raise ManifestError("a quantization parameter a channel is needed")
-        for scalar in leaf.scalars:
-            decode_value(scalar)
     elif isinstance(leaf, m.SparseLeaf):
         _check_shape(leaf.shape)
         if SPARSE_PARTS.get(leaf.layout) != len(leaf.parts):
@@ -199,6 +201,37 @@ def _check_leaf(
         _check_tree(leaf.context, len(leaf.context_leaves))
         for inner in (*leaf.parts, *leaf.context_leaves):
             _check_leaf(inner, storages, reach, depth + 1)
+
+
+def _check_quantized(leaf: m.QuantizedLeaf) -> None:
+    if leaf.scheme not in SCHEMES:
+        raise ManifestError(f"quantization scheme {leaf.scheme[:40]!r}")
+    per_tensor = leaf.scheme == SCHEMES[0]
+    if (len(leaf.scalars), len(leaf.tensors)) != ((2, 0) if per_tensor else (0, 2)):
+        raise ManifestError(f"parameters do not fit {leaf.scheme}")
+    raw, shape = leaf.raw, leaf.raw.shape
+    if leaf.dtype:
+        shape = leaf.shape
+        if leaf.dtype not in SUB_BYTE or raw.dtype != "uint8" or raw.strides or raw.offset:
+            raise ManifestError(f"packed elements of dtype {leaf.dtype[:40]!r}")
+        if raw.shape != (packed_bytes(leaf.dtype, shape),):
+            raise ManifestError(f"{raw.shape} bytes for packed elements of shape {shape}")
+    elif raw.dtype not in QUANTIZED:
+        raise ManifestError(f"quantized elements of dtype {raw.dtype[:40]!r}")
+    for part in leaf.tensors:
+        if not 0 <= leaf.axis < len(shape) or part.shape != (shape[leaf.axis],):
+            raise ManifestError(f"a parameter a channel is needed on axis {leaf.axis}")
+        if part.dtype not in ("float32", "float64", "int64") or part.flags:
+            raise ManifestError(f"quantization parameters of dtype {part.dtype[:40]!r}")
+    for scalar in leaf.scalars:
+        decode_value(scalar)
+
+
+def packed_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor whose dtype packs several elements of a row into each byte."""
+    _check_shape(shape)
+    row = shape[-1] if shape else 1
+    return prod(shape[:-1]) * -(-row // SUB_BYTE[dtype])
 
 
 def _check_shape(shape: tuple[int, ...]) -> int:
@@ -280,7 +313,7 @@ def _check_dtensor(leaf: m.DTensorLeaf) -> None:
     if any(not 0 <= rank < 1 << 31 for rank in leaf.mesh.ranks):
         raise ManifestError("rank out of range")
     dims = len(leaf.mesh.shape)
-    if len(leaf.placements) != dims or dims == 0:
+    if len(leaf.placements) != dims:
         raise ManifestError(f"{len(leaf.placements)} placements on a mesh of {dims} dimensions")
     for per_dim in (leaf.mesh.names, leaf.coordinate):
         if per_dim is not None and len(per_dim) != dims:

@@ -46,6 +46,21 @@ def first_starving(hops: Sequence[Hop], stalled: Collection[int], sender: int) -
     return None
 
 
+def culprits(hops: Sequence[Hop], blocked: Collection[int]) -> list[int]:
+    """Of receivers that take no chunks, those to blame: in each chain the one farthest out.
+
+    Those before it are full because it is.
+    """
+    last: dict[int, int] = {}
+    first = {hop.rank: hop.rank for hop in hops}
+    for hop in hops:
+        if hop.downstream is not None:
+            first[hop.downstream] = first[hop.rank]
+        if hop.rank in blocked:
+            last[first[hop.rank]] = hop.rank
+    return list(last.values())
+
+
 def served_by(hops: Sequence[Hop], rank: int, upstream: int) -> list[Hop]:
     """The hops after `rank` has got another upstream; its old one no longer feeds anybody."""
     return [

@@ -11,15 +11,16 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
-from torchrelay.errors import PeerLostError, RemoteProtocolError
+from torchrelay.errors import PeerLostError, RemoteProtocolError, UsageError
 from torchrelay.transports import wire
 
 FOREVER = timedelta(days=365)
@@ -101,6 +102,7 @@ class Line:
         self.delivered = threading.Event()  # set while nothing is on its way out
         self.delivered.set()
         self._outgoing = 0
+        self._taken_at = 0.0
         self.broken = False
         self.adopted = False  # left by an earlier call, maybe on connections since replaced
         threading.Thread(target=self._read, name="torchrelay-line", daemon=True).start()
@@ -114,6 +116,16 @@ class Line:
                 assert sink is not None
                 sink(message)
 
+    def put_back(self, messages: Sequence[wire.Message | Exception]) -> None:
+        """Return messages that were handed out but not heeded, after `listen(None)`."""
+        with self._lock:
+            self._inbox[:0] = messages
+
+    def unanswered(self) -> float:
+        """For how many seconds the peer has not taken what is on its way to it."""
+        with self._lock:
+            return time.monotonic() - self._taken_at if self._outgoing else 0.0
+
     def send(self, message: wire.Message) -> None:
         """Post a message. Does not block; a broken line is reported to the sink by the reader."""
         head, payload = wire.frame(message)
@@ -124,17 +136,20 @@ class Line:
                 for data in filter(None, (head, payload)):
                     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                     work = self.group.send([buffer], self.peer, self._tag)
+                    if not self._outgoing:
+                        self._taken_at = time.monotonic()
                     self._outgoing += 1
                     self.delivered.clear()
                     self._writer.watch(work, buffer, self._sent)
             except RuntimeError:
-                return
+                pass
             if isinstance(message, wire.TERMINAL):
                 self._writer.close()
 
     def _sent(self, fault: Exception | None) -> None:
         with self._lock:
             self._outgoing -= 1
+            self._taken_at = time.monotonic()
             if not self._outgoing:
                 self.delivered.set()
 
@@ -199,14 +214,21 @@ class Post:
 
     A sender that gave up on an absent receiver leaves its first message unread; the next transfer
     to that rank goes on with the same line. A receiver that gave up leaves its bell; the next call
-    waits at the same one.
+    waits at the same one. The group is not kept alive: it is the caller's to destroy.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self._lock = threading.Lock()
         self._lines: dict[int, list[Line]] = {}
         self._bells: dict[int, list[Bell]] = {}
+
+    @property
+    def group(self) -> ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise UsageError("the process group is gone")
+        return group
 
     def call(self, peer: int) -> Line:
         """A line to a receiver: one left half open, or a new one with its prelude on the way."""
@@ -228,8 +250,7 @@ class Post:
         return line
 
     def hang_up(self, line: Line) -> None:
-        """Keep a line on which nothing but a join may have been said, for the next transfer."""
-        line.listen(None)
+        """Keep a line on which this side has said nothing, for the next transfer."""
         line.adopted = True
         with self._lock:
             self._lines.setdefault(line.peer, []).append(line)

@@ -110,6 +110,7 @@ class Intake:
         self._flow = _Flow(go.upstream, wire.tag(line.transfer, self._lane), range(self._count))
         self._heard_at = self._passed_at = time.monotonic()
         self._done_bytes = 0
+        self._lost: PeerLostError | None = None
         self.wire_bytes = 0
         self.forwarded_bytes = 0
         self.messages = 0
@@ -125,7 +126,7 @@ class Intake:
             event = self._next(min(self._deadline.left(), self._tick()))
             if event is not None:
                 self._handle(event)
-            elif self._deadline.passed:
+            if self._deadline.passed and not self._complete():
                 raise TransferTimeoutError(
                     f"timed out after {self._deadline.seconds:.3g} s: not all data came; "
                     f"{self.done}",
@@ -134,7 +135,6 @@ class Intake:
                     phase="data",
                 )
             self._check_stalls()
-        self._flow.watcher.close()
 
     def finish(self) -> None:
         """Let the next receiver have the last chunks; the sender serves it otherwise."""
@@ -143,12 +143,18 @@ class Intake:
             event = self._next(min(0.25, self._deadline.left()))
             if isinstance(event, Forwarded):
                 self._forwarded(event)
+            elif isinstance(event, wire.Detach):
+                self._detach()
             elif event is None and self._deadline.passed:
                 break
-        if self._forwarder is not None:
-            self._forwarder.close()
         for slot in self._free:
             self._buffers.give(slot.buffer)
+
+    def close(self) -> None:
+        """Let the watchers end with what they still wait for."""
+        self._flow.watcher.close()
+        if self._forwarder is not None:
+            self._forwarder.close()
 
     def _complete(self) -> bool:
         return not self._missing and self._trailer is not None and self._holds(self._trailer)
@@ -177,7 +183,11 @@ class Intake:
         elif isinstance(event, wire.Reroute):
             if self._flow.upstream != self._sender:
                 self._change_upstream("the sender said so")
-        else:
+        elif isinstance(event, wire.Detach):
+            self._detach()
+        elif isinstance(event, PeerLostError) and self._trailer is not None:
+            self._lost = event  # what is on its way may be all that is missing
+        elif not isinstance(event, wire.Knock):
             raise failure(event, self._sender, "data")
 
     # Chunks in
@@ -259,6 +269,8 @@ class Intake:
         self._ask_for(self._flow.order[self._flow.arrived :])
 
     def _ask_for(self, chunks: Sequence[int]) -> None:
+        if self._lost is not None:
+            raise failure(self._lost, self._sender, "data")
         self._lane += 1
         if self._lane >= wire.LANES:
             raise PeerLostError("too many interruptions", rank=self._sender, phase="data")
@@ -303,6 +315,13 @@ class Intake:
         if slot.processed:
             self._free.append(slot)
 
+    def _detach(self) -> None:
+        self._downstream = None
+        for slot in self._slots:
+            if slot.forwarding:
+                slot.renew(self._buffers.take(self._largest))
+                self._free.append(slot)
+
     def _check_stalls(self) -> None:
         if not self._patience:
             return
@@ -310,14 +329,13 @@ class Intake:
         starving = self._flow.posted > self._flow.arrived and self._flow.upstream != self._sender
         if starving and now > self._heard_at + self._patience:
             self._heard_at = now
+            if self._lost is not None:
+                raise failure(self._lost, self._sender, "data")
             self._line.send(wire.Stalled(self._count - len(self._missing)))
-        stuck = [slot for slot in self._slots if slot.forwarding]
+        stuck = any(slot.forwarding for slot in self._slots)
         if stuck and self._downstream is not None and now > self._passed_at + self._patience:
+            self._passed_at = now
             self._line.send(wire.Blocked(self._downstream))
-            self._downstream = None
-            for slot in stuck:
-                slot.renew(self._buffers.take(self._largest))
-                self._free.append(slot)
 
 
 def failure(event: object, sender: int, phase: str) -> RelayError:

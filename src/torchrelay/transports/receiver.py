@@ -82,7 +82,8 @@ class Receiving:
         try:
             return self._run()
         except BaseException as fault:
-            self._goodbye(wire.Leave(str(fault)[:500]))
+            late = isinstance(fault, TransferTimeoutError)
+            self._goodbye(wire.Leave(str(fault)[:500], late))
             if self._landing is not None and self._landing.torn and isinstance(fault, Exception):
                 raise TornStateError(
                     "the destination is part old, part new: receive into it again, or load it",
@@ -91,6 +92,9 @@ class Receiving:
                     phase=self._watch.phase,
                 ) from fault
             raise
+        finally:
+            if self.intake is not None:
+                self.intake.close()
 
     def _run(self) -> Landed:
         with self._watch("join"):

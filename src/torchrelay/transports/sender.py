@@ -29,7 +29,7 @@ from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.group import GRACE, Line, Post, Watcher
 
-GATHER = 0.05  # seconds to hear from all who starve before choosing whom to feed
+GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
 
 
 @dataclass
@@ -40,8 +40,10 @@ class Peer:
     line: Line
     stage: str = "called"  # called, joined, accepted, done, refused or failed
     reason: str = ""
+    late: bool = False  # failed for want of time
     refusal: wire.Refuse | None = None
     joined_at: float = 0.0
+    knocked_at: float = 0.0
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Sending:
         *,
         deadline: Deadline,
         window: float,
+        join_timeout: float,
         verify: bool,
         buffers: BufferPool,
         watch: Stopwatch,
@@ -96,6 +99,7 @@ class Sending:
         self._step = snapshot.manifest.step
         self._deadline = deadline
         self._window = window
+        self._join_timeout = join_timeout
         self._verify = verify
         self._buffers = buffers
         self._watch = watch
@@ -107,8 +111,9 @@ class Sending:
         self._streams: list[_Stream] = []
         self._hops: list[fanout.Hop] = []
         self._patience = 0.0
-        self._stalled: set[int] = set()
-        self._choose_at = 0.0
+        self._blocked: set[int] = set()
+        self._starving: set[int] = set()
+        self._judge_at = float("inf")
         self._trailer_sent = False
         self.wire_bytes = 0
         self.messages = 0
@@ -132,20 +137,54 @@ class Sending:
 
     def _join(self) -> None:
         """Wait for receivers until all have answered, or the window closes on those who came."""
-        closes = time.monotonic() + self._window
-        while self._in("called", "joined") and not self._deadline.passed:
-            now = time.monotonic()
-            if now >= closes and self._in("accepted"):
-                late = [p for p in self._in("joined") if now < p.joined_at + self._window]
-                if not late:
-                    break
-            self._take(min(self._deadline.left(), max(closes - now, 0.0) or 0.05))
-        for peer in self._in("called"):
-            waited = min(self._window if self._in("accepted") else 1e18, self._deadline.seconds)
-            peer.stage, peer.reason = "failed", f"did not join within {waited:.3g} s"
-            self._post.hang_up(peer.line)
-        for peer in self._in("joined"):
-            self._fail(peer, "joined, but did not answer the offer")
+        begun = time.monotonic()
+        while self._in("called", "joined"):
+            left = min(self._join_ends(begun) - time.monotonic(), self._deadline.left())
+            if left <= 0:
+                break
+            self._take(left)
+        absent, silent = self._in("called"), self._in("joined")
+        for peer in absent:
+            peer.stage, peer.late = "failed", True
+            peer.reason = f"did not join within {time.monotonic() - begun:.3g} s"
+        for event in self._hang_up(absent):
+            self._handle(event)
+        for peer in silent:
+            if peer.stage == "joined":
+                self._fail(peer, "joined, but did not answer the offer", late=True)
+
+    def _join_ends(self, begun: float) -> float:
+        """Until when to wait. The first to come waits a window for the others to come, and as long
+        for each that came to answer; it must not lose to them the time to be served in.
+        """
+        here = self._in("joined", "accepted", "refused")
+        if not here:
+            return begun + self._join_timeout
+        if not self._in("accepted", "refused"):
+            return float("inf")
+        waits = [min(peer.joined_at for peer in here), *(p.joined_at for p in self._in("joined"))]
+        end = time.monotonic() + self._deadline.left()
+        return max(came + min(self._window, (end - came) / 2) for came in waits)
+
+    def _hang_up(self, peers: Sequence[Peer]) -> list[_Message | _Sent]:
+        """Leave the lines of absent receivers to the next call, with what was said on them since.
+
+        Returns the events that concern others.
+        """
+        said: dict[Line, list[wire.Message | Exception]] = {peer.line: [] for peer in peers}
+        others: list[_Message | _Sent] = []
+        for line in said:
+            line.listen(None)
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, _Message) and event.line in said:
+                said[event.line].append(event.message)
+            else:
+                others.append(event)
+        for line, messages in said.items():
+            line.put_back(messages)
+            self._post.hang_up(line)
+        return others
 
     def _joined(self, peer: Peer, join: wire.Join) -> None:
         peer.stage, peer.joined_at = "joined", time.monotonic()
@@ -180,12 +219,13 @@ class Sending:
             self._send_trailer()
             if self._deadline.passed:
                 for peer in self._in("accepted"):
-                    self._fail(peer, f"not done after {self._deadline.seconds:.3g} s")
+                    self._fail(peer, f"not done after {self._deadline.seconds:.3g} s", late=True)
                 break
             self._take(min(self._deadline.left(), self._tick()))
             self._check_stalls()
+        ends = time.monotonic() + GRACE
         for peer in self._in("done"):
-            peer.line.delivered.wait(GRACE)
+            peer.line.delivered.wait(max(0.0, ends - time.monotonic()))
         for stream in self._streams:
             stream.watcher.close()
 
@@ -230,23 +270,45 @@ class Sending:
     def _send_trailer(self) -> None:
         if self._trailer_sent or self._unhashed:
             return
-        if self._verify or not any(s.todo or s.in_flight for s in self._streams):
+        # Without digests nothing tells bytes that changed on their way: they must have left.
+        if self._verify or not any(s.alive and (s.todo or s.in_flight) for s in self._streams):
             self._trailer_sent = True
             digests = tuple(d for d in self._digests if d is not None)
             for peer in self._in("accepted"):
                 peer.line.send(wire.Trailer(digests))
 
     def _check_stalls(self) -> None:
+        if not self._patience:
+            return
         now = time.monotonic()
-        if self._patience:
-            for stream in self._streams:
-                if stream.alive and stream.in_flight and now > stream.moved_at + self._patience:
-                    self._fail(self.peers[stream.rank], f"took no data for {self._patience:.3g} s")
-        if self._stalled and now >= self._choose_at:
-            rank = fanout.first_starving(self._hops, self._stalled, self._me)
-            self._stalled.clear()
-            if rank is not None:
-                self.peers[rank].line.send(wire.Reroute())
+        for peer in self._in("accepted"):
+            if peer.line.unanswered() > self._patience:
+                self._fail(peer, f"took no message for {self._patience:.3g} s")
+            elif now > peer.knocked_at + self._patience / 2:
+                peer.knocked_at = now
+                peer.line.send(wire.Knock())
+        for stream in self._streams:
+            if stream.alive and stream.in_flight and now > stream.moved_at + self._patience:
+                stream.moved_at = now
+                self._note(self._blocked, stream.rank)
+        if now >= self._judge_at:
+            self._judge()
+
+    def _note(self, stuck: set[int], rank: int) -> None:
+        stuck.add(rank)
+        self._judge_at = min(self._judge_at, time.monotonic() + GATHER * self._tick())
+
+    def _judge(self) -> None:
+        """Give up on whoever holds up others, and feed who starves."""
+        for rank in fanout.culprits(self._hops, self._blocked):
+            if self.peers[rank].stage == "accepted":
+                self._fail(self.peers[rank], f"took no data for {self._patience:.3g} s")
+        starving = fanout.first_starving(self._hops, self._starving, self._me)
+        if starving is not None and self.peers[starving].stage == "accepted":
+            self.peers[starving].line.send(wire.Reroute())
+        self._blocked.clear()
+        self._starving.clear()
+        self._judge_at = float("inf")
 
     # Events
 
@@ -285,24 +347,21 @@ class Sending:
         elif isinstance(message, wire.Done) and peer.stage == "accepted":
             peer.stage = "done"
             peer.line.send(wire.Fin())
-        elif isinstance(message, wire.Need) and peer.stage == "accepted":
+        elif isinstance(message, wire.Need) and peer.stage == "accepted" and self._hops:
             self._need(peer, message)
         elif isinstance(message, wire.Stalled):
-            self._stalled.add(peer.rank)
-            self._choose_at = time.monotonic() + GATHER
+            self._note(self._starving, peer.rank)
         elif isinstance(message, wire.Blocked):
-            blocked = self.peers.get(message.rank)
-            fed = any(hop[:2] == (message.rank, peer.rank) for hop in self._hops)
-            if fed and blocked is not None and blocked.stage == "accepted":
-                self._fail(blocked, f"took no data from rank {peer.rank}")
+            if any(hop[:2] == (message.rank, peer.rank) for hop in self._hops):
+                self._note(self._blocked, message.rank)
         else:
             self._fail(peer, f"sent {type(message).__name__} out of turn")
 
     def _left(self, peer: Peer, message: wire.Leave) -> None:
-        if peer.stage == "accepted" or self._hops:
-            self._fail(peer, f"gave up: {message.message}")
+        if peer.stage == "accepted" or not (message.late or peer.line.adopted):
+            self._fail(peer, f"gave up: {message.message}", late=message.late)
             return
-        # A receiver of an earlier call that is gone. Ring again; a new call may be waiting.
+        # It answered an earlier call, or had little time left: it may be calling anew.
         peer.line.send(wire.Fin())
         self._ring_again(peer)
 
@@ -317,12 +376,24 @@ class Sending:
             return
         if not need.chunks:
             return
-        self.rerouted.append(peer.rank)
-        self._hops = fanout.served_by(self._hops, peer.rank, self._me)
+        if self._serve(peer.rank):
+            self.rerouted.append(peer.rank)
         for stream in self._streams:
             if stream.rank == peer.rank:
                 stream.alive = False
         self._open_stream(peer.rank, need.lane, need.chunks)
+
+    def _serve(self, rank: int) -> bool:
+        """Become the upstream of a receiver; whether another was. That one need not try on."""
+        before = next(hop.upstream for hop in self._hops if hop.rank == rank)
+        self._hops = fanout.served_by(self._hops, rank, self._me)
+        self._detach(before)
+        return before != self._me
+
+    def _detach(self, rank: int) -> None:
+        peer = self.peers.get(rank)
+        if peer is not None and peer.stage == "accepted":
+            peer.line.send(wire.Detach())
 
     def _sent(self, event: _Sent) -> None:
         stream = event.stream
@@ -339,17 +410,18 @@ class Sending:
             done = self._chunks.offsets[event.chunk] + self._chunks.sizes[event.chunk]
             self._progress(done, self._chunks.stream_bytes)
 
-    def _fail(self, peer: Peer, reason: str) -> None:
-        """Give up on one receiver, and see to those it fed."""
-        peer.stage, peer.reason = "failed", reason
+    def _fail(self, peer: Peer, reason: str, *, late: bool = False) -> None:
+        """Give up on one receiver, and see to those around it."""
+        peer.stage, peer.reason, peer.late = "failed", reason, late
         peer.line.send(wire.Abort(f"the sender gave up on this rank: {reason}"))
         for stream in self._streams:
             if stream.rank == peer.rank:
                 stream.alive = False
-        lost = {p.rank for p in self.peers.values() if p.stage == "failed"}
-        settled = {p.rank for p in self.peers.values() if p.stage in ("done", "refused")}
-        for rank in fanout.orphans(self._hops, lost, settled):
-            self._hops = fanout.served_by(self._hops, rank, self._me)
+        for hop in self._hops:
+            if hop.downstream == peer.rank:
+                self._detach(hop.rank)
+        done = [p.rank for p in self._in("done")]
+        for rank in fanout.orphans(self._hops, [p.rank for p in self._in("failed")], done):
             self.peers[rank].line.send(wire.Reroute())
 
     # Ends
@@ -365,9 +437,10 @@ class Sending:
         for peer in self._in("joined", "accepted"):
             peer.stage, peer.reason = "failed", reason
             peer.line.send(wire.Abort(reason))
-        for peer in self._in("called"):
-            peer.stage = "failed"
-            self._post.hang_up(peer.line)
+        absent = self._in("called")
+        for peer in absent:
+            peer.stage, peer.reason = "failed", reason
+        self._hang_up(absent)
         for stream in self._streams:
             stream.watcher.close()
 
@@ -380,9 +453,8 @@ class Sending:
             return
         peer = self._in("failed")[0]
         reasons = "; ".join(f"rank {p.rank} {p.reason}" for p in self._in("failed"))
-        timed_out = self._deadline.passed or "did not" in peer.reason
-        kind: type[RelayError] = TransferTimeoutError if timed_out else PeerLostError
-        word = "timed out" if timed_out else "failed"
+        kind: type[RelayError] = TransferTimeoutError if peer.late else PeerLostError
+        word = "timed out" if peer.late else "failed"
         sent = f"{self.wire_bytes} of {self._chunks.stream_bytes} bytes sent"
         raise kind(
             f"send {word}, no receiver got the state: {reasons}; {sent}",

@@ -84,7 +84,7 @@ class Refuse(_Message, tag="refuse", frozen=True):
 
 
 class Blocked(_Message, tag="blocked", frozen=True):
-    """The receiver I pass chunks on to does not take them; I have stopped trying."""
+    """The receiver I pass chunks on to has taken none for a while."""
 
     rank: int
 
@@ -110,6 +110,7 @@ class Leave(_Message, tag="leave", frozen=True):
     """I give up. Ends the transfer with me."""
 
     message: str
+    late: bool = False  # I ran out of time, and may call again
 
 
 # From the sender to a receiver.
@@ -129,6 +130,14 @@ class Go(_Message, tag="go", frozen=True):
     downstream: int | None = None
     downstream_id: int = 0
     patience: float = 0.0  # seconds without progress before you tell me
+
+
+class Knock(_Message, tag="knock", frozen=True):
+    """Nothing to do. That it is taken shows that you are there."""
+
+
+class Detach(_Message, tag="detach", frozen=True):
+    """Pass no more chunks on: I see to the receiver behind you."""
 
 
 class Reroute(_Message, tag="reroute", frozen=True):
@@ -152,7 +161,7 @@ class Abort(_Message, tag="abort", frozen=True):
 
 
 ToSender = Join | Accept | Refuse | Blocked | Stalled | Need | Done | Leave
-ToReceiver = Offer | Go | Reroute | Trailer | Fin | Abort
+ToReceiver = Offer | Go | Knock | Detach | Reroute | Trailer | Fin | Abort
 Message = ToSender | ToReceiver
 
 TERMINAL = (Refuse, Done, Leave, Fin, Abort)

@@ -1,0 +1,1 @@
+"""Side by side with torch's own transport: `python -m benchmarks`."""

@@ -1,0 +1,62 @@
+"""Every workload beside torch's own transport, in one command: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.group import Row, compare
+from benchmarks.harness import RankFailed, machine
+from benchmarks.output import phases, record, table
+from benchmarks.plot import plot
+from benchmarks.workloads import suite
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    names = [workload.name for workload in suite(small=True)]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--small", action="store_true", help="tiny sizes: a test, not a figure")
+    parser.add_argument("--only", choices=names, help="one workload")
+    parser.add_argument(
+        "--out", type=Path, help="result file; by default a whole, full run goes to results/"
+    )
+    options = parser.parse_args()
+
+    begun = time.monotonic()
+
+    def tell(text: str) -> None:
+        print(f"[{time.monotonic() - begun:5.1f} s] {text}", file=sys.stderr, flush=True)
+
+    chosen = [w for w in suite(options.small) if options.only in (None, w.name)]
+    rows: list[Row] = []
+    try:
+        for found in compare(chosen, options.small, tell):
+            rows += found
+    except RankFailed as fault:
+        print(f"failed: {fault}", file=sys.stderr)
+        return 1
+    print(table(rows), phases(rows), sep="\n\n")
+    facts = machine()
+    out, picture = options.out, None
+    if out is not None:
+        picture = out.with_suffix(".png")
+    elif not options.small and options.only is None:
+        out = RESULTS / f"group-{facts['cores']}core.json"
+        picture = RESULTS / "group.png"
+    if out is not None and picture is not None:
+        result = record(rows, facts, small=options.small)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n")
+        if not plot(result, picture):
+            tell("no plot: matplotlib is not installed")
+    # A missed bar is a figure to look at; wrong bits are a failure.
+    return 0 if all(row.stock.exact and row.ours.exact for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Spawned ranks that stay and run one call after another, and facts about the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torchrelay
+from torchrelay.demo.versus import hush_torch
+
+SECONDS = 120.0
+"""That any one call may last."""
+
+
+class RankFailed(Exception):
+    """A rank raised, died or was late; the text tells which and where."""
+
+
+class Ranks:
+    """`size` processes in a gloo group, each with one torch thread."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._scratch = tempfile.mkdtemp(prefix="torchrelay-bench-")
+        self._conns: list[Connection] = []
+        self._processes = []
+        spawn = get_context("spawn")
+        for rank in range(size):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(
+                target=_main, args=(theirs, rank, size, self._scratch), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._conns.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for conn in self._conns:
+            with suppress(OSError):
+                conn.send(None)
+        for process in self._processes:
+            process.join(2)
+            process.kill()
+            process.join(5)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def run(self, fn: Callable[..., Any], *args: Any, count: int | None = None) -> list[Any]:
+        """What a module-level `fn(group, *args)` returns in each of the first `count` ranks.
+
+        `group` is theirs alone; the other ranks stand by.
+        """
+        chosen = self.size if count is None else count
+        for conn in self._conns:
+            conn.send((chosen, fn, args))
+        deadline = time.monotonic() + SECONDS
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            waiting = [conn for rank, conn in enumerate(self._conns) if rank not in results]
+            ready = connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = [rank for rank in range(self.size) if rank not in results]
+                raise RankFailed(f"{fn.__name__}: ranks {late} took over {SECONDS:.0f} s")
+            for rank in [r for r, conn in enumerate(self._conns) if conn in ready]:
+                try:
+                    good, results[rank] = self._conns[rank].recv()
+                except (EOFError, OSError):
+                    raise RankFailed(f"{fn.__name__}: rank {rank} died") from None
+                if not good:
+                    raise RankFailed(f"{fn.__name__}: rank {rank} failed\n{results[rank]}")
+        return [results[rank] for rank in range(chosen)]
+
+
+def _main(conn: Connection, rank: int, size: int, scratch: str) -> None:
+    torch.set_num_threads(1)
+    hush_torch()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    groups: dict[int, Any] = {}
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{Path(scratch) / 'store'}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=SECONDS),
+        )
+        groups[size] = dist.group.WORLD
+        while (call := conn.recv()) is not None:
+            count, fn, args = call
+            if count not in groups:
+                groups[count] = dist.new_group(list(range(count)))
+            conn.send((True, fn(groups[count], *args) if rank < count else None))
+    except EOFError:
+        pass  # the parent is gone
+    except BaseException:
+        conn.send((False, traceback.format_exc()))
+    os._exit(0)
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to judge the figures."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
+        "memory_gib": round(int((_field("/proc/meminfo", "MemTotal") or "0").split()[0]) / 2**20),
+        "kernel": platform.release(),
+        "transparent_hugepages": _hugepages(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchrelay": torchrelay.__version__,
+    }
+
+
+def _field(file: str, name: str) -> str:
+    with suppress(OSError):
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    return ""
+
+
+def _hugepages() -> str:
+    """The setting in force, which the kernel shows in brackets."""
+    with suppress(OSError):
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        return text.partition("[")[2].partition("]")[0]
+    return ""

@@ -1,0 +1,42 @@
+"""The `torchrelay` command."""
+
+from __future__ import annotations
+
+import sys
+
+NEEDS_TYPER = "the torchrelay command needs typer and rich: pip install 'torchrelay[cli]'"
+
+
+def main() -> None:
+    """Entry point of the `torchrelay` script."""
+    try:
+        import typer
+    except ImportError:
+        print(NEEDS_TYPER, file=sys.stderr)
+        sys.exit(2)
+
+    app = typer.Typer(
+        help="Move the whole live state of a PyTorch job between processes.",
+        no_args_is_help=True,
+        add_completion=False,
+    )
+
+    @app.command()
+    def demo(
+        small: bool = typer.Option(False, "--small", help="A tiny model, fewer repeats."),
+    ) -> None:
+        """Four processes pass a training job's state on, beside torch's own transport."""
+        from torchrelay.demo.__main__ import run
+
+        raise typer.Exit(run(small=small))
+
+    @app.command()
+    def version() -> None:
+        """Print the versions of torchrelay and torch."""
+        import torch
+
+        import torchrelay
+
+        print(f"torchrelay {torchrelay.__version__}, torch {torch.__version__}")
+
+    app()

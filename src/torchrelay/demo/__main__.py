@@ -1,0 +1,37 @@
+"""`python -m torchrelay.demo [--small]`"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from torchrelay.demo.job import SMALL, Settings
+
+NEEDS_RICH = "the demo needs rich: pip install 'torchrelay[cli]'"
+
+
+def run(*, small: bool = False) -> int:
+    """Run the demo on this terminal; returns the exit code."""
+    try:
+        from rich.console import Console
+
+        from torchrelay.demo.show import play
+    except ImportError as fault:
+        if (fault.name or "").split(".")[0] != "rich":
+            raise
+        print(NEEDS_RICH, file=sys.stderr)
+        return 2
+    try:
+        return play(SMALL if small else Settings(), Console())
+    except KeyboardInterrupt:
+        return 130
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m torchrelay.demo", description=__doc__)
+    parser.add_argument("--small", action="store_true", help="a tiny model, fewer repeats")
+    return run(small=parser.parse_args().small)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

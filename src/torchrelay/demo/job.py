@@ -1,0 +1,135 @@
+"""The training job whose state is passed on: a small transformer, AdamW, dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How large the job is and how long it runs."""
+
+    width: int = 256
+    layers: int = 6
+    vocabulary: int = 1024
+    tokens: int = 32
+    batch: int = 4
+    steps_before: int = 6
+    steps_after: int = 3
+    rounds: int = 5  # of the comparison, after one that is not counted
+    seconds: float = 150.0  # after which the demo gives up
+
+
+SMALL = Settings(width=64, layers=2, vocabulary=256, tokens=16, steps_before=2, rounds=2)
+
+
+class _Model(nn.Module):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        width = settings.width
+        self.embed = nn.Embedding(settings.vocabulary, width)
+        nn.init.normal_(self.embed.weight, std=width**-0.5)
+        layers = [
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True)
+            for _ in range(settings.layers)
+        ]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(width, settings.vocabulary, bias=False)
+        self.head.weight = self.embed.weight  # tied, as in most language models
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.layers(self.embed(tokens)))
+        return out
+
+
+class Job:
+    """A model in training. Dropout draws on the random state, so that has to travel as well."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._settings = settings
+        self._model = _Model(settings)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
+        self.position = 0
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on. The tensors are the live ones."""
+        return {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "position": self.position,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        self.position = state["position"]
+
+    def train(self, steps: int) -> list[float]:
+        """Train on the next batches; returns the loss of each step."""
+        return [self._step() for _ in range(steps)]
+
+    def _step(self) -> float:
+        settings = self._settings
+        data = torch.Generator().manual_seed(self.position)
+        # Each row counts up from a random number: something that can be learned.
+        first = torch.randint(settings.vocabulary, (settings.batch, 1), generator=data)
+        batch = (first + torch.arange(settings.tokens + 1)) % settings.vocabulary
+        scores = self._model(batch[:, :-1])
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        self._optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        self._optimizer.step()
+        self.position += 1
+        return loss.item()
+
+
+def leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """The leaves of a state with their paths."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from leaves(value, f"{path}/{key}")
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from leaves(value, f"{path}/{index}")
+    else:
+        yield path, state
+
+
+def fingerprint(state: object) -> str:
+    """A digest of every path, dtype, shape and bit of a state."""
+    hasher = xxhash.xxh3_128()
+    for path, leaf in leaves(state):
+        if isinstance(leaf, torch.Tensor):
+            hasher.update(f"{path} {leaf.dtype} {tuple(leaf.shape)} ".encode())
+            flat: Any = leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            hasher.update(flat)
+        else:
+            hasher.update(f"{path} {leaf!r} ".encode())
+    return hasher.hexdigest()
+
+
+def clear(state: object) -> None:
+    """Zero every tensor, so that a transfer into it has something to prove."""
+    with torch.no_grad():
+        for _, leaf in leaves(state):
+            if isinstance(leaf, torch.Tensor):
+                leaf.zero_()
+
+
+def tensor_bytes(state: object) -> int:
+    """Bytes of the state's tensors, those that share a storage counted once."""
+    sizes = {
+        leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+        for _, leaf in leaves(state)
+        if isinstance(leaf, torch.Tensor)
+    }
+    return sum(sizes.values())

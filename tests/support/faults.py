@@ -1,0 +1,139 @@
+"""Holding a transfer at a phase of its life, and telling old weights from new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import torchrelay as tr
+from tests.support.ranks import reached
+from torchrelay import relay as relay_module
+from torchrelay.transports import wire
+from torchrelay.transports.group import Line
+from torchrelay.transports.intake import Intake
+from torchrelay.transports.receiver import Receiving
+from torchrelay.transports.sender import Sending
+
+CHUNK = 64 << 10
+"""Bytes of a chunk, so that `weights` come in about twenty."""
+GRACE = 1.5
+"""Seconds past its deadline that a call may last: one, and half of one for a busy machine."""
+
+
+def weights(seed: int) -> dict[str, Any]:
+    """A state of 1.2 MB whose every byte depends on the seed."""
+    make = torch.Generator().manual_seed(seed)
+    return {
+        "w": torch.randn(512, 512, generator=make),
+        "h": torch.randn(333, 333, generator=make).to(torch.bfloat16),
+        "small": [torch.randint(0, 99, (5,), generator=make) for _ in range(3)],
+        "seed": seed,
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    tensors = [(one["w"], other["w"]), (one["h"], other["h"])]
+    tensors += zip(one["small"], other["small"], strict=True)
+    return one["seed"] == other["seed"] and all(torch.equal(a, b) for a, b in tensors)
+
+
+def verdict(live: Any, *seeds: int) -> int | str:
+    """Which of the seeds the weights are those of, or "torn"."""
+    return next((seed for seed in seeds if same(live, weights(seed))), "torn")
+
+
+class Outcome(NamedTuple):
+    """How a call ended, as the rank that made it tells it."""
+
+    error: str | None
+    text: str
+    seconds: float
+    weights: int | str | None = None
+    failed: tuple[int, ...] = ()
+    receivers: tuple[int, ...] = ()
+
+
+def attempt(call: Callable[[], Any]) -> Outcome:
+    """Call, time it, and keep a typed error as a result. Anything else is a bug."""
+    begun = time.monotonic()
+    try:
+        result = call()
+    except tr.RelayError as fault:
+        cause = f" <- {fault.__cause__}" if fault.__cause__ else ""
+        return Outcome(type(fault).__name__, f"{fault}{cause}", time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    report = result if isinstance(result, tr.Report) else result.report
+    return Outcome(None, "", seconds, None, tuple(report.failed), report.receivers)
+
+
+def sent(relay: tr.Relay, seed: int, to: Any, timeout: float) -> Outcome:
+    return attempt(lambda: relay.send(weights(seed), to, step=seed, timeout=timeout))
+
+
+def received(
+    relay: tr.Relay, source: int, live: Any, old: int, new: int, timeout: float, **options: Any
+) -> Outcome:
+    """Receive into live weights, which are `old` before and `old` or `new` after."""
+    out = attempt(lambda: relay.recv(source, into=live, step=new, timeout=timeout, **options))
+    return out._replace(weights=verdict(live, old, new))
+
+
+class _Spot(NamedTuple):
+    owner: Any
+    name: str
+    after: bool = False
+    when: Callable[..., bool] = lambda *args: True
+    nth: int = 1
+
+
+SENDER = {
+    "capture": _Spot(relay_module, "capture"),
+    "joined": _Spot(Sending, "_joined"),
+    "go": _Spot(Sending, "_transfer"),
+    "data": _Spot(Sending, "_sent", nth=5),
+    "trailer": _Spot(
+        Sending, "_send_trailer", when=lambda s: not s._unhashed and not s._trailer_sent
+    ),
+    "trailer sent": _Spot(Sending, "_send_trailer", after=True, when=lambda s: s._trailer_sent),
+    "fin": _Spot(Line, "send", when=lambda line, message: isinstance(message, wire.Fin)),
+}
+RECEIVER = {
+    "call": _Spot(relay_module, "answer"),
+    "joined": _Spot(Receiving, "_consider"),
+    "accepted": _Spot(Receiving, "_expect", when=lambda r, kind: kind is wire.Go),
+    "data": _Spot(Intake, "_arrived", after=True, nth=5),
+    "commit": _Spot(Intake, "run", after=True),
+    "done": _Spot(Receiving, "_goodbye", when=lambda r, message: isinstance(message, wire.Done)),
+    "pass on": _Spot(Intake, "finish"),
+}
+
+
+@contextlib.contextmanager
+def held_at(spot: _Spot, phase: str) -> Iterator[None]:
+    """Within: the first time this process comes to the spot, it reports `phase` and waits there."""
+    original = getattr(spot.owner, spot.name)
+    left = spot.nth
+
+    def hold() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            reached(phase, hold=True)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not spot.after and spot.when(*args):
+            hold()
+        result = original(*args, **kwargs)
+        if spot.after and spot.when(*args):
+            hold()
+        return result
+
+    setattr(spot.owner, spot.name, wrapper)
+    try:
+        yield
+    finally:
+        setattr(spot.owner, spot.name, original)

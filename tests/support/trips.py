@@ -1,0 +1,48 @@
+"""A state's way from capture to commit without a transport, for tests of `state/`."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from torchrelay.state import codec
+from torchrelay.state.landing import Landed, land
+from torchrelay.state.snapshot import Snapshot, capture
+
+
+def chunk_of(snapshot: Snapshot, index: int) -> torch.Tensor:
+    """The bytes of a chunk in a buffer of their own."""
+    there = snapshot.view(index)
+    if there is not None:
+        return there.clone()
+    out = torch.full((snapshot.chunks.sizes[index],), 0xAB, dtype=torch.uint8)
+    snapshot.read(index, out)
+    return out
+
+
+def trip(
+    state: object,
+    *,
+    into: object = None,
+    chunk_bytes: int | None = None,
+    json: bool = False,
+    seed: int = 0,
+    strict: bool = True,
+    atomic: bool = True,
+) -> Landed:
+    """Send a state to this process itself, its chunks in an order drawn from `seed`."""
+    snapshot = capture(state, step=7, chunk_bytes=chunk_bytes)
+    if json:
+        manifest = codec.decode_json(codec.encode_json(snapshot.manifest))
+    else:
+        manifest = codec.decode(codec.encode(snapshot.manifest))
+    assert manifest == snapshot.manifest
+    landing = land(manifest, into=into, strict=strict, atomic=atomic)
+    order = list(range(len(snapshot.chunks)))
+    random.Random(seed).shuffle(order)
+    for index in order:
+        landing.write(index, chunk_of(snapshot, index))
+    landed = landing.commit()
+    assert not landing.torn
+    return landed

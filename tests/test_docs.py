@@ -1,0 +1,358 @@
+"""The documentation holds: its code runs, its links lead somewhere, its tables are the code's.
+
+How a fenced block is run is told by its info string:
+
+    python                a script if it has a `__main__` part, else a snippet run right here
+    python ranks=2        on each rank of a gloo group of that size, with `rank`, `group`, `relay`,
+                          `tr` and `torch` at hand
+    python ranks=2 torchft   the same; skipped where torchft cannot be imported
+    python norun          needs what a test has not (a torchft lighthouse); compiled only
+    hex NAME              bytes, with remarks after three spaces
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+import torchrelay as tr
+from torchrelay import dropin, errors
+from torchrelay.state import codec, manifest, validation
+from torchrelay.state.digest import digest
+from torchrelay.state.snapshot import capture
+from torchrelay.transports import wire
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPT_SECONDS = 100
+RELAY_SECONDS = 30
+
+
+class Block(NamedTuple):
+    """One fenced block of a page."""
+
+    page: str
+    line: int
+    info: tuple[str, ...]
+    source: str
+
+    @property
+    def ranks(self) -> int:
+        return next((int(word[6:]) for word in self.info if word.startswith("ranks=")), 0)
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def compiled(self) -> types.CodeType:
+        # Blank lines in front, so that a traceback has the line of the page.
+        return compile("\n" * self.line + self.source, self.page, "exec", dont_inherit=True)
+
+
+def blocks_of(page: str, text: str) -> list[Block]:
+    fences = re.compile(r"^```(\S[^\n]*)\n(.*?)^```$", re.M | re.S)
+    return [
+        Block(page, text.count("\n", 0, m.start()) + 1, tuple(m[1].split()), m[2])
+        for m in fences.finditer(text)
+    ]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+BLOCKS = [block for path in PAGES for block in blocks_of(name_of(path), path.read_text("utf-8"))]
+PYTHON = [block for block in BLOCKS if block.info[0] == "python" and "norun" not in block.info]
+SCRIPTS = [b for b in PYTHON if not b.ranks and "__main__" in b.source]
+SNIPPETS = [b for b in PYTHON if not b.ranks and "__main__" not in b.source]
+NOT_RUN = [block for block in BLOCKS if "norun" in block.info]
+
+
+# Code
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: block.where)
+def test_script_runs(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(block.source, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=SCRIPT_SECONDS,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block.where}\n{done.stdout}\n{done.stderr}"
+    checksums = re.findall(r"checksum (-?[\d.]+)", done.stdout)
+    assert len(set(checksums)) <= 1, f"{block.where}: ranks differ\n{done.stdout}"
+
+
+@pytest.mark.parametrize("block", SNIPPETS, ids=lambda block: block.where)
+def test_snippet_runs(block: Block) -> None:
+    exec(block.compiled(), {"torch": torch, "tr": tr})
+
+
+def run_blocks(rank: int, group: Any, blocks: list[Block]) -> list[str]:
+    """Run the blocks of a page one after the other; what was skipped comes back."""
+    skipped = []
+    for block in blocks:
+        if "torchft" in block.info and not _has_torchft():
+            skipped.append(block.where)
+            continue
+        with tr.Relay(group, timeout=RELAY_SECONDS) as relay:
+            names = {"rank": rank, "group": group, "relay": relay, "tr": tr, "torch": torch}
+            exec(block.compiled(), names)
+        torch.distributed.barrier(group)
+    return skipped
+
+
+def _has_torchft() -> bool:
+    try:
+        importlib.import_module("torchft.checkpointing.transport")
+    except ImportError:
+        source = Path(sys.prefix) / "torchft-src" / "torchft"
+        if not source.is_dir():
+            return False
+        # The package without its __init__, which wants a compiled extension.
+        package = types.ModuleType("torchft")
+        package.__path__ = [str(source)]
+        sys.modules["torchft"] = package
+    return True
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if block.ranks}))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_run(page: str, ranks: int, request: pytest.FixtureRequest) -> None:
+    blocks = [block for block in PYTHON if block.page == page and block.ranks == ranks]
+    if not blocks:
+        pytest.skip(f"{page} has no snippet for {ranks} ranks")
+    pool = request.getfixturevalue(f"pool{ranks}")
+    skipped = pool.run(run_blocks, blocks, timeout=60, fresh_group=True)[0]
+    if len(skipped) == len(blocks):
+        pytest.skip("torchft is not at hand")
+
+
+def test_every_python_block_is_run() -> None:
+    assert {block.ranks for block in PYTHON} <= {0, 2, 4}
+    assert [block.page for block in NOT_RUN] == ["docs/howto.md"]
+    for block in NOT_RUN:
+        block.compiled()
+        for node in ast.walk(ast.parse(block.source)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchrelay"):
+                source = text_of(f"src/{(node.module or '').replace('.', '/')}.py")
+                assert all(f"class {alias.name}" in source for alias in node.names)
+
+
+# Links and claims
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors that GitHub makes of headings."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.M):
+        kept = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower())
+        found.add(kept.replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), f"{target} in {name_of(path)}"
+        if anchor:
+            headings = anchors_of(there.read_text(encoding="utf-8"))
+            assert anchor in headings, f"{target} in {name_of(path)}: no such heading"
+
+
+def test_every_page_is_in_the_index() -> None:
+    for index, prefix in (("README.md", "docs/"), ("docs/README.md", "")):
+        for page in PAGES:
+            if page.name != "README.md":
+                assert f"]({prefix}{page.name})" in text_of(index), f"{page.name} in {index}"
+
+
+def test_each_claim_of_the_readme_has_its_test() -> None:
+    section = text_of("README.md").split("## What it does that", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| (?!torch|---).*\| `(\w+\.py)::(\w+)` \|$", section, re.M)
+    assert len(rows) == section.count("\n| ") - 1, "a row names no test"
+    for file, name in rows:
+        tree = ast.parse(text_of(f"tests/{file}"))
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert name in functions, f"{file} has no {name}"
+
+
+# Reference
+
+
+def shown(name: str, thing: Any) -> str:
+    """A signature as the reference shows it: without annotations."""
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in inspect.signature(thing).parameters.values()
+        if parameter.name != "self"
+    ]
+    return f"{name}{inspect.Signature(parameters)}"
+
+
+PUBLIC = {
+    "Relay": tr.Relay,
+    "Relay.send": tr.Relay.send,
+    "Relay.recv": tr.Relay.recv,
+    "Relay.close": tr.Relay.close,
+    "register": tr.register,
+    "PGTransport": dropin.PGTransport,
+    "PGTransport.send_checkpoint": dropin.PGTransport.send_checkpoint,
+    "PGTransport.recv_checkpoint": dropin.PGTransport.recv_checkpoint,
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_reference_has_the_signature(name: str) -> None:
+    assert f"### `{shown(name, PUBLIC[name])}`" in text_of("docs/reference.md")
+
+
+def test_reference_has_every_name() -> None:
+    text = text_of("docs/reference.md")
+    names = [*tr.__all__, *dropin.__all__, *tr.Report.__dataclass_fields__, "total_seconds"]
+    names += [*tr.Received._fields, *tr.Progress._fields]
+    missing = [name for name in names if not re.search(rf"`{name}\b", text)]
+    assert not missing, missing
+
+
+def test_reference_has_every_error() -> None:
+    text = text_of("docs/reference.md")
+    found = {
+        name: kind
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.RelayError)
+    }
+    for name in found:
+        assert re.search(rf"^\| `{name}` \| \S", text, re.M), f"{name} has no row"
+        assert re.search(rf"^(RelayError|[│ ]*[├└]── {name})\b", text, re.M), f"{name} in the tree"
+        assert name in tr.__all__
+
+
+def test_design_has_every_module() -> None:
+    text = text_of("docs/design.md")
+    source = ROOT / "src" / "torchrelay"
+    for path in sorted(source.rglob("*.py")):
+        if path.name not in ("__init__.py", "__main__.py"):
+            assert f"`{path.relative_to(source).as_posix()}`" in text, path.name
+
+
+# Wire format
+
+WIRE = text_of("docs/wire-format.md")
+
+
+def rows_under(heading: str) -> list[list[str]]:
+    """Cells of the first table under a heading, without its two head rows."""
+    section = WIRE.split(f"\n{heading}\n", 1)[1]
+    table = re.search(r"(?:^\|.*\n)+", section, re.M)
+    assert table is not None and "\n#" not in section[: table.start()], heading
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table[0].splitlines()[2:]
+    ]
+
+
+def records() -> list[type[msgspec.Struct]]:
+    return [
+        kind
+        for kind in vars(manifest).values()
+        if isinstance(kind, type)
+        and issubclass(kind, msgspec.Struct)
+        and not kind.__name__.startswith("_")
+        and kind.__module__ == manifest.__name__
+    ]
+
+
+@pytest.mark.parametrize("record", records(), ids=lambda record: record.__name__)
+def test_record_is_as_described(record: type[msgspec.Struct]) -> None:
+    tag = record.__struct_config__.tag
+    rows = rows_under(f"### {record.__name__}" + (f" `{tag}`" if tag else ""))
+    assert [row[1].strip("`") for row in rows] == list(record.__struct_fields__)
+    first = 1 if tag else 0
+    assert [int(row[0]) for row in rows] == list(range(first, first + len(rows)))
+    for row, field in zip(rows, msgspec.structs.fields(record), strict=True):
+        plain = {int: "int", str: "str", bool: "bool"}.get(field.type)
+        assert plain is None or row[2] == plain, f"{record.__name__}.{field.name} is {field.type}"
+
+
+@pytest.mark.parametrize("side", ["receiver", "sender"])
+def test_messages_are_as_described(side: str) -> None:
+    union = wire.ToSender if side == "receiver" else wire.ToReceiver
+    rows = {row[0].strip("`"): row for row in rows_under(f"### From the {side}")}
+    kinds = {kind.__struct_config__.tag: kind for kind in union.__args__}
+    assert set(rows) == set(kinds)
+    for tag, kind in kinds.items():
+        fields = re.findall(r"`(\w+): ", rows[tag][1])
+        assert fields == list(kind.__struct_fields__), tag
+        assert ("*Last.*" in rows[tag][2]) == (kind in wire.TERMINAL), tag
+
+
+def test_flags_and_dtypes_are_as_described() -> None:
+    for name in ("REQUIRES_GRAD", "PARAMETER", "CONJ", "NEG", "COALESCED", "META"):
+        assert f"| `{name}` | {getattr(manifest, name)} |" in WIRE
+    sizes = {
+        name: int(row[0])
+        for row in rows_under("### Dtypes")
+        for name in row[1].strip("`").split("` `")
+    }
+    assert sizes == validation.ITEM_SIZES
+
+
+def test_limits_are_as_described() -> None:
+    caps = dict(rows_under("## Limits"))
+    assert wire.MAX_MESSAGE_BYTES == manifest.MAX_ENCODED_BYTES == 1 << 30
+    assert caps["control message, encoded manifest"] == "2^30 bytes"
+    assert (caps["leaves"], manifest.MAX_LEAVES) == ("2^24", 1 << 24)
+    assert (caps["depth of the tree"], manifest.MAX_DEPTH) == ("128", 128)
+    assert (caps["stream"], manifest.MAX_STREAM_BYTES) == ("2^50 bytes", 1 << 50)
+    assert (caps["chunk"], manifest.MAX_CHUNK_BYTES) == ("2^28 bytes", 1 << 28)
+    assert (caps["dimensions of a tensor"], manifest.MAX_DIMS) == ("64", 64)
+    assert (caps["lanes"], wire.LANES) == ("16", 16)
+
+
+def hex_of(name: str) -> bytes:
+    block = next(b for b in BLOCKS if b.info == ("hex", name))
+    digits = [re.split(r" {3,}", line.strip())[0] for line in block.source.splitlines()]
+    return bytes.fromhex(" ".join(digits))
+
+
+def test_worked_example_matches_the_code() -> None:
+    snapshot = capture({"w": torch.tensor([1.0, -2.0]), "lr": 0.5}, step=7)
+    encoded = codec.encode(snapshot.manifest)
+    assert hex_of("manifest") == encoded
+    assert f"The manifest, {len(encoded)} bytes" in WIRE
+    assert codec.decode(hex_of("manifest")) == snapshot.manifest
+    chunk = torch.empty(16, dtype=torch.uint8)
+    snapshot.read(0, chunk)
+    assert hex_of("stream") == chunk.numpy().tobytes()
+    assert hex_of("digest") == digest(chunk)
+    transfer = 0x123456
+    assert hex_of("prelude") == wire.prelude(transfer).to_bytes(8, "little", signed=True)
+    for lane in (0, 1):
+        assert f"tag `{wire.tag(transfer, lane):#x}`" in WIRE
+    assert hex_of("join").ljust(wire.FRAME_BYTES, b"\0") == wire.frame(wire.Join(0, 7))[0]
