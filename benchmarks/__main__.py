@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.group import Row, compare
 from benchmarks.harness import RankFailed, machine
-from benchmarks.output import phases, record, table
+from benchmarks.output import first_laps, phases, record, table
 from benchmarks.plot import plot
 from benchmarks.workloads import suite
 
@@ -40,7 +40,7 @@ def main() -> int:
     except RankFailed as fault:
         print(f"failed: {fault}", file=sys.stderr)
         return 1
-    print(table(rows), phases(rows), sep="\n\n")
+    print(table(rows), first_laps(rows), phases(rows), sep="\n\n")
     facts = machine()
     out, picture = options.out, None
     if out is not None:

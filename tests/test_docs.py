@@ -272,8 +272,7 @@ def rows_under(heading: str) -> list[list[str]]:
     table = re.search(r"(?:^\|.*\n)+", section, re.M)
     assert table is not None and "\n#" not in section[: table.start()], heading
     return [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in table[0].splitlines()[2:]
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -25,15 +26,22 @@ def meet(group: Any) -> None:
     dist.barrier(group=group)
 
 
-def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("torchrelay")]
+class Threads:
+    """The relay's threads of this process that were not there when this was made."""
 
+    def __init__(self) -> None:
+        self._before = set(threading.enumerate())
 
-def threads_after(seconds: float) -> list[str]:
-    until = time.monotonic() + seconds
-    while threads() and time.monotonic() < until:
-        time.sleep(0.01)
-    return threads()
+    def _new(self) -> list[str]:
+        new = set(threading.enumerate()) - self._before
+        return [thread.name for thread in new if thread.name.startswith("torchrelay")]
+
+    def left(self, seconds: float = 1.0) -> list[str]:
+        """Those that are still there after a while."""
+        until = time.monotonic() + seconds
+        while self._new() and time.monotonic() < until:
+            time.sleep(0.01)
+        return self._new()
 
 
 # Refusals and aborts
@@ -53,10 +61,10 @@ def interrupting(progress: Any) -> None:
         raise Interrupt
 
 
-def ends_with(call: Callable[[], Any]) -> str:
+def ends_with(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     """The name of what a call raises, or "fine"."""
     try:
-        call()
+        call(*args, **options)
     except (tr.RelayError, RuntimeError, Interrupt) as fault:
         return type(fault).__name__
     return "fine"
@@ -66,6 +74,7 @@ KINDS = ("fine", "dtype", "step", "extra", "unsupported", "sender", "receiver", 
 
 
 def mixed(rank: int, group: Any, rounds: int) -> list[Any]:
+    threads = Threads()
     relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG)
     live, seed = weights(OLD), OLD
     outcomes = []
@@ -88,17 +97,17 @@ def mixed(rank: int, group: Any, rounds: int) -> list[Any]:
             receiving = failing if kind == "receiver" else interrupting
         begun = time.monotonic()
         if rank == 0:
-            end = ends_with(lambda: relay.send(state, 1, step=number, progress=sending))
+            end = ends_with(relay.send, state, 1, step=number, progress=sending)
         elif kind == "unsupported":
             end = "fine"  # nothing was sent; the next round finds this rank as it was
         else:
-            end = ends_with(lambda: relay.recv(0, into=into, step=step, progress=receiving))
+            end = ends_with(relay.recv, 0, into=into, step=step, progress=receiving)
         outcomes.append((kind, end, time.monotonic() - begun))
         if rank == 1:
             expected = new if kind == "fine" else seed
             assert verdict(live, seed, new) == expected, (kind, end)
             seed = expected
-    outcomes.append(threads_after(1.0))
+    outcomes.append(threads.left())
     return outcomes
 
 
@@ -207,6 +216,7 @@ def test_an_error_while_looking_at_the_offer_is_told(pool2):
 
 
 def late_receiver(rank: int, group: Any) -> Any:
+    threads = Threads()
     relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG)
     outcomes = []
     if rank == 0:
@@ -217,7 +227,7 @@ def late_receiver(rank: int, group: Any) -> Any:
     else:
         meet(group)
         outcomes.append((received(relay, 0, weights(OLD), OLD, 4, LONG), LONG))
-    return outcomes, threads_after(1.0)
+    return outcomes, threads.left()
 
 
 def test_a_receiver_that_comes_late_gets_the_newest_state(pool2):
@@ -231,14 +241,15 @@ def test_a_receiver_that_comes_late_gets_the_newest_state(pool2):
 
 
 def late_sender(rank: int, group: Any) -> Any:
+    threads = Threads()
     relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG)
     if rank == 0:
         meet(group)
-        return sent(relay, 4, 1, LONG), threads_after(1.0)
+        return sent(relay, 4, 1, LONG), threads.left()
     live = weights(OLD)
     early = [received(relay, 0, live, OLD, 4, timeout) for timeout in (0.05, 0.3)]
     meet(group)
-    return early, received(relay, 0, live, OLD, 4, LONG), threads_after(1.0)
+    return early, received(relay, 0, live, OLD, 4, LONG), threads.left()
 
 
 def test_a_receiver_that_gave_up_receives_the_next(pool2):
@@ -274,6 +285,33 @@ def test_a_receiver_that_polls_misses_nothing(pool2):
     # Who runs out of time with data on the way may have it or not; the sender says so.
     assert set(told) <= set(theirs) or len(theirs) == 5
     assert theirs == sorted(theirs)
+
+
+def impatient(rank: int, group: Any, rounds: int) -> Any:
+    """Both sides give up after next to no time, again and again, then take theirs."""
+    relay = tr.Relay(group, chunk_bytes=CHUNK)
+    chance = random.Random(rank)
+    live, errors = weights(OLD), set()
+    for number in range(rounds):
+        timeout = chance.choice((0.002, 0.005, 0.01, 0.02, 0.05))
+        if rank == 0:
+            out = sent(relay, number, 1, timeout)
+        else:
+            out = attempt(lambda timeout=timeout: relay.recv(0, into=live, timeout=timeout))
+            assert same(live, weights(live["seed"])), (number, out)
+        assert out.seconds < timeout + GRACE, out
+        errors.add(out.error)
+    meet(group)
+    if rank == 0:
+        return errors, sent(relay, 9999, 1, LONG)
+    return errors, received(relay, 0, live, live["seed"], 9999, LONG)
+
+
+def test_a_group_survives_impatience(pool2):
+    (ours, last), (theirs, got) = pool2.run(impatient, 150, fresh_group=True, timeout=60)
+    assert ours <= {None, "TransferTimeoutError", "PeerLostError"}
+    assert theirs <= {None, "TransferTimeoutError", "PeerAbortedError"}
+    assert last.error is None and got.weights == 9999, (last, got)
 
 
 def after_the_window(rank: int, group: Any) -> Any:
@@ -355,6 +393,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def at_once(rank: int, group: Any, rounds: int) -> Any:
+    threads = Threads()
     relay, other = (tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG) for _ in range(2))
     bad: list[Any] = []
 
@@ -385,7 +424,7 @@ def at_once(rank: int, group: Any, rounds: int) -> Any:
             bad += [] if sorted(ends[:2], key=str) == [*seeds] else [ends]
         elif rank == 2:
             bad += [] if take(0, relay, base + 3) == base + 3 else ["other state"]
-    return bad, threads_after(1.0)
+    return bad, threads.left()
 
 
 def test_transfers_at_once_are_each_whole(pool4):
@@ -401,6 +440,7 @@ def changed_while_sent(rank: int, group: Any) -> Any:
 
     The receiver waits in its second chunk until that has happened, so the third is still there.
     """
+    threads = Threads()
     relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG)
     size = 8 << 20
     if rank == 1:
@@ -427,7 +467,7 @@ def changed_while_sent(rank: int, group: Any) -> Any:
 
     sender.digest = digest
     try:
-        return attempt(lambda: relay.send(state, 1)), threads_after(1.0)
+        return attempt(lambda: relay.send(state, 1)), threads.left()
     finally:
         sender.digest = original
 
@@ -483,11 +523,12 @@ def groups_are_let_go(rank: int, group: Any) -> Any:
     import gc
     import weakref
 
+    threads = Threads()
     mine = dist.new_group()
     relay = tr.Relay(mine, timeout=LONG)
     out = sent(relay, 1, 1, LONG) if rank == 0 else received(relay, 0, weights(OLD), OLD, 1, LONG)
     meet(mine)
-    left, watched = threads_after(1.0), weakref.ref(mine)
+    left, watched = threads.left(), weakref.ref(mine)
     dist.destroy_process_group(mine)
     del mine, relay
     gc.collect()

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchrelay.errors import PeerRefusedError, RemoteProtocolError, UsageError
+from torchrelay.errors import PeerRefusedError, RemoteProtocolError, StateError, UsageError
 from torchrelay.state.landing import land
+from torchrelay.state.prepared import prepare
 from torchrelay.state.snapshot import capture
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import BufferPool
@@ -180,6 +181,8 @@ class Relay:
         deadline = Deadline(self._timeout if timeout is None else timeout)
         self._check_rank(source)
         watch = Stopwatch()
+        with watch("prepare"):
+            into = prepared(into)
         with watch("call"):
             transfer = wire.read_prelude(answer(self._post, source, deadline))
         if transfer is None:
@@ -278,6 +281,14 @@ class Relay:
             raise UsageError(f"rank {rank!r} is not in a group of {size}")
         if rank == self.rank:
             raise UsageError(f"rank {rank} is this rank itself")
+
+
+def prepared(into: object) -> object:
+    """What can be known of a destination before a sender has come."""
+    try:
+        return None if into is None else prepare(into)
+    except StateError:
+        return into  # refused when it is offered a state, so that the sender hears of it
 
 
 def _reporter(progress: ProgressCallback | None) -> Callable[[int, int], None]:

@@ -43,12 +43,12 @@ class Crew:
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, *exc: object) -> None:
         for conn in self._conns:
             with suppress(OSError):
                 conn.send("leave")
         for process in self._processes:
-            process.join(2)
+            process.join(2 if kind is None else 0)  # after a failure nobody listens
             process.kill()
             process.join(5)
         shutil.rmtree(self._scratch, ignore_errors=True)

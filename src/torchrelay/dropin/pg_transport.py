@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from torchrelay.dropin._torch_wire import recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
-from torchrelay.relay import Relay
+from torchrelay.relay import Relay, prepared
 from torchrelay.transports import wire
+from torchrelay.transports.c10d import Watcher
 from torchrelay.transports.clock import Deadline, Stopwatch
-from torchrelay.transports.group import Watcher, post_of
+from torchrelay.transports.group import post_of
 from torchrelay.transports.receiver import answer
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -82,7 +83,14 @@ class PGTransport:
         deadline = Deadline(self._timeout.total_seconds())
         into = self._state_dict() if self._state_dict is not None else None
         watch = Stopwatch()
-        first = answer(post_of(self._pg), src_rank, deadline)
+        post = post_of(self._pg)
+        if post.device_only and self._protocol == "torch":
+            # Without host memory our first message comes by another way than torch's; no telling.
+            number = torch.zeros(1, dtype=torch.int64, device=self._device)
+            _waiter(deadline)(self._pg.recv([number], src_rank, wire.PRELUDE_TAG), "at the start")
+            first = int(number.item())
+        else:
+            first = answer(post, src_rank, deadline)
         transfer = wire.read_prelude(first)
         if transfer is None:
             leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
@@ -93,7 +101,7 @@ class PGTransport:
             transfer,
             deadline,
             watch,
-            into=into,
+            into=prepared(into),
             step=None,
             strict=False,
             atomic=True,

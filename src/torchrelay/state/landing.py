@@ -52,7 +52,7 @@ class Landing(Protocol):
     torn: bool  # whether the caller's tensors have been written to, but not all of them
 
     def write(self, index: int, data: torch.Tensor) -> None:
-        """Take chunk `index`, whose bytes are in the host buffer `data`."""
+        """Take chunk `index`, whose bytes are in the buffer `data`, on the host or a device."""
 
     def commit(self) -> Landed:
         """All chunks have arrived and hold: make them the state."""
@@ -187,7 +187,10 @@ class _New:
 
     def write(self, index: int, data: torch.Tensor) -> None:
         begin = self.chunks.offsets[index]
-        self._host.scatter(begin, begin + self.chunks.sizes[index], data.data_ptr())
+        end = begin + self.chunks.sizes[index]
+        if self._host.reaches(begin, end):
+            host = data.cpu()
+            self._host.scatter(begin, end, host.data_ptr())
         if self._all_on_host:
             return
         for storage, start, stop, at in self.chunks.extents(index):
@@ -343,12 +346,14 @@ class _Existing:
     def write(self, index: int, data: torch.Tensor) -> None:
         begin = self.chunks.offsets[index]
         end = begin + self.chunks.sizes[index]
-        self._staged.scatter(begin, end, data.data_ptr())
+        if self._staged.reaches(begin, end) or self._host.reaches(begin, end):
+            host = data.cpu()
+            self._staged.scatter(begin, end, host.data_ptr())
         if self._atomic:
             return
         if self._host.reaches(begin, end):
             self.torn = True
-            self._host.scatter(begin, end, data.data_ptr())
+            self._host.scatter(begin, end, host.data_ptr())
         for storage, start, stop, at in self.chunks.extents(index) if self._direct else ():
             if storage in self._direct:
                 self.torn = True

@@ -56,6 +56,12 @@ class Region:
             steps = [strides[dim] for dim in order]
             self._view = raw(storage, offset, size, dims, steps)
 
+    def run(self, start: int, stop: int) -> torch.Tensor | None:
+        """Bytes [start, stop) where they lie on a device, if they are one run there."""
+        if self._view is None or self._view.dtype is not torch.uint8 or self._view.dim() != 1:
+            return None
+        return self._view[start:stop] if self._view.is_contiguous() else None
+
     @property
     def address(self) -> int:
         """Where the bytes lie, if they are one run of host memory; else 0."""
@@ -70,9 +76,10 @@ class Region:
             flat.copy_(box)
 
     def write(self, start: int, stop: int, data: torch.Tensor) -> None:
-        """Copy the host buffer `data` to bytes [start, stop) of the region."""
+        """Copy the buffer `data` to bytes [start, stop) of the region."""
         if self._address:
-            ctypes.memmove(self._address + start, data.data_ptr(), stop - start)
+            host = data[: stop - start].cpu()
+            ctypes.memmove(self._address + start, host.data_ptr(), stop - start)
             return
         for box, flat in self._boxes(start, stop, data):
             box.copy_(flat)

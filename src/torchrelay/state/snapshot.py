@@ -54,23 +54,33 @@ class Snapshot:
         ]
         self._gaps = _gaps(filled, self.chunks.stream_bytes)
 
-    def view(self, index: int) -> torch.Tensor | None:
-        """The chunk's bytes where they lie, if they are one run of memory; else None."""
+    def view(self, index: int, device: str = "cpu") -> torch.Tensor | None:
+        """The chunk's bytes where they lie, if they are one run of that device's memory."""
         extents = list(self.chunks.extents(index)) if self.chunks.sizes[index] >= plan.MIB else []
         if len(extents) != 1:
             return None
         storage, start, stop, _ = extents[0]
         image = self._images[storage]
-        if not image.address or stop - start != self.chunks.sizes[index]:
+        if image.device != device or stop - start != self.chunks.sizes[index]:
+            return None
+        if device != "cpu":
+            return image.placed[0].region.run(start, stop) if len(image.placed) == 1 else None
+        if not image.address:
             return None
         origin = image.keep.untyped_storage()
         return flat_bytes(origin, image.address - origin.data_ptr() + start, stop - start)
 
     def read(self, index: int, out: torch.Tensor) -> None:
-        """Write the chunk's bytes to the host buffer `out`, zeros where the stream has gaps."""
+        """Write the chunk's bytes to the buffer `out`, zeros where the stream has gaps."""
         start, base = self.chunks.offsets[index], out.data_ptr()
         stop = start + self.chunks.sizes[index]
-        self._host.gather(start, stop, base)
+        if out.is_cpu:
+            self._host.gather(start, stop, base)
+        elif self._host.reaches(start, stop):
+            host = torch.empty_like(out, device="cpu")
+            self.read(index, host)
+            out.copy_(host)
+            return
         first = bisect_right(self._elsewhere, start, key=lambda piece: piece[0] + piece[1].nbytes)
         for at, region in islice(self._elsewhere, first, None):
             if at >= stop:
@@ -82,7 +92,10 @@ class Snapshot:
             if low >= stop:
                 break
             low, high = max(start, low), min(stop, high)
-            ctypes.memset(base + low - start, 0, high - low)
+            if out.is_cpu:
+                ctypes.memset(base + low - start, 0, high - low)
+            else:
+                out[low - start : high - start].zero_()
 
 
 def _gaps(filled: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:

@@ -230,6 +230,14 @@ def quantized(
     return tensor.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))
 
 
+def device_backends(group: object) -> dict[str, str]:
+    """The name of a process group's backend for each kind of device; empty if it does not tell."""
+    known = getattr(group, "_device_types", None)
+    if known is None:
+        return {}
+    return {device.type: group._get_backend(device).name().lower() for device in known}  # type: ignore[attr-defined]
+
+
 def placement_record(placement: _Placement) -> m.Placement:
     if isinstance(placement, _StridedShard):
         return m.Placement("strided", dim=placement.dim, split=int(placement.split_factor))

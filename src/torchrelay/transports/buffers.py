@@ -1,4 +1,4 @@
-"""Host buffers that outlive a transfer: the next one does not fault their pages in again."""
+"""Buffers that outlive a transfer: the next one does not fault their pages in again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class BufferPool:
         self._kept: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int, device: str = "cpu") -> torch.Tensor:
         with self._lock:
             for index, buffer in enumerate(self._kept):
-                if buffer.numel() >= nbytes:
+                if buffer.numel() >= nbytes and buffer.device.type == device:
                     return self._kept.pop(index)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back. Only one that no operation can touch any more."""

@@ -1,89 +1,32 @@
-"""Messages between ranks of a process group, with waits that cannot hurt it.
+"""Control messages between ranks of a process group, and how two ranks find each other.
 
-A gloo wait that times out closes every pair of the group for good. So nobody here waits with a
-short timeout: a watcher thread waits for as long as it takes and reports, and the caller gives up
-on its own clock. What was given up on stays posted, with its memory, until the peer answers or the
-pair breaks; a posted receive is taken over by the next call, so no message is lost or mixed up.
+A posted receive that a call gave up on is taken over by the next call, so no message is lost or
+mixed up.
 """
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from torchrelay.errors import PeerLostError, RemoteProtocolError, UsageError
+from torchrelay.state.tensors import device_backends
 from torchrelay.transports import wire
+from torchrelay.transports.c10d import ProcessGroup, Watcher, wait_for
+from torchrelay.transports.device_group import DeviceGroup, Mail
 
-FOREVER = timedelta(days=365)
 GRACE = 1.0  # seconds for the last messages of a transfer to be taken
 CLOSED = (
     "the group's connection to this rank is closed for good: make a new process group with the "
     "ranks that live (torch.distributed.new_group) before the next transfer"
 )
-
-
-class Work(Protocol):
-    def wait(self, timeout: timedelta = ...) -> bool: ...
-
-
-class ProcessGroup(Protocol):
-    """What is used of a process group; torch's own classes and wrappers around them have it."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work: ...
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work: ...
-
-
-def wait_for(work: Work, tensor: torch.Tensor) -> None:
-    """Block until a posted operation is over, however long that takes."""
-    work.wait(FOREVER)
-    if tensor.device.type != "cpu":
-        # On device backends wait() only orders the stream; the bytes are there after this.
-        getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
-
-
-class Watcher:
-    """Waits for posted operations in order, on a thread of its own, and reports each.
-
-    The thread keeps operation and memory alive, ends after `close`, and does not hold up the
-    interpreter's exit if the peer never answers.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._posted: queue.SimpleQueue[tuple[Work, torch.Tensor, Callable[..., None]] | None] = (
-            queue.SimpleQueue()
-        )
-        thread = threading.Thread(target=self._run, name=f"torchrelay-{name}", daemon=True)
-        thread.start()
-
-    def watch(
-        self, work: Work, tensor: torch.Tensor, report: Callable[[Exception | None], None]
-    ) -> None:
-        self._posted.put((work, tensor, report))
-
-    def close(self) -> None:
-        self._posted.put(None)
-
-    def _run(self) -> None:
-        while (item := self._posted.get()) is not None:
-            work, tensor, report = item
-            try:
-                wait_for(work, tensor)
-            except Exception as fault:  # whatever the backend raises: the pair is broken
-                report(fault)
-            else:
-                report(None)
-            del item, work, tensor, report  # not kept alive while waiting for the next
 
 
 Sink = Callable[[wire.Message | Exception], None]
@@ -219,6 +162,12 @@ class Post:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)
+        backends = device_backends(group)
+        # A backend without host memory sends control messages through the group's store.
+        self._mail = Mail(group.get_group_store()) if backends and "cpu" not in backends else None  # type: ignore[attr-defined]
+        # gloo takes no device pointers; other backends of a device move its memory directly.
+        self.direct = [kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"]
+        self.one_at_a_time = threading.Lock()  # those know no tags
         self._lock = threading.Lock()
         self._lines: dict[int, list[Line]] = {}
         self._bells: dict[int, list[Bell]] = {}
@@ -228,7 +177,18 @@ class Post:
         group = self._group()
         if group is None:
             raise UsageError("the process group is gone")
-        return group
+        return group if self._mail is None else DeviceGroup(group, self._mail)
+
+    @property
+    def device_only(self) -> bool:
+        """Whether the backend cannot move host memory."""
+        return self._mail is not None
+
+    def carrier(self, kinds: set[str]) -> str:
+        """Whose memory carries a state that lies on devices of these kinds."""
+        if self._mail is not None or (len(kinds) == 1 and kinds <= set(self.direct)):
+            return self.direct[0] if self._mail is not None else next(iter(kinds))
+        return "cpu"
 
     def call(self, peer: int) -> Line:
         """A line to a receiver: one left half open, or a new one with its prelude on the way."""

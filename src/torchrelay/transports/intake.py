@@ -25,8 +25,9 @@ from torchrelay.state.digest import digest
 from torchrelay.state.landing import Landing
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
+from torchrelay.transports.c10d import Watcher
 from torchrelay.transports.clock import Deadline
-from torchrelay.transports.group import CLOSED, Line, Watcher
+from torchrelay.transports.group import CLOSED, Line
 
 RETRIES = 2  # times a chunk whose digest does not hold is asked for again
 
@@ -84,6 +85,7 @@ class Intake:
         go: wire.Go,
         *,
         verify: bool,
+        device: str,
         step: int | None,
         deadline: Deadline,
         buffers: BufferPool,
@@ -92,6 +94,7 @@ class Intake:
         self._line, self._events, self._landing = line, events, landing
         self._group, self._sender = line.group, line.peer
         self._verify, self._step, self._deadline = verify, step, deadline
+        self._device = device
         self._buffers, self._progress = buffers, progress
         self._chunks = landing.chunks
         self._count = len(landing.chunks)
@@ -104,7 +107,7 @@ class Intake:
         self._forwarder = None if go.downstream is None else Watcher("data-on")
         self._largest = max(self._chunks.sizes, default=0)
         slots = min(self._count, IN_FLIGHT * (1 if go.downstream is None else 2))
-        self._slots = [_Slot(buffers.take(self._largest)) for _ in range(slots)]
+        self._slots = [_Slot(buffers.take(self._largest, self._device)) for _ in range(slots)]
         self._free = list(self._slots)
         self._lane = 1
         self._flow = _Flow(go.upstream, wire.tag(line.transfer, self._lane), range(self._count))
@@ -277,7 +280,7 @@ class Intake:
         self._flow.watcher.close()
         for slot in self._slots:
             if slot.posted:
-                slot.renew(self._buffers.take(self._largest))
+                slot.renew(self._buffers.take(self._largest, self._device))
                 self._free.append(slot)
         self._flow = _Flow(self._sender, wire.tag(self._line.transfer, self._lane), chunks)
         self._heard_at = time.monotonic()
@@ -319,7 +322,7 @@ class Intake:
         self._downstream = None
         for slot in self._slots:
             if slot.forwarding:
-                slot.renew(self._buffers.take(self._largest))
+                slot.renew(self._buffers.take(self._largest, self._device))
                 self._free.append(slot)
 
     def _check_stalls(self) -> None:

@@ -110,6 +110,7 @@ class Receiving:
                 landing,
                 go,
                 verify=offer.verify,
+                device=offer.device,
                 step=self.manifest.step if self.manifest else None,
                 deadline=self._deadline,
                 buffers=self._buffers,

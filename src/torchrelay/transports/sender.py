@@ -9,7 +9,8 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -26,8 +27,9 @@ from torchrelay.state.digest import digest
 from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports import fanout, wire
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
+from torchrelay.transports.c10d import Watcher
 from torchrelay.transports.clock import Deadline, Stopwatch
-from torchrelay.transports.group import GRACE, Line, Post, Watcher
+from torchrelay.transports.group import GRACE, Line, Post
 
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
 
@@ -97,6 +99,7 @@ class Sending:
         self._snapshot = snapshot
         self._chunks = snapshot.chunks
         self._step = snapshot.manifest.step
+        self._device = post.carrier({storage.device for storage in snapshot.manifest.storages})
         self._deadline = deadline
         self._window = window
         self._join_timeout = join_timeout
@@ -126,12 +129,27 @@ class Sending:
             with self._watch("join"):
                 self._join()
             if self._in("accepted"):
-                with self._watch("data"):
+                with self._watch("data"), self._alone():
                     self._transfer()
         except BaseException as fault:
             self._abort(f"the sender gave up: {fault}")
             raise
         self._raise_if_nobody()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else sends through a backend without tags, from here until the data is over."""
+        if self._device == "cpu":
+            yield
+            return
+        if not self._post.one_at_a_time.acquire(timeout=self._deadline.left()):
+            raise TransferTimeoutError(
+                "timed out: another transfer on this group did not end", phase="data"
+            )
+        try:
+            yield
+        finally:
+            self._post.one_at_a_time.release()
 
     # Joining
 
@@ -188,7 +206,7 @@ class Sending:
 
     def _joined(self, peer: Peer, join: wire.Join) -> None:
         peer.stage, peer.joined_at = "joined", time.monotonic()
-        peer.line.send(wire.Offer(self._manifest(), self._verify))
+        peer.line.send(wire.Offer(self._manifest(), self._verify, self._device))
 
     def _manifest(self) -> bytes:
         if not hasattr(self, "_encoded"):
@@ -243,10 +261,10 @@ class Sending:
                 self._post_chunk(stream, stream.todo.popleft())
 
     def _post_chunk(self, stream: _Stream, index: int) -> None:
-        data, buffer = self._snapshot.view(index), None
+        data, buffer = self._snapshot.view(index, self._device), None
         if data is None:
             nbytes = self._chunks.sizes[index]
-            buffer = self._buffers.take(max(self._chunks.sizes))
+            buffer = self._buffers.take(max(self._chunks.sizes), self._device)
             data = buffer[:nbytes]
             self._snapshot.read(index, data)
         if stream.in_flight == 0:

@@ -121,6 +121,7 @@ class Offer(_Message, tag="offer", frozen=True):
 
     manifest: bytes
     verify: bool = True
+    device: str = "cpu"  # whose memory carries the data; another kind: nccl, xccl and their like
 
 
 class Go(_Message, tag="go", frozen=True):

@@ -1,0 +1,74 @@
+"""Process groups as they are used here: operations are posted, and a thread waits for them.
+
+A gloo wait that times out closes every pair of the group for good. So nobody here waits with a
+short timeout: a watcher waits for as long as it takes and reports, and the caller gives up on its
+own clock. What was given up on stays posted, with its memory, until the peer answers or the pair
+breaks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+FOREVER = timedelta(days=365)
+
+
+class Work(Protocol):
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+
+class ProcessGroup(Protocol):
+    """What is used of a process group; torch's own classes and wrappers around them have it."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work: ...
+
+
+def wait_for(work: Work, tensor: torch.Tensor) -> None:
+    """Block until a posted operation is over, however long that takes."""
+    work.wait(FOREVER)
+    if tensor.device.type != "cpu":
+        # On device backends wait() only orders the stream; the bytes are there after this.
+        getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
+
+
+class Watcher:
+    """Waits for posted operations in order, on a thread of its own, and reports each.
+
+    The thread keeps operation and memory alive, ends after `close`, and does not hold up the
+    interpreter's exit if the peer never answers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._posted: queue.SimpleQueue[tuple[Work, torch.Tensor, Callable[..., None]] | None] = (
+            queue.SimpleQueue()
+        )
+        thread = threading.Thread(target=self._run, name=f"torchrelay-{name}", daemon=True)
+        thread.start()
+
+    def watch(
+        self, work: Work, tensor: torch.Tensor, report: Callable[[Exception | None], None]
+    ) -> None:
+        self._posted.put((work, tensor, report))
+
+    def close(self) -> None:
+        self._posted.put(None)
+
+    def _run(self) -> None:
+        while (item := self._posted.get()) is not None:
+            work, tensor, report = item
+            try:
+                wait_for(work, tensor)
+            except Exception as fault:  # whatever the backend raises: the pair is broken
+                report(fault)
+            else:
+                report(None)
+            del item, work, tensor, report  # not kept alive while waiting for the next
