@@ -203,11 +203,12 @@ def special_tensors(draw: st.DrawFn, *, in_place: bool = False) -> torch.Tensor:
     if kind == "per channel":
         scales, points = torch.rand(3, dtype=torch.float64) + 0.1, torch.randint(0, 9, (3,))
         return torch.quantize_per_channel(torch.randn(3, 4), scales, points, 0, torch.qint8)
+    # Whole bytes: torch leaves the rest of a last, half-used byte uninitialised.
     if kind == "packed per tensor":
-        return torch.quantize_per_tensor(torch.randn(3, 5), 0.1, 2, torch.quint4x2)
+        return torch.quantize_per_tensor(torch.randn(3, 4), 0.1, 2, torch.quint4x2)
     if kind == "packed per channel":
         dtype = draw(st.sampled_from(PACKED_QUANTIZED))
-        return torch.quantize_per_channel(torch.randn(3, 5), torch.rand(3), torch.rand(3), 0, dtype)
+        return torch.quantize_per_channel(torch.randn(3, 4), torch.rand(3), torch.rand(3), 0, dtype)
     if kind == "meta":
         tensor = torch.empty((2, 3), dtype=draw(st.sampled_from(STRIDED_DTYPES)), device="meta")
         return (

@@ -114,6 +114,7 @@ class Sending:
         self._streams: list[_Stream] = []
         self._hops: list[fanout.Hop] = []
         self._patience = 0.0
+        self._joining = True
         self._blocked: set[int] = set()
         self._starving: set[int] = set()
         self._judge_at = float("inf")
@@ -161,6 +162,7 @@ class Sending:
             if left <= 0:
                 break
             self._take(left)
+        self._joining = False
         absent, silent = self._in("called"), self._in("joined")
         for peer in absent:
             peer.stage, peer.late = "failed", True
@@ -376,7 +378,8 @@ class Sending:
             self._fail(peer, f"sent {type(message).__name__} out of turn")
 
     def _left(self, peer: Peer, message: wire.Leave) -> None:
-        if peer.stage == "accepted" or not (message.late or peer.line.adopted):
+        again = self._joining and (message.late or peer.line.adopted)
+        if peer.stage == "accepted" or not again:
             self._fail(peer, f"gave up: {message.message}", late=message.late)
             return
         # It answered an earlier call, or had little time left: it may be calling anew.

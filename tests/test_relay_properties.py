@@ -1,0 +1,80 @@
+"""Generated states through a real `Relay` between two processes.
+
+Both ranks draw the same examples (hypothesis is derandomized); one sends what it drew, the other
+compares what arrives with its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import torchrelay as tr
+from tests.support.states import Destination, assert_same, destinations, states
+
+EXAMPLES = 150
+same_on_both = settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def fresh(rank: int, group: Any) -> int:
+    relay = tr.Relay(group, timeout=20)
+    count = 0
+
+    @given(states(), st.sampled_from([16, 48, 256, None]))
+    @same_on_both
+    def each(state: object, chunk_bytes: int | None) -> None:
+        nonlocal count
+        if rank == 0:
+            tr.Relay(group, timeout=20, chunk_bytes=chunk_bytes).send(state, 1, step=count)
+        else:
+            assert_same(state, relay.recv(0, step=count).state)
+        count += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        each()
+    return count
+
+
+def in_place(rank: int, group: Any) -> int:
+    relay = tr.Relay(group, timeout=20)
+    count = 0
+
+    @given(st.data(), st.sampled_from([16, 48, 256, None]), st.booleans())
+    @same_on_both
+    def each(data: st.DataObject, chunk_bytes: int | None, atomic: bool) -> None:
+        nonlocal count
+        state = data.draw(states(in_place=True))
+        made: Destination = data.draw(destinations(state))
+        if rank == 0:
+            tr.Relay(group, timeout=20, chunk_bytes=chunk_bytes).send(state, 1, step=count)
+        else:
+            got = relay.recv(0, into=made.into, step=count, atomic=atomic)
+            assert got.state is made.into
+            assert_same(state, got.state, in_place=True)
+            made.check()
+        count += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        each()
+    return count
+
+
+def test_fresh(pool2: Any) -> None:
+    first, second = pool2.run(fresh, timeout=110)
+    assert first == second >= EXAMPLES
+
+
+def test_in_place(pool2: Any) -> None:
+    first, second = pool2.run(in_place, timeout=110)
+    assert first == second >= EXAMPLES
