@@ -5,9 +5,11 @@ finds; only one of them works at a time. A lap begins with a barrier and ends wh
 sender or receiver, is done. The first lap of each kind is not counted: its result is compared with
 what was sent, bit for bit.
 
-torch's allocator may keep memory that was freed and hand it out again, so in the counted laps new
-tensors often cost no page faults, on either side. The first lap of a workload's first mode is in
-new processes and new memory; its seconds are recorded apart, as `first_seconds`.
+The processes give freed memory back to the system, so new tensors are made in new memory, but in
+memory that the system has just had in use. The first lap of a workload's first mode is in new
+processes as well; its seconds are recorded apart, as `first_seconds`. Run with
+MIMALLOC_PURGE_DELAY=-1 for the other condition, new tensors in memory that the process has kept:
+the ranking of the two can change with it.
 """
 
 from __future__ import annotations

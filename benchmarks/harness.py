@@ -38,6 +38,10 @@ class Ranks:
         self._scratch = tempfile.mkdtemp(prefix="torchrelay-bench-")
         self._conns: list[Connection] = []
         self._processes = []
+        # torch's allocator, where it is mimalloc, keeps what is freed and gives it back to the
+        # system when other calls happen to remind it. Given back at once, new tensors are made in
+        # new memory in every lap, whoever makes them. Read when a process starts.
+        os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
         spawn = get_context("spawn")
         for rank in range(size):
             ours, theirs = spawn.Pipe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from benchmarks.group import Measured, Row
@@ -88,7 +89,8 @@ def record(rows: list[Row], facts: dict[str, Any], *, small: bool) -> dict[str, 
             "torch_threads": 1,
             "digests": "on for torchrelay; torch has none",
             "lap": "from a barrier until the slowest rank is done; the first is not counted",
-            "new tensors": "in memory that the allocator has kept, save in the first lap",
+            # 0: freed memory goes back to the system at once; -1: the process keeps it.
+            "MIMALLOC_PURGE_DELAY": os.environ.get("MIMALLOC_PURGE_DELAY", "allocator's default"),
             "processes": "torch and torchrelay in processes of their own, laps in turn",
         },
         "rows": [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
+import pytest
 import torch
 
 import torchrelay as tr
@@ -189,3 +191,55 @@ def test_a_receiver_that_gives_up_holds_up_nobody(pool4):
             got = theirs[rank - 1][victim - 1]
             assert got.error == ("UsageError" if rank == victim else None), (victim, rank, got)
             assert rank == victim or got.weights == victim
+
+
+def turmoil(rank: int, group: Any, rounds: int, seed: int) -> Any:
+    """In each round some receivers stay away, give up, or dawdle, each by its own dice."""
+    relay = tr.Relay(group, timeout=TIMEOUT, chunk_bytes=CHUNK, join_window=0.4)
+    plans = random.Random(seed)
+    live, told = weights(100), []
+    for number in range(rounds):
+        moods = [plans.choice(("fine", "fine", "absent", "gives up", "dawdles")) for _ in range(4)]
+        at = [plans.random() for _ in range(4)]
+        order = plans.sample([1, 2, 3], 3)
+        torch.distributed.barrier(group=group)
+        if rank == 0:
+            out = sent(relay, number, order, 8)
+            assert out.seconds < 8 + GRACE, (number, moods, out)
+            told.append((moods, out))
+            continue
+        mood, before = moods[rank], live["seed"]
+        if mood == "absent":
+            told.append((mood, None))
+            continue
+
+        def progress(done: tr.Progress, mood: str = mood, at: float = at[rank]) -> None:
+            if mood == "gives up" and done.done > done.total * at:
+                raise tr.UsageError("enough")
+            if mood == "dawdles" and done.done % 5 == 0:
+                time.sleep(0.2 * at)
+
+        out = received(relay, 0, live, before, number, 8, progress=progress)
+        assert out.weights != "torn" and out.seconds < 8 + GRACE, (number, moods, out)
+        told.append((mood, out))
+    torch.distributed.barrier(group=group)
+    if rank == 0:
+        return told, sent(relay, 999, [1, 2, 3], TIMEOUT)
+    return told, received(relay, 0, live, live["seed"], 999, TIMEOUT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(4))
+def test_turmoil(pool4, seed):
+    ours, *theirs = pool4.run(turmoil, 25, seed, fresh_group=True, timeout=350)
+    assert ours[1].error is None and ours[1].failed == (), ours[1]
+    assert all(last.weights == 999 for _, last in theirs)
+    for number, (moods, out) in enumerate(ours[0]):
+        for rank, (told, _) in enumerate(theirs, 1):
+            mood, got = told[number]
+            assert mood == moods[rank]
+            if mood == "fine":
+                assert got.error is None and got.weights == number, (number, moods, out, got)
+            if rank in out.receivers:
+                assert got is not None and got.weights == number, (number, moods, out, got)

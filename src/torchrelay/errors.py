@@ -66,7 +66,12 @@ class UsageError(RelayError, ValueError):
 
 
 class StepMismatchError(RelayError):
-    """The step offered and the step asked for differ. Nothing was written."""
+    """The step offered and the step asked for differ. Nothing was written.
+
+    On the sender's side `report` tells how the other receivers fared.
+    """
+
+    report: object | None = None
 
 
 class ManifestError(RelayError):

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchrelay.errors import PeerRefusedError, RemoteProtocolError, StateError, UsageError
+from torchrelay.errors import (
+    PeerRefusedError,
+    RemoteProtocolError,
+    StateError,
+    StepMismatchError,
+    UsageError,
+)
 from torchrelay.state.landing import land
 from torchrelay.state.prepared import prepare
 from torchrelay.state.snapshot import capture
@@ -116,11 +122,12 @@ class Relay:
 
         The state must not change until this returns. Receivers that are absent, late or lost are
         named in `report.failed` and do not keep the others from getting it. Raises where no
-        receiver got it, and where one refused it: `PeerRefusedError`, with `report` telling how the
-        others fared. `join_timeout` is how long to wait for the first receiver to come, if not as
-        long as `timeout`, which bounds the whole call.
+        receiver got it, and where one refused it: `PeerRefusedError` or `StepMismatchError`, with
+        `report` telling how the others fared. `timeout` bounds the whole call; `join_timeout` is
+        how long to wait for the first receiver to come, if less than that.
         """
         ranks = self._receivers(to)
+        _check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
         watch = Stopwatch()
         with watch("capture"):
@@ -153,7 +160,7 @@ class Relay:
 
         try:
             sending.run()
-        except PeerRefusedError as fault:
+        except (PeerRefusedError, StepMismatchError) as fault:
             fault.report = report()
             raise
         return report()
@@ -180,28 +187,30 @@ class Relay:
         """
         deadline = Deadline(self._timeout if timeout is None else timeout)
         self._check_rank(source)
+        _check_step(step)
         watch = Stopwatch()
         with watch("prepare"):
             into = prepared(into)
-        with watch("call"):
-            transfer = wire.read_prelude(answer(self._post, source, deadline))
-        if transfer is None:
-            raise RemoteProtocolError(
-                "the sender is torch's PGTransport: receive with torchrelay.dropin.PGTransport",
-                rank=source,
+        with self._post.trading.call(source):
+            with watch("call"):
+                transfer = wire.read_prelude(answer(self._post, source, deadline))
+            if transfer is None:
+                raise RemoteProtocolError(
+                    "the sender is torch's PGTransport: receive with torchrelay.dropin.PGTransport",
+                    rank=source,
+                )
+            return self.receive_from(
+                source,
+                transfer,
+                deadline,
+                watch,
+                into=into,
+                step=step,
+                strict=strict,
+                atomic=atomic,
+                device=device,
+                progress=progress,
             )
-        return self.receive_from(
-            source,
-            transfer,
-            deadline,
-            watch,
-            into=into,
-            step=step,
-            strict=strict,
-            atomic=atomic,
-            device=device,
-            progress=progress,
-        )
 
     def receive_from(
         self,
@@ -281,6 +290,11 @@ class Relay:
             raise UsageError(f"rank {rank!r} is not in a group of {size}")
         if rank == self.rank:
             raise UsageError(f"rank {rank} is this rank itself")
+
+
+def _check_step(step: object) -> None:
+    if step is not None and (type(step) is not int or not 0 <= step < 1 << 62):
+        raise UsageError(f"step is a whole number from 0, not {step!r}")
 
 
 def prepared(into: object) -> object:

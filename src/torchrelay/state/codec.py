@@ -22,6 +22,11 @@ class _Version(msgspec.Struct, array_like=True):
     version: tuple[int, int]
 
 
+class _Step(_Version):
+    step: int | None
+
+
+_step = msgspec.msgpack.Decoder(_Step)
 _manifest = msgspec.msgpack.Decoder(Manifest)
 _version = msgspec.msgpack.Decoder(_Version)
 _json_manifest = msgspec.json.Decoder(Manifest)
@@ -46,6 +51,14 @@ def decode_json(data: Buffer) -> Manifest:
     """The manifest in JSON `data`, validated whole, or `ManifestError`."""
     with gc_paused():
         return _decode(data, _json_manifest, _json_version)
+
+
+def step_of(data: Buffer) -> int | None:
+    """The step of an encoded manifest, by itself; None also where it cannot be read."""
+    try:
+        return _step.decode(data).step
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return None
 
 
 def _decode(

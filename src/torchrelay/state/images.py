@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
+from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state.memory import Region
 from torchrelay.state.plain import Plain
@@ -93,6 +94,8 @@ class Images:
 
     def add(self, tensor: torch.Tensor) -> int:
         """Take a strided tensor in; returns its ticket."""
+        if tensor.dim() > m.MAX_DIMS:
+            raise UnsupportedLeafError(f"{tensor.dim()} dimensions, the cap is {m.MAX_DIMS}")
         ticket = len(self._views)
         shape, strides, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
         dtype, flags = NAMES[tensor.dtype], flags_of(tensor)
@@ -117,6 +120,14 @@ class Images:
 
     def _share(self, key: int | tuple[str, int, int], ticket: int) -> None:
         self._shared.setdefault(key, [self._first[key]]).append(ticket)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What was taken in, by ticket."""
+        return [view.tensor for view in self._views]
 
     def resolve(self) -> list[Image]:
         """The images, in order of first use. After this `leaf` can be asked."""

@@ -59,5 +59,7 @@ def _kind(tensor: torch.Tensor) -> Kind | None:
     name = NAMES.get(tensor.dtype)
     if name is None or tensor.is_complex() or tensor.is_quantized or not tensor.numel():
         return None
+    if tensor.dim() > m.MAX_DIMS:
+        return None
     shape, size = tuple(tensor.shape), tensor.element_size()
     return name, shape, contiguous_strides(shape), size, prod(shape) * size

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import islice, pairwise
 from operator import itemgetter
 
@@ -13,21 +14,25 @@ import torch
 
 from torchrelay.state import manifest as m
 from torchrelay.state import plan
-from torchrelay.state.containers import Path, flatten, leaf_paths
+from torchrelay.state.containers import Path, flatten, leaf_paths, show
 from torchrelay.state.images import Image, Images
 from torchrelay.state.leaves import Finish, describe
 from torchrelay.state.memory import Region
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.plain import survey
 from torchrelay.state.runs import Runs
-from torchrelay.state.tensors import flat_bytes
+from torchrelay.state.tensors import flat_bytes, version_of
 
 
 class Snapshot:
     """`manifest` describes the state; `view` and `read` give its chunks."""
 
-    def __init__(self, manifest: m.Manifest, images: list[Image]) -> None:
+    def __init__(
+        self, manifest: m.Manifest, images: list[Image], sources: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
         self.manifest = manifest
+        self._sources = sources  # index of a leaf, and a tensor that its bytes come from
+        self._versions = [version_of(tensor) for _, tensor in sources]
         self.chunks = plan.Chunks([image.nbytes for image in images], manifest.chunks)
         self._images = images
         starts: list[int] = []
@@ -53,6 +58,14 @@ class Snapshot:
             (at, at + size) for at, _, size in self._host.within(0, self.chunks.stream_bytes)
         ]
         self._gaps = _gaps(filled, self.chunks.stream_bytes)
+
+    def changed(self) -> str | None:
+        """The path of a leaf that was written to since the capture, as far as autograd knows."""
+        now = (version_of(tensor) for _, tensor in self._sources)
+        for before, after, (leaf, _) in zip(self._versions, now, self._sources, strict=True):
+            if before != after:
+                return show(leaf_paths(self.manifest.tree)[leaf])
+        return None
 
     def view(self, index: int, device: str = "cpu") -> torch.Tensor | None:
         """The chunk's bytes where they lie, if they are one run of that device's memory."""
@@ -121,12 +134,14 @@ def _capture(state: object, step: int | None, receivers: int, chunk_bytes: int |
     images = Images()
     paths: dict[int, Path] = {}
     described: list[int | Finish] = []
+    owners: list[int] = []  # of each tensor that was taken in, its leaf
     for index, (leaf, known) in enumerate(zip(flat.leaves, survey(flat.leaves), strict=True)):
         if known is not None:
             described.append(images.add_plain(leaf, known))
         else:
             paths = paths or leaf_paths(flat.tree)
             described.append(describe(leaf, paths[index], images.add))
+        owners += [index] * (len(images) - len(owners))
     found = images.resolve()
     order = plan.stream_order([image.nbytes for image in found])
     position = [0] * len(found)
@@ -149,4 +164,4 @@ def _capture(state: object, step: int | None, receivers: int, chunk_bytes: int |
         storages=tuple([m.Storage(image.nbytes, image.device) for image in ordered]),
         chunks=plan.cut(sizes, chunk_bytes or plan.chunk_size(stream, receivers)),
     )
-    return Snapshot(manifest, ordered)
+    return Snapshot(manifest, ordered, list(zip(owners, images.tensors, strict=True)))

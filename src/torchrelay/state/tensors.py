@@ -137,6 +137,11 @@ def without_storage(
     return with_flags(tensor, leaf.flags)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor has been written to in place, as autograd counts it."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def flags_of(tensor: torch.Tensor) -> int:
     flags = m.REQUIRES_GRAD if tensor.requires_grad else 0
     # Not isinstance: Parameter's metaclass makes that slow, and plain tensors are most of a state.

@@ -136,7 +136,7 @@ def _node_children(node: m.Node) -> tuple[m.Node, ...]:
             raise ManifestError(f"sequence {node.kind[:40]!r}")
         return node.items
     if isinstance(node, m.NamedTupleNode):
-        names = [node.name]
+        names = [node.name.lstrip("_")]  # a class may be private, a field may not
         names += [name for place, name in enumerate(node.fields) if name != f"_{place}"]
         if len(node.fields) != len(node.items) or len(set(node.fields)) != len(node.fields):
             raise ManifestError(f"namedtuple {node.name[:40]!r} with odd fields")

@@ -8,15 +8,20 @@ breaks.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 FOREVER = timedelta(days=365)
+_LAST_TAG = (1 << 31) - 1  # of a message that never comes
 
 
 class Work(Protocol):
@@ -34,10 +39,54 @@ class ProcessGroup(Protocol):
 
 def wait_for(work: Work, tensor: torch.Tensor) -> None:
     """Block until a posted operation is over, however long that takes."""
-    work.wait(FOREVER)
-    if tensor.device.type != "cpu":
-        # On device backends wait() only orders the stream; the bytes are there after this.
-        getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
+    with _lock:
+        _waiting.add(threading.current_thread())
+    try:
+        work.wait(FOREVER)
+        if tensor.device.type != "cpu":
+            # On device backends wait() only orders the stream; the bytes are there after this.
+            getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
+    finally:
+        with _lock:
+            _waiting.discard(threading.current_thread())
+
+
+_lock = threading.Lock()
+_waiting: set[threading.Thread] = set()
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def use(group: ProcessGroup) -> None:
+    """Note a group that operations are posted on."""
+    _groups.add(group)
+
+
+@atexit.register
+def _settle() -> None:
+    """Let no thread return from a backend's wait while the interpreter is being taken down.
+
+    It would end inside C++ code, which aborts the process. Waits that were just ended get a moment
+    to return; those that remain are ended by closing the connections, which this process is about
+    to do anyway.
+    """
+    if not _returned(0.1):
+        for group in list(_groups):
+            if group.size() > 1 and group.rank() >= 0:
+                scratch = torch.zeros(1)
+                with suppress(RuntimeError):
+                    peer = (group.rank() + 1) % group.size()
+                    group.recv([scratch], peer, _LAST_TAG).wait(timedelta(milliseconds=1))
+        _returned(1.0)
+
+
+def _returned(seconds: float) -> bool:
+    """Whether all threads have come back from their waits, within that time."""
+    ends = time.monotonic() + seconds
+    with _lock:
+        threads = list(_waiting)
+    for thread in threads:
+        thread.join(max(0.0, ends - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 class Watcher:

@@ -19,8 +19,9 @@ import torch
 from torchrelay.errors import PeerLostError, RemoteProtocolError, UsageError
 from torchrelay.state.tensors import device_backends
 from torchrelay.transports import wire
-from torchrelay.transports.c10d import ProcessGroup, Watcher, wait_for
+from torchrelay.transports.c10d import ProcessGroup, Watcher, use, wait_for
 from torchrelay.transports.device_group import DeviceGroup, Mail
+from torchrelay.transports.trading import Trading
 
 GRACE = 1.0  # seconds for the last messages of a transfer to be taken
 CLOSED = (
@@ -46,6 +47,7 @@ class Line:
         self.delivered.set()
         self._outgoing = 0
         self._taken_at = 0.0
+        self.ended = threading.Event()  # set once the peer has said its last word, or is lost
         self.broken = False
         self.adopted = False  # left by an earlier call, maybe on connections since replaced
         threading.Thread(target=self._read, name="torchrelay-line", daemon=True).start()
@@ -105,6 +107,8 @@ class Line:
                     return
         except Exception as fault:
             self._deliver(fault)
+        finally:
+            self.ended.set()
 
     def _read_one(self) -> wire.Message:
         head = torch.zeros(wire.FRAME_BYTES, dtype=torch.uint8)
@@ -167,6 +171,7 @@ class Post:
         self._mail = Mail(group.get_group_store()) if backends and "cpu" not in backends else None  # type: ignore[attr-defined]
         # gloo takes no device pointers; other backends of a device move its memory directly.
         self.direct = [kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"]
+        self.trading = Trading()
         self.one_at_a_time = threading.Lock()  # those know no tags
         self._lock = threading.Lock()
         self._lines: dict[int, list[Line]] = {}
@@ -241,4 +246,5 @@ def post_of(group: ProcessGroup) -> Post:
         found = _posts.get(group)
         if found is None:
             found = _posts[group] = Post(group)
+            use(group)
         return found

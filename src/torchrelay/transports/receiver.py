@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torchrelay.errors import (
     ManifestError,
+    MismatchError,
     PeerLostError,
     StateError,
     StepMismatchError,
@@ -23,6 +24,7 @@ from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.group import CLOSED, GRACE, Line, Post
 from torchrelay.transports.intake import Event, Intake, failure
+from torchrelay.transports.trading import Held
 
 Awaited = TypeVar("Awaited", wire.Offer, wire.Go)
 
@@ -66,6 +68,7 @@ class Receiving:
         self._sender = sender
         self._line = Line(post.group, sender, transfer)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._post = post
         self._step = step
         self._land = land
         self._deadline = deadline
@@ -99,7 +102,7 @@ class Receiving:
     def _run(self) -> Landed:
         with self._watch("join"):
             self._line.send(wire.Join(wire.MINOR, self._step))
-            offer = self._expect(wire.Offer)
+            offer = self._exchange(self._expect(wire.Offer))
             landing = self._consider(offer)
             self._line.send(wire.Accept())
             go = self._expect(wire.Go)
@@ -122,8 +125,24 @@ class Receiving:
         self._goodbye(wire.Done())
         with self._watch("pass on"):
             self.intake.finish()
-        self._line.delivered.wait(GRACE)
+        self._line.ended.wait(GRACE)
         return landed
+
+    def _exchange(self, offer: wire.Offer) -> wire.Offer:
+        """The offer of the step that is wanted, where another call of this process got it."""
+        offered = codec.step_of(offer.manifest)
+        if self._step is None or offered == self._step:
+            return offer
+        self._line.listen(None)
+        said: list[wire.Message | Exception] = []
+        while not self._events.empty():
+            said.append(self._events.get())  # type: ignore[arg-type]
+        self._line.put_back(said)
+        held = Held(self._step, offered, (self._line, offer))
+        self._post.trading.settle(self._sender, held, self._deadline)
+        self._line, offer = held.catch
+        self._line.listen(self._events.put)
+        return offer
 
     def _consider(self, offer: wire.Offer) -> Landing:
         """Look at the offer; refuse it with a reason, or prepare to land it."""
@@ -134,6 +153,10 @@ class Receiving:
                 raise StepMismatchError(
                     f"step {step} is offered, step {self._step} was asked for", step=step
                 )
+            if offer.device not in ("cpu", *self._post.direct):
+                raise MismatchError(
+                    f"data in the memory of a {offer.device}, of which none is here"
+                )
             self._landing = self._land(self.manifest)
         except (StateError, StepMismatchError, ManifestError) as fault:
             fault.rank, fault.phase = self._sender, "join"
@@ -141,6 +164,7 @@ class Receiving:
             kinds[UnsupportedLeafError] = "unsupported"
             kind = kinds.get(type(fault), "mismatch")
             self._goodbye(wire.Refuse(kind, fault.message[:2000], fault.path))
+            self._line.ended.wait(min(GRACE, self._deadline.left()))
             raise
         return self._landing
 

@@ -15,13 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchrelay.errors import (
-    PeerLostError,
-    PeerRefusedError,
-    RelayError,
-    StepMismatchError,
-    TransferTimeoutError,
-)
+from torchrelay.errors import StateError, TransferTimeoutError
 from torchrelay.state import codec
 from torchrelay.state.digest import digest
 from torchrelay.state.snapshot import Snapshot
@@ -30,22 +24,9 @@ from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.c10d import Watcher
 from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.group import GRACE, Line, Post
+from torchrelay.transports.peers import Peer, outcome
 
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
-
-
-@dataclass
-class Peer:
-    """One receiver as the sender sees it."""
-
-    rank: int
-    line: Line
-    stage: str = "called"  # called, joined, accepted, done, refused or failed
-    reason: str = ""
-    late: bool = False  # failed for want of time
-    refusal: wire.Refuse | None = None
-    joined_at: float = 0.0
-    knocked_at: float = 0.0
 
 
 @dataclass
@@ -132,10 +113,13 @@ class Sending:
             if self._in("accepted"):
                 with self._watch("data"), self._alone():
                     self._transfer()
-        except BaseException as fault:
-            self._abort(f"the sender gave up: {fault}")
+        except BaseException as cause:
+            self._abort(f"the sender gave up: {cause}")
             raise
-        self._raise_if_nobody()
+        sent = f"{self.wire_bytes} of {self._chunks.stream_bytes} bytes sent"
+        fault = outcome(self.peers.values(), sent=sent, step=self._step, phase=self._watch.phase)
+        if fault is not None:
+            raise fault
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -293,6 +277,13 @@ class Sending:
         # Without digests nothing tells bytes that changed on their way: they must have left.
         if self._verify or not any(s.alive and (s.todo or s.in_flight) for s in self._streams):
             self._trailer_sent = True
+            if (path := self._snapshot.changed()) is not None:
+                raise StateError(
+                    "changed while it was sent: keep the state as it is until send returns",
+                    step=self._step,
+                    phase="data",
+                    path=path,
+                )
             digests = tuple(d for d in self._digests if d is not None)
             for peer in self._in("accepted"):
                 peer.line.send(wire.Trailer(digests))
@@ -464,34 +455,3 @@ class Sending:
         self._hang_up(absent)
         for stream in self._streams:
             stream.watcher.close()
-
-    def _raise_if_nobody(self) -> None:
-        """The error that `send` ends with: a refusal, or that nobody got the state."""
-        refused = self._in("refused")
-        if refused:
-            raise self._refusal(refused[0])
-        if self._in("done") or not self.peers:
-            return
-        peer = self._in("failed")[0]
-        reasons = "; ".join(f"rank {p.rank} {p.reason}" for p in self._in("failed"))
-        kind: type[RelayError] = TransferTimeoutError if peer.late else PeerLostError
-        word = "timed out" if peer.late else "failed"
-        sent = f"{self.wire_bytes} of {self._chunks.stream_bytes} bytes sent"
-        raise kind(
-            f"send {word}, no receiver got the state: {reasons}; {sent}",
-            rank=peer.rank,
-            step=self._step,
-            phase=self._watch.phase,
-        )
-
-    def _refusal(self, peer: Peer) -> RelayError:
-        refusal = peer.refusal
-        assert refusal is not None
-        kind: type[RelayError] = StepMismatchError if refusal.kind == "step" else PeerRefusedError
-        return kind(
-            f"rank {peer.rank} refused the state: {refusal.message}",
-            rank=peer.rank,
-            step=self._step,
-            phase="join",
-            path=refusal.path,
-        )

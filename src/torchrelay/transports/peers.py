@@ -1,0 +1,58 @@
+"""Receivers as the sender sees them, and the error that their fates add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchrelay.errors import (
+    PeerLostError,
+    PeerRefusedError,
+    RelayError,
+    StepMismatchError,
+    TransferTimeoutError,
+)
+from torchrelay.transports import wire
+from torchrelay.transports.group import Line
+
+
+@dataclass
+class Peer:
+    """One receiver."""
+
+    rank: int
+    line: Line
+    stage: str = "called"  # called, joined, accepted, done, refused or failed
+    reason: str = ""
+    late: bool = False  # failed for want of time
+    refusal: wire.Refuse | None = None
+    joined_at: float = 0.0
+    knocked_at: float = 0.0
+
+
+def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -> RelayError | None:
+    """The error that a send ends with: a refusal, or that nobody got the state."""
+    everyone = list(peers)
+    for peer in everyone:
+        if peer.refusal is not None:
+            step_differs = peer.refusal.kind == "step"
+            refused: type[RelayError] = StepMismatchError if step_differs else PeerRefusedError
+            return refused(
+                f"rank {peer.rank} refused the state: {peer.refusal.message}",
+                rank=peer.rank,
+                step=step,
+                phase="join",
+                path=peer.refusal.path,
+            )
+    if not everyone or any(peer.stage == "done" for peer in everyone):
+        return None
+    first = everyone[0]
+    reasons = "; ".join(f"rank {peer.rank} {peer.reason}" for peer in everyone)
+    kind: type[RelayError] = TransferTimeoutError if first.late else PeerLostError
+    word = "timed out" if first.late else "failed"
+    return kind(
+        f"send {word}, no receiver got the state: {reasons}; {sent}",
+        rank=first.rank,
+        step=step,
+        phase=phase,
+    )

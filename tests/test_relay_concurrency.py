@@ -1,0 +1,104 @@
+"""Receives at the same time, each for a step of its own; and processes that leave cleanly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrelay as tr
+
+STEPS = range(6)
+
+
+def by_step(rank: int, group: Any) -> list[int]:
+    """Six sends from six threads; six receives, each for one step, in another order."""
+    relay = tr.Relay(group, timeout=20)
+    got: dict[int, float] = {}
+
+    def one(step: int) -> None:
+        if rank == 0:
+            relay.send({"w": torch.full((1000,), float(step))}, 1, step=step)
+        else:
+            got[step] = relay.recv(0, step=step).state["w"].unique().item()
+
+    order = list(STEPS) if rank == 0 else [3, 0, 5, 1, 4, 2]
+    threads = [threading.Thread(target=one, args=(step,)) for step in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return sorted(got) if all(step == value for step, value in got.items()) else []
+
+
+def test_each_receive_gets_its_step(pool2: Any) -> None:
+    assert pool2.run(by_step, timeout=60) == [[], list(STEPS)]
+
+
+def nobody_has_it(rank: int, group: Any) -> float:
+    """Two receives for steps nobody sends: both refuse, at once, and both senders hear it."""
+    relay = tr.Relay(group, timeout=20)
+    faults: list[type] = []
+    begun = time.monotonic()
+
+    def one(step: int) -> None:
+        try:
+            if rank == 0:
+                relay.send({"w": step}, 1, step=step)
+            else:
+                relay.recv(0, step=step + 10)
+        except tr.RelayError as fault:
+            faults.append(type(fault))
+
+    threads = [threading.Thread(target=one, args=(step,)) for step in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert faults == [tr.StepMismatchError] * 2, faults
+    return time.monotonic() - begun
+
+
+def test_a_step_nobody_has_is_refused(pool2: Any) -> None:
+    assert max(pool2.run(nobody_has_it, timeout=60)) < 10
+
+
+SCRIPT = """
+    import sys, tempfile, time
+    import torch, torch.distributed as dist, torch.multiprocessing as mp
+    import torchrelay as tr
+
+    def main(rank, folder, fails, destroys):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=rank, world_size=2)
+        relay = tr.Relay(timeout=0.5 if fails else 20)
+        if not fails:
+            relay.send({"w": torch.ones(5)}, 1) if rank == 0 else relay.recv(0)
+        elif rank == 1:
+            try:
+                relay.recv(0)
+            except tr.TransferTimeoutError:
+                pass
+        dist.barrier()
+        if destroys:
+            dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(main, (folder, sys.argv[1] == "fails", sys.argv[2] == "destroys"), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("ends", ["destroys", "leaves"])
+@pytest.mark.parametrize("fails", ["fails", "succeeds"])
+def test_processes_exit_cleanly(tmp_path: Path, fails: str, ends: str) -> None:
+    """A thread that still waits in the backend must not abort the interpreter's exit."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    subprocess.run([sys.executable, str(script), fails, ends], check=True, timeout=60)
