@@ -13,8 +13,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -39,21 +39,27 @@ class ProcessGroup(Protocol):
 
 def wait_for(work: Work, tensor: torch.Tensor) -> None:
     """Block until a posted operation is over, however long that takes."""
-    with _lock:
-        _waiting.add(threading.current_thread())
-    try:
-        work.wait(FOREVER)
-        if tensor.device.type != "cpu":
-            # On device backends wait() only orders the stream; the bytes are there after this.
-            getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
-    finally:
-        with _lock:
-            _waiting.discard(threading.current_thread())
+    work.wait(FOREVER)
+    if tensor.device.type != "cpu":
+        # On device backends wait() only orders the stream; the bytes are there after this.
+        getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
 
 
 _lock = threading.Lock()
-_waiting: set[threading.Thread] = set()
+_inside: set[threading.Thread] = set()
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@contextmanager
+def inside_backend() -> Iterator[None]:
+    """Note that this thread waits in a backend's code, or frees what belongs to it."""
+    with _lock:
+        _inside.add(threading.current_thread())
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside.discard(threading.current_thread())
 
 
 def use(group: ProcessGroup) -> None:
@@ -63,7 +69,7 @@ def use(group: ProcessGroup) -> None:
 
 @atexit.register
 def _settle() -> None:
-    """Let no thread return from a backend's wait while the interpreter is being taken down.
+    """Let no thread return from a backend's code while the interpreter is being taken down.
 
     It would end inside C++ code, which aborts the process. Waits that were just ended get a moment
     to return; those that remain are ended by closing the connections, which this process is about
@@ -80,10 +86,10 @@ def _settle() -> None:
 
 
 def _returned(seconds: float) -> bool:
-    """Whether all threads have come back from their waits, within that time."""
+    """Whether all threads have come back, within that time."""
     ends = time.monotonic() + seconds
     with _lock:
-        threads = list(_waiting)
+        threads = list(_inside)
     for thread in threads:
         thread.join(max(0.0, ends - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
@@ -114,10 +120,11 @@ class Watcher:
     def _run(self) -> None:
         while (item := self._posted.get()) is not None:
             work, tensor, report = item
-            try:
-                wait_for(work, tensor)
-            except Exception as fault:  # whatever the backend raises: the pair is broken
-                report(fault)
-            else:
-                report(None)
-            del item, work, tensor, report  # not kept alive while waiting for the next
+            with inside_backend():
+                try:
+                    wait_for(work, tensor)
+                except Exception as fault:  # whatever the backend raises: the pair is broken
+                    report(fault)
+                else:
+                    report(None)
+                del item, work, tensor, report  # not kept alive while waiting for the next

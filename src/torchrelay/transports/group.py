@@ -19,7 +19,7 @@ import torch
 from torchrelay.errors import PeerLostError, RemoteProtocolError, UsageError
 from torchrelay.state.tensors import device_backends
 from torchrelay.transports import wire
-from torchrelay.transports.c10d import ProcessGroup, Watcher, use, wait_for
+from torchrelay.transports.c10d import ProcessGroup, Watcher, inside_backend, use, wait_for
 from torchrelay.transports.device_group import DeviceGroup, Mail
 from torchrelay.transports.trading import Trading
 
@@ -99,6 +99,10 @@ class Line:
                 self.delivered.set()
 
     def _read(self) -> None:
+        with inside_backend():
+            self._read_all()
+
+    def _read_all(self) -> None:
         try:
             while True:
                 message = self._read_one()
