@@ -6,7 +6,9 @@ import threading
 
 import torch
 
-IN_FLIGHT = 2  # chunks on their way at a time, each way
+from torchrelay.memory.host import host_block
+
+IN_FLIGHT = 3  # chunks on their way at a time, each way
 
 
 class BufferPool:
@@ -22,6 +24,8 @@ class BufferPool:
             for index, buffer in enumerate(self._kept):
                 if buffer.numel() >= nbytes and buffer.device.type == device:
                     return self._kept.pop(index)
+        if device == "cpu":
+            return host_block(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def give(self, buffer: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.c10d import Watcher
 from torchrelay.transports.clock import Deadline
 from torchrelay.transports.group import CLOSED, Line
+from torchrelay.transports.worker import Worker
 
 RETRIES = 2  # times a chunk whose digest does not hold is asked for again
 
@@ -65,13 +66,24 @@ class Arrived:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """A chunk has been hashed and handed to the landing."""
+
+    slot: _Slot
+    data: torch.Tensor
+    chunk: int
+    digest: bytes
+    fault: Exception | None
+
+
+@dataclass(frozen=True)
 class Forwarded:
     slot: _Slot
     data: torch.Tensor
     fault: Exception | None
 
 
-Event = Arrived | Forwarded | wire.Message | Exception
+Event = Arrived | Taken | Forwarded | wire.Message | Exception
 
 
 class Intake:
@@ -114,6 +126,7 @@ class Intake:
         self._heard_at = self._passed_at = time.monotonic()
         self._done_bytes = 0
         self._lost: PeerLostError | None = None
+        self._worker = Worker()
         self.wire_bytes = 0
         self.forwarded_bytes = 0
         self.messages = 0
@@ -154,7 +167,8 @@ class Intake:
             self._buffers.give(slot.buffer)
 
     def close(self) -> None:
-        """Let the watchers end with what they still wait for."""
+        """Nothing is written after this; watchers end with what they still wait for."""
+        self._worker.stop()
         self._flow.watcher.close()
         if self._forwarder is not None:
             self._forwarder.close()
@@ -179,6 +193,8 @@ class Intake:
                 self._change_upstream(str(event.fault))
             else:
                 self._arrived(event.slot)
+        elif isinstance(event, Taken):
+            self._taken(event)
         elif isinstance(event, Forwarded):
             self._forwarded(event)
         elif isinstance(event, wire.Trailer):
@@ -223,13 +239,32 @@ class Intake:
         # Before hashing and landing, so that the next receiver waits for neither.
         if slot.chunk not in self.retried:
             self._pass_on(slot)
-        if self._verify:
-            self._digests[slot.chunk] = digest(data)
-        self._landing.write(slot.chunk, data)
-        self._missing.discard(slot.chunk)
-        self._done_bytes = min(self._done_bytes + data.numel(), self._chunks.stream_bytes)
+        slot.posted = False
+        chunk = slot.chunk
+
+        def take() -> None:
+            mine, fault = b"", None
+            try:
+                if self._verify:
+                    mine = digest(data)
+                self._landing.write(chunk, data)
+            except Exception as cause:
+                fault = cause
+            self._events.put(Taken(slot, data, chunk, mine, fault))
+
+        self._worker.submit(take)
+
+    def _taken(self, event: Taken) -> None:
+        if event.fault is not None:
+            raise event.fault
+        self._digests[event.chunk] = event.digest
+        self._missing.discard(event.chunk)
+        self._done_bytes = min(self._done_bytes + event.data.numel(), self._chunks.stream_bytes)
         self._progress(self._done_bytes, self._chunks.stream_bytes)
-        slot.posted, slot.processed = False, True
+        slot = event.slot
+        if slot.data is not event.data:
+            return  # given up by the next receiver, and renewed
+        slot.processed = True
         if not slot.forwarding:
             self._free.append(slot)
 

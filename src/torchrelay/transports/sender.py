@@ -25,6 +25,7 @@ from torchrelay.transports.c10d import Watcher
 from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.group import GRACE, Line, Post
 from torchrelay.transports.peers import Peer, outcome
+from torchrelay.transports.worker import Worker
 
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
 
@@ -42,6 +43,20 @@ class _Stream:
     alive: bool = True
 
 
+class _Lease:
+    """A packed chunk's buffer, given back when it is both sent and hashed."""
+
+    def __init__(self, buffer: torch.Tensor, uses: int) -> None:
+        self.buffer, self.uses = buffer, uses
+
+
+@dataclass(frozen=True)
+class _Hashed:
+    chunk: int
+    digest: bytes
+    lease: _Lease | None
+
+
 @dataclass(frozen=True)
 class _Message:
     rank: int
@@ -53,8 +68,11 @@ class _Message:
 class _Sent:
     stream: _Stream
     chunk: int
-    buffer: torch.Tensor | None
+    lease: _Lease | None
     fault: Exception | None
+
+
+_Event = _Message | _Sent | _Hashed
 
 
 class Sending:
@@ -88,10 +106,12 @@ class Sending:
         self._buffers = buffers
         self._watch = watch
         self._progress = progress
-        self._events: queue.SimpleQueue[_Message | _Sent] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._worker = Worker()
         self.peers = {rank: Peer(rank, post.call(rank)) for rank in receivers}
         self._digests: list[bytes | None] = [None] * len(self._chunks)
         self._unhashed = len(self._chunks) if verify else 0
+        self._hashing: set[int] = set()
         self._streams: list[_Stream] = []
         self._hops: list[fanout.Hop] = []
         self._patience = 0.0
@@ -116,6 +136,8 @@ class Sending:
         except BaseException as cause:
             self._abort(f"the sender gave up: {cause}")
             raise
+        finally:
+            self._worker.stop()
         sent = f"{self.wire_bytes} of {self._chunks.stream_bytes} bytes sent"
         fault = outcome(self.peers.values(), sent=sent, step=self._step, phase=self._watch.phase)
         if fault is not None:
@@ -170,13 +192,13 @@ class Sending:
         end = time.monotonic() + self._deadline.left()
         return max(came + min(self._window, (end - came) / 2) for came in waits)
 
-    def _hang_up(self, peers: Sequence[Peer]) -> list[_Message | _Sent]:
+    def _hang_up(self, peers: Sequence[Peer]) -> list[_Event]:
         """Leave the lines of absent receivers to the next call, with what was said on them since.
 
         Returns the events that concern others.
         """
         said: dict[Line, list[wire.Message | Exception]] = {peer.line: [] for peer in peers}
-        others: list[_Message | _Sent] = []
+        others: list[_Event] = []
         for line in said:
             line.listen(None)
         while not self._events.empty():
@@ -247,11 +269,12 @@ class Sending:
                 self._post_chunk(stream, stream.todo.popleft())
 
     def _post_chunk(self, stream: _Stream, index: int) -> None:
-        data, buffer = self._snapshot.view(index, self._device), None
+        data, lease = self._snapshot.view(index, self._device), None
+        hashing = self._verify and index not in self._hashing
         if data is None:
-            nbytes = self._chunks.sizes[index]
             buffer = self._buffers.take(max(self._chunks.sizes), self._device)
-            data = buffer[:nbytes]
+            lease = _Lease(buffer, uses=2 if hashing else 1)
+            data = buffer[: self._chunks.sizes[index]]
             self._snapshot.read(index, data)
         if stream.in_flight == 0:
             stream.moved_at = time.monotonic()
@@ -260,16 +283,15 @@ class Sending:
         self.messages += 1
 
         def report(fault: Exception | None) -> None:
-            self._events.put(_Sent(stream, index, buffer, fault))
+            self._events.put(_Sent(stream, index, lease, fault))
 
         try:
             stream.watcher.watch(self._group.send([data], stream.rank, stream.tag), data, report)
         except RuntimeError as fault:
             report(fault)
-        if self._verify and self._digests[index] is None:
-            # While the chunk is on its way: hashing and sending share no core.
-            self._digests[index] = digest(data)
-            self._unhashed -= 1
+        if hashing:
+            self._hashing.add(index)
+            self._worker.submit(lambda: self._events.put(_Hashed(index, digest(data), lease)))
 
     def _send_trailer(self) -> None:
         if self._trailer_sent or self._unhashed:
@@ -333,9 +355,14 @@ class Sending:
         except queue.Empty:
             return
 
-    def _handle(self, event: _Message | _Sent) -> None:
+    def _handle(self, event: _Event) -> None:
         if isinstance(event, _Sent):
             self._sent(event)
+            return
+        if isinstance(event, _Hashed):
+            self._digests[event.chunk] = event.digest
+            self._unhashed -= 1
+            self._release(event.lease)
             return
         peer = self.peers[event.rank]
         if event.line is not peer.line or peer.stage in ("done", "refused", "failed"):
@@ -416,11 +443,16 @@ class Sending:
             if stream.alive and peer.stage == "accepted":
                 self._fail(peer, f"connection lost: {event.fault}")
             return
-        if event.buffer is not None:
-            self._buffers.give(event.buffer)
+        self._release(event.lease)
         if stream is self._streams[0]:
             done = self._chunks.offsets[event.chunk] + self._chunks.sizes[event.chunk]
             self._progress(done, self._chunks.stream_bytes)
+
+    def _release(self, lease: _Lease | None) -> None:
+        if lease is not None:
+            lease.uses -= 1
+            if not lease.uses:
+                self._buffers.give(lease.buffer)
 
     def _fail(self, peer: Peer, reason: str, *, late: bool = False) -> None:
         """Give up on one receiver, and see to those around it."""

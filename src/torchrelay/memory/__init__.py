@@ -1,0 +1,1 @@
+"""Host memory for buffers and staged copies."""

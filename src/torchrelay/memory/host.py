@@ -1,0 +1,28 @@
+"""Large blocks of host memory, in huge pages where the kernel gives them.
+
+A fresh block costs a page fault a page: with 4 KB pages that is slower than the transfer itself.
+An allocator may or may not ask for huge pages, depending on size and history; this always does.
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import torch
+
+HUGE_PAGE = 2 << 20
+
+
+def host_block(nbytes: int) -> torch.Tensor:
+    """`nbytes` of host memory, freed with the tensor; `MemoryError` if there is none."""
+    if nbytes < HUGE_PAGE:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    try:
+        block = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
+    except OSError as fault:
+        raise MemoryError(str(fault)) from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=torch.uint8)[:nbytes]
