@@ -133,7 +133,8 @@ def test_states_without_bytes(pool4):
 
 def slow_landing(rank: int, group: Any, where: str) -> Any:
     """Rank 2 is slow: longer than the others wait in the middle of data, or in its commit."""
-    relay = tr.Relay(group, timeout=TIMEOUT, chunk_bytes=CHUNK, join_window=0.6)
+    # More chunks than all buffers hold, so that those before rank 2 notice.
+    relay = tr.Relay(group, timeout=TIMEOUT, chunk_bytes=CHUNK // 4, join_window=0.6)
     if rank == 0:
         return sent(relay, 1, [1, 2, 3], TIMEOUT)
     naps = []

@@ -16,6 +16,7 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, verdict, weights
 from tests.support.ranks import run_ranks
 from torchrelay.transports import intake, sender
+from torchrelay.transports.buffers import IN_FLIGHT
 
 OLD = 100
 LONG = 30.0
@@ -438,7 +439,8 @@ def test_transfers_at_once_are_each_whole(pool4):
 def changed_while_sent(rank: int, group: Any) -> Any:
     """The sender's memory changes after a chunk was hashed and before it has left.
 
-    The receiver waits in its second chunk until that has happened, so the third is still there.
+    The receiver waits in its second chunk until that has happened. By then it has buffers for one
+    chunk more than are in flight; the one after that is still there.
     """
     threads = Threads()
     relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG)
@@ -460,7 +462,7 @@ def changed_while_sent(rank: int, group: Any) -> Any:
     def digest(data: torch.Tensor) -> bytes:
         value = original(data)
         hashed.append(value)
-        if len(hashed) == 4:
+        if len(hashed) == IN_FLIGHT + 2:
             data.fill_(2)
             group.send([torch.zeros(1)], 1, 5).wait()
         return value
