@@ -69,9 +69,8 @@ def odd_state(seed: int, device: str) -> dict[str, Any]:
     }
 
 
-def on_device(rank: int, group: Any, mode: str) -> bool:
+def on_device(rank: int, group: Any, mode: str, sent: dict[str, Any]) -> bool:
     relay = tr.Relay(group, timeout=30)
-    sent = odd_state(1, "cuda")
     if rank == 0:
         return relay.send(sent, [1, 2]).receivers == (1, 2)
     into = None if mode == "new" else odd_state(2, "cuda")
@@ -88,4 +87,4 @@ def on_device(rank: int, group: Any, mode: str) -> bool:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mode", ["new", "atomic", "stream"])
 def test_device_to_device(mode: str) -> None:
-    assert run_loop(on_device, 3, "cuda", mode) == [True] * 3
+    assert run_loop(on_device, 3, "cuda", mode, odd_state(1, "cuda")) == [True] * 3

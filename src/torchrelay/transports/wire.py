@@ -78,7 +78,7 @@ class Accept(_Message, tag="accept", frozen=True):
 class Refuse(_Message, tag="refuse", frozen=True):
     """The state does not fit. Ends the transfer with me."""
 
-    kind: str  # "step", "mismatch", "unsupported", "manifest" or "memory"
+    kind: str  # "step", "mismatch" (also: no memory), "unsupported" or "manifest"
     message: str
     path: str | None = None
 
