@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.plot import plot
 from benchmarks.workloads import suite
@@ -76,3 +78,16 @@ def test_a_plot_can_be_made_of_it(result: dict[str, Any], tmp_path: Path) -> Non
     picture = tmp_path / "group.png"
     assert plot(result, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run it for real")
+def test_gpu_benchmark_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["staging"])
+    with pytest.raises(SystemExit, match="needs one"):
+        importlib.import_module("benchmarks.gpu.staging").main()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_benchmark_runs_small() -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu.staging", "--megabytes", "8", "--repeats", "1"]
+    subprocess.run(command, check=True, timeout=110)
