@@ -68,7 +68,7 @@ class Received(NamedTuple):
 class Relay:
     """Moves states between ranks of a process group. Ranks are ranks of that group.
 
-    Any backend of torch serves. Where it moves host memory (gloo), states on a GPU are staged there;
+    Any backend of torch serves. Where it moves host memory (gloo), GPU states are staged there;
     a backend of the device itself (nccl, xccl) moves them from device to device. `timeout` bounds
     each call. With several receivers `join_window` is how long the first to come wait for the
     others, and how long a receiver may make no progress before the others go on without it.
