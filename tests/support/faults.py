@@ -20,8 +20,8 @@ from torchrelay.transports.sender import Sending
 
 CHUNK = 64 << 10
 """Bytes of a chunk, so that `weights` come in about twenty."""
-GRACE = 1.5
-"""Seconds past its deadline that a call may last: one, and half of one for a busy machine."""
+GRACE = 1.0
+"""Seconds past its deadline that a call may last."""
 
 
 def weights(seed: int) -> dict[str, Any]:
