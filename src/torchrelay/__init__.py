@@ -1,46 +1,101 @@
-"""torchrelay moves the whole live state of a PyTorch job to the processes that need it."""
+"""torchrelay moves the whole live state of a PyTorch job to the processes that need it, and keeps
+durable copies.
 
-from torchrelay.errors import (
-    DigestError,
-    ManifestError,
-    MismatchError,
-    PeerAbortedError,
-    PeerError,
-    PeerLostError,
-    PeerRefusedError,
-    RelayError,
-    RemoteProtocolError,
-    StateError,
-    StepMismatchError,
-    TornStateError,
-    TransferTimeoutError,
-    UnsupportedLeafError,
-    UsageError,
-)
-from torchrelay.relay import Progress, Received, Relay, Report
-from torchrelay.state.registry import register
+A name is imported when it is first used, so that programs which need little of this start fast.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchrelay.checkpointer import (
+        Checkpointer,
+        KeepAll,
+        KeepEvery,
+        KeepLast,
+        Loaded,
+        Pending,
+        Saved,
+    )
+    from torchrelay.errors import (
+        CheckpointError,
+        DamagedError,
+        DigestError,
+        ManifestError,
+        MismatchError,
+        PeerAbortedError,
+        PeerError,
+        PeerLostError,
+        PeerRefusedError,
+        RelayError,
+        RemoteProtocolError,
+        StateError,
+        StepExistsError,
+        StepMismatchError,
+        StepNotFoundError,
+        TornStateError,
+        TransferTimeoutError,
+        UnsupportedLeafError,
+        UsageError,
+    )
+    from torchrelay.relay import Progress, Received, Relay, Report
+    from torchrelay.state.registry import register
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "DamagedError",
     "DigestError",
+    "KeepAll",
+    "KeepEvery",
+    "KeepLast",
+    "Loaded",
     "ManifestError",
     "MismatchError",
     "PeerAbortedError",
     "PeerError",
     "PeerLostError",
     "PeerRefusedError",
+    "Pending",
     "Progress",
     "Received",
     "Relay",
     "RelayError",
     "RemoteProtocolError",
     "Report",
+    "Saved",
     "StateError",
+    "StepExistsError",
     "StepMismatchError",
+    "StepNotFoundError",
     "TornStateError",
     "TransferTimeoutError",
     "UnsupportedLeafError",
     "UsageError",
     "register",
 ]
+
+_HOMES = {
+    "torchrelay.checkpointer": (
+        *("Checkpointer", "KeepAll", "KeepEvery", "KeepLast", "Loaded", "Pending", "Saved"),
+    ),
+    "torchrelay.relay": ("Progress", "Received", "Relay", "Report"),
+    "torchrelay.state.registry": ("register",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'torchrelay' has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME.get(name, "torchrelay.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -13,6 +13,10 @@
     │   ├── PeerRefusedError           a receiver turned the state down
     │   ├── PeerAbortedError           a sender gave up and said why
     │   └── PeerLostError              the connection to a rank broke
+    ├── CheckpointError            a step could not be written or read; `file` says where
+    │   ├── StepExistsError            the step is committed already, and is never overwritten
+    │   ├── StepNotFoundError          no such step, or none that verifies
+    │   └── DamagedError               bytes at rest that are not the ones that were written
     ├── TransferTimeoutError       a deadline passed (also a TimeoutError)
     └── TornStateError             an `atomic=False` receive stopped midway: receive again
 
@@ -20,6 +24,8 @@ Each carries what is known of `rank`, `step`, `phase` and `path`, and shows it i
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class RelayError(Exception):
@@ -102,6 +108,36 @@ class PeerAbortedError(PeerError):
 
 class PeerLostError(PeerError):
     """The connection to the peer broke: it died, or its process group was closed."""
+
+
+class CheckpointError(RelayError):
+    """A step could not be written or read. What was committed before is as it was.
+
+    `rank` and `phase` name where it failed first; `file`, where known, the file or object.
+    """
+
+    def __init__(self, message: str, *, file: str | None = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.file = file
+
+    def __str__(self) -> str:
+        return super().__str__() + (f" [{self.file}]" if self.file else "")
+
+
+class StepExistsError(CheckpointError, FileExistsError):
+    """The step is committed. Save under another step, or say `overwrite=True`."""
+
+
+class StepNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no such step, or none of those that are there verifies."""
+
+
+class DamagedError(CheckpointError):
+    """Bytes at rest differ from those written: `file`, `path` (the leaf) and `offset` say where."""
+
+    def __init__(self, message: str, *, offset: int | None = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.offset = offset
 
 
 class TransferTimeoutError(RelayError, TimeoutError):

@@ -10,9 +10,11 @@ from torchrelay.dropin._torch_records import (
     _TensorMeta,
     _timeit,
 )
+from torchrelay.dropin.checkpointer import Checkpointer
 from torchrelay.dropin.pg_transport import PGTransport
 
 __all__ = [
+    "Checkpointer",
     "PGTransport",
     "_DTensorMeta",
     "_ShardedTensorMeta",

@@ -153,6 +153,18 @@ def slots(tree: m.Node) -> list[tuple[Path, int]]:
     return found
 
 
+def subtree(tree: m.Node, path: Path) -> m.Node | None:
+    """The node at a path, if there is one."""
+    for step in path:
+        if isinstance(tree, int):
+            return None
+        found = next((child for key, child in _children(tree) if key == step), None)
+        if found is None:
+            return None
+        tree = found
+    return tree
+
+
 def leaf_paths(tree: m.Node) -> dict[int, Path]:
     """The path of each leaf, the first one where it has several."""
     return {index: path for path, index in reversed(slots(tree))}
@@ -184,7 +196,7 @@ def check_types(tree: m.Node, path: Path = ()) -> None:
             check_types(child, (*path, key))
 
 
-def unflatten(tree: m.Node, leaves: Sequence[object]) -> object:
+def unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) -> object:
     """Build the state of `tree` with `leaves` in its slots."""
     if isinstance(tree, int):
         return leaves[tree]

@@ -43,6 +43,9 @@ class _View(msgspec.Struct, frozen=True, gc=False):
     def geometry(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
         return self.low, self.itemsize, self.shape, self.strides
 
+    def within(self, low: int) -> Geometry:
+        return self.low - low, self.itemsize, self.shape, self.strides
+
 
 class Placed(NamedTuple):
     """A region and where it starts in its image."""
@@ -174,9 +177,9 @@ class Images:
             self._where[ticket] = (image, at + view.low - low, strides)
         # Storages that start at one address may differ in length: the last view's reaches it all.
         memory = flat_bytes(last.tensor.untyped_storage(), low, nbytes)
-        touched = _touched([self._views[t] for t in tickets], low, nbytes)
-        if touched is not None:
-            memory = memory * touched.to(memory.device)
+        mask = touched([self._views[t].within(low) for t in tickets], nbytes)
+        if mask is not None:
+            memory = memory * mask.to(memory.device)
         placed.append(Placed(at, Region(memory, (nbytes,), (1,), (0,))))
         return nbytes
 
@@ -190,16 +193,20 @@ class Images:
         return m.TensorLeaf(view.dtype, view.shape, strides, position[image], offset, view.flags)
 
 
-def _touched(views: list[_View], low: int, nbytes: int) -> torch.Tensor | None:
+# Where a view starts in an extent, its item size, shape and strides.
+Geometry = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+def touched(views: Sequence[Geometry], nbytes: int) -> torch.Tensor | None:
     """Which bytes of an extent the views touch, as 0 and 1; None if all."""
-    for view in views:
-        layout = packed(view.shape, view.strides)
-        if layout is not None and layout.numel * view.itemsize == nbytes:
+    for _, itemsize, shape, strides in views:
+        layout = packed(shape, strides)
+        if layout is not None and layout.numel * itemsize == nbytes:
             return None
-    touched = np.zeros(nbytes, dtype=np.uint8)
+    marks = np.zeros(nbytes, dtype=np.uint8)
     for view in views:
-        mark_touched(touched, view.low - low, view.itemsize, view.shape, view.strides)
-    return None if touched.all() else torch.from_numpy(touched)
+        mark_touched(marks, *view)
+    return None if marks.all() else torch.from_numpy(marks)
 
 
 def mark_touched(

@@ -111,14 +111,14 @@ _UNBUILT = (
 )
 
 
-def _make(leaf: m.Leaf, path: Path, part: Part, rank: int) -> object:
+def make_leaf(leaf: m.Leaf, path: Path, part: Part, rank: int) -> object:
     try:
         return build(leaf, part, rank)
     except _UNBUILT as fault:
         raise UnsupportedLeafError(f"cannot be rebuilt here: {fault}", path=show(path)) from fault
 
 
-def _check_buildable(leaf: m.Leaf, path: Path) -> None:
+def check_leaf(leaf: m.Leaf, path: Path) -> None:
     try:
         check_buildable(leaf)
     except UnsupportedLeafError as fault:
@@ -141,12 +141,12 @@ class _New:
         for index, leaf in enumerate(manifest.leaves):
             if isinstance(leaf, m.TensorLeaf):
                 if leaf.dtype not in t.DTYPES:
-                    _check_buildable(leaf, self._paths[index])
+                    check_leaf(leaf, self._paths[index])
                 if leaf.storage >= 0:
                     users[leaf.storage] += 1
                     owners[leaf.storage] = index
                 continue
-            _check_buildable(leaf, self._paths[index])
+            check_leaf(leaf, self._paths[index])
             for part in parts(leaf):
                 if part.storage >= 0:
                     users[part.storage] += 2
@@ -204,7 +204,7 @@ class _New:
             leaves = self._ready
             for index, leaf in enumerate(self._manifest.leaves):
                 if leaves[index] is None:
-                    leaves[index] = _make(leaf, self._paths[index], self._part, self._rank)
+                    leaves[index] = make_leaf(leaf, self._paths[index], self._part, self._rank)
             return Landed(unflatten(self._manifest.tree, leaves), [], [])
 
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:
@@ -281,7 +281,7 @@ class _Existing:
             offered = slots(manifest.tree)
             self._made = {index: path for path, index in offered if index not in self._mine}
             for index, path in self._made.items():
-                _check_buildable(manifest.leaves[index], path)
+                check_leaf(manifest.leaves[index], path)
         self._plain: dict[int, Path] = {}
         self._direct: dict[int, list[_Placed]] = {}
         self._late: list[Fit | ArrayFit] = []
@@ -322,7 +322,7 @@ class _Existing:
             if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
                 isinstance(leaf, m.ArrayLeaf) and leaf.scalar
             ):
-                _check_buildable(leaf, path)
+                check_leaf(leaf, path)
                 self._plain[index] = path
         return fits
 
@@ -372,16 +372,18 @@ class _Existing:
     def _commit(self) -> Landed:
         # Whatever can fail comes before the first write.
         plain: dict[int, object] = {
-            index: _make(self._manifest.leaves[index], path, self._held_part, self._rank)
+            index: make_leaf(self._manifest.leaves[index], path, self._held_part, self._rank)
             for index, path in self._plain.items()
         }
         made = {
-            index: _make(self._manifest.leaves[index], path, self._owned_part, self._rank)
+            index: make_leaf(self._manifest.leaves[index], path, self._owned_part, self._rank)
             for index, path in (self._made or {}).items()
         }
         for whole, path in self._wholes.values():
-            _make(whole, path, self._held_part, self._rank)  # indices that point nowhere end here
-        late = [_late_copy(pair, self._held_part) for pair in self._late]
+            make_leaf(
+                whole, path, self._held_part, self._rank
+            )  # indices that point nowhere end here
+        late = [late_copy(pair, self._held_part) for pair in self._late]
         self.torn = bool(self._written or late)
         if self._atomic:
             for start, address, nbytes in self._staged.within(0, self.chunks.stream_bytes):
@@ -390,7 +392,7 @@ class _Existing:
                 held = self._held_bytes(storage)
                 self._pass_on(storage, 0, held.numel(), held)
         for destination, source in late:
-            _copy_bits(destination, source)
+            copy_late(destination, source)
         torch.autograd.graph.increment_version(
             [tensor for tensor in self._written if not tensor.is_inference()]
         )
@@ -443,7 +445,7 @@ def _in_image_order(pair: Fit) -> _Placed | None:
     return _Placed(part.offset, Region(mine, part.shape, here, layout.order))
 
 
-def _late_copy(
+def late_copy(
     pair: Fit | ArrayFit, part: Part
 ) -> tuple[torch.Tensor | np.ndarray[Any, Any], object]:
     if isinstance(pair, ArrayFit):
@@ -451,7 +453,7 @@ def _late_copy(
     return pair.destination, part(pair.part)
 
 
-def _copy_bits(destination: object, source: object) -> None:
+def copy_late(destination: object, source: object) -> None:
     if isinstance(destination, np.ndarray) and isinstance(source, np.ndarray):
         np.copyto(destination, source, casting="no")
         return

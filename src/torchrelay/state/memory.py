@@ -56,6 +56,13 @@ class Region:
             steps = [strides[dim] for dim in order]
             self._view = raw(storage, offset, size, dims, steps)
 
+    @classmethod
+    def row_major(cls, tensor: torch.Tensor) -> Region:
+        """All elements of a tensor in row-major order. Its conj and neg bits do not count."""
+        shape = tuple(tensor.shape)
+        order = [dim for dim, size in enumerate(shape) if size > 1]
+        return cls(tensor, shape, tuple(tensor.stride()), order)
+
     def run(self, start: int, stop: int) -> torch.Tensor | None:
         """Bytes [start, stop) where they lie on a device, if they are one run there."""
         if self._view is None or self._view.dtype is not torch.uint8 or self._view.dim() != 1:

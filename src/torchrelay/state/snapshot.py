@@ -4,11 +4,7 @@ the tensors alive and unchanged.
 
 from __future__ import annotations
 
-import ctypes
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import islice, pairwise
-from operator import itemgetter
 
 import torch
 
@@ -21,6 +17,7 @@ from torchrelay.state.memory import Region
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.plain import survey
 from torchrelay.state.runs import Runs
+from torchrelay.state.stream import Stream
 from torchrelay.state.tensors import flat_bytes, version_of
 
 
@@ -38,7 +35,7 @@ class Snapshot:
         starts: list[int] = []
         addresses: list[int] = []
         sizes: list[int] = []
-        self._elsewhere: list[tuple[int, Region]] = []  # not in host memory, or not in one run
+        elsewhere: list[tuple[int, Region]] = []  # not in host memory, or not in one run
         for start, image in zip(self.chunks.starts, images, strict=True):
             if image.address:
                 starts.append(start)
@@ -51,13 +48,8 @@ class Snapshot:
                     addresses.append(region.address)
                     sizes.append(region.nbytes)
                 else:
-                    self._elsewhere.append((start + at, region))
-        self._host = Runs(starts, addresses, sizes)
-        filled = [(at, at + region.nbytes) for at, region in self._elsewhere]
-        filled += [
-            (at, at + size) for at, _, size in self._host.within(0, self.chunks.stream_bytes)
-        ]
-        self._gaps = _gaps(filled, self.chunks.stream_bytes)
+                    elsewhere.append((start + at, region))
+        self._stream = Stream(Runs(starts, addresses, sizes), elsewhere, self.chunks.stream_bytes)
 
     def changed(self) -> str | None:
         """The path of a leaf that was written to since the capture, as far as autograd knows."""
@@ -85,36 +77,8 @@ class Snapshot:
 
     def read(self, index: int, out: torch.Tensor) -> None:
         """Write the chunk's bytes to the buffer `out`, zeros where the stream has gaps."""
-        start, base = self.chunks.offsets[index], out.data_ptr()
-        stop = start + self.chunks.sizes[index]
-        if out.is_cpu:
-            self._host.gather(start, stop, base)
-        elif self._host.reaches(start, stop):
-            host = torch.empty_like(out, device="cpu")
-            self.read(index, host)
-            out.copy_(host)
-            return
-        first = bisect_right(self._elsewhere, start, key=lambda piece: piece[0] + piece[1].nbytes)
-        for at, region in islice(self._elsewhere, first, None):
-            if at >= stop:
-                break
-            low, high = max(start, at), min(stop, at + region.nbytes)
-            region.read(low - at, high - at, out[low - start :])
-        first = bisect_right(self._gaps, start, key=itemgetter(1))
-        for low, high in islice(self._gaps, first, None):
-            if low >= stop:
-                break
-            low, high = max(start, low), min(stop, high)
-            if out.is_cpu:
-                ctypes.memset(base + low - start, 0, high - low)
-            else:
-                out[low - start : high - start].zero_()
-
-
-def _gaps(filled: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
-    """The bytes [low, high) of a stream that are not filled: what alignment leaves open."""
-    filled = [(0, 0), *sorted(filled), (end, end)]
-    return [(low, high) for (_, low), (high, _) in pairwise(filled) if low < high]
+        start = self.chunks.offsets[index]
+        self._stream.read(start, start + self.chunks.sizes[index], out)
 
 
 def capture(

@@ -113,6 +113,11 @@ def copy_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
     raw_of(destination).copy_(elements)
 
 
+def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its destination, in as few kernels as torch can."""
+    torch._foreach_copy_(destinations, sources)
+
+
 def flat_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
     return raw(storage, start, 1, (nbytes,), (1,))
 

@@ -8,7 +8,7 @@ in the tree. Only then is anything allocated for it.
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -66,6 +66,20 @@ def _check(manifest: m.Manifest) -> None:
         for index, (size, reached) in enumerate(zip(sizes, reach, strict=True)):
             if reached != size:
                 raise ManifestError(f"storage {index} has {size} bytes, its leaves reach {reached}")
+
+
+def check_outline(tree: m.Node, leaves: tuple[m.Leaf, ...], sizes: Sequence[int]) -> None:
+    """Raise `ManifestError` unless the leaves stand in the tree and fill tensors of these sizes."""
+    try:
+        if len(leaves) > m.MAX_LEAVES:
+            raise ManifestError(f"{len(leaves)} leaves, the cap is {m.MAX_LEAVES}")
+        _check_tree(tree, len(leaves))
+        storages = tuple(m.Storage(size) for size in sizes)
+        reach = [0] * len(sizes)
+        for leaf in leaves:
+            _check_leaf(leaf, storages, reach)
+    except (ValueError, TypeError, OverflowError, RecursionError) as fault:
+        raise ManifestError(f"invalid outline: {fault}") from None
 
 
 def _check_stream(manifest: m.Manifest, sizes: list[int]) -> None:

@@ -1,0 +1,17 @@
+"""Durable state: saves and loads of a job's steps, on torch's checkpoint planners."""
+
+from torchrelay.checkpointer.front import Checkpointer, Loaded, LoadReport
+from torchrelay.checkpointer.keep import Keep, KeepAll, KeepEvery, KeepLast
+from torchrelay.checkpointer.pending import Pending, Saved
+
+__all__ = [
+    "Checkpointer",
+    "Keep",
+    "KeepAll",
+    "KeepEvery",
+    "KeepLast",
+    "LoadReport",
+    "Loaded",
+    "Pending",
+    "Saved",
+]

@@ -1,0 +1,369 @@
+"""A load, from a committed step to the caller's state.
+
+What a rank wants is worked out against the commit record first, and refused there if it does not
+fit. Then every digest is checked; only then is anything of the caller's written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from torchrelay.checkpointer.stateful import Unwrapped, rewrap, unwrap
+from torchrelay.errors import MismatchError
+from torchrelay.state import manifest as m
+from torchrelay.state import tensors as t
+from torchrelay.state.containers import (
+    Path,
+    check_types,
+    flatten,
+    match,
+    show,
+    slots,
+    subtree,
+    unflatten,
+    write_back,
+)
+from torchrelay.state.fitting import ArrayFit, Fit, fit
+from torchrelay.state.landing import check_leaf, copy_late, late_copy, make_leaf
+from torchrelay.state.leaves import parts
+from torchrelay.state.offer import Offer
+from torchrelay.state.outline import dotted
+from torchrelay.state.pause import gc_paused
+from torchrelay.state.spans import contiguous_strides
+from torchrelay.stores.metadata import metadata_of
+from torchrelay.stores.placing import Wave, Wish, by_name, shard_at, waves
+from torchrelay.stores.reading import Fetch
+from torchrelay.stores.records import Checkpoint, StoredTensor
+from torchrelay.stores.seam import Store
+
+_WHOLE = (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)
+
+
+class Landed(NamedTuple):
+    state: Any
+    missing: list[str]
+    extra: list[str]
+
+
+class Loading:
+    """One load on one rank: planned by the constructor, then `check`, `land` and `commit`."""
+
+    def __init__(
+        self,
+        store: Store,
+        checkpoint: Checkpoint,
+        *,
+        rank: int,
+        world: int,
+        into: object = None,
+        strict: bool = True,
+        only: tuple[str, ...] = (),
+        device: torch.device | None = None,
+        planner: LoadPlanner | None = None,
+        coordinator: bool = True,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._checkpoint = checkpoint
+        self._rank = rank
+        self._device = device or torch.device("cpu")
+        self._progress = progress
+        self._tensors = by_name(checkpoint)
+        self._offer = Offer.of(checkpoint.outlines_for(rank, world))
+        self._homes: dict[str, torch.Tensor] = {}  # new tensors, by name
+        self._direct: dict[str, torch.Tensor] = {}  # the caller's, by name
+        self._echoes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._late: list[tuple[Fit | ArrayFit, int]] = []
+        self._made: dict[int, Path] = {}  # leaves that are built anew
+        self._mine: dict[int, object] = {}  # leaves that the caller has
+        self._missing: list[str] = []
+        self._extra: list[str] = []
+        self._only = only
+        self._into: Unwrapped | None = None
+        self._original = into
+        self._here: dict[Path, object] = {}  # what the caller has, by path
+        with gc_paused():
+            if into is None:
+                self._want_new()
+            else:
+                self._want_into(unwrap(into), strict)
+            self._waves = self._plan(planner, coordinator)
+
+    # What is wanted.
+
+    def _want_new(self) -> None:
+        check_types(self._offer.tree)
+        for path, index in slots(self._offer.tree):
+            if self._chosen(path):
+                self._make(index, path)
+
+    def _chosen(self, path: Path) -> bool:
+        name = dotted(path)
+        return not self._only or any(fnmatchcase(name, pattern) for pattern in self._only)
+
+    def _make(self, index: int, path: Path) -> None:
+        if index in self._made:
+            return
+        leaf = self._offer.leaves[index]
+        check_leaf(leaf, path)
+        self._made[index] = path
+        for part in parts(leaf):
+            self._home(index, part)
+
+    def _home(self, index: int, part: m.TensorLeaf) -> None:
+        """A new tensor for the named one that a part of a leaf lies in."""
+        if part.storage < 0:
+            return
+        outline = self._offer.homes[index]
+        name = outline.names[part.storage]
+        if name in self._homes:
+            return
+        stored = self._tensors[name]
+        leaf = self._offer.leaves[index]
+        device = torch.device("cpu") if isinstance(leaf, m.ArrayLeaf) else self._device
+        strides = outline.strides.get(part.storage)
+        if strides is None or len(strides) != len(stored.shape):
+            strides = contiguous_strides(stored.shape)
+        try:
+            self._homes[name] = torch.empty_strided(
+                stored.shape, strides, dtype=t.dtype_named(stored.dtype), device=device
+            )
+        except RuntimeError as fault:
+            raise MismatchError(f"no memory for {name}: {fault}") from None
+
+    def _want_into(self, into: Unwrapped, strict: bool) -> None:
+        self._into = into
+        flat = flatten(into.state)
+        self._here = {path: flat.leaves[place] for path, place in slots(flat.tree)}
+        offered = [slot for slot in slots(self._offer.tree) if self._chosen(slot[0])]
+        here = [slot for slot in slots(flat.tree) if self._chosen(slot[0])]
+        matched = match(offered, here, strict=False)
+        known = {path for path, _ in here}
+        objects = tuple(into.objects)
+        lacking = [(path, index) for path, index in offered if path not in known]
+        # An object takes what its present state lacks, as a new optimizer does.
+        grown = [(path, index) for path, index in lacking if _below(path, objects)]
+        kept = {path for path, _ in grown}
+        self._missing = [show(path) for path, _ in lacking if path not in kept]
+        self._extra = matched.extra
+        if strict:
+            unplaced = [(p, 0) for p, _ in lacking if p not in kept and self._offer.exact]
+            match(
+                unplaced,
+                [(path, 0) for path in known.difference(p for p, _ in offered)],
+                strict=True,
+            )
+        for index, path, place in matched.pairs:
+            self._fit(index, path, flat.leaves[place])
+        for path, index in grown:
+            self._make(index, path)
+
+    def _fit(self, index: int, path: Path, mine: object) -> None:
+        leaf = self._offer.leaves[index]
+        self._mine[index] = mine
+        if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
+            isinstance(leaf, m.ArrayLeaf) and leaf.scalar
+        ):
+            list(fit(leaf, mine, path))
+            self._make(index, path)
+            return
+        whole = self._whole(index, leaf)
+        if whole is not None and isinstance(mine, torch.Tensor) and _is_settable(mine, leaf):
+            self._fit_whole(whole, leaf, mine, path)
+            return
+        for pair in fit(_as_plain(leaf, mine), mine, path):
+            self._late.append((pair, index))
+            taken = next(parts(pair.leaf)) if isinstance(pair, ArrayFit) else pair.part
+            self._home(index, taken)
+
+    def _whole(self, index: int, leaf: m.Leaf) -> StoredTensor | None:
+        """The stored tensor that is all of a leaf, element for element."""
+        if not isinstance(leaf, _WHOLE):
+            return None
+        part = next(parts(leaf))
+        if part.storage < 0 or part.strides is not None or part.offset:
+            return None
+        stored = self._tensors[self._offer.homes[index].names[part.storage]]
+        same = (stored.dtype, stored.shape) == (part.dtype, part.shape)
+        return stored if same else None
+
+    def _fit_whole(
+        self, stored: StoredTensor, leaf: m.Leaf, mine: torch.Tensor, path: Path
+    ) -> None:
+        for what, offered, have in (
+            ("dtype", stored.dtype, t.NAMES[mine.dtype]),
+            ("shape", stored.shape, tuple(mine.size())),
+        ):
+            if offered != have:
+                raise MismatchError(
+                    f"{what} differs: offered {offered}, the destination has {have}",
+                    path=show(path),
+                )
+        other = self._direct.setdefault(stored.name, mine)
+        if other is not mine:
+            self._echoes.append((mine, other))
+
+    # How it is read.
+
+    def _plan(self, planner: LoadPlanner | None, coordinator: bool) -> list[Wave]:
+        planner = planner or DefaultLoadPlanner(flatten_state_dict=False)
+        self._planner = planner
+        metadata = metadata_of(self._checkpoint)
+        planner.set_up_planner({**self._homes, **self._direct}, metadata, coordinator)
+        plan = planner.create_local_plan()
+        plan = planner.finish_plan(planner.create_global_plan([plan])[0])
+        self._items = [item for item in plan.items if item.type.name == "TENSOR"]
+        self._places = [planner.resolve_tensor(item).detach() for item in self._items]
+        return waves(self._wishes())
+
+    def _wishes(self) -> Iterator[Wish]:
+        for item, place in zip(self._items, self._places, strict=True):
+            index = item.storage_index
+            stored = self._tensors[index.fqn]
+            shard = shard_at(stored, index.offset or (), index.index)
+            offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+            yield Wish(stored, shard, offsets, lengths, place)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.nbytes for place in self._places)
+
+    def check(self) -> None:
+        """Raise `DamagedError` unless all that is wanted has its digest."""
+        for wave in self._waves:
+            self._fetch(wave).check()
+
+    def land(self, *, verify: bool) -> None:
+        """Read everything into its place."""
+        while self._waves:
+            wave = self._waves.pop(0)  # its buffers are freed with it
+            self._fetch(wave).land(verify=verify)
+            for copy in wave.after:
+                copy()
+
+    def _fetch(self, wave: Wave) -> Fetch:
+        return Fetch(self._store, self._checkpoint, wave.wanted, progress=self._progress)
+
+    # The end.
+
+    def commit(self) -> Landed:
+        """Everything has arrived: finish the caller's state, or build a new one."""
+        with gc_paused():
+            return self._commit()
+
+    def _commit(self) -> Landed:
+        for item, place in zip(self._items, self._places, strict=True):
+            self._planner.commit_tensor(item, place)
+        made = {
+            index: make_leaf(self._plainly(index), path, self._part_of(index), self._rank)
+            for index, path in self._made.items()
+        }
+        late = [late_copy(pair, self._part_of(index)) for pair, index in self._late]
+        for destination, source in late:
+            copy_late(destination, source)
+        for destination, source in self._echoes:
+            _copy_whole(destination, source)
+        written = [x for x in self._direct.values() if not isinstance(x, t.ShardedTensor)]
+        torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
+        if self._into is None:
+            return Landed(self._new_state(made), [], [])
+        tree = self._offer.tree
+        plain = write_back(self._into.state, tree, made)
+        leaves = {**self._mine, **made}
+        for key, stateful in self._into.objects.items():
+            branch = subtree(tree, key)
+            if branch is not None:
+                for path, index in slots(branch):
+                    leaves.setdefault(index, self._here.get((*key, *path)))
+                stateful.load_state_dict(unflatten(branch, leaves))
+        return Landed(rewrap(self._original, self._into, plain), self._missing, self._extra)
+
+    def _new_state(self, made: dict[int, object]) -> object:
+        if not self._only:
+            return unflatten(self._offer.tree, made)
+        return unflatten(*_pruned(self._offer.tree, made))
+
+    def _plainly(self, index: int) -> m.Leaf:
+        """A leaf as it is built without the ranks that saved it: distributed tensors are whole."""
+        leaf = self._offer.leaves[index]
+        if isinstance(leaf, (m.DTensorLeaf, m.ShardedLeaf)):
+            part = next(parts(leaf))
+            return m.TensorLeaf(part.dtype, part.shape, None, part.storage, 0, leaf.flags)
+        return leaf
+
+    def _part_of(self, index: int) -> Callable[[m.TensorLeaf], torch.Tensor]:
+        outline = self._offer.homes[index]
+
+        def part(leaf: m.TensorLeaf) -> torch.Tensor:
+            strides = contiguous_strides(leaf.shape) if leaf.strides is None else leaf.strides
+            if leaf.storage < 0:
+                device = "meta" if leaf.flags & m.META else self._device
+                return t.without_storage(leaf, strides, device)
+            home = self._homes[outline.names[leaf.storage]]
+            if leaf.strides is None and not leaf.offset and leaf.shape == tuple(home.shape):
+                strides = home.stride()  # the layout in memory that the tensor had
+            return t.over_storage(home.untyped_storage(), leaf.offset, leaf, strides)
+
+        return part
+
+
+def _below(path: Path, roots: tuple[Path, ...]) -> bool:
+    return any(path[: len(root)] == root for root in roots)
+
+
+def _is_settable(mine: torch.Tensor, leaf: m.Leaf) -> bool:
+    """Whether a tensor can be filled in place, element by element, from a whole stored one."""
+    if isinstance(mine, (t.DTensor, t.ShardedTensor)):
+        return True
+    if not t.is_plain(mine) or mine.is_meta:
+        return False
+    part = next(parts(leaf))
+    return not (t.flags_of(mine) | part.flags) & (m.CONJ | m.NEG | m.META)
+
+
+def _as_plain(leaf: m.Leaf, mine: object) -> m.Leaf:
+    """A distributed leaf as the whole tensor it is, for a destination that is not distributed."""
+    if isinstance(leaf, (m.DTensorLeaf, m.ShardedLeaf)):
+        return next(parts(leaf))
+    return leaf
+
+
+def _copy_whole(destination: torch.Tensor, source: torch.Tensor) -> None:
+    if isinstance(destination, t.DTensor) and isinstance(source, t.DTensor):
+        destination, source = t.dtensor_parts(destination)[0], t.dtensor_parts(source)[0]
+    if destination.shape != source.shape:
+        raise MismatchError("two destinations of one tensor are distributed in different ways")
+    t.copy_bits(destination.detach(), source.detach())
+
+
+def _pruned(tree: m.Node, made: dict[int, object]) -> tuple[m.Node, dict[int, object]]:
+    """The part of a tree that was asked for: dicts lose the other keys, sequences hold None."""
+    nothing = max(made, default=0) + 1
+    leaves = {**made, nothing: None}
+
+    def visit(node: m.Node) -> m.Node | None:
+        if isinstance(node, int):
+            return node if node in made else None
+        if isinstance(node, m.RecordNode):
+            body = visit(node.body)
+            return None if body is None else node
+        items = [visit(item) for item in node.items]
+        if all(item is None for item in items):
+            return None
+        if isinstance(node, m.DictNode):
+            kept = [(k, i) for k, i in zip(node.keys, items, strict=True) if i is not None]
+            keys, values = zip(*kept, strict=True)
+            return m.DictNode(node.kind, keys, values, node.factory)
+        filled = tuple(nothing if item is None else item for item in items)
+        if isinstance(node, m.SequenceNode):
+            return m.SequenceNode(node.kind, filled)
+        return m.NamedTupleNode(node.name, node.fields, filled, node.module)
+
+    pruned = visit(tree)
+    return (m.DictNode("dict", (), ()), leaves) if pruned is None else (pruned, leaves)

@@ -1,0 +1,88 @@
+"""What `save_async` returns."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+
+from torchrelay.errors import CheckpointError
+
+logger = logging.getLogger("torchrelay")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed step. `bytes` are those of this rank's files; `seconds` are by phase."""
+
+    step: int
+    url: str
+    bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Pending:
+    """A save that is being written. The state it was given may change.
+
+    `skipped`: it was never begun, because another one was under way (`on_busy="skip"`).
+    """
+
+    def __init__(self, step: int, *, skipped: bool = False) -> None:
+        self.step = step
+        self.skipped = skipped
+        self._ended = threading.Event()
+        self._saved: Saved | None = None
+        self._fault: BaseException | None = None
+        self._told = False
+        if skipped:
+            self._ended.set()
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._ended.is_set()
+
+    def result(self, timeout: float | None = None) -> Saved | None:
+        """Wait until the step is committed; None if it was skipped. Raises what went wrong.
+
+        `TimeoutError` after `timeout` seconds; the save goes on.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"step {self.step} is not committed after {timeout} s")
+        self._told = True
+        if self._fault is not None:
+            raise self._fault
+        return self._saved
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end and return what went wrong, if anything did."""
+        try:
+            self.result(timeout)
+        except TimeoutError:
+            if not self._ended.is_set():
+                raise
+        except BaseException:
+            pass
+        return self._fault
+
+    def untold(self) -> BaseException | None:
+        """The failure, if there was one and nobody has asked; asked once."""
+        if self._fault is None or self._told:
+            return None
+        self._told = True
+        return self._fault
+
+    def settle(self, seconds: float) -> None:
+        """Wait for the end; raises a failure that nobody has asked for."""
+        if not self._ended.wait(seconds):
+            raise CheckpointError(
+                f"step {self.step} is still being written", step=self.step, phase="write"
+            )
+        if (fault := self.untold()) is not None:
+            raise fault
+
+    def end(self, saved: Saved | None, fault: BaseException | None) -> None:
+        """Called once by whoever writes the step."""
+        self._saved, self._fault = saved, fault
+        if fault is not None:
+            logger.error("saving step %d failed: %s", self.step, fault)
+        self._ended.set()

@@ -1,0 +1,363 @@
+"""A save, from the caller's state to a committed step.
+
+    plan     every rank says what it has, the coordinator's planner says who writes what
+    stage    what must be copied is copied; from here on an asynchronous caller goes on
+    write    each rank hashes and writes its files and makes them durable
+    commit   the coordinator writes the commit record and puts the step in place
+
+A rank that fails in any of these makes every rank fail, and the draft is removed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from torchrelay.checkpointer.pending import Pending, Saved, logger
+from torchrelay.checkpointer.staging import (
+    HereTarget,
+    Pipeline,
+    ProcessTarget,
+    Target,
+    arena_bytes,
+)
+from torchrelay.checkpointer.stateful import unwrap
+from torchrelay.errors import CheckpointError, StepExistsError
+from torchrelay.memory.arena import Arena
+from torchrelay.memory.device import DeviceCopy
+from torchrelay.state.outline import Named, outline
+from torchrelay.stores import plans
+from torchrelay.stores.drafting import Share, Written, commit_record
+from torchrelay.stores.local import token
+from torchrelay.stores.records import encode
+from torchrelay.stores.seam import Draft, Store
+from torchrelay.stores.writer_client import WriterProcess
+from torchrelay.stores.writing import WORKERS
+from torchrelay.transports.assembly import Assembly, Call
+from torchrelay.transports.clock import Deadline, Stopwatch
+
+BLOCKING_ARENA = 512 << 20  # bytes that a blocking save stages through, where it must stage
+HEADROOM = 1 << 20  # bytes kept free beside the data: commit record, directory
+
+_locals = msgspec.msgpack.Decoder(plans.LocalPlan)
+_written = msgspec.msgpack.Decoder(Written)
+
+
+class _Go(msgspec.Struct, array_like=True):
+    """The coordinator's answer to a plan."""
+
+    token: str
+    final: plans.FinalPlan
+
+
+_go = msgspec.msgpack.Decoder(_Go)
+
+
+@dataclass
+class Save:
+    """One save under way on this rank."""
+
+    step: int
+    overwrite: bool
+    call: Call
+    deadline: Deadline
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    token: str = ""
+    planned: bool = False  # whether every rank has its plan, and awaits the others' last word
+    draft: Draft | None = None
+    outlines: plans.Outlines | None = None
+
+
+class Saver:
+    """Saves states of one `Checkpointer`, one at a time. Keeps the arena and the writer process."""
+
+    def __init__(
+        self,
+        store: Store,
+        assembly: Assembly,
+        *,
+        planner: SavePlanner | None,
+        memory_budget: int | None,
+        file_bytes: int | None,
+        stage: str,
+        version: str,
+    ) -> None:
+        self._store = store
+        self._all = assembly
+        self._planner = planner
+        self._budget = memory_budget
+        self._file_bytes = file_bytes
+        self._stage = stage
+        self._version = version
+        self._arena: Arena | None = None
+        self._process = WriterProcess()
+        self._spare = DeviceCopy()
+
+    def save(self, save: Save, state: object) -> Saved:
+        """Write a state and return when it is committed."""
+        try:
+            share, _ = self._plan(save, state)
+            with save.watch("write"):
+                written = self._write_now(save, share)
+        except BaseException as fault:
+            self._give_up(save, fault)
+            raise
+        return self._commit(save, share, written)
+
+    def save_async(
+        self, save: Save, state: object, pending: Pending, after: Callable[[], None]
+    ) -> None:
+        """Stage a state and return; `pending` ends when it is committed, or is not. `after` is done
+        after the commit."""
+        try:
+            share, drafted = self._plan(save, state)
+            with save.watch("stage"):
+                pipeline = self._stage_share(save, share, drafted)
+        except BaseException as fault:
+            self._give_up(save, fault)
+            raise
+        thread = threading.Thread(
+            target=self._complete,
+            args=(save, share, pipeline, pending, after),
+            name="torchrelay-commit",
+            daemon=True,
+        )
+        thread.start()
+
+    def prepare(self, save: Save, state: object) -> int:
+        """Have memory and process ready for states like this one; the bytes staged for it."""
+        share, drafted = self._plan(save, state, dry=True)
+        if self._stage == "device":
+            self._spare.take(drafted.tensors)
+            self._spare.wait()
+        arena = self._arena_for(share, self._budget)
+        self._process.start()
+        self._process.attach(arena.fd, arena.nbytes)
+        return share.nbytes
+
+    # Plan.
+
+    def _plan(self, save: Save, state: object, *, dry: bool = False) -> tuple[Share, plans.Drafted]:
+        with save.watch("plan"):
+            planner = self._planner or DefaultSavePlanner(flatten_state_dict=False)
+            alone = self._all.world == 1
+            held: list[Named] = []
+
+            def mine() -> Any:
+                named = outline(unwrap(state).state)
+                held.append(named)
+                local = plans.local_plan(
+                    named, planner, coordinator=self._all.coordinates, alone=alone
+                )
+                return local if alone else msgspec.msgpack.encode(local)
+
+            def decide(said: list[Any]) -> list[Any]:
+                locals_ = said if alone else [_locals.decode(data) for data in said]
+                finals, _ = plans.global_plans(locals_, planner)
+                save.outlines = plans.merge_outlines(locals_)
+                save.token = token()
+                if not dry:
+                    self._begin(save, sum(map(plans.item_bytes, finals)))
+                answers = [_Go(save.token, final) for final in finals]
+                return answers if alone else [msgspec.msgpack.encode(go) for go in answers]
+
+            save.call.at("planning")
+            heard: Any = save.call.round("plan", mine, decide, save.deadline)
+            go = heard if alone else _go.decode(heard)
+            save.token, save.planned = go.token, not dry
+            if save.draft is None:
+                save.draft = self._store.draft(save.step, go.token, overwrite=save.overwrite)
+            drafted = plans.resolve(go.final, planner, held[0].tops)
+            return self._share(drafted), drafted
+
+    def _share(self, drafted: plans.Drafted) -> Share:
+        return Share(
+            drafted, rank=self._all.rank, world=self._all.world, file_bytes=self._file_bytes
+        )
+
+    def _begin(self, save: Save, nbytes: int) -> None:
+        """The coordinator's: is there room, and is the step free?"""
+        draft = self._store.draft(save.step, save.token, overwrite=save.overwrite)
+        free = self._store.free_bytes()
+        need = nbytes + HEADROOM
+        if free is not None and free < need:
+            raise CheckpointError(
+                f"no room: the step takes {need:,} bytes, {free:,} are free, "
+                f"{need - free:,} are missing",
+                step=save.step,
+                phase="plan",
+                file=self._store.url,
+            )
+        try:
+            draft.begin()
+        except FileExistsError as fault:
+            raise StepExistsError(
+                f"step {save.step} is committed: pass overwrite=True to replace it",
+                step=save.step,
+                phase="plan",
+                file=fault.filename or self._store.url,
+            ) from None
+        except OSError as fault:
+            raise CheckpointError(
+                f"cannot begin a step: {fault.strerror or fault}",
+                phase="plan",
+                file=self._store.url,
+            ) from fault
+        save.draft = draft
+
+    # Stage and write.
+
+    def _write_now(self, save: Save, share: Share) -> Written:
+        """Write a share from this process; gives up waiting for it at the deadline."""
+        assert save.draft is not None
+        done: list[list[bytes]] = []
+        faults: list[BaseException] = []
+        draft = save.draft
+        target: list[HereTarget] = []
+
+        def work() -> None:
+            try:
+                if share.on_host:
+                    target.append(HereTarget(draft, share.files))
+                    target[0].write_ranges(share.ranges())
+                    done.append(target[0].finish(save.deadline))
+                    return
+                arena = self._arena_for(share, self._budget or BLOCKING_ARENA)
+                target.append(HereTarget(draft, share.files, arena.address))
+                pipeline = Pipeline(share, share.streams, arena, target[0], save.deadline)
+                pipeline.stage(WORKERS)
+                done.append(pipeline.finish())
+            except BaseException as fault:
+                faults.append(fault)
+                if target:
+                    target[0].abort()
+
+        save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
+        thread = threading.Thread(target=work, name="torchrelay-save", daemon=True)
+        thread.start()
+        thread.join(max(0.0, save.deadline.left() - 0.5))
+        if faults:
+            raise faults[0]
+        if not done:
+            where = target[0].at if target else None
+            raise CheckpointError("still writing at the deadline", phase="write", file=where)
+        return share.written(done[0])
+
+    def _arena_for(self, share: Share, budget: int | None) -> Arena:
+        """The arena, grown if need be: for all of a share, or no more than a budget."""
+        whole = arena_bytes(share.files)
+        need = max(4096, whole if budget is None else min(whole, budget))
+        pinned = any(
+            region.keep.is_cuda for stream in share.streams for _, region in stream.elsewhere
+        )
+        if self._arena is None or self._arena.nbytes < need:
+            if self._arena is not None:
+                self._arena.close()
+                self._arena = None
+            self._arena = Arena(need, pinned=pinned)
+        return self._arena
+
+    def _stage_share(self, save: Save, share: Share, drafted: plans.Drafted) -> Pipeline:
+        assert save.draft is not None
+        save.call.at("staging")
+        arena = self._arena_for(share, self._budget)
+        place = (self._store.url, save.step, save.token)
+        target: Target = ProcessTarget(self._process, arena, place, share.files, save.deadline)
+        if self._stage != "device":
+            pipeline = Pipeline(share, share.streams, arena, target, save.deadline)
+            pipeline.stage(WORKERS)
+            return pipeline
+        copies = plans.Drafted(drafted.entries, self._spare.take(drafted.tensors), drafted.objects)
+        spare = self._share(copies)
+        pipeline = Pipeline(spare, spare.streams, arena, target, save.deadline)
+
+        def later() -> None:
+            with suppress(BaseException):  # the pipeline keeps it for `finish`
+                pipeline.stage(WORKERS, after=self._spare.wait)
+
+        threading.Thread(target=later, name="torchrelay-stage", daemon=True).start()
+        return pipeline
+
+    # Commit.
+
+    def _complete(
+        self,
+        save: Save,
+        share: Share,
+        pipeline: Pipeline,
+        pending: Pending,
+        after: Callable[[], None],
+    ) -> None:
+        try:
+            try:
+                save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
+                with save.watch("write"):
+                    written = share.written(pipeline.finish())
+            except BaseException as fault:
+                self._give_up(save, fault)
+                raise
+            saved = self._commit(save, share, written)
+            after()
+        except BaseException as fault:
+            pending.end(None, fault)
+        else:
+            pending.end(saved, None)
+
+    def _commit(self, save: Save, share: Share, written: Written) -> Saved:
+        def decide(said: list[bytes]) -> list[bytes]:
+            shares = [_written.decode(data) for data in said]
+            assert save.outlines is not None and save.draft is not None
+            record = commit_record(save.step, shares, save.outlines, self._version)
+            try:
+                save.draft.commit(encode(record))
+            except FileExistsError as fault:
+                raise StepExistsError(
+                    f"step {save.step} was committed by another writer meanwhile",
+                    step=save.step,
+                    phase="commit",
+                    file=fault.filename or self._store.url,
+                ) from None
+            except OSError as fault:
+                raise CheckpointError(
+                    f"cannot commit: {fault.strerror or fault}",
+                    step=save.step,
+                    phase="commit",
+                    file=str(fault.filename or self._store.url),
+                ) from fault
+            return [b""] * len(said)
+
+        with save.watch("commit"):
+            try:
+                payload = msgspec.msgpack.encode(written)
+                save.call.round("write", lambda: payload, decide, save.deadline)
+            except BaseException:
+                self._discard(save)
+                raise
+        url = f"{self._store.url}/step-{save.step}"
+        return Saved(save.step, url, share.nbytes, dict(save.watch.seconds))
+
+    def _give_up(self, save: Save, fault: BaseException) -> None:
+        """This rank failed before the last round: tell the others there, then clean up."""
+        if save.planned:
+            try:
+                save.call.round("write", fault, lambda said: said, save.deadline)
+            except Exception as told:
+                logger.debug("step %d given up: %s", save.step, told)
+        self._discard(save)
+
+    def _discard(self, save: Save) -> None:
+        if self._all.coordinates and save.draft is not None:
+            save.draft.discard()
+
+    def close(self) -> None:
+        self._process.close()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None

@@ -1,0 +1,204 @@
+"""From a rank's share of a step to its files: straight from memory, or staged through an arena.
+
+A staged share goes through *slots* of the arena: one as large as the share, or several small ones
+that are filled and written in turn (`memory_budget`). Filling is what the trainer waits for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from torchrelay.errors import CheckpointError
+from torchrelay.memory.arena import Arena
+from torchrelay.memory.staging import Copy, stage
+from torchrelay.state.runs import Runs
+from torchrelay.state.stream import Stream
+from torchrelay.stores.drafting import Share
+from torchrelay.stores.seam import Draft
+from torchrelay.stores.writer_client import WriterProcess
+from torchrelay.stores.writing import FileSpec, Range, Writing
+from torchrelay.transports.clock import Deadline
+
+SLOTS = 4  # of an arena smaller than the share
+
+Placed = tuple[int, int, int, int]  # file, start and stop in it, place in the arena
+
+
+class Target(Protocol):
+    """Where staged bytes are written from: this process, or the writer process."""
+
+    def write(self, placed: list[Placed], deadline: Deadline) -> None: ...
+    def finish(self, deadline: Deadline) -> list[bytes]: ...
+    def abort(self) -> None: ...
+
+
+class HereTarget:
+    """Threads of this process."""
+
+    def __init__(self, draft: Draft, files: list[FileSpec], base: int = 0) -> None:
+        self._writing = Writing(draft, files)
+        self._base = base
+
+    def write(self, placed: list[Placed], deadline: Deadline) -> None:
+        self.write_ranges(
+            [
+                Range(file, start, stop, Runs([start], [self._base + at], [stop - start]))
+                for file, start, stop, at in placed
+            ]
+        )
+
+    def write_ranges(self, ranges: list[Range]) -> None:
+        self._writing.write(ranges)
+
+    @property
+    def at(self) -> str | None:
+        """The file that was written to last."""
+        return self._writing.current
+
+    def finish(self, deadline: Deadline) -> list[bytes]:
+        return self._writing.finish()
+
+    def abort(self) -> None:
+        self._writing.abort()
+
+
+class ProcessTarget:
+    """The writer process."""
+
+    def __init__(
+        self,
+        process: WriterProcess,
+        arena: Arena,
+        draft: tuple[str, int, str],
+        files: list[FileSpec],
+        deadline: Deadline,
+    ) -> None:
+        self._process = process
+        process.attach(arena.fd, arena.nbytes)
+        process.begin(*draft, files, deadline.left())
+
+    def write(self, placed: list[Placed], deadline: Deadline) -> None:
+        self._process.write(placed, deadline.left())
+
+    def finish(self, deadline: Deadline) -> list[bytes]:
+        return self._process.finish(deadline.left())
+
+    def abort(self) -> None:
+        self._process.abort()
+
+
+def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
+    """Cut files into slots, in order. Cuts fall on chunk boundaries of the files."""
+    slot: list[Placed] = []
+    used = 0
+    for index, file in enumerate(files):
+        start = 0
+        while start < file.nbytes:
+            room = slot_bytes - used
+            stop = file.nbytes
+            if stop - start > room:
+                stop = start + room // file.chunk_bytes * file.chunk_bytes
+            if stop == start:
+                if not slot:
+                    raise CheckpointError(
+                        f"a slot of {slot_bytes} bytes is smaller than a chunk of "
+                        f"{file.chunk_bytes}: give a larger memory_budget",
+                        phase="stage",
+                    )
+                yield slot
+                slot, used = [], 0
+                continue
+            slot.append((index, start, stop, used))
+            used += -(-(stop - start) // 4096) * 4096
+            start = stop
+            if used >= slot_bytes:
+                yield slot
+                slot, used = [], 0
+    if slot:
+        yield slot
+
+
+def arena_bytes(files: list[FileSpec]) -> int:
+    """What a share takes when all of it is staged at once."""
+    return sum(-(-file.nbytes // 4096) * 4096 for file in files)
+
+
+class Pipeline:
+    """Fills slots and has them written. `stage` returns when the sources may change; `finish`,
+    called once from any thread, when everything is durable."""
+
+    def __init__(
+        self, share: Share, streams: list[Stream], arena: Arena, target: Target, deadline: Deadline
+    ) -> None:
+        self._share = share
+        self._streams = streams
+        self._arena = arena
+        self._target = target
+        self._deadline = deadline
+        whole = arena_bytes(share.files)
+        self._slot_bytes = arena.nbytes if whole <= arena.nbytes else arena.nbytes // SLOTS
+        slots = 1 if whole <= arena.nbytes else SLOTS
+        self._free: queue.Queue[int] = queue.Queue()
+        for slot in range(slots):
+            self._free.put(slot)
+        self._jobs: queue.Queue[tuple[int, list[Placed]] | None] = queue.Queue()
+        self._failed = threading.Event()
+        self._fault: BaseException | None = None
+        self._writer = threading.Thread(target=self._write, name="torchrelay-save", daemon=True)
+        self._writer.start()
+
+    def stage(self, threads: int, after: Callable[[], None] | None = None) -> None:
+        try:
+            if after is not None:
+                after()
+            for placed in fills(self._share.files, self._slot_bytes):
+                slot = self._slot()
+                base = slot * self._slot_bytes
+                copies = [
+                    Copy(self._streams[file], start, stop, base + at)
+                    for file, start, stop, at in placed
+                ]
+                stage(copies, self._arena.tensor, threads=threads)
+                self._jobs.put((slot, [(f, a, b, base + at) for f, a, b, at in placed]))
+        except BaseException as fault:
+            self._fail(fault)
+            raise
+        finally:
+            self._jobs.put(None)
+
+    def _slot(self) -> int:
+        while not self._deadline.passed:
+            if self._failed.is_set():
+                assert self._fault is not None
+                raise self._fault
+            try:
+                return self._free.get(timeout=0.05)
+            except queue.Empty:
+                continue
+        raise CheckpointError("writing is too slow to stage in time", phase="stage")
+
+    def _write(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                slot, placed = job
+                self._target.write(placed, self._deadline)
+                self._free.put(slot)
+        except BaseException as fault:
+            self._fail(fault)
+
+    def _fail(self, fault: BaseException) -> None:
+        self._fault = self._fault or fault
+        self._failed.set()
+
+    def finish(self) -> list[bytes]:
+        """The digests of each file's chunks."""
+        self._writer.join(self._deadline.left())
+        if self._writer.is_alive():
+            raise CheckpointError("still writing at the deadline", phase="write")
+        if self._fault is not None:
+            self._target.abort()
+            raise self._fault
+        return self._target.finish(self._deadline)

@@ -1,0 +1,200 @@
+"""The steps in which torch's DCP saves and loads, over any torch storage and planner.
+
+Each rank does its part, and all meet after it: `CheckpointError` on one is `CheckpointError` on
+all. What a rank can fail at before the first meeting, such as a `state_dict()` that raises, is part
+of that step, so that no rank waits for one that has left.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from torchrelay.errors import CheckpointError, RelayError, UsageError
+
+logger = logging.getLogger(__name__)
+
+
+class Meeting(_DistWrapper):
+    """torch's wrapper around the group; a failure that does not pickle still reaches the others."""
+
+    def gather_object(self, object: Any) -> list[Any] | None:
+        return super().gather_object(_sendable(object))
+
+    def all_gather_object(self, object: Any) -> list[Any]:
+        return super().all_gather_object(_sendable(object))
+
+    def scatter_object(self, object_list: list[Any] | None) -> Any:
+        whole = None if object_list is None else [_sendable(item) for item in object_list]
+        return super().scatter_object(whole)
+
+    def broadcast_object(self, object: Any) -> Any:
+        return super().broadcast_object(_sendable(object))
+
+
+def meet(group: dist.ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> Meeting:
+    """A meeting of `group`, of which `coordinator_rank` is a rank; `UsageError` if it is not."""
+    if use_dist:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        if rank < 0:
+            raise UsageError("this process is not a rank of the checkpointer's process group")
+        if not 0 <= coordinator_rank < size:
+            raise UsageError(f"coordinator_rank {coordinator_rank} is not in a group of {size}")
+    return Meeting(group, use_dist, coordinator_rank)
+
+
+def save(
+    meeting: Meeting,
+    state: Callable[[], dict[str, Any]],
+    writer: StorageWriter,
+    planner: SavePlanner,
+) -> Metadata:
+    """Save what `state()` gives on each rank; every rank gets the metadata."""
+    metadata: Metadata | None = None
+
+    def local_plan() -> SavePlan:
+        here, leads = state(), meeting.is_coordinator
+        if _takes(planner.set_up_planner, "storage_meta"):
+            planner.set_up_planner(
+                state_dict=here, storage_meta=writer.storage_meta(), is_coordinator=leads
+            )
+        else:  # a planner from before torch 2.3
+            planner.set_up_planner(here, leads)  # type: ignore[arg-type]
+        if _takes(writer.set_up_storage_writer, "kwargs"):
+            writer.set_up_storage_writer(leads, rank=meeting.rank, use_collectives=True)
+        else:
+            writer.set_up_storage_writer(leads)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> Any:
+        writes = writer.write_data(planner.finish_plan(plan), planner)
+        writes.wait()
+        return writes.value()
+
+    def finish(results: list[Any]) -> Metadata:
+        if metadata is None:
+            raise CheckpointError("the save planner made no metadata")
+        writer.finish(metadata=metadata, results=results)
+        return metadata
+
+    with _Told("save", meeting):
+        plan = meeting.reduce_scatter("plan", local_plan, global_plan)
+        return meeting.all_reduce("write", write, finish)
+
+
+def load(
+    meeting: Meeting,
+    state: Callable[[], dict[str, Any]],
+    reader: StorageReader,
+    planner: LoadPlanner,
+) -> None:
+    """Load into what `state()` gives on each rank."""
+
+    def local_plan() -> LoadPlan:
+        here, leads = state(), meeting.is_coordinator
+        metadata, common = _metadata(reader, meeting.rank)
+        planner.set_up_planner(here, metadata, leads)
+        if _takes(reader.set_up_storage_reader, "kwargs"):
+            reader.set_up_storage_reader(metadata, leads, rank=meeting.rank, use_collectives=common)
+        else:
+            reader.set_up_storage_reader(metadata, leads)
+        return reader.prepare_local_plan(planner.create_local_plan())
+
+    def global_plan(plans: list[LoadPlan]) -> list[LoadPlan]:
+        return reader.prepare_global_plan(planner.create_global_plan(plans))
+
+    def read() -> None:
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    with _Told("load", meeting):
+        plan = meeting.reduce_scatter("plan", local_plan, global_plan)
+        meeting.all_gather("read", read)
+
+
+def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """The metadata, and whether all ranks have it in common: a checkpoint saved without
+    collectives has one for each rank."""
+    try:
+        return reader.read_metadata(), True
+    except Exception as fault:
+        if not _takes(reader.read_metadata, "kwargs"):
+            raise
+        try:
+            return reader.read_metadata(rank=rank), False
+        except Exception:
+            logger.debug("rank %d has no metadata of its own either", rank, exc_info=True)
+        raise fault
+
+
+class _Told:
+    """Says in a `CheckpointError` what went wrong inside, and on which ranks."""
+
+    def __init__(self, what: str, meeting: Meeting) -> None:
+        self.what = what
+        self.rank = meeting.rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, fault: BaseException | None, __: object) -> None:
+        if isinstance(fault, CheckpointException):
+            self._tell(fault)
+        if isinstance(fault, Exception) and not isinstance(fault, RelayError):
+            # All that a rank does itself is told above: this is the group's.
+            raise CheckpointError(
+                f"{self.what} failed: the process group broke: {fault}", rank=self.rank
+            ) from fault
+
+    def _tell(self, fault: CheckpointException) -> None:
+        failures = {rank: error for rank, (error, _) in sorted(fault.failures.items())}
+        own = failures.get(self.rank)
+        if own is not None and not isinstance(own, Exception):
+            raise own from None  # Ctrl-C here, not a failure
+        phase, first = str(fault.args[0]), min(failures)
+        each = "; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, e in failures.items())
+        torn = (
+            "; the state is part old, part new: load again"
+            if (self.what, phase) == ("load", "read")
+            else ""
+        )
+        raise CheckpointError(
+            f"{self.what} failed on {each}{torn}", rank=first, phase=phase
+        ) from failures[first]
+
+
+def _takes(method: Callable[..., Any], parameter: str) -> bool:
+    return parameter in inspect.signature(method).parameters
+
+
+def _sendable(value: Any) -> Any:
+    """`value`, or where it is a failure that does not pickle, one that does and says the same."""
+    if isinstance(value, CheckpointException):
+        told = {r: _sendable_failure(f) for r, f in value.failures.items()}
+        return CheckpointException(str(value.args[0]), told)
+    if type(value) is tuple and len(value) == 2 and isinstance(value[0], BaseException):
+        return _sendable_failure(value)
+    return value
+
+
+def _sendable_failure(failure: Any) -> Any:
+    error, trace = failure
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return CheckpointError(f"{type(error).__name__}: {error}"), trace
+    return failure

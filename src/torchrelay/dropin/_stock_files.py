@@ -1,0 +1,133 @@
+"""The data files of a stock DCP checkpoint: byte ranges that hold `torch.save` archives."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.dropin._stock_metadata import Piece, StockMetadata, StockTensor
+from torchrelay.errors import DigestError, ManifestError, UnsupportedLeafError
+
+
+class DataFiles:
+    """The data files of a checkpoint, each opened once."""
+
+    def __init__(self, folder: Path, check_crc: bool) -> None:
+        self.folder = folder
+        self.check_crc = check_crc
+        self.sizes: dict[str, int] = {}
+        self.opened: tuple[str, io.BufferedReader] | None = None
+
+    def __enter__(self) -> DataFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.opened is not None:
+            self.opened[1].close()
+
+    def check(self, found: StockMetadata) -> None:
+        """That every byte range is there, before any value is read."""
+        for fqn, piece in _pieces(found):
+            if piece.file not in self.sizes:
+                file = self.folder / piece.file
+                if not file.is_file():
+                    raise ManifestError(f"{piece.file} is missing from {self.folder}", path=fqn)
+                self.sizes[piece.file] = file.stat().st_size
+            if piece.offset + piece.length > self.sizes[piece.file]:
+                raise ManifestError(
+                    f"bytes {piece.offset} to {piece.offset + piece.length} are outside of "
+                    f"{piece.file}, which has {self.sizes[piece.file]}; it may be cut short",
+                    path=fqn,
+                )
+
+    def load(self, fqn: str, piece: Piece) -> Any:
+        """The object in the archive at `piece`."""
+        archive = self._archive(fqn, piece)
+        try:
+            return torch.load(archive, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as fault:
+            raise UnsupportedLeafError(
+                f"an object in {piece.file} was refused: {first_line(fault)}", path=fqn
+            ) from fault
+        except Exception as fault:  # torch's reader fails in many ways on bytes that are not its
+            raise DigestError(f"{piece.file} is damaged: {fault!r:.300}", path=fqn) from fault
+
+    def _archive(self, fqn: str, piece: Piece) -> io.BytesIO:
+        if self.opened is None or self.opened[0] != piece.file:
+            if self.opened is not None:
+                self.opened[1].close()
+            # Closed by the next file and by `__exit__`.
+            self.opened = (piece.file, (self.folder / piece.file).open("rb"))
+        file = self.opened[1]
+        file.seek(piece.offset)
+        data = io.BytesIO(file.read(piece.length))
+        # torch.load does not look at the checksums, and would inflate what is packed.
+        try:
+            with zipfile.ZipFile(data) as archive:
+                packed = [e.filename for e in archive.infolist() if e.compress_type]
+                bad = archive.testzip() if self.check_crc and not packed else None
+        except Exception as fault:  # zipfile has as many ways to fail as a damaged file has
+            raise DigestError(
+                f"{piece.length} bytes at {piece.offset} of {piece.file} are no intact archive of "
+                f"torch.save: {fault!r:.200}",
+                path=fqn,
+            ) from fault
+        if packed:
+            raise ManifestError(f"{piece.file} has a compressed record", path=fqn)
+        if bad is not None:
+            raise DigestError(
+                f"record {bad!r} in {piece.file} does not have its checksum (a checkpoint saved "
+                "without checksums needs check_crc=False)",
+                path=fqn,
+            )
+        data.seek(0)
+        return data
+
+
+def _pieces(found: StockMetadata) -> Iterator[tuple[str, Piece]]:
+    for fqn, item in found.items.items():
+        if isinstance(item, StockTensor):
+            for chunk in item.chunks:
+                yield fqn, chunk.piece
+        else:
+            yield fqn, item.piece
+
+
+def whole_tensor(files: DataFiles, fqn: str, item: StockTensor) -> torch.Tensor:
+    whole: torch.Tensor | None = None
+    for chunk in item.chunks:
+        part = files.load(fqn, chunk.piece)
+        if (
+            type(part) is not torch.Tensor
+            or part.dtype != item.dtype
+            or part.layout != torch.strided
+            or tuple(part.shape) != chunk.sizes
+            # A stride of 0 would let few bytes stand for many.
+            or part.untyped_storage().nbytes() < math.prod(chunk.sizes) * item.dtype.itemsize
+        ):
+            raise ManifestError(
+                f"{chunk.piece.file} does not hold the {item.dtype} tensor of {chunk.sizes} that "
+                "the metadata describes",
+                path=fqn,
+            )
+        part = part.detach()
+        if chunk.sizes == item.shape:
+            return part
+        if whole is None:
+            whole = torch.empty(item.shape, dtype=item.dtype)
+        box = whole
+        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            box = box.narrow(dim, start, size)
+        box.copy_(part)
+    return torch.empty(item.shape, dtype=item.dtype) if whole is None else whole
+
+
+def first_line(fault: Exception) -> str:
+    return str(fault).partition("\n")[0][:500]

@@ -1,0 +1,253 @@
+"""torch's `_Checkpointer`, under its signatures: save, save in the background, load."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from torchrelay.dropin import _dcp_protocol as protocol
+from torchrelay.dropin._own_group import own_group
+from torchrelay.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+CheckpointId = str | os.PathLike[str]
+_State = Callable[[], dict[str, Any]]
+
+
+class Checkpointer:
+    """Saves and loads through any torch `StorageWriter` and `StorageReader`.
+
+    Every rank of `process_group` (all ranks, where none is given) makes the same calls in the same
+    order. `coordinator_rank` is a rank of that group: it makes the global plan and writes the
+    metadata. With `no_dist`, or where torch.distributed is not initialized, the process works
+    alone, and `process_group` and `coordinator_rank` mean nothing.
+
+    One call runs at a time: each waits for an `async_save` before it. A failure on any rank is a
+    `CheckpointError` on all: `rank` is the lowest that failed (in the group), the message names
+    each one, `__cause__` is what it raised. A failed `async_save` is logged; if nothing has looked
+    at its future by then, the next call raises it, and does nothing else.
+
+    Values of a state that have `state_dict` and `load_state_dict` are saved and loaded through
+    these, at the top level. A checkpoint that a torch reader loads can run code: read one that
+    you do not trust by `torchrelay.dropin.stock_dcp.read_stock`.
+    """
+
+    def __init__(
+        self,
+        storage_writer: StorageWriter,
+        storage_reader: StorageReader,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        load_planner: LoadPlanner | None = None,
+        save_planner: SavePlanner | None = None,
+    ) -> None:
+        self.storage_writer = storage_writer
+        self.storage_reader = storage_reader
+        self.process_group = process_group
+        self.coordinator_rank = coordinator_rank
+        self.no_dist = no_dist
+        self.load_planner = load_planner
+        self.save_planner = save_planner
+        self._one_at_a_time = threading.RLock()
+        self._pending: _SaveFuture | None = None
+        self._background_group: dist.ProcessGroup | None = None
+
+    def save(
+        self, state_dict: dict[str, Any], *, checkpoint_id: CheckpointId | None = None
+    ) -> Metadata:
+        """Save, and return when every rank has written and the checkpoint is complete.
+
+        `checkpoint_id` resets the writer to another place, as in torch's `save`; it stays there.
+        """
+
+        def state() -> dict[str, Any]:
+            _check(earlier)
+            _reset(self.storage_writer, checkpoint_id)
+            return _of_stateful(state_dict)
+
+        with self._one_at_a_time:
+            meeting, earlier = self._meeting(), self._settled()
+            return protocol.save(meeting, state, self.storage_writer, self._save_planner())
+
+    def async_save(
+        self, state_dict: dict[str, Any], *, checkpoint_id: CheckpointId | None = None
+    ) -> Future[Metadata]:
+        """Copy the state, and save the copy in the background.
+
+        What happens to `state_dict` after the return is not in the checkpoint. The copy is made by
+        the writer where it is an `AsyncStager`, else in memory of the CPU. The ranks meet in a gloo
+        group of their own, so the backend of `process_group` may be any, and training may use it
+        meanwhile. The program's end waits for the save.
+
+        A failure of this rank before the save began is raised here; other ranks find it in their
+        futures.
+        """
+        with self._one_at_a_time:
+            meeting, earlier = self._background_meeting(), self._settled()
+            fault: Exception | None = None
+            staged: dict[str, Any] = {}
+            try:
+                _check(earlier)
+                _reset(self.storage_writer, checkpoint_id)
+                staged = _staged(self.storage_writer, _of_stateful(state_dict))
+            except Exception as error:
+                fault = error
+
+            def state() -> dict[str, Any]:
+                _check(fault)
+                return staged
+
+            future = self._pending = _SaveFuture()
+            future.set_running_or_notify_cancel()
+            threading.Thread(
+                target=self._run_in_background,
+                args=(future, meeting, state),
+                name="torchrelay-async-save",
+            ).start()
+            if fault is None:
+                return future
+            # The others have to hear of it before the next call.
+            failure = future.exception()
+            raise failure if failure is not None else fault
+
+    def load(
+        self, state_dict: dict[str, Any], *, checkpoint_id: CheckpointId | None = None
+    ) -> None:
+        """Load into `state_dict`: tensors in place, other values replaced in their containers.
+
+        A failure that came while values were read says in its message that the state is part old,
+        part new. `checkpoint_id` resets the reader to another place, where it stays.
+        """
+        into: dict[str, Any] = {}
+
+        def state() -> dict[str, Any]:
+            _check(earlier)
+            _reset(self.storage_reader, checkpoint_id)
+            # In one order on all ranks: a `state_dict()` may be a collective.
+            into.update(_of_stateful({key: state_dict[key] for key in sorted(state_dict)}))
+            return into
+
+        with self._one_at_a_time:
+            meeting, earlier = self._meeting(), self._settled()
+            planner = DefaultLoadPlanner() if self.load_planner is None else self.load_planner
+            protocol.load(meeting, state, self.storage_reader, planner)
+            for key, value in into.items():
+                if isinstance(state_dict[key], Stateful):
+                    state_dict[key].load_state_dict(value)
+                else:
+                    state_dict[key] = value
+
+    def _save_planner(self) -> SavePlanner:
+        return DefaultSavePlanner() if self.save_planner is None else self.save_planner
+
+    def _settled(self) -> CheckpointError | None:
+        """Wait for the save in the background; its failure, if nobody has seen it."""
+        pending, self._pending = self._pending, None
+        if pending is None or pending.seen:
+            return None
+        failure = pending.exception()
+        if failure is None:
+            return None
+        error = CheckpointError(f"an earlier async_save failed: {failure}")
+        error.__cause__ = failure
+        return error
+
+    def _run_in_background(
+        self, future: _SaveFuture, meeting: protocol.Meeting, state: _State
+    ) -> None:
+        try:
+            result = protocol.save(meeting, state, self.storage_writer, self._save_planner())
+        except BaseException as fault:
+            logger.error("async_save failed: %s", fault, exc_info=fault)
+            future.set_exception(fault)
+        else:
+            future.set_result(result)
+
+    def _is_distributed(self) -> bool:
+        if self.no_dist:
+            return False
+        if dist.is_available() and dist.is_initialized():
+            return True
+        warnings.warn(
+            "torch.distributed is not initialized: the process saves and loads alone "
+            "(no_dist=True says that this is meant)",
+            stacklevel=4,
+        )
+        return False
+
+    def _meeting(self) -> protocol.Meeting:
+        return protocol.meet(self.process_group, self._is_distributed(), self.coordinator_rank)
+
+    def _background_meeting(self) -> protocol.Meeting:
+        """A meeting in a group that the calls of training cannot get in between of."""
+        meeting = self._meeting()
+        if not meeting.use_dist:
+            return meeting
+        if self._background_group is None:
+            self._background_group = own_group(self.process_group)
+        return protocol.meet(self._background_group, True, self.coordinator_rank)
+
+
+class _SaveFuture(Future[Metadata]):
+    """Knows whether anyone has looked at how it ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        found = super().exception(timeout)
+        self.seen = True
+        if found is not None:
+            raise found
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        found = super().exception(timeout)
+        self.seen = True
+        return found
+
+
+def _check(fault: Exception | None) -> None:
+    if fault is not None:
+        raise fault
+
+
+def _reset(storage: StorageReader | StorageWriter, checkpoint_id: CheckpointId | None) -> None:
+    if checkpoint_id is not None:
+        storage.reset(checkpoint_id)
+
+
+def _of_stateful(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
+
+
+def _staged(writer: StorageWriter, state: dict[str, Any]) -> dict[str, Any]:
+    """A copy that is complete: torch's own call may return while a stager is still copying."""
+    theirs = isinstance(writer, AsyncStager)
+    stager: Any = writer if theirs else DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        staged = stager.stage(state)
+        whole: dict[str, Any] = staged.result() if isinstance(staged, Future) else staged
+        if stager.should_synchronize_after_execute:
+            stager.synchronize_staging()
+        return whole
+    finally:
+        if not theirs:
+            stager.close()

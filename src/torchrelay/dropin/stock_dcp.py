@@ -1,0 +1,206 @@
+"""Stock checkpoints: torch's DCP directories and `torch.save` files, read without running them.
+
+A DCP directory holds a pickle, `.metadata`, and files of `torch.save` archives. The pickle is read
+by a closed reader that calls nothing; the archives by `torch.load(weights_only=True)`. What either
+refuses is refused here by name, and never loaded another way.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import uuid
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from torchrelay.dropin._stock_files import DataFiles, first_line, whole_tensor
+from torchrelay.dropin._stock_metadata import MAX_METADATA, StockTensor, decode
+from torchrelay.errors import (
+    CheckpointError,
+    ManifestError,
+    RelayError,
+    UnsupportedLeafError,
+    UsageError,
+)
+
+# How the archives of torch.save begin, and the pickles it wrote before 1.6.
+_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19")
+_MAX_HOLES = 1 << 16
+_HOLE = object()
+
+
+def read_stock(path: str | os.PathLike[str], *, check_crc: bool = True) -> dict[str, Any]:
+    """The whole state of a stock DCP directory, nested as it was saved, its tensors on the CPU.
+
+    Nested is what `planner_data` tells; without it the dict is flat, by torch's dotted names. The
+    format itself turns keys of dicts into text and leaves no trace of empty dicts: an empty dict
+    among the items of a list comes back as `None`.
+
+    Nothing that the directory holds is executed. `ManifestError`: no valid checkpoint.
+    `DigestError`: a value is damaged. `UnsupportedLeafError`: an object that only pickle could
+    make; `path` is its name. `check_crc=False` is for checkpoints written under
+    `torch.serialization.set_crc32_options(False)`, which carry no checksums.
+    """
+    folder = Path(path)
+    try:
+        found = decode(_read_metadata(folder))
+        with DataFiles(folder, check_crc) as files:
+            files.check(found)
+            values = {
+                fqn: whole_tensor(files, fqn, item)
+                if isinstance(item, StockTensor)
+                else files.load(fqn, item.piece)
+                for fqn, item in found.items.items()
+            }
+    except OSError as fault:
+        raise CheckpointError(f"could not be read: {fault}", file=str(folder)) from fault
+    return _nested(values, found.paths)
+
+
+def write_stock(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Write `state` as a stock DCP directory, from this process alone.
+
+    The directory is new or empty. What the format does not keep is under `read_stock`; dicts whose
+    keys are the same text, as 1 and "1", are refused, and so is a tensor of which this process has
+    only a shard. `.metadata` is written last: without it there is no checkpoint.
+    """
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is not empty; give a new directory")
+    state = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
+    _refuse_shards(state)
+    try:
+        with warnings.catch_warnings():
+            # It warns that nothing is distributed, which is what was asked for.
+            warnings.simplefilter("ignore", UserWarning)
+            save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    except CheckpointException as fault:
+        cause = fault.failures[min(fault.failures)][0]
+        if not isinstance(cause, Exception):
+            raise cause from None
+        if isinstance(cause, (ValueError, TypeError, AttributeError, pickle.PicklingError)):
+            raise UnsupportedLeafError(f"stock DCP cannot hold this state: {cause}") from cause
+        raise CheckpointError(f"stock DCP failed: {cause!r}", file=str(folder)) from cause
+
+
+def read_torch_save(path: str | os.PathLike[str]) -> Any:
+    """What `torch.save` wrote into the file, its tensors on the CPU; nothing is executed.
+
+    `UnsupportedLeafError` where it holds more than `weights_only=True` allows, `ManifestError`
+    where it is no such file or a damaged one, `CheckpointError` where it cannot be read at all.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            if not file.read(16).startswith(_TORCH_SAVE):
+                raise ManifestError(f"{path} is no torch.save file")
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except RelayError:
+        raise
+    except OSError as fault:
+        raise CheckpointError(f"could not be read: {fault}", file=str(path)) from fault
+    except pickle.UnpicklingError as fault:
+        raise UnsupportedLeafError(f"{path} was refused: {first_line(fault)}") from fault
+    except Exception as fault:
+        raise ManifestError(f"{path} is no intact torch.save file: {fault!r:.300}") from fault
+
+
+def write_torch_save(path: str | os.PathLike[str], state: Any) -> None:
+    """`torch.save`, but an existing file is replaced only by a whole and synced one."""
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with beside.open("xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    except (pickle.PicklingError, TypeError, AttributeError) as fault:
+        raise UnsupportedLeafError(f"torch.save cannot hold this state: {fault}") from fault
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _refuse_shards(state: dict[str, Any]) -> None:
+    """torch's `save` would write the part that is here as if it were a checkpoint."""
+    try:
+        leaves, _ = flatten_state_dict(state)
+    except ValueError as fault:
+        raise UnsupportedLeafError(f"stock DCP cannot hold this state: {fault}") from fault
+    for fqn, leaf in leaves.items():
+        if isinstance(leaf, ShardedTensor) or (
+            isinstance(leaf, DTensor) and not all(p.is_replicate() for p in leaf.placements)
+        ):
+            raise UnsupportedLeafError(
+                "one process has only a shard of this tensor: gather it first, or save with all "
+                "ranks by torchrelay.dropin.Checkpointer",
+                path=fqn,
+            )
+
+
+def _read_metadata(folder: Path) -> bytes:
+    file = folder / ".metadata"
+    if not file.is_file():
+        hint = (
+            "; it was saved with use_collectives=False, one .metadata a rank"
+            if next(folder.glob("__*.metadata"), None) is not None
+            else ""
+        )
+        raise ManifestError(f"{folder} is no stock DCP checkpoint: it has no .metadata{hint}")
+    if file.stat().st_size > MAX_METADATA:
+        raise ManifestError(f"{file} is over the limit of {MAX_METADATA} bytes")
+    return file.read_bytes()
+
+
+def _nested(values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[str, Any]:
+    """The values at their paths; dicts keyed by numbers stand for lists until all are placed."""
+    root: dict[Any, Any] = {}
+    inner = {id(root): root}
+    for fqn, value in values.items():
+        *above, last = paths.get(fqn, (fqn,))
+        here = root
+        for step in above:
+            below = here.get(step, _HOLE)
+            if below is _HOLE:
+                below = here[step] = {}
+                inner[id(below)] = below
+            if id(below) not in inner:
+                raise ManifestError("a value stands where others are to be nested", path=fqn)
+            here = below
+        if last in here:
+            raise ManifestError("two values have one place in the state", path=fqn)
+        here[last] = value
+    return dict(_with_lists(root, inner))
+
+
+def _with_lists(root: dict[Any, Any], inner: dict[int, dict[Any, Any]]) -> dict[Any, Any]:
+    holes = _MAX_HOLES
+    made: dict[int, Any] = {}
+    # Containers were noted from the outside in, so the other way each finds its own ones made.
+    for container in reversed(list(inner.values())):
+        filled = {k: made.get(id(v), v) if id(v) in inner else v for k, v in container.items()}
+        if container is root or not any(type(key) is int for key in filled):
+            made[id(container)] = filled
+            continue
+        if not all(type(key) is int for key in filled):
+            raise ManifestError("numbers and text are keys of one container of the state")
+        length = max(filled) + 1
+        holes -= length - len(filled)
+        if holes < 0:
+            raise ManifestError("a list of the state has more holes than a checkpoint can have")
+        made[id(container)] = [filled.get(n) for n in range(length)]
+    result: dict[Any, Any] = made[id(root)]
+    return result
+
+
+__all__ = ["read_stock", "read_torch_save", "write_stock", "write_torch_save"]

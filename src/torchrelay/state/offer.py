@@ -1,0 +1,60 @@
+"""What a load may choose from: the outlines of one or several ranks as one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchrelay.state import manifest as m
+from torchrelay.state.outline import Outline
+
+
+class Offer:
+    """Leaves by index, and the outline in whose names each is written (`homes`).
+
+    `exact`: the tree is that of one rank, so everything in it was one state.
+    """
+
+    def __init__(self) -> None:
+        self.tree: m.Node = m.DictNode("dict", (), ())
+        self.leaves: list[m.Leaf] = []
+        self.homes: list[Outline] = []
+        self.exact = True
+
+    @classmethod
+    def of(cls, outlines: Sequence[Outline]) -> Offer:
+        """Several outlines are laid over each other: where two have a path, the first counts."""
+        offer = cls()
+        first = outlines[0].tree
+        others = [outline for outline in outlines[1:] if outline.tree != first]
+        offer.exact = not others
+        for number, outline in enumerate([outlines[0], *others]):
+            shift = len(offer.leaves)
+            offer.leaves += outline.leaves
+            offer.homes += [outline] * len(outline.leaves)
+            tree = _shifted(outline.tree, shift) if shift else outline.tree
+            offer.tree = tree if number == 0 else _laid_over(offer.tree, tree)
+        return offer
+
+
+def _shifted(node: m.Node, by: int) -> m.Node:
+    """A tree whose leaves have other indices."""
+    if isinstance(node, int):
+        return node + by
+    if isinstance(node, m.RecordNode):
+        return m.RecordNode(node.name, _shifted(node.body, by))
+    items = tuple(_shifted(item, by) for item in node.items)
+    if isinstance(node, m.DictNode):
+        return m.DictNode(node.kind, node.keys, items, node.factory)
+    if isinstance(node, m.SequenceNode):
+        return m.SequenceNode(node.kind, items)
+    return m.NamedTupleNode(node.name, node.fields, items, node.module)
+
+
+def _laid_over(top: m.Node, below: m.Node) -> m.Node:
+    if not isinstance(top, m.DictNode) or not isinstance(below, m.DictNode):
+        return top
+    others = dict(zip(below.keys, below.items, strict=True))
+    keys, items = list(top.keys), []
+    for key, item in zip(top.keys, top.items, strict=True):
+        items.append(_laid_over(item, others.pop(key)) if key in others else item)
+    return m.DictNode(top.kind, (*keys, *others), (*items, *others.values()), top.factory)

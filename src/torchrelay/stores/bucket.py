@@ -1,0 +1,190 @@
+"""The objects under a prefix of a bucket, through obstore: typed calls, deadlines, named errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from importlib import import_module
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from torchrelay.errors import UsageError
+
+CONNECT_SECONDS = 10.0
+
+# Where each service's environment names an endpoint; obstore reads these by itself, but turns a
+# plain http:// one down unless it is told to allow it.
+ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "memory": (),
+}
+VENDORS = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+CLIENT_KEYS = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "proxy_url",
+    "user_agent",
+)
+
+
+class ObjectInfo(NamedTuple):
+    path: str
+    nbytes: int
+    modified: datetime
+
+
+class Bucket:
+    """Paths are relative to the URL's prefix. A missing object raises `FileNotFoundError`, any
+    other failure `OSError`, each with the object's URL. One request, with its retries, ends within
+    `timeout` seconds. Safe to use from several threads, not across a fork."""
+
+    def __init__(self, url: str, *, timeout: float) -> None:
+        scheme, _, rest = url.partition("://")
+        if scheme not in ENDPOINTS or not (urlsplit(url).netloc or scheme == "memory"):
+            kinds = ", ".join(f"{known}://" for known in ENDPOINTS)
+            raise UsageError(f"{url!r} is not the URL of a bucket: {kinds} and its name are")
+        if not timeout > 0:
+            raise UsageError(f"timeout={timeout} leaves no time for a request")
+        self.url = f"{scheme}://{rest.rstrip('/')}"
+        try:
+            self._obs: Any = import_module("obstore")
+            self._errors: Any = import_module("obstore.exceptions")
+            stores: Any = import_module("obstore.store")
+        except ImportError as error:
+            hint = "pip install 'torchrelay[cloud]'"
+            raise UsageError(f"{url} needs the obstore library: {hint}") from error
+        if scheme == "memory":
+            self._store: Any = stores.MemoryStore()
+            return
+        # The last retry may begin just before its deadline and then take a whole request.
+        half = timedelta(seconds=timeout / 2)
+        options = client_options(scheme, os.environ)
+        options |= {"timeout": half, "connect_timeout": min(half, _seconds(CONNECT_SECONDS))}
+        retries = {"retry_timeout": half}
+        with self.named(""):
+            self._store = stores.from_url(self.url, client_options=options, retry_config=retries)
+
+    def name(self, path: str) -> str:
+        return f"{self.url}/{path}" if path else self.url
+
+    @contextmanager
+    def named(self, path: str) -> Iterator[None]:
+        """Turn what obstore raises into an `OSError` with the object's name."""
+        name = self.name(path)
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, _reason(error), name) from error
+        except self._errors.AlreadyExistsError as error:
+            raise FileExistsError(errno.EEXIST, "the object is there already", name) from error
+        except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
+            raise PermissionError(errno.EACCES, _reason(error), name) from error
+        except (self._errors.BaseError, OSError) as error:
+            raise OSError(errno.EIO, _reason(error), name) from error
+
+    def put(
+        self, path: str, content: bytes, attributes: Mapping[str, str], *, create: bool
+    ) -> None:
+        """Put a small object in one atomic request; `create`: `FileExistsError` if it is there."""
+        given = {"attributes": dict(attributes), "use_multipart": False}
+        with self.named(path):
+            try:
+                mode = "create" if create else "overwrite"
+                self._obs.put(self._store, path, content, mode=mode, **given)
+                return
+            except (NotImplementedError, self._errors.NotSupportedError):
+                if not create:
+                    raise
+        # A service without conditional requests: of two writers in the same instant, both pass.
+        if self.has(path):
+            raise FileExistsError(errno.EEXIST, "the object is there already", self.name(path))
+        with self.named(path):
+            self._obs.put(self._store, path, content, **given)
+
+    def has(self, path: str) -> bool:
+        try:
+            self.nbytes(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def writer(self, path: str, part_bytes: int, concurrency: int) -> Any:
+        """A file to write to: parts of a large one are uploaded while later ones are written.
+        It keeps what it is given, without a copy."""
+        with self.named(path):
+            return self._obs.open_writer(
+                self._store, path, buffer_size=part_bytes, max_concurrency=concurrency
+            )
+
+    def get(self, path: str) -> tuple[bytes, dict[str, str]]:
+        """An object's bytes and attributes, which belong together."""
+        with self.named(path):
+            result = self._obs.get(self._store, path)
+            return bytes(result.bytes()), dict(result.attributes)
+
+    def attributes(self, path: str) -> dict[str, str]:
+        with self.named(path):
+            return dict(self._obs.get(self._store, path, options={"head": True}).attributes)
+
+    def nbytes(self, path: str) -> int:
+        with self.named(path):
+            return int(self._obs.head(self._store, path)["size"])
+
+    def read_range(self, path: str, start: int, nbytes: int) -> memoryview:
+        """At most so many bytes; fewer where the object ends."""
+        with self.named(path):
+            return memoryview(self._obs.get_range(self._store, path, start=start, length=nbytes))
+
+    def folders(self, path: str = "") -> list[str]:
+        """Names, without the path, of what looks like directories right below it."""
+        with self.named(path):
+            found = self._obs.list_with_delimiter(self._store, path or None)["common_prefixes"]
+            return [str(prefix).rstrip("/").rpartition("/")[2] for prefix in found]
+
+    def objects(self, path: str = "") -> list[ObjectInfo]:
+        """All objects below a path."""
+        with self.named(path):
+            found = self._obs.list(self._store, path or None, chunk_size=1000).collect()
+            return [ObjectInfo(one["path"], one["size"], one["last_modified"]) for one in found]
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove objects; one that is gone already is no failure."""
+        if not paths:
+            return
+        with self.named(paths[0]):
+            try:
+                self._obs.delete(self._store, list(paths))
+            except FileNotFoundError:  # some services say so, and leave the rest in place
+                for path in paths:
+                    with suppress(FileNotFoundError):
+                        self._obs.delete(self._store, path)
+
+    def remove_folder(self, path: str) -> None:
+        self.remove([found.path for found in self.objects(path)])
+
+
+def client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the environment says of the HTTP client. Options given to obstore replace those that it
+    would take from there, so they are handed on."""
+    names = {key: f"{VENDORS[scheme]}_{key.upper()}" for key in CLIENT_KEYS}
+    options: dict[str, Any] = {key: environ[n] for key, n in names.items() if n in environ}
+    endpoint = next((environ[name] for name in ENDPOINTS[scheme] if environ.get(name)), "")
+    if endpoint.lower().startswith("http://"):
+        options["allow_http"] = True
+    return options
+
+
+def _seconds(value: float) -> timedelta:
+    return timedelta(seconds=value)
+
+
+def _reason(error: BaseException) -> str:
+    """obstore's message without the dump of its internals, which stays in the cause."""
+    return str(error).partition("\n\nDebug source")[0].strip()

@@ -1,0 +1,132 @@
+"""One rank's share of a step: which files it writes from which memory, and what it reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from torchrelay.state.memory import Region
+from torchrelay.state.stream import Stream
+from torchrelay.stores.layout import FILE_BYTES, Entry, arrange
+from torchrelay.stores.plans import Drafted, Outlines
+from torchrelay.stores.records import Blob, Checkpoint, DataFile, Shard, StoredTensor
+from torchrelay.stores.writing import FileSpec, Range
+
+
+class Box(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A box that a rank wrote; `file` counts in its own files."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+    start: int
+
+
+class Written(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank has written: the coordinator makes the commit record of these."""
+
+    files: list[DataFile]
+    boxes: list[Box]
+    blobs: list[Blob]
+
+
+class Share:
+    """The files of one rank, ready to be written."""
+
+    def __init__(
+        self,
+        drafted: Drafted,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        file_bytes: int | None = FILE_BYTES,
+    ) -> None:
+        entries, tensors = list(drafted.entries), list(drafted.tensors)
+        for name, (_, data) in drafted.objects.items():
+            flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+            size = (flat.numel(),)
+            entries.append(Entry(name, "uint8", size, (0,), size, "objects"))
+            tensors.append(flat)
+        plain = len(drafted.entries)
+        self._layouts = arrange(entries, rank, world, file_bytes)
+        self.files = [FileSpec(f.name, f.nbytes, f.chunk_bytes) for f in self._layouts]
+        self.streams: list[Stream] = []
+        self._keep: list[object] = []
+        self._boxes: list[Box] = []
+        self._blobs: list[Blob] = []
+        for number, layout in enumerate(self._layouts):
+            head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+            placed = [(0, Region.row_major(head))]
+            for start, index in layout.placed:
+                entry = entries[index]
+                placed.append((start, Region.row_major(tensors[index])))
+                if index >= plain:
+                    kind, data = drafted.objects[entry.name]
+                    self._blobs.append(Blob(entry.name, kind, number, start, len(data)))
+                else:
+                    self._boxes.append(Box(*entry[:5], number, start))
+            self._keep.append((head, tensors))
+            self.streams.append(Stream.of(placed, layout.nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether everything can be written from where it lies."""
+        return all(stream.on_host for stream in self.streams)
+
+    def ranges(self) -> list[Range]:
+        """Everything, where it lies; for shares that are `on_host`."""
+        return [
+            Range(index, 0, file.nbytes, stream.host)
+            for index, (file, stream) in enumerate(zip(self.files, self.streams, strict=True))
+        ]
+
+    def written(self, digests: Sequence[bytes]) -> Written:
+        files = [
+            DataFile(file.name, file.nbytes, file.chunk_bytes, known)
+            for file, known in zip(self.files, digests, strict=True)
+        ]
+        return Written(files, self._boxes, self._blobs)
+
+
+def commit_record(
+    step: int, shares: Sequence[Written], outlines: Outlines, version: str
+) -> Checkpoint:
+    """The commit record of a step that all ranks have written."""
+    files: list[DataFile] = []
+    shards: dict[str, list[Shard]] = {}
+    facts: dict[str, tuple[str, tuple[int, ...]]] = {}
+    blobs: list[Blob] = []
+    for share in shares:
+        first = len(files)
+        files += share.files
+        for box in share.boxes:
+            facts.setdefault(box.name, (box.dtype, box.shape))
+            shards.setdefault(box.name, []).append(
+                Shard(box.offsets, box.sizes, first + box.file, box.start)
+            )
+        blobs += [msgspec.structs.replace(blob, file=first + blob.file) for blob in share.blobs]
+    tensors = [StoredTensor(name, *facts[name], tuple(shards[name])) for name in shards]
+    torch_version: Any = torch.__version__
+    return Checkpoint(
+        step=step,
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        torch=str(torch_version),
+        torchrelay=version,
+        outlines=outlines.outlines,
+        ranks=outlines.ranks,
+        own=outlines.own,
+        tensors=tuple(tensors),
+        files=tuple(files),
+        blobs=tuple(blobs),
+    )

@@ -1,0 +1,111 @@
+"""The system calls that change a directory. One object, so that a test can stop at each of them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_IOV_MAX = 1024
+_WRITE_OUT = 2  # SYNC_FILE_RANGE_WRITE
+_EXCHANGE = 2  # RENAME_EXCHANGE
+_AT_FDCWD = -100
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Files:
+    """Every call that creates, changes or removes something below a store's root."""
+
+    def make_dir(self, path: str) -> None:
+        Path(path).mkdir()
+
+    def create(self, path: str) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, fd: int, buffers: Sequence[Any], position: int) -> None:
+        """All of the buffers, however many calls that takes."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        while views:
+            done = os.pwritev(fd, views[:_IOV_MAX], position)
+            if not done:
+                raise OSError(errno.EIO, "nothing was written")
+            position += done
+            while views and done >= len(views[0]):
+                done -= len(views.pop(0))
+            if done:
+                views[0] = views[0][done:]
+
+    def write_out(self, fd: int, position: int, nbytes: int) -> None:
+        """Start writing a range to the medium, so that `sync` finds little left to do."""
+        sync = getattr(_libc, "sync_file_range", None)
+        if sync is not None:
+            sync(fd, ctypes.c_int64(position), ctypes.c_int64(nbytes), ctypes.c_uint(_WRITE_OUT))
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        Path(old).rename(new)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Swap two directories in one step; False where the file system cannot."""
+        rename = getattr(_libc, "renameat2", None)
+        if rename is None:
+            return False
+        if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            return False
+        raise OSError(code, os.strerror(code), one)
+
+    def unlink(self, path: str) -> None:
+        Path(path).unlink()
+
+    def remove_dir(self, path: str) -> None:
+        Path(path).rmdir()
+
+    def sync_dir(self, path: str) -> None:
+        """Make what was created, renamed or removed in a directory last."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.sync(fd)
+        except OSError as fault:
+            if fault.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system without it
+                raise
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Errors of the block that name no file get this one."""
+    try:
+        yield
+    except OSError as fault:
+        if fault.filename is None:
+            fault.filename = path
+        raise
+
+
+def lock(path: str) -> int | None:
+    """Hold a directory until the descriptor is closed; None if another process holds it.
+
+    `OSError` where the file system has no such locks.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,179 @@
+"""Which tensors go into which `.safetensors` file, and where in it. Pure: sizes in, plan out.
+
+A file is the format of the safetensors library: eight bytes with the length of a JSON header, the
+header, the data. Entries stand in descending order of item size, so each is aligned without holes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import ceil, prod
+from typing import NamedTuple
+
+import msgspec
+
+from torchrelay.state.validation import itemsize
+
+FILE_BYTES = 1 << 30  # a group of tensors larger than this is split
+CHUNK_BYTES = (4 << 10, 1 << 20)  # the least, and what files of a usual size have
+CHUNKS = (1 << 8, 1 << 12)  # of a file: smaller chunks say better what is damaged, but are more
+HEADER_ALIGN = 8
+TOP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+LOOSE = "0"  # the file of tensors in no group of their own; no key of a group starts like it
+
+# Dtypes that safetensors has a name for. Others are kept as bytes, with a last dimension of their
+# item size; the commit record has their true dtype.
+DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+    "complex64": "C64",
+}
+
+
+class Entry(NamedTuple):
+    """A box of a tensor to be written. `top`: the key of the state's root that it is under."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    top: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.sizes) * itemsize(self.dtype)
+
+
+class FileLayout(NamedTuple):
+    """A file to be: name, first bytes, and (start, index of the entry) in ascending order."""
+
+    name: str
+    header: bytes
+    placed: tuple[tuple[int, int], ...]
+    nbytes: int
+    chunk_bytes: int
+
+
+def arrange(
+    entries: Sequence[Entry], rank: int = 0, world: int = 1, file_bytes: int | None = FILE_BYTES
+) -> list[FileLayout]:
+    """The files of one rank.
+
+    Each top-level entry of the state has its own: `model.safetensors` holds what is under "model",
+    by names that start below it, so that a model saved by one process is an ordinary model file.
+    A state that is all tensors at its root goes to `model.safetensors` as it is.
+    """
+    tops = {entry.top for entry in entries}
+    groups: dict[str, list[int]] = {}
+    for index, entry in enumerate(entries):
+        if tops == {None}:
+            group = "model"
+        else:
+            group = entry.top if entry.top and TOP.fullmatch(entry.top) else LOOSE
+        groups.setdefault(group, []).append(index)
+    files = []
+    for group, members in groups.items():
+        split = _split([entries[index].nbytes for index in members], file_bytes)
+        for part, places in enumerate(split):
+            name = _file_name(group, part, len(split), rank, world)
+            chosen = [members[place] for place in places]
+            files.append(_file(name, "" if group == LOOSE else group, chosen, entries))
+        if len(split) > 1 and world == 1:
+            files.append(_index(group, files[-len(split) :], entries))
+    return files
+
+
+def _index(group: str, files: Sequence[FileLayout], entries: Sequence[Entry]) -> FileLayout:
+    """What loaders of models in several files look for: which file has which tensor."""
+    names = {_key(entries[index], group): file.name for file in files for _, index in file.placed}
+    total = sum(entries[index].nbytes for file in files for _, index in file.placed)
+    text = msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": names})
+    return FileLayout(
+        f"{group}.safetensors.index.json", text, (), len(text), _chunk_bytes(len(text))
+    )
+
+
+def _file_name(group: str, part: int, parts: int, rank: int, world: int) -> str:
+    name = group
+    if world > 1:
+        name += f".rank-{rank:05}-of-{world:05}"
+    if parts > 1:
+        name += f"-{part + 1:05}-of-{parts:05}"
+    return name + ".safetensors"
+
+
+def _split(sizes: Sequence[int], file_bytes: int | None) -> list[list[int]]:
+    """Consecutive places, in as many parts of about the same size as keep under the limit."""
+    total = sum(sizes)
+    parts = 1 if file_bytes is None else max(1, ceil(total / file_bytes))
+    split: list[list[int]] = [[]]
+    done = 0
+    for place, size in enumerate(sizes):
+        if split[-1] and len(split) < parts and done + size / 2 > total * len(split) / parts:
+            split.append([])
+        split[-1].append(place)
+        done += size
+    return split
+
+
+def _file(name: str, group: str, members: list[int], entries: Sequence[Entry]) -> FileLayout:
+    ordered = sorted(members, key=lambda index: -itemsize(entries[index].dtype))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    starts = []
+    for index in ordered:
+        entry = entries[index]
+        end = begin + entry.nbytes
+        known = DTYPES.get(entry.dtype)
+        shape = entry.sizes if known else (*entry.sizes, itemsize(entry.dtype))
+        key = _key(entry, group)
+        count = 1
+        while key in header:
+            count += 1
+            key = f"{_key(entry, group)}~{count}"
+        header[key] = {"dtype": known or "U8", "shape": shape, "data_offsets": (begin, end)}
+        starts.append(begin)
+        begin = end
+    text = msgspec.json.encode(header)
+    text += b" " * (-(8 + len(text)) % HEADER_ALIGN)
+    head = len(text).to_bytes(8, "little") + text
+    nbytes = len(head) + begin
+    placed = tuple((len(head) + start, index) for start, index in zip(starts, ordered, strict=True))
+    return FileLayout(name, head, placed, nbytes, _chunk_bytes(nbytes))
+
+
+def _chunk_bytes(nbytes: int) -> int:
+    least, usual = CHUNK_BYTES
+    few, many = CHUNKS
+    if nbytes > usual * many:
+        return usual * ceil(nbytes / (usual * many))
+    chunk = usual
+    while chunk > least and nbytes < chunk * few:
+        chunk //= 2
+    return chunk
+
+
+def _key(entry: Entry, group: str) -> str:
+    """What an entry is called in its file: its name below the group, and its box if it has one."""
+    name = entry.name
+    if group and name.startswith(group + "."):
+        name = name[len(group) + 1 :]
+    if entry.sizes != entry.shape:
+        name += "@" + ",".join(map(str, entry.offsets))
+    return name

@@ -1,0 +1,271 @@
+"""Checkpoints in a directory: one below it for each step.
+
+    root/step-100/manifest.json            the commit record
+    root/step-100/model.safetensors        data
+    root/step-200.tmp-host-4711-9f2c/...   a draft; its writer holds a lock on it
+    root/step-100.old-...                  a step set aside for its successor, where the file
+                                           system cannot swap two directories
+
+A draft becomes a step by a rename, after its data and then its manifest are on the medium. A step
+leaves by a rename too, so no reader finds half of one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torchrelay.stores.files import Files, lock, named
+from torchrelay.stores.seam import Buffer
+
+MANIFEST = "manifest.json"
+WRITE_OUT_BYTES = 8 << 20
+FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as left behind
+
+_STEP = re.compile(r"step-(\d+)")
+_DRAFT = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
+
+
+def token() -> str:
+    """A name for a draft that no other has; says whose it is."""
+    host = re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:60] or "host"
+    return f"{host}-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+class LocalStore:
+    """A directory with checkpoints; made when the first step is begun."""
+
+    def __init__(self, root: str | os.PathLike[str], *, files: Files | None = None) -> None:
+        self.root = Path(root).absolute()
+        self.url = str(self.root)
+        self._files = files or Files()
+
+    def path(self, step: int) -> Path:
+        return self.root / f"step-{step}"
+
+    def steps(self) -> list[int]:
+        found = []
+        for name in self._names():
+            match = _STEP.fullmatch(name)
+            if match and str(int(match[1])) == match[1] and (self.root / name / MANIFEST).exists():
+                found.append(int(match[1]))
+        return sorted(found)
+
+    def _names(self) -> list[str]:
+        try:
+            return [entry.name for entry in self.root.iterdir()]
+        except FileNotFoundError:
+            return []
+
+    def manifest(self, step: int) -> bytes:
+        return (self.path(step) / MANIFEST).read_bytes()
+
+    def sizes(self, step: int) -> dict[str, int]:
+        with os.scandir(self.path(step)) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.name != MANIFEST}
+
+    def reader(self, step: int, name: str) -> LocalReader:
+        return LocalReader(str(self.path(step) / name))
+
+    def draft(self, step: int, token: str, *, overwrite: bool = False) -> LocalDraft:
+        return LocalDraft(self, step, token, overwrite, self._files)
+
+    def delete(self, step: int) -> None:
+        away = f"{self.path(step)}.tmp-{token()}"
+        self._files.rename(str(self.path(step)), away)
+        self._files.sync_dir(str(self.root))
+        self.remove(away)
+
+    def remove(self, directory: str) -> None:
+        """Remove a directory of plain files. The commit record goes first."""
+        for file in sorted(Path(directory).iterdir(), key=lambda file: file.name != MANIFEST):
+            self._files.unlink(str(file))
+        self._files.remove_dir(directory)
+
+    def clean(self) -> list[str]:
+        self._restore_replaced()
+        removed = []
+        for name in self._names():
+            match = _DRAFT.fullmatch(name)
+            path = self.root / name
+            if match and not self._in_use(path, host=match[3]):
+                with suppress(OSError):  # another process may be cleaning too
+                    self.remove(str(path))
+                    removed.append(name)
+        return removed
+
+    def _restore_replaced(self) -> None:
+        """Put back a step that was moved aside for its successor, which then never came."""
+        for name in self._names():
+            match = _DRAFT.fullmatch(name)
+            if not match or match[2] != "old" or self._in_use(self.root / name, host=match[3]):
+                continue
+            step = self.path(int(match[1]))
+            if not step.exists():
+                self._files.rename(str(self.root / name), str(step))
+                self._files.sync_dir(str(self.root))
+
+    def _in_use(self, path: Path, host: str) -> bool:
+        """Whether a live writer may own a draft. Locks of other hosts may not be visible here."""
+        try:
+            held = lock(str(path))
+        except FileNotFoundError:
+            return True  # it just became a step, or was removed
+        except OSError:
+            held = None
+        if held is None:
+            return True
+        os.close(held)
+        if token().rsplit("-", 2)[0] == host:
+            return False
+        try:
+            return time.time() - path.stat().st_mtime < FOREIGN_AGE
+        except OSError:
+            return True
+
+    def free_bytes(self) -> int | None:
+        place = self.root
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free
+
+
+class LocalDraft:
+    """See `seam.Draft`. The process that calls `begin` holds the draft's lock until it ends."""
+
+    def __init__(
+        self, store: LocalStore, step: int, token: str, overwrite: bool, files: Files
+    ) -> None:
+        self._store = store
+        self._step = step
+        self._token = token
+        self._overwrite = overwrite
+        self._files = files
+        self._lock: int | None = None
+        self.path = f"{store.path(step)}.tmp-{token}"
+
+    def begin(self) -> None:
+        if self._store.path(self._step).exists() and not self._overwrite:
+            raise FileExistsError(17, "the step is committed", str(self._store.path(self._step)))
+        self._store.root.mkdir(parents=True, exist_ok=True)
+        self._files.make_dir(self.path)
+        with suppress(OSError):  # a file system without locks
+            self._lock = lock(self.path)
+
+    def open(self, name: str, nbytes: int) -> LocalSink:
+        return LocalSink(f"{self.path}/{name}", self._files, nbytes)
+
+    def commit(self, manifest: bytes) -> None:
+        path = f"{self.path}/{MANIFEST}"
+        with named(path):
+            fd = self._files.create(path)
+            try:
+                self._files.write(fd, [manifest], 0)
+                self._files.sync(fd)
+            finally:
+                os.close(fd)
+            self._files.sync_dir(self.path)
+        self._put_in_place()
+        self._release()
+
+    def _put_in_place(self) -> None:
+        target = str(self._store.path(self._step))
+        root = str(self._store.root)
+        if not Path(target).exists():
+            self._files.rename(self.path, target)
+            self._files.sync_dir(root)
+            return
+        if not self._overwrite:
+            raise FileExistsError(17, "the step was committed meanwhile", target)
+        if self._files.exchange(self.path, target):
+            replaced = self.path
+        else:
+            replaced = f"{target}.old-{self._token}"
+            self._files.rename(target, replaced)
+            self._files.rename(self.path, target)
+        self._files.sync_dir(root)
+        self._store.remove(replaced)
+
+    def discard(self) -> None:
+        with suppress(OSError):
+            self._store.remove(self.path)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class LocalSink:
+    """A data file being written, by any number of threads."""
+
+    ordered = False
+
+    def __init__(self, path: str, files: Files, nbytes: int) -> None:
+        self._path = path
+        self._files = files
+        self._nbytes = nbytes
+        with named(path):
+            self._fd: int | None = files.create(path)
+
+    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+        assert self._fd is not None
+        with named(self._path):
+            self._files.write(self._fd, buffers, position)
+            end = position + sum(map(len, buffers))
+            if end // WRITE_OUT_BYTES > position // WRITE_OUT_BYTES:
+                begin = position // WRITE_OUT_BYTES * WRITE_OUT_BYTES
+                self._files.write_out(self._fd, begin, WRITE_OUT_BYTES)
+
+    def finish(self) -> None:
+        assert self._fd is not None
+        with named(self._path):
+            self._files.sync(self._fd)
+            size = os.fstat(self._fd).st_size
+            if size != self._nbytes:
+                raise OSError(5, f"{size} bytes on the medium, {self._nbytes} were written")
+        self.abort()
+
+    def abort(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class LocalReader:
+    """A data file of a committed step."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd: int | None = None
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.nbytes = os.fstat(self._fd).st_size
+
+    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        assert self._fd is not None
+        views = [view for view in buffers if len(view)]
+        with named(self._path):
+            while views:
+                done = os.preadv(self._fd, views[:1024], position)
+                if not done:
+                    raise EOFError(f"{self._path} ends before byte {position}")
+                position += done
+                while views and done >= len(views[0]):
+                    done -= len(views.pop(0))
+                if done:
+                    views[0] = views[0][done:]
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,377 @@
+"""Checkpoints in object storage: S3 and what speaks like it, Google Cloud Storage, Azure.
+
+    <prefix>/step-100/manifest.json                  the commit record, put last
+    <prefix>/step-100/<token>/model.safetensors      data of the draft with that token
+
+Objects cannot be renamed, so a draft's data stay where they are written and putting the manifest is
+the commit. Which folder is the step's own is an attribute of the manifest object: the record and
+what it refers to change in one request.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from datetime import datetime, timezone
+from math import ceil
+from weakref import WeakSet
+
+from torchrelay.errors import UsageError
+from torchrelay.stores.bucket import Bucket
+from torchrelay.stores.seam import Buffer
+
+MANIFEST = "manifest.json"
+TOKEN = "torchrelaytoken"  # letters only: Azure and proxies refuse or drop other names
+PART_BYTES = 16 << 20
+LEAST_PART_BYTES = 5 << 20  # S3 takes no smaller part
+MAX_PARTS = 10_000  # of one object, on S3 and GCS
+RANGE_BYTES = 8 << 20  # of one request of a large read
+CONCURRENCY = 8
+DAY = 24 * 3600.0
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_DATA = re.compile(rf"{_STEP.pattern}/([^/]+)/([^/]+)")
+
+# Drafts of this process that may still be committed: `clean` spares them, whatever their age.
+_live: WeakSet[ObjectDraft] = WeakSet()
+_live_lock = threading.Lock()
+
+
+class ObjectStore:
+    """Checkpoints below `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`;
+    `memory://` is a private one for tests. Credentials, region and endpoint are those of the
+    environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...) or of the machine's role.
+
+    `timeout`: seconds that one request may take, with its retries. `grace`: seconds after its last
+    object that a draft counts as left behind, since no machine sees whether another's writer is
+    alive. An open data file holds about `concurrency + 2` parts of `part_bytes` in memory.
+
+    A reader of a step that is replaced or deleted meanwhile gets `FileNotFoundError`. Make a store
+    per process: it does not survive a fork. The parts of an upload whose process died are
+    invisible here; a lifecycle rule of the bucket (abort incomplete multipart uploads) frees them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 300.0,
+        grace: float = DAY,
+        part_bytes: int = PART_BYTES,
+        concurrency: int = CONCURRENCY,
+    ) -> None:
+        if part_bytes < LEAST_PART_BYTES:
+            raise UsageError(f"part_bytes={part_bytes}: services take {LEAST_PART_BYTES} or more")
+        if concurrency < 1:
+            raise UsageError(f"concurrency={concurrency}: at least one request has to run")
+        self._bucket = Bucket(url, timeout=timeout)
+        self.url = self._bucket.url
+        self._grace = grace
+        self._part_bytes = part_bytes
+        self._concurrency = concurrency
+        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="torchrelay-objects")
+
+    def steps(self) -> list[int]:
+        matches = map(_STEP.fullmatch, self._bucket.folders())
+        steps = sorted(int(match[1]) for match in matches if match)
+        committed = self._pool.map(self._bucket.has, map(_manifest, steps))
+        return [step for step, there in zip(steps, committed, strict=True) if there]
+
+    def manifest(self, step: int) -> bytes:
+        return self._bucket.get(_manifest(step))[0]
+
+    def sizes(self, step: int) -> dict[str, int]:
+        found = self._bucket.objects(self._folder(step))
+        matches = [(_DATA.fullmatch(one.path), one.nbytes) for one in found]
+        return {match[3]: nbytes for match, nbytes in matches if match}
+
+    def reader(self, step: int, name: str) -> ObjectReader:
+        _check_name(name)
+        return ObjectReader(self._bucket, self._pool, f"{self._folder(step)}/{name}")
+
+    def draft(self, step: int, token: str, *, overwrite: bool = False) -> ObjectDraft:
+        if step < 0:
+            raise UsageError(f"step {step} is negative")
+        if not _TOKEN.fullmatch(token) or token == MANIFEST:
+            raise UsageError(f"{token!r} cannot be a token")
+        return ObjectDraft(self, step, token, overwrite)
+
+    def delete(self, step: int) -> None:
+        token = self._token(step)
+        self._bucket.remove([_manifest(step)])
+        if token:
+            self._bucket.remove_folder(f"step-{step}/{token}")
+
+    def clean(self) -> list[str]:
+        drafts: dict[tuple[int, str], list[tuple[datetime, str]]] = {}
+        for path, _, modified in self._bucket.objects():
+            if match := _DATA.fullmatch(path):
+                drafts.setdefault((int(match[1]), match[2]), []).append((modified, path))
+        removed = []
+        for (step, token), objects in sorted(drafts.items()):
+            age = datetime.now(timezone.utc) - max(objects)[0]
+            if age.total_seconds() < self._grace or self._is_live(step, token):
+                continue
+            # Asked after the listing, so that a draft committed meanwhile is seen as a step.
+            with suppress(FileNotFoundError):
+                if self._token(step) in (token, ""):
+                    continue
+            self._bucket.remove([path for _, path in objects])
+            removed.append(f"step-{step}/{token}")
+        return removed
+
+    def _is_live(self, step: int, token: str) -> bool:
+        with _live_lock:
+            return any(draft.key == (self.url, step, token) for draft in _live)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def _token(self, step: int) -> str:
+        """Which draft a step was; "" where that cannot be told."""
+        token = self._bucket.attributes(_manifest(step)).get(TOKEN)
+        if token is None:  # lost by a tool that copied the bucket without attributes
+            folders = self._bucket.folders(f"step-{step}")
+            token = folders[0] if len(folders) == 1 else ""
+        return token if _TOKEN.fullmatch(token) else ""
+
+    def _folder(self, step: int) -> str:
+        token = self._token(step)
+        if not token:
+            name = self._bucket.name(_manifest(step))
+            reason = f"the object has no attribute {TOKEN!r} that says which folder holds its data"
+            raise OSError(errno.EIO, reason, name)
+        return f"step-{step}/{token}"
+
+
+class ObjectDraft:
+    """See `seam.Draft`. `begin` writes nothing: a draft is there with its first data object."""
+
+    def __init__(self, store: ObjectStore, step: int, token: str, overwrite: bool) -> None:
+        self._store = store
+        self._bucket = store._bucket
+        self._step = step
+        self._token = token
+        self._overwrite = overwrite
+        self._folder = f"step-{step}/{token}"
+        self.key = (store.url, step, token)
+
+    def begin(self) -> None:
+        name = self._bucket.name(_manifest(self._step))
+        with suppress(FileNotFoundError):
+            committed = self._store._token(self._step)
+            if not self._overwrite:
+                raise FileExistsError(errno.EEXIST, "the step is committed", name)
+            if committed == self._token:
+                raise UsageError(f"{name} was committed with token {self._token}: take a new one")
+        self._set_live(True)
+
+    def open(self, name: str, nbytes: int) -> ObjectSink:
+        _check_name(name)
+        self._set_live(True)
+        part_bytes = max(self._store._part_bytes, ceil(nbytes / MAX_PARTS))
+        path = f"{self._folder}/{name}"
+        return ObjectSink(self, self._bucket, path, nbytes, part_bytes, self._store._concurrency)
+
+    def commit(self, manifest: bytes) -> None:
+        replaced = ""
+        if self._overwrite:
+            with suppress(FileNotFoundError):
+                replaced = self._store._token(self._step)
+        attributes = {TOKEN: self._token, "Content-Type": "application/json"}
+        path = _manifest(self._step)
+        try:
+            self._bucket.put(path, manifest, attributes, create=not self._overwrite)
+        except OSError:
+            # A lost answer, or the retry after one, looks like a failure: the object decides.
+            if not self._is_in_place(manifest):
+                raise
+        self._set_live(False)
+        if replaced and replaced != self._token:
+            with suppress(OSError):  # the step is committed; `clean` removes what is left
+                self._bucket.remove_folder(f"step-{self._step}/{replaced}")
+
+    def _is_in_place(self, manifest: bytes) -> bool:
+        try:
+            content, attributes = self._bucket.get(_manifest(self._step))
+        except OSError:
+            return False
+        return content == manifest and attributes.get(TOKEN) == self._token
+
+    def discard(self) -> None:
+        self._set_live(False)
+        with suppress(OSError):
+            try:
+                # A commit that seemed to fail may have arrived: its data stay.
+                committed: str | None = self._store._token(self._step)
+            except FileNotFoundError:
+                committed = None
+            if committed not in (self._token, ""):
+                self._bucket.remove_folder(self._folder)
+
+    def _set_live(self, live: bool) -> None:
+        with _live_lock:
+            (_live.add if live else _live.discard)(self)
+
+
+class ObjectSink:
+    """One object being uploaded: in parts, several at a time, if it is larger than one part."""
+
+    ordered = True
+
+    def __init__(
+        self,
+        draft: ObjectDraft,
+        bucket: Bucket,
+        path: str,
+        nbytes: int,
+        part_bytes: int,
+        concurrency: int,
+    ) -> None:
+        self._draft = draft  # keeps it live
+        self._bucket = bucket
+        self._path = path
+        self._nbytes = nbytes
+        self._part_bytes = part_bytes
+        self._part = bytearray()  # handed over when it is full; the writer makes no copy
+        self._written = 0
+        self._open = True
+        self._begun = False
+        self._writer = bucket.writer(path, part_bytes, concurrency)
+
+    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+        self._check_open()
+        if position != self._written:
+            raise UsageError(f"{self._path}: byte {self._written} is next, not {position}")
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        if position + sum(map(len, views)) > self._nbytes:
+            raise UsageError(f"{self._path}: more than the {self._nbytes} bytes it was opened for")
+        for view in views:
+            while len(view):
+                piece = view[: self._part_bytes - len(self._part)]
+                self._part += piece
+                self._written += len(piece)
+                view = view[len(piece) :]
+                if len(self._part) == self._part_bytes:
+                    self._hand_over()
+                    self._begun = True
+
+    def _hand_over(self) -> None:
+        part, self._part = self._part, bytearray()
+        try:
+            with self._bucket.named(self._path):
+                self._writer.write(part)
+        except BaseException:
+            self._stop()
+            raise
+
+    def finish(self) -> None:
+        self._check_open()
+        name = self._bucket.name(self._path)
+        if self._written != self._nbytes:
+            reason = f"{self._written} of {self._nbytes} bytes were written"
+            raise OSError(errno.EIO, reason, name)
+        if self._part:
+            self._hand_over()
+        self._open = False
+        with self._bucket.named(self._path):
+            self._writer.close()
+        if (there := self._bucket.nbytes(self._path)) != self._nbytes:
+            reason = f"{there} bytes are in the object, {self._nbytes} were written"
+            raise OSError(errno.EIO, reason, name)
+
+    def abort(self) -> None:
+        self._stop()
+        with suppress(OSError):
+            self._bucket.remove([self._path])
+
+    def _stop(self) -> None:
+        """Let go of the upload, so that the service keeps no parts of it.
+
+        obstore has no call for that: closing completes a sound upload (its object is removed after)
+        and gives up a broken one. But a writer that has not begun its upload, which it does with
+        the first whole part, must not be closed: it would put an object, and after a failed begin
+        under a wrong name.
+        """
+        if self._open and self._begun:
+            with suppress(OSError), self._bucket.named(self._path):
+                self._writer.close()
+        self._open = False
+        self._part = bytearray()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UsageError(f"{self._path}: the file is finished, aborted or failed")
+
+
+class ObjectReader:
+    """One data object. Large reads are split into ranges that are fetched in parallel."""
+
+    def __init__(self, bucket: Bucket, pool: ThreadPoolExecutor, path: str) -> None:
+        self._bucket = bucket
+        self._pool = pool
+        self._path = path
+        self.nbytes = bucket.nbytes(path)
+
+    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        end = position + sum(map(len, views))
+        if end > self.nbytes:
+            name = self._bucket.name(self._path)
+            raise EOFError(f"{name} has {self.nbytes} bytes, the read ends at {end}")
+        pieces = list(_cut(views, RANGE_BYTES))
+        if len(pieces) == 1:
+            self._fetch(position, pieces[0])
+            return
+        starts = range(position, end, RANGE_BYTES)
+        jobs = [self._pool.submit(self._fetch, *job) for job in zip(starts, pieces, strict=True)]
+        try:
+            for job in jobs:
+                job.result()
+        finally:
+            # After a failure too, nothing may write into the caller's buffers once this returns.
+            wait([job for job in jobs if not job.cancel()])
+
+    def _fetch(self, start: int, views: Sequence[memoryview]) -> None:
+        nbytes = sum(map(len, views))
+        fetched = self._bucket.read_range(self._path, start, nbytes)
+        if len(fetched) != nbytes:
+            name = self._bucket.name(self._path)
+            raise EOFError(f"{name} gave {len(fetched)} of {nbytes} bytes at byte {start}")
+        at = 0
+        for view in views:
+            view[:] = fetched[at : at + len(view)]
+            at += len(view)
+
+    def close(self) -> None:
+        pass
+
+
+def _manifest(step: int) -> str:
+    return f"step-{step}/{MANIFEST}"
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot be the name of a data file: letters, digits and ._-")
+
+
+def _cut(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The bytes of the views, in order, in groups of `size` bytes; the last may be smaller."""
+    group: list[memoryview] = []
+    room = size
+    for view in views:
+        while len(view):
+            group.append(view[:room])
+            view, room = view[room:], room - len(group[-1])
+            if not room:
+                yield group
+                group, room = [], size
+    if group:
+        yield group

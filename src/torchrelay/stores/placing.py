@@ -1,0 +1,151 @@
+"""From a planner's read items to byte ranges of files and the memory they go to.
+
+A box of a shard that is one run of bytes goes straight to its place. Any other box, and one whose
+destination has another dtype, takes a detour: the rows it lies in are read to a buffer, and the
+box is copied out of it. Detours are taken in waves, so that their buffers stay small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from torchrelay.errors import MismatchError
+from torchrelay.memory.host import host_block
+from torchrelay.state import tensors as t
+from torchrelay.state.memory import Region
+from torchrelay.state.spans import contiguous_strides, packed
+from torchrelay.stores.reading import Placed
+from torchrelay.stores.records import Checkpoint, Shard, StoredTensor
+
+WAVE_BYTES = 256 << 20
+
+
+class Wish(NamedTuple):
+    """A box of a stored shard, and the tensor of its shape that wants it."""
+
+    tensor: StoredTensor
+    shard: Shard
+    offsets: tuple[int, ...]  # in the shard
+    sizes: tuple[int, ...]
+    destination: torch.Tensor
+
+
+@dataclass
+class Wave:
+    """Reads that are done together: places by file, and what is left to do once they hold."""
+
+    wanted: dict[int, list[Placed]] = field(default_factory=dict)
+    after: list[Callable[[], None]] = field(default_factory=list)
+
+
+def waves(wishes: Iterable[Wish]) -> list[Wave]:
+    """Plan the reads. `MismatchError` for a destination that cannot be written to."""
+    direct: list[tuple[int, int, Region]] = []
+    detours: list[Wish] = []
+    for wish in wishes:
+        if not prod(wish.sizes):
+            continue
+        if wish.destination.dtype == t.dtype_named(wish.tensor.dtype) and _is_run(wish):
+            direct.append((wish.shard.file, _start(wish), _region(wish.destination)))
+        else:
+            detours.append(wish)
+    planned = _Waves()
+    for file, start, region in sorted(direct, key=lambda piece: piece[:2]):
+        planned.add(file, start, region)
+    for wish in sorted(detours, key=lambda wish: (wish.shard.file, _start(wish))):
+        region, copy = _detour(wish)
+        planned.add(wish.shard.file, _start(wish), region, copy)
+    return planned.waves
+
+
+class _Waves:
+    """Reads come in the order of their files: no byte of a file is wanted twice in one wave."""
+
+    def __init__(self) -> None:
+        self.waves: list[Wave] = []
+        self._ends: list[dict[int, int]] = []
+        self._detours: list[int] = []  # bytes of buffers
+
+    def add(
+        self, file: int, start: int, region: Region, after: Callable[[], None] | None = None
+    ) -> None:
+        buffer = region.nbytes if after is not None else 0
+        for place, end in enumerate(self._ends):
+            full = buffer and self._detours[place] and self._detours[place] + buffer > WAVE_BYTES
+            if end.get(file, 0) <= start and not full:
+                break
+        else:
+            place = len(self.waves)
+            self.waves.append(Wave())
+            self._ends.append({})
+            self._detours.append(0)
+        self._ends[place][file] = start + region.nbytes
+        self._detours[place] += buffer
+        self.waves[place].wanted.setdefault(file, []).append((start, region))
+        if after is not None:
+            self.waves[place].after.append(after)
+
+
+def _is_run(wish: Wish) -> bool:
+    """Whether a box is one run of its shard's elements."""
+    inner = False
+    for size, whole in zip(wish.sizes, wish.shard.sizes, strict=True):
+        if inner and size != whole:
+            return False
+        inner = inner or size > 1
+    return True
+
+
+def _start(wish: Wish) -> int:
+    """Where in the file the first element of the box lies."""
+    strides = contiguous_strides(wish.shard.sizes)
+    first = sum(offset * stride for offset, stride in zip(wish.offsets, strides, strict=True))
+    return wish.shard.start + first * t.dtype_named(wish.tensor.dtype).itemsize
+
+
+def _region(destination: torch.Tensor) -> Region:
+    shape, strides = tuple(destination.shape), tuple(destination.stride())
+    layout = packed(shape, strides)
+    if layout is None or layout.numel != prod(shape):
+        raise MismatchError("the destination's elements overlap each other")
+    return Region.row_major(destination)
+
+
+def _detour(wish: Wish) -> tuple[Region, Callable[[], None]]:
+    """Room for the rows that the box lies in, and how the box is copied out of it.
+
+    The room is memory that nothing has touched, so it costs nothing before its wave is read.
+    """
+    dtype = t.dtype_named(wish.tensor.dtype)
+    strides = contiguous_strides(wish.shard.sizes)
+    reach = sum((size - 1) * stride for size, stride in zip(wish.sizes, strides, strict=True)) + 1
+    rows = host_block(reach * dtype.itemsize)
+    box = t.raw(rows.untyped_storage(), 0, dtype.itemsize, wish.sizes, strides)
+
+    def copy() -> None:
+        if wish.destination.dtype == dtype:
+            t.raw_of(wish.destination).copy_(box)
+        else:
+            wish.destination.copy_(rows.view(dtype).as_strided(wish.sizes, strides))
+
+    return Region.row_major(rows), copy
+
+
+def shard_at(tensor: StoredTensor, offsets: Sequence[int], hint: int | None) -> Shard:
+    """The shard that starts at these offsets; `hint` is where it probably stands."""
+    wanted = tuple(offsets)
+    if hint is not None and hint < len(tensor.shards) and tensor.shards[hint].offsets == wanted:
+        return tensor.shards[hint]
+    for shard in tensor.shards:
+        if shard.offsets == wanted:
+            return shard
+    raise MismatchError(f"{tensor.name} has no shard at {wanted}")
+
+
+def by_name(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    return {tensor.name: tensor for tensor in checkpoint.tensors}

@@ -1,0 +1,266 @@
+"""Planning a save with torch's planners, and the planning messages between ranks.
+
+A planner decides which rank writes which box of which tensor. Its plans travel as records of a
+closed list of types; what a planner of the user's own attaches to a plan (`planner_data`) may be
+anything that a state may hold.
+
+Ranks of one job hold most leaves in common, and some of their own under the same path: a random
+state, a position in the data. Plain values and small plain tensors that differ are kept for each
+rank. Large tensors under one name are taken for replicas, as torch's planners do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from torchrelay.errors import CheckpointError
+from torchrelay.state import tensors as t
+from torchrelay.state.digest import digest
+from torchrelay.state.memory import Region
+from torchrelay.state.outline import Named, Outline
+from torchrelay.state.parcel import pack, unpack
+from torchrelay.stores import blobs
+from torchrelay.stores.layout import Entry
+from torchrelay.stores.records import Own
+
+SMALL_BYTES = 64 << 10  # plain tensors up to this size are compared between ranks
+
+
+class Item(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A `WriteItem`: what of which tensor is to be written, or an object (`box` None)."""
+
+    name: str
+    kind: str
+    offset: tuple[int, ...] | None
+    index: int | None
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class LocalPlan(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank tells the coordinator before a save."""
+
+    outline: Outline | None
+    items: list[Item]
+    data: bytes  # the plan's `planner_data`, packed
+    usable: bool = True
+    replicas: dict[str, bytes] = {}  # digests of small plain tensors, by name
+
+
+class FinalPlan(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank is to write. `renamed`: names of its own tensors to those in its state."""
+
+    items: list[Item]
+    data: bytes
+    usable: bool = True
+    renamed: dict[str, str] = {}
+
+
+class Outlines(NamedTuple):
+    """The outlines of all ranks with what they share held once; see `records.Checkpoint`."""
+
+    outlines: tuple[Outline, ...]
+    ranks: tuple[int, ...]
+    own: dict[int, Own]
+
+
+def local_plan(named: Named, planner: SavePlanner, *, coordinator: bool, alone: bool) -> LocalPlan:
+    planner.set_up_planner(dict(named.tensors), None, coordinator)
+    plan = planner.create_local_plan()
+    replicas = {}
+    if not alone:
+        for name, tensor in named.tensors.items():
+            if type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_BYTES:
+                region = Region.row_major(tensor)
+                out = torch.empty(region.nbytes, dtype=torch.uint8)
+                region.read(0, region.nbytes, out)
+                replicas[name] = digest(out)
+    return LocalPlan(named.outline, _items(plan), pack(plan.planner_data), plan.usable, replicas)
+
+
+def global_plans(
+    locals_: list[LocalPlan], planner: SavePlanner
+) -> tuple[list[FinalPlan], Metadata]:
+    """The coordinator's part: every rank's final plan."""
+    renames = _renames(locals_)
+    plans = []
+    for local, renamed in zip(locals_, renames, strict=True):
+        plan = _plan(local.items, local.data, local.usable)
+        items = [
+            dataclasses.replace(
+                item, index=dataclasses.replace(item.index, fqn=renamed[item.index.fqn])
+            )
+            if item.index.fqn in renamed
+            else item
+            for item in plan.items
+        ]
+        plans.append(dataclasses.replace(plan, items=items))
+    final, metadata = planner.create_global_plan(plans)
+    return [
+        FinalPlan(
+            _items(plan),
+            pack(plan.planner_data),
+            plan.usable,
+            {new: old for old, new in renamed.items()},
+        )
+        for plan, renamed in zip(final, renames, strict=True)
+    ], metadata
+
+
+def _renames(locals_: list[LocalPlan]) -> list[dict[str, str]]:
+    """For each rank, the names of small tensors that hold something else than on a rank before."""
+    first: dict[str, bytes] = {}
+    renames: list[dict[str, str]] = []
+    for rank, local in enumerate(locals_):
+        renamed = {}
+        for name, known in local.replicas.items():
+            if first.setdefault(name, known) != known:
+                renamed[name] = f"{name}@rank-{rank}"
+        renames.append(renamed)
+    return renames
+
+
+def merge_outlines(locals_: list[LocalPlan]) -> Outlines:
+    """Hold each distinct outline once, and what single ranks have of their own apart."""
+    bases: list[Outline] = []
+    known: dict[bytes, int] = {}
+    ranks: list[int] = []
+    own: dict[int, Own] = {}
+    for rank, (local, renamed) in enumerate(zip(locals_, _renames(locals_), strict=True)):
+        outline = local.outline
+        if outline is None:
+            raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")
+        key = msgspec.msgpack.encode(outline)
+        base = known.get(key)
+        if base is None:
+            base = next((i for i, other in enumerate(bases) if _alike(other, outline)), len(bases))
+            if base == len(bases):
+                bases.append(outline)
+            known[key] = base
+        ranks.append(base)
+        leaves = {
+            index: leaf
+            for index, (leaf, other) in enumerate(
+                zip(outline.leaves, bases[base].leaves, strict=True)
+            )
+            if leaf != other
+        }
+        names = {i: renamed[name] for i, name in enumerate(outline.names) if name in renamed}
+        if leaves or names:
+            own[rank] = Own(leaves, names)
+    return Outlines(tuple(bases), tuple(ranks), own)
+
+
+def _alike(one: Outline, other: Outline) -> bool:
+    return (one.tree, one.names, one.strides) == (other.tree, other.names, other.strides)
+
+
+class Drafted(NamedTuple):
+    """Boxes to be written with the memory they are in, and objects as bytes."""
+
+    entries: list[Entry]
+    tensors: list[torch.Tensor]
+    objects: dict[str, tuple[str, bytes]]  # by name; see `blobs.keep`
+
+
+def resolve(final: FinalPlan, planner: SavePlanner, tops: dict[str, str | None]) -> Drafted:
+    """Ask the planner for everything that this rank writes."""
+    plan = planner.finish_plan(_plan(final.items, final.data, final.usable))
+    drafted = Drafted([], [], {})
+    for item in plan.items:
+        name = item.index.fqn
+        mine = final.renamed.get(name, name)
+        asked = dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=mine))
+        data = planner.resolve_data(asked)
+        if item.type == WriteItemType.BYTE_IO:
+            drafted.objects[name] = blobs.keep(name, data)
+            continue
+        assert isinstance(data, torch.Tensor) and item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        local = data.detach()
+        if tuple(local.shape) != tuple(chunk.sizes):
+            raise CheckpointError(
+                f"the planner gave a tensor of shape {tuple(local.shape)} for a box of "
+                f"{tuple(chunk.sizes)}",
+                phase="plan",
+                path=name,
+            )
+        if not local.numel():
+            continue
+        drafted.entries.append(
+            Entry(
+                name,
+                t.NAMES[local.dtype],
+                tuple(item.tensor_data.size),
+                tuple(chunk.offsets),
+                tuple(chunk.sizes),
+                tops.get(mine),
+            )
+        )
+        drafted.tensors.append(local)
+    return drafted
+
+
+def item_bytes(final: FinalPlan) -> int:
+    """Bytes of the tensors that a rank is to write."""
+    return sum(
+        prod(item.box[1]) * t.dtype_named(item.dtype).itemsize
+        for item in final.items
+        if item.box is not None
+    )
+
+
+def _items(plan: SavePlan) -> list[Item]:
+    items = []
+    for item in plan.items:
+        index, data = item.index, item.tensor_data
+        offset = None if index.offset is None else tuple(index.offset)
+        if data is None:
+            items.append(Item(index.fqn, item.type.name, offset, index.index))
+            continue
+        box = (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        dtype = t.NAMES[data.properties.dtype]
+        shape = tuple(data.size)
+        items.append(Item(index.fqn, item.type.name, offset, index.index, box, dtype, shape))
+    return items
+
+
+def _plan(items: list[Item], data: bytes, usable: bool) -> SavePlan:
+    planner_data: Any = unpack(data)
+    return SavePlan([_write_item(item) for item in items], None, planner_data, usable)
+
+
+def _write_item(item: Item) -> WriteItem:
+    index = MetadataIndex(item.name, item.offset, item.index)
+    kind = WriteItemType[item.kind]
+    if item.box is None:
+        return WriteItem(index, kind)
+    offsets, sizes = item.box
+    return WriteItem(
+        index,
+        kind,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+            TensorProperties(dtype=t.dtype_named(item.dtype)),
+            torch.Size(item.shape),
+        ),
+    )

@@ -1,0 +1,88 @@
+"""What a place that keeps checkpoints has to offer. Everything else is built on these four.
+
+A store holds steps. A step is written as a draft, which nobody takes for a checkpoint, and becomes
+one by `Draft.commit`: one atomic act that needs all its bytes to be durable before. Readers see a
+step whole or not at all.
+
+Nothing here imports torch: the same code runs in the trainer and in its writer process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Sink(Protocol):
+    """One data file being written. Calls come from one thread, or from several if not `ordered`."""
+
+    ordered: bool  # positions must come in ascending order without gaps, from one thread
+
+    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+        """Put the buffers, one after the other, at a byte position of the file."""
+
+    def finish(self) -> None:
+        """All bytes were handed over: return when they are durable."""
+
+    def abort(self) -> None:
+        """Give the file up; never raises."""
+
+
+class Draft(Protocol):
+    """A step on its way. One process calls `begin` and then `commit` or `discard`; every process
+    that writes a file of the step has a draft with the same step and token."""
+
+    def begin(self) -> None:
+        """Make room. `FileExistsError` if the step is there and may not be replaced."""
+
+    def open(self, name: str, nbytes: int) -> Sink:
+        """A new data file of a known size."""
+
+    def commit(self, manifest: bytes) -> None:
+        """Make the draft the step, whole and durable, in place of an older one if need be."""
+
+    def discard(self) -> None:
+        """Remove what was written; never raises."""
+
+
+class DataReader(Protocol):
+    """One data file of a committed step; safe to use from several threads."""
+
+    nbytes: int
+
+    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers one after the other from a byte position. `EOFError` if it is short."""
+
+    def close(self) -> None: ...
+
+
+class Store(Protocol):
+    """A place with checkpoints. Missing steps and files raise `FileNotFoundError`, other failures
+    `OSError`, each with the name of the file or object in its message."""
+
+    url: str
+
+    def steps(self) -> list[int]:
+        """Steps that have a commit record, in ascending order."""
+
+    def manifest(self, step: int) -> bytes:
+        """The commit record."""
+
+    def sizes(self, step: int) -> dict[str, int]:
+        """Bytes of each data file that is there, by name."""
+
+    def reader(self, step: int, name: str) -> DataReader: ...
+
+    def draft(self, step: int, token: str, *, overwrite: bool = False) -> Draft:
+        """A draft; nothing is written before its `begin`."""
+
+    def delete(self, step: int) -> None:
+        """Remove a step. It stops being one before its first byte goes."""
+
+    def clean(self) -> list[str]:
+        """Remove what writers that are gone left behind; returns its names."""
+
+    def free_bytes(self) -> int | None:
+        """Room for data, or None where there is no such limit."""

@@ -1,0 +1,142 @@
+"""The trainer's end of the writer process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torchrelay.errors import CheckpointError
+from torchrelay.stores import writer_process as p
+from torchrelay.stores.writing import FileSpec
+
+_START_SECONDS = 60.0
+_END_SECONDS = 5.0
+
+
+class WriterProcess:
+    """A writer process, started when it is first needed and again if it was lost.
+
+    One save at a time uses it; the caller sees to that. Every request has a deadline, in seconds
+    from now; a writer that does not keep it is ended.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._attached = -1
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._drop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            package = str(Path(__file__).resolve().parents[2])
+            paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "torchrelay.stores.writer_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C in the trainer's terminal is not for it
+            )
+        self._link = ours
+
+    def attach(self, fd: int, nbytes: int) -> None:
+        """Show the writer an arena, unless it is the one it has."""
+        self.start()
+        inode = os.fstat(fd).st_ino
+        if self._attached == inode:
+            return
+        with self._lock:
+            link = self._linked(_START_SECONDS)
+            p.send(link, p.Attach(nbytes))
+            socket.send_fds(link, [b"a"], [fd])
+            self._answer(link, "attach")
+        self._attached = inode
+
+    def begin(
+        self, url: str, step: int, token: str, files: Sequence[FileSpec], timeout: float
+    ) -> None:
+        records = [tuple(file) for file in files]
+        self._ask(p.Begin(url, step, token, timeout, records), timeout, "open")  # type: ignore[arg-type]
+
+    def write(self, ranges: list[tuple[int, int, int, int]], timeout: float) -> None:
+        self._ask(p.Write(ranges), timeout, "write")
+
+    def finish(self, timeout: float) -> list[bytes]:
+        return self._ask(p.Finish(), timeout, "sync").digests
+
+    def abort(self) -> None:
+        """Give up the files of the save under way; never raises."""
+        if self._link is not None:
+            with suppress(CheckpointError):
+                self._ask(p.Abort(), _END_SECONDS, "abort")
+
+    def _ask(self, request: p.Request, timeout: float, phase: str) -> p.Done:
+        with self._lock:
+            link = self._linked(timeout)
+            try:
+                p.send(link, request)
+            except OSError as fault:
+                self._drop()
+                raise CheckpointError(f"the writer process is gone: {fault}", phase=phase) from None
+            return self._answer(link, phase)
+
+    def _linked(self, timeout: float) -> socket.socket:
+        if self._link is None:
+            raise CheckpointError("the writer process is gone", phase="write")
+        self._link.settimeout(max(timeout, 0.001))
+        return self._link
+
+    def _answer(self, link: socket.socket, phase: str) -> p.Done:
+        try:
+            answer = p.receive_answer(link)
+        except TimeoutError:
+            self._drop()
+            raise CheckpointError("the writer did not finish in time", phase=phase) from None
+        except (EOFError, OSError) as fault:
+            code = None if self._process is None else self._process.poll()
+            self._drop()
+            raise CheckpointError(
+                f"the writer process was lost ({fault or 'closed'}; exit status {code})",
+                phase=phase,
+            ) from None
+        if isinstance(answer, p.Failed):
+            raise CheckpointError(answer.message, phase=answer.phase or phase, file=answer.file)
+        return answer
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._attached = -1
+
+    def close(self) -> None:
+        """End the process; it is idle, or its work is given up."""
+        if self._link is not None:
+            self._link.close()  # it reads the end of file and leaves
+            self._link = None
+        if self._process is not None:
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        self._attached = -1

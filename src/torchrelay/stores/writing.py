@@ -1,0 +1,179 @@
+"""Digests and writes: ranges of memory into the files of a draft, on a few threads.
+
+A file is cut into chunks. A chunk is hashed and, while it is in the processor's cache, written.
+Hashing, copying and the system calls all let other threads run. No torch here: the writer process
+does with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import xxhash
+
+from torchrelay.errors import CheckpointError
+from torchrelay.state.runs import Runs
+from torchrelay.stores.seam import Draft, Sink
+
+_FEW = 8  # runs of a chunk that are written as they lie; more are gathered first
+WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
+
+
+class FileSpec(NamedTuple):
+    name: str
+    nbytes: int
+    chunk_bytes: int
+
+
+class Range(NamedTuple):
+    """Bytes [start, stop) of a file; `start` is a multiple of its chunk size.
+
+    `memory` has them by their position in the file.
+    """
+
+    file: int
+    start: int
+    stop: int
+    memory: Runs
+
+
+class Writing:
+    """The files of one rank's draft. `write` as often as there are ranges, then `finish`."""
+
+    def __init__(self, draft: Draft, files: Sequence[FileSpec], *, workers: int = WORKERS) -> None:
+        self._files = files
+        self._workers = workers
+        self._sinks: list[Sink] = []
+        self._digests = [bytearray(16 * -(-file.nbytes // file.chunk_bytes)) for file in files]
+        self._failure: BaseException | None = None
+        self.current: str | None = None  # the file that was last turned to
+        try:
+            for file in files:
+                self._at(file.name, lambda f=file: self._sinks.append(draft.open(f.name, f.nbytes)))  # type: ignore[misc]
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, ranges: Sequence[Range]) -> None:
+        """Hash and write all of the ranges; `CheckpointError` names the file that failed."""
+        queue = _Queue(ranges, self._files, [sink.ordered for sink in self._sinks])
+        threads = [
+            threading.Thread(target=self._work, args=(queue,), name="torchrelay-write", daemon=True)
+            for _ in range(min(self._workers, queue.parallel) - 1)
+        ]
+        for thread in threads:
+            thread.start()
+        self._work(queue)
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self, queue: _Queue) -> None:
+        scratch: list[ctypes.Array[ctypes.c_char]] = []
+        try:
+            while self._failure is None and (task := queue.take()) is not None:
+                place, start, stop = task
+                try:
+                    self._chunk(queue.ranges[place], start, stop, scratch)
+                finally:
+                    queue.done(place)
+        except BaseException as fault:
+            self._failure = self._failure or fault
+
+    def _chunk(
+        self, part: Range, start: int, stop: int, scratch: list[ctypes.Array[ctypes.c_char]]
+    ) -> None:
+        file = self._files[part.file]
+        runs = list(part.memory.within(start, stop))
+        if len(runs) > _FEW:
+            if not scratch or len(scratch[0]) < stop - start:
+                scratch[:] = [ctypes.create_string_buffer(stop - start)]
+            part.memory.gather(start, stop, ctypes.addressof(scratch[0]))
+            views = [memoryview(scratch[0])[: stop - start].cast("B")]
+        else:
+            views = [host_view(address, nbytes) for _, address, nbytes in runs]
+        hasher = xxhash.xxh3_128()
+        for view in views:
+            hasher.update(view)
+        at = start // file.chunk_bytes * 16
+        self._digests[part.file][at : at + 16] = hasher.digest()
+        self._at(file.name, lambda: self._sinks[part.file].write(start, views))
+
+    def finish(self) -> list[bytes]:
+        """Make the files durable; the digests of each file's chunks."""
+        with ThreadPoolExecutor(max_workers=max(1, len(self._sinks))) as pool:
+            pairs = zip(self._files, self._sinks, strict=True)
+            done = [pool.submit(self._at, file.name, sink.finish) for file, sink in pairs]
+            for future in done:
+                future.result()
+        return [bytes(digests) for digests in self._digests]
+
+    def abort(self) -> None:
+        for sink in self._sinks:
+            sink.abort()
+
+    def _at(self, name: str, act: Callable[[], object]) -> None:
+        self.current = name
+        try:
+            act()
+        except OSError as fault:
+            raise CheckpointError(
+                f"cannot write: {fault.strerror or fault}", phase="write", file=name
+            ) from fault
+
+
+class _Queue:
+    """Chunks of ranges, handed out so that threads are on different files while they can."""
+
+    def __init__(
+        self, ranges: Sequence[Range], files: Sequence[FileSpec], ordered: Sequence[bool]
+    ) -> None:
+        self.ranges = ranges
+        self._chunks = [files[part.file].chunk_bytes for part in ranges]
+        self._ordered = [ordered[part.file] for part in ranges]
+        self._next = [part.start for part in ranges]
+        self._active = [0] * len(ranges)
+        self._lock = threading.Condition()
+        whole = sum(part.stop - part.start for part in ranges)
+        self.parallel = max(1, whole // (1 << 20))
+
+    def take(self) -> tuple[int, int, int] | None:
+        with self._lock:
+            while True:
+                left = [i for i, part in enumerate(self.ranges) if self._next[i] < part.stop]
+                if not left:
+                    return None
+                free = [i for i in left if not (self._ordered[i] and self._busy(i))]
+                if free:
+                    place = min(free, key=lambda i: (self._active[i], i))
+                    start = self._next[place]
+                    stop = min(start + self._chunks[place], self.ranges[place].stop)
+                    self._next[place] = stop
+                    self._active[place] += 1
+                    return place, start, stop
+                self._lock.wait()
+
+    def _busy(self, place: int) -> bool:
+        """Whether an ordered file has a chunk under way, or earlier ranges to come."""
+        file = self.ranges[place].file
+        return any(
+            self._active[i] or (i < place and self._next[i] < part.stop)
+            for i, part in enumerate(self.ranges)
+            if part.file == file
+        )
+
+    def done(self, place: int) -> None:
+        with self._lock:
+            self._active[place] -= 1
+            self._lock.notify_all()
+
+
+def host_view(address: int, nbytes: int) -> memoryview:
+    """Host memory as a buffer. The caller keeps it alive."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

@@ -1,0 +1,225 @@
+"""Ranks that act together through their group's store: everybody reports, one decides, all hear it.
+
+The store serves every backend, and a rank that hangs or dies does not break it for the others. So
+each rank learns what went wrong where, within the caller's deadline, whoever it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from torchrelay import errors
+from torchrelay.errors import CheckpointError, RelayError
+from torchrelay.transports.clock import Deadline
+
+COORDINATOR = 0
+POLL = (0.0005, 0.02)  # seconds between looks at the store: first, and after long silence
+_SPREAD = 1.0  # seconds before the deadline at which the coordinator gives up, so that all hear why
+
+# What a rank's failure may be raised as elsewhere; others arrive as their base.
+_KINDS: dict[str, type[RelayError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, RelayError)
+}
+
+Decide = Callable[[list[bytes]], Sequence[bytes]]
+
+
+class _Word(msgspec.Struct, array_like=True):
+    """What a rank says: its payload, or why it has none."""
+
+    data: bytes = b""
+    kind: str = ""
+    message: str = ""
+    rank: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    path: str | None = None
+    file: str | None = None
+    offset: int | None = None
+
+
+_word = msgspec.msgpack.Decoder(_Word)
+
+
+class Assembly:
+    """The ranks of a group, or one process alone (`group=None`).
+
+    Every rank makes the same calls in the same order; `call` numbers them. Several calls may be
+    under way at once.
+    """
+
+    def __init__(self, group: Any, channel: str) -> None:
+        self.rank: int = 0 if group is None else group.rank()
+        self.world: int = 1 if group is None else group.size()
+        self._store = group.get_group_store() if self.world > 1 else None
+        self._channel = f"torchrelay/assembly/{channel}"
+        self._calls = 0
+        self._lock = threading.Lock()
+
+    @property
+    def coordinates(self) -> bool:
+        return self.rank == COORDINATOR
+
+    def call(self) -> Call:
+        with self._lock:
+            self._calls += 1
+            return Call(self, self._store, f"{self._channel}/{self._calls}")
+
+
+class Call:
+    """One operation of all ranks, in as many rounds as it takes."""
+
+    def __init__(self, assembly: Assembly, store: Any, prefix: str) -> None:
+        self._all = assembly
+        self._store = store
+        self._prefix = prefix
+        self._rounds = 0
+
+    def at(self, where: str) -> None:
+        """Tell the others what this rank is doing, for the case that it does not get done."""
+        if self._store is not None:
+            self._store.set(f"{self._prefix}/at/{self._all.rank}", where.encode() or b"?")
+
+    def round(
+        self,
+        phase: str,
+        mine: Callable[[], bytes] | BaseException,
+        decide: Decide,
+        deadline: Deadline,
+    ) -> bytes:
+        """Do `mine` on each rank, `decide` on the coordinator with what all returned, and return
+        the part of its answer that is for this rank.
+
+        Whatever fails anywhere is raised on every rank, with the rank where it failed first.
+        """
+        self._rounds += 1
+        key = f"{self._prefix}/{self._rounds}"
+        if self._store is None:
+            if isinstance(mine, BaseException):
+                raise mine
+            return decide([mine()])[0]
+        word, fault = _try(phase, self._all.rank, mine)
+        self._store.set(f"{key}/said/{self._all.rank}", msgspec.msgpack.encode(word))
+        if self._all.coordinates:
+            self._answer(phase, key, decide, deadline)
+        name = f"{key}/heard/{self._all.rank}"
+        if not self._await([name], deadline.left() + _SPREAD):
+            if fault is not None:
+                raise fault
+            raise CheckpointError(
+                f"the coordinator did not answer in {deadline.seconds:g} s",
+                rank=COORDINATOR,
+                phase=phase,
+            )
+        data = self._store.get(name)
+        self._store.delete_key(name)
+        heard = _word.decode(data)
+        if heard.kind and fault is not None and heard.rank == self._all.rank:
+            raise fault  # this rank's own, with its traceback
+        return _heard(heard)
+
+    def _answer(self, phase: str, key: str, decide: Decide, deadline: Deadline) -> None:
+        ranks = range(self._all.world)
+        names = [f"{key}/said/{rank}" for rank in ranks]
+        if self._await(names, max(0.0, deadline.left() - min(_SPREAD, deadline.seconds / 4))):
+            words = [_word.decode(self._store.get(name)) for name in names]
+            answers = _decided(phase, self._all.rank, words, decide)
+        else:
+            late = [rank for rank, name in zip(ranks, names, strict=True) if not self._has(name)]
+            answers = [self._late(phase, late, deadline)] * self._all.world
+        for rank, answer in zip(ranks, answers, strict=True):
+            self._store.set(f"{key}/heard/{rank}", msgspec.msgpack.encode(answer))
+        for name in names:
+            self._store.delete_key(name)
+
+    def _late(self, phase: str, late: list[int], deadline: Deadline) -> _Word:
+        places = []
+        for rank in late[:8]:
+            name = f"{self._prefix}/at/{rank}"
+            at = self._store.get(name).decode() if self._has(name) else "not yet begun"
+            places.append(f"rank {rank}: {at}")
+        return _Word(
+            kind="CheckpointError",
+            message=f"no word in {deadline.seconds:g} s from {'; '.join(places)}",
+            rank=late[0],
+            phase=phase,
+        )
+
+    def _has(self, name: str) -> bool:
+        found: bool = self._store.check([name])
+        return found
+
+    def _await(self, names: list[str], seconds: float) -> bool:
+        """Whether all of the keys are there in time.
+
+        Not by the store's own wait, which keeps every other user of the store waiting too.
+        """
+        end = time.monotonic() + seconds
+        pause, longest = POLL
+        while not self._store.check(names):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.3, longest)
+        return True
+
+
+def _try(
+    phase: str, rank: int, act: Callable[[], bytes] | BaseException
+) -> tuple[_Word, Exception | None]:
+    try:
+        if isinstance(act, BaseException):
+            raise act
+        return _Word(act()), None
+    except Exception as fault:
+        return _failure(phase, rank, fault), fault
+
+
+def _decided(phase: str, rank: int, words: list[_Word], decide: Decide) -> list[_Word]:
+    failed = next((word for word in words if word.kind), None)
+    if failed is not None:
+        return [failed] * len(words)
+    try:
+        return [_Word(data) for data in decide([word.data for word in words])]
+    except Exception as fault:
+        return [_failure(phase, rank, fault)] * len(words)
+
+
+def _failure(phase: str, rank: int, fault: Exception) -> _Word:
+    if not isinstance(fault, RelayError):
+        message = f"{type(fault).__name__}: {fault}"
+        return _Word(kind="CheckpointError", message=message, rank=rank, phase=phase)
+    return _Word(
+        kind=type(fault).__name__,
+        message=fault.message,
+        rank=rank if fault.rank is None else fault.rank,
+        step=fault.step,
+        phase=fault.phase or phase,
+        path=fault.path,
+        file=getattr(fault, "file", None),
+        offset=getattr(fault, "offset", None),
+    )
+
+
+def _heard(word: _Word) -> bytes:
+    if not word.kind:
+        return word.data
+    kind = _KINDS.get(word.kind, CheckpointError)
+    context: dict[str, Any] = {
+        "rank": word.rank,
+        "step": word.step,
+        "phase": word.phase,
+        "path": word.path,
+    }
+    if issubclass(kind, CheckpointError):
+        context["file"] = word.file
+    if issubclass(kind, errors.DamagedError):
+        context["offset"] = word.offset
+    raise kind(word.message, **context)

@@ -1,0 +1,355 @@
+"""What every store promises, whatever it is made of. A new store is a new line in `PLACES`."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.s3 import moto_server, s3  # noqa: F401
+from torchrelay.stores.seam import Sink, Store
+
+
+def open_store(kind: str, where: str) -> Store:
+    if kind == "local":
+        from torchrelay.stores.local import LocalStore
+
+        return LocalStore(where)
+    pytest.importorskip("obstore")
+    from torchrelay.stores.objects import ObjectStore
+
+    return ObjectStore(where, grace=0, timeout=60)
+
+
+PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {
+    "local": lambda request: str(request.getfixturevalue("tmp_path") / "checkpoints"),
+    "s3": lambda request: str(request.getfixturevalue("s3").url("check/points")),
+    "memory": lambda request: "memory://",
+}
+
+
+class Place(NamedTuple):
+    kind: str
+    where: str
+    store: Store
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> Place:
+    where = PLACES[request.param](request)
+    return Place(request.param, where, open_store(request.param, where))
+
+
+@pytest.fixture
+def store(place: Place) -> Store:
+    return place.store
+
+
+def write(sink: Sink, content: bytes, piece: int = 1000) -> None:
+    for start in range(0, len(content), piece):
+        part = content[start : start + piece]
+        sink.write(start, [part[:300], memoryview(bytearray(part[300:]))])
+    sink.finish()
+
+
+def save(
+    store: Store, step: int, files: dict[str, bytes], token: str = "host-1-a", **options: bool
+) -> None:
+    draft = store.draft(step, token, **options)
+    draft.begin()
+    for name, content in files.items():
+        write(draft.open(name, len(content)), content)
+    draft.commit(f"manifest of {token}".encode())
+
+
+def read(store: Store, step: int, name: str) -> bytes:
+    reader = store.reader(step, name)
+    try:
+        target = bytearray(reader.nbytes)
+        reader.read_into(0, [memoryview(target)])
+        return bytes(target)
+    finally:
+        reader.close()
+
+
+def contents(store: Store, step: int) -> dict[str, bytes]:
+    """All of a step, after a check that it is a whole one."""
+    sizes = store.sizes(step)
+    files = {name: read(store, step, name) for name in sizes}
+    assert sizes == {name: len(content) for name, content in files.items()}
+    return files
+
+
+def test_an_empty_store_has_nothing(store: Store) -> None:
+    assert store.steps() == []
+    assert store.clean() == []
+    for act in (
+        lambda: store.manifest(7),
+        lambda: store.sizes(7),
+        lambda: store.reader(7, "a.bin"),
+        lambda: store.delete(7),
+    ):
+        with pytest.raises(FileNotFoundError, match="step-7"):
+            act()
+
+
+def test_free_bytes_is_a_number_or_unknown(store: Store) -> None:
+    free = store.free_bytes()
+    assert free is None or free > 0
+
+
+def test_round_trip(store: Store) -> None:
+    files = {
+        "model.safetensors": random.Random(0).randbytes(12_345),
+        "0.rank-00001-of-00002.safetensors": b"x" * 1000,
+        "empty.bin": b"",
+    }
+    save(store, 3, files)
+    assert store.steps() == [3]
+    assert store.manifest(3) == b"manifest of host-1-a"
+    assert contents(store, 3) == files
+
+
+def test_the_manifest_is_opaque(store: Store) -> None:
+    manifest = bytes(range(256)) * 40
+    draft = store.draft(0, "host-1-a")
+    draft.begin()
+    draft.commit(manifest)
+    assert store.manifest(0) == manifest
+    assert store.sizes(0) == {}
+
+
+def test_steps_are_in_numerical_order(store: Store) -> None:
+    for step in (10, 2, 9, 100):
+        save(store, step, {"a.bin": b"a"}, token=f"host-{step}-a")
+    assert store.steps() == [2, 9, 10, 100]
+
+
+def test_a_draft_is_no_step_until_it_is_committed(store: Store) -> None:
+    draft = store.draft(5, "host-1-a")
+    draft.begin()
+    write(draft.open("a.bin", 4), b"abcd")
+    assert store.steps() == []
+    for act in (lambda: store.manifest(5), lambda: store.reader(5, "a.bin")):
+        with pytest.raises(FileNotFoundError):
+            act()
+    draft.commit(b"m")
+    assert store.steps() == [5]
+    assert contents(store, 5) == {"a.bin": b"abcd"}
+
+
+def test_every_process_adds_its_files_to_one_draft(store: Store) -> None:
+    first, second = (store.draft(1, "host-1-a") for _ in range(2))
+    first.begin()
+    write(second.open("b.bin", 2), b"bb")
+    write(first.open("a.bin", 1), b"a")
+    first.commit(b"m")
+    assert contents(store, 1) == {"a.bin": b"a", "b.bin": b"bb"}
+
+
+def test_unordered_sinks_take_any_order(store: Store) -> None:
+    content = random.Random(1).randbytes(10_000)
+    draft = store.draft(1, "host-1-a")
+    draft.begin()
+    sink = draft.open("a.bin", len(content))
+    if sink.ordered:
+        pytest.skip("its writes come in order")
+    for start in (5000, 0, 7500, 2500):
+        sink.write(start, [content[start : start + 2500]])
+    sink.finish()
+    draft.commit(b"m")
+    assert read(store, 1, "a.bin") == content
+
+
+def test_ranges_fill_buffers_one_after_the_other(store: Store) -> None:
+    content = random.Random(2).randbytes(5000)
+    save(store, 1, {"a.bin": content})
+    reader = store.reader(1, "a.bin")
+    assert reader.nbytes == 5000
+    target = bytearray(b"-" * 300)
+    view = memoryview(target)
+    reader.read_into(1234, [view[:10], view[10:10], view[10:200]])
+    assert target == content[1234:1434] + b"-" * 100
+    reader.read_into(5000, [view[:0]])
+    reader.read_into(4999, [view[:1]])
+    assert target[:1] == content[-1:]
+    reader.close()
+
+
+@pytest.mark.parametrize(("position", "nbytes"), [(4999, 2), (5000, 1), (9000, 1), (0, 5001)])
+def test_reading_past_the_end_is_an_error(store: Store, position: int, nbytes: int) -> None:
+    save(store, 1, {"a.bin": b"x" * 5000})
+    reader = store.reader(1, "a.bin")
+    with pytest.raises(EOFError, match=r"a\.bin"):
+        reader.read_into(position, [memoryview(bytearray(nbytes))])
+    reader.close()
+
+
+def test_threads_share_a_reader(store: Store) -> None:
+    content = random.Random(3).randbytes(200_000)
+    save(store, 1, {"a.bin": content})
+    reader = store.reader(1, "a.bin")
+
+    def check(seed: int) -> bool:
+        start = random.Random(seed).randrange(len(content) - 5000)
+        target = bytearray(5000)
+        reader.read_into(start, [memoryview(target)])
+        return target == content[start : start + 5000]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(check, range(40)))
+    reader.close()
+
+
+def test_a_missing_file_of_a_step_is_named(store: Store) -> None:
+    save(store, 1, {"a.bin": b"a"})
+    with pytest.raises(FileNotFoundError, match=r"step-1.*b\.bin"):
+        store.reader(1, "b.bin")
+
+
+def test_a_committed_step_is_not_begun_again(store: Store) -> None:
+    save(store, 1, {"a.bin": b"old"})
+    with pytest.raises(FileExistsError, match="step-1"):
+        store.draft(1, "host-2-b").begin()
+    assert contents(store, 1) == {"a.bin": b"old"}
+
+
+def test_the_second_of_two_writers_does_not_commit(store: Store) -> None:
+    drafts = {content: store.draft(1, f"host-1-{content.hex()}") for content in (b"1", b"2")}
+    for content, draft in drafts.items():
+        draft.begin()
+        write(draft.open("a.bin", 1), content)
+    drafts[b"2"].commit(b"m2")
+    with pytest.raises(FileExistsError, match="step-1"):
+        drafts[b"1"].commit(b"m1")
+    drafts[b"1"].discard()
+    assert store.manifest(1) == b"m2"
+    assert contents(store, 1) == {"a.bin": b"2"}
+
+
+def test_overwrite_replaces_the_whole_step(store: Store) -> None:
+    save(store, 1, {"a.bin": b"old", "gone.bin": b"old"})
+    save(store, 1, {"a.bin": b"newer"}, token="host-2-b", overwrite=True)
+    assert store.steps() == [1]
+    assert store.manifest(1) == b"manifest of host-2-b"
+    assert contents(store, 1) == {"a.bin": b"newer"}
+    assert store.clean() == []
+
+
+def test_overwrite_needs_no_older_step(store: Store) -> None:
+    save(store, 1, {"a.bin": b"a"}, overwrite=True)
+    assert contents(store, 1) == {"a.bin": b"a"}
+
+
+def test_a_discarded_overwrite_leaves_the_step(store: Store) -> None:
+    save(store, 1, {"a.bin": b"old"})
+    draft = store.draft(1, "host-2-b", overwrite=True)
+    draft.begin()
+    write(draft.open("a.bin", 3), b"new")
+    assert contents(store, 1) == {"a.bin": b"old"}
+    draft.discard()
+    assert store.manifest(1) == b"manifest of host-1-a"
+    assert contents(store, 1) == {"a.bin": b"old"}
+
+
+def test_a_discarded_draft_leaves_nothing(store: Store) -> None:
+    draft = store.draft(1, "host-1-a")
+    draft.begin()
+    write(draft.open("a.bin", 1), b"a")
+    half = draft.open("b.bin", 2)
+    half.write(0, [b"b"])
+    half.abort()
+    half.abort()
+    draft.discard()
+    draft.discard()
+    assert (store.steps(), store.clean()) == ([], [])
+    save(store, 1, {"a.bin": b"again"})
+    assert contents(store, 1) == {"a.bin": b"again"}
+
+
+def test_discard_is_safe_at_any_time(store: Store) -> None:
+    store.draft(1, "host-1-a").discard()
+    draft = store.draft(1, "host-1-b")
+    draft.begin()
+    write(draft.open("a.bin", 1), b"a")
+    draft.commit(b"m")
+    draft.discard()
+    assert contents(store, 1) == {"a.bin": b"a"}
+
+
+def test_a_file_that_ends_early_does_not_finish(store: Store) -> None:
+    draft = store.draft(1, "host-1-a")
+    draft.begin()
+    sink = draft.open("a.bin", 10)
+    sink.write(0, [b"12345"])
+    with pytest.raises(OSError, match=r"a\.bin"):
+        sink.finish()
+    sink.abort()
+    draft.discard()
+    assert store.steps() == []
+
+
+def test_delete(store: Store) -> None:
+    save(store, 1, {"a.bin": b"1"})
+    save(store, 2, {"a.bin": b"2"}, token="host-1-b")
+    store.delete(1)
+    assert store.steps() == [2]
+    with pytest.raises(FileNotFoundError):
+        store.reader(1, "a.bin")
+    assert contents(store, 2) == {"a.bin": b"2"}
+    assert store.clean() == []
+    save(store, 1, {"b.bin": b"again"}, token="host-1-c")
+    assert contents(store, 1) == {"b.bin": b"again"}
+
+
+def test_clean_spares_steps_and_live_drafts(store: Store) -> None:
+    save(store, 1, {"a.bin": b"1"})
+    draft = store.draft(2, "host-1-b")
+    draft.begin()
+    write(draft.open("a.bin", 1), b"2")
+    assert store.clean() == []
+    draft.commit(b"m")
+    assert store.steps() == [1, 2]
+    assert contents(store, 2) == {"a.bin": b"2"}
+
+
+DYING_WRITER = """
+import os, sys
+from tests.test_store_conformance import open_store
+from torchrelay.stores.local import token
+draft = open_store(*sys.argv[1:]).draft(2, token())
+draft.begin()
+sink = draft.open("a.bin", 4)
+sink.write(0, [b"abcd"])
+sink.finish()
+print("written", flush=True)
+os._exit(9)
+"""
+
+
+def test_clean_removes_what_a_dead_writer_left(place: Place) -> None:
+    if place.kind == "memory":
+        pytest.skip("no other process reaches it")
+    save(place.store, 1, {"a.bin": b"1"})
+    child = subprocess.run(
+        [sys.executable, "-c", DYING_WRITER, place.kind, place.where],
+        cwd=Path(__file__).resolve().parent.parent,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (child.returncode, child.stdout) == (9, "written\n"), child.stderr
+    assert place.store.steps() == [1]
+    (removed,) = place.store.clean()
+    assert "step-2" in removed
+    assert place.store.clean() == []
+    assert place.store.steps() == [1]
+    assert contents(place.store, 1) == {"a.bin": b"1"}

@@ -1,0 +1,505 @@
+"""Object storage, against a real S3 server on loopback: what only happens there."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.support.s3 import BUCKET, LOSE, S3, moto_server, s3  # noqa: F401
+from tests.test_store_conformance import contents, read, save, write
+from torchrelay.errors import UsageError
+from torchrelay.stores.bucket import client_options
+from torchrelay.stores.objects import TOKEN, ObjectStore
+
+pytest.importorskip("obstore")
+
+MIB = 1 << 20
+PART = 5 * MIB
+
+
+@pytest.fixture
+def url(s3: S3) -> str:  # noqa: F811
+    return s3.url("runs/a")
+
+
+def open_at(url: str, **options: Any) -> ObjectStore:
+    return ObjectStore(url, **({"timeout": 60, "part_bytes": PART} | options))
+
+
+def leave_behind(url: str, step: int, token: str) -> None:
+    """A finished data object of a draft that nobody holds."""
+    write(open_at(url).draft(step, token).open("a.bin", 1), b"a")
+
+
+def unfinished(s3: S3) -> int:  # noqa: F811
+    """Uploads whose parts the server still holds."""
+    status, body, _ = s3.ask("GET", f"/{BUCKET}?uploads")
+    assert status == 200
+    return body.count(b"<UploadId>")
+
+
+def meeting(word: str) -> Callable[[str, str], None]:
+    """A hook that lets requests with a word in their path pass in pairs only."""
+    pair = threading.Barrier(2, timeout=30)
+
+    def hook(method: str, path: str) -> None:
+        if word in path:
+            pair.wait()
+
+    return hook
+
+
+def test_a_large_file_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F811
+    content = random.Random(0).randbytes(3 * PART + 12_345)
+    store = open_at(url)
+    draft = store.draft(1, "t")
+    draft.begin()
+    sink = draft.open("a.bin", len(content))
+    scratch = bytearray(4_000_037)
+    for start in range(0, len(content), len(scratch)):
+        piece = content[start : start + len(scratch)]
+        scratch[: len(piece)] = piece
+        sink.write(start, [memoryview(scratch)[: len(piece)]])
+        scratch[:] = bytes(len(scratch))  # a buffer is the caller's again after the call
+    sink.finish()
+    draft.commit(b"m")
+    assert len(s3.seen("PUT .*partNumber=")) == 4
+    assert read(store, 1, "a.bin") == content
+    assert store.sizes(1) == {"a.bin": len(content)}
+
+
+def test_one_large_buffer_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F811
+    content = random.Random(1).randbytes(2 * PART + 1)
+    store = open_at(url)
+    draft = store.draft(1, "t")
+    sink = draft.open("a.bin", len(content))
+    sink.write(0, [content])
+    sink.finish()
+    draft.commit(b"m")
+    assert len(s3.seen("PUT .*partNumber=")) == 3
+    assert read(store, 1, "a.bin") == content
+
+
+def test_parts_go_up_side_by_side(s3: S3, url: str) -> None:  # noqa: F811
+    s3.hook = meeting("partNumber=")
+    sink = open_at(url).draft(1, "t").open("a.bin", 2 * PART)
+    sink.write(0, [bytes(2 * PART)])
+    sink.finish()
+    assert len(s3.seen("PUT .*partNumber=")) == 2
+
+
+def test_large_reads_are_ranges_fetched_side_by_side(s3: S3, url: str) -> None:  # noqa: F811
+    content = random.Random(2).randbytes(20 * MIB)
+    store = open_at(url)
+    save(store, 1, {"a.bin": content})
+    reader = store.reader(1, "a.bin")
+    s3.hook = meeting("a.bin")
+    target = bytearray(len(content) - 4 * MIB)
+    cuts = [0, 17, 9 * MIB, 9 * MIB, len(target)]
+    view = memoryview(target)
+    reader.read_into(3, [view[a:b] for a, b in pairwise(cuts)])
+    assert target == content[3 : 3 + len(target)]
+    ranges = {one.headers["range"] for one in s3.requests[-2:]}
+    assert ranges == {f"bytes=3-{8 * MIB + 2}", f"bytes={8 * MIB + 3}-{16 * MIB + 2}"}
+
+
+def test_a_failed_range_ends_the_read(s3: S3, url: str) -> None:  # noqa: F811
+    store = open_at(url)
+    save(store, 1, {"a.bin": bytes(20 * MIB)})
+    reader = store.reader(1, "a.bin")
+    s3.hook = lambda method, path: 403
+    with pytest.raises(PermissionError, match=r"runs/a/step-1/host-1-a/a\.bin"):
+        reader.read_into(0, [memoryview(bytearray(20 * MIB))])
+
+
+def test_objects_that_vanish_under_a_reader(url: str) -> None:
+    store = open_at(url)
+    save(store, 1, {"a.bin": b"abc"})
+    reader = store.reader(1, "a.bin")
+    store.delete(1)
+    with pytest.raises(FileNotFoundError, match=r"a\.bin"):
+        reader.read_into(0, [memoryview(bytearray(3))])
+
+
+def test_the_manifest_is_an_object_of_its_own_and_put_last(s3: S3, url: str) -> None:  # noqa: F811
+    save(open_at(url), 7, {"a.bin": b"a", "b.bin": b"b"})
+    base = f"/{BUCKET}/runs/a/step-7"
+    assert s3.seen("PUT ") == [
+        f"PUT {base}/host-1-a/a.bin",
+        f"PUT {base}/host-1-a/b.bin",
+        f"PUT {base}/manifest.json",
+    ]
+    status, body, headers = s3.ask("GET", f"{base}/manifest.json")
+    assert (status, body) == (200, b"manifest of host-1-a")
+    assert headers[f"x-amz-meta-{TOKEN}"] == "host-1-a"
+    assert headers["content-type"] == "application/json"
+
+
+def test_overwrite_removes_the_old_objects_after_the_commit(s3: S3, url: str) -> None:  # noqa: F811
+    store = open_at(url)
+    save(store, 1, {"a.bin": b"old"}, token="old")
+    s3.requests.clear()
+    save(store, 1, {"a.bin": b"new"}, token="new", overwrite=True)
+    changes = s3.seen("^(PUT|POST|DELETE) ")
+    assert [line.rpartition("/")[2] for line in changes] == [
+        "a.bin",
+        "manifest.json",
+        f"{BUCKET}?delete",
+    ]
+    assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/old/a.bin")[0] == 404
+    assert contents(store, 1) == {"a.bin": b"new"}
+
+
+def test_an_overwrite_that_fails_leaves_the_old_step(s3: S3, url: str) -> None:  # noqa: F811
+    store = open_at(url)
+    save(store, 1, {"a.bin": b"old"}, token="old")
+    s3.hook = lambda method, path: 403 if method == "PUT" and "manifest" in path else None
+    with pytest.raises(PermissionError, match=r"step-1/manifest\.json"):
+        save(store, 1, {"a.bin": b"new"}, token="new", overwrite=True)
+    s3.hook = None
+    store.draft(1, "new").discard()
+    assert store.manifest(1) == b"manifest of old"
+    assert contents(store, 1) == {"a.bin": b"old"}
+    assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/new/a.bin")[0] == 404
+
+
+def test_a_step_is_not_written_over_by_its_own_token(url: str) -> None:
+    store = open_at(url)
+    save(store, 1, {"a.bin": b"old"}, token="same")
+    with pytest.raises(UsageError, match="token same"):
+        store.draft(1, "same", overwrite=True).begin()
+    assert contents(store, 1) == {"a.bin": b"old"}
+
+
+def test_one_of_many_writers_commits(url: str) -> None:
+    store = open_at(url)
+    drafts = [store.draft(1, f"t{number}") for number in range(6)]
+    for number, draft in enumerate(drafts):
+        draft.begin()
+        write(draft.open("a.bin", 1), str(number).encode())
+    start = threading.Barrier(len(drafts))
+    lost: list[int] = []
+
+    def commit(number: int) -> None:
+        start.wait(30)
+        try:
+            drafts[number].commit(str(number).encode())
+        except FileExistsError:
+            lost.append(number)
+            drafts[number].discard()
+
+    threads = [threading.Thread(target=commit, args=(n,)) for n in range(len(drafts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = set(range(len(drafts))) - set(lost)
+    assert store.manifest(1) == str(winner).encode()
+    assert contents(store, 1) == {"a.bin": str(winner).encode()}
+
+
+def test_a_service_without_conditional_requests(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    store = open_at(url)
+    late = store.draft(1, "late")
+    late.begin()
+    save(store, 1, {"a.bin": b"a"})
+    with pytest.raises(FileExistsError, match=r"manifest\.json"):
+        late.commit(b"late")
+    assert store.manifest(1) == b"manifest of host-1-a"
+
+
+def test_a_commit_whose_answer_is_lost_is_a_commit(s3: S3, url: str) -> None:  # noqa: F811
+    store = open_at(url)
+    losses = [LOSE]
+    s3.hook = lambda method, path: (
+        losses.pop() if losses and method == "PUT" and "manifest" in path else None
+    )
+    save(store, 1, {"a.bin": b"a"})
+    assert len(s3.seen("PUT .*manifest")) == 2  # the retry found the first one's object
+    assert contents(store, 1) == {"a.bin": b"a"}
+
+
+def test_discard_spares_a_commit_that_only_seemed_to_fail(s3: S3, url: str) -> None:  # noqa: F811
+    store = open_at(url)
+    draft = store.draft(1, "t")
+    write(draft.open("a.bin", 1), b"a")
+    verdicts = [LOSE]
+    s3.hook = lambda method, path: verdicts.pop() if verdicts else 403
+    with pytest.raises(OSError, match=r"manifest\.json"):
+        draft.commit(b"m")
+    s3.hook = None
+    draft.discard()
+    assert contents(store, 1) == {"a.bin": b"a"}
+
+
+def test_delete_takes_the_manifest_first(s3: S3, url: str) -> None:  # noqa: F811
+    store = open_at(url)
+    save(store, 1, {"a.bin": b"a", "b.bin": b"b"})
+    # Every later step of the deletion fails: what is left is no step, and can be cleaned.
+    s3.hook = lambda method, path: 403 if method == "GET" else None
+    with pytest.raises(OSError, match="step-1"):
+        store.delete(1)
+    s3.hook = None
+    assert store.steps() == []
+    assert open_at(url, grace=0).clean() == ["step-1/host-1-a"]
+
+
+def test_clean_waits_for_the_grace_period(url: str) -> None:
+    leave_behind(url, 1, "dead")
+    assert open_at(url).clean() == []
+    assert open_at(url, grace=3600).clean() == []
+    assert open_at(url, grace=0).clean() == ["step-1/dead"]
+    assert open_at(url, grace=0).clean() == []
+
+
+def test_clean_tells_a_step_from_other_drafts_of_it(url: str) -> None:
+    store = open_at(url, grace=0)
+    save(store, 1, {"a.bin": b"a"})
+    leave_behind(url, 1, "dead")
+    live = store.draft(1, "live", overwrite=True)
+    live.begin()
+    write(live.open("a.bin", 3), b"new")
+    assert store.clean() == ["step-1/dead"]
+    assert contents(store, 1) == {"a.bin": b"a"}
+    live.commit(b"m")
+    assert contents(store, 1) == {"a.bin": b"new"}
+
+
+def test_clean_leaves_what_is_not_ours(s3: S3, url: str) -> None:  # noqa: F811
+    for name in ("notes.txt", "step-1.txt", "step-01/t/a", "other/step-1/a", "step-1/t/deep/a"):
+        assert s3.ask("PUT", f"/{BUCKET}/runs/a/{name}", b"x")[0] == 200
+    store = open_at(url, grace=0)
+    assert (store.clean(), store.steps()) == ([], [])
+
+
+def test_sizes_are_those_of_data_files(s3: S3, url: str) -> None:  # noqa: F811
+    store = open_at(url)
+    save(store, 1, {"a.bin": b"abc"})
+    for name in ("step-1/host-1-a/deep/a.bin", "step-1/other/b.bin", "step-1/c.bin"):
+        assert s3.ask("PUT", f"/{BUCKET}/runs/a/{name}", b"x")[0] == 200
+    assert store.sizes(1) == {"a.bin": 3}
+
+
+def test_prefixes_are_apart(s3: S3) -> None:  # noqa: F811
+    save(open_at(s3.url("a")), 1, {"a.bin": b"a"})
+    assert open_at(s3.url("a/")).steps() == [1]
+    assert open_at(s3.url("ab")).steps() == []
+    assert open_at(f"s3://{BUCKET}").steps() == []
+
+
+def test_a_copied_manifest_finds_its_only_folder(s3: S3, url: str) -> None:  # noqa: F811
+    store = open_at(url, grace=0)
+    save(store, 1, {"a.bin": b"a"})
+    bare = f"/{BUCKET}/runs/a/step-1/manifest.json"
+    assert s3.ask("PUT", bare, b"manifest of host-1-a")[0] == 200
+    assert contents(store, 1) == {"a.bin": b"a"}
+    leave_behind(url, 1, "dead")
+    with pytest.raises(OSError, match=r"manifest\.json"):
+        store.reader(1, "a.bin")
+    assert store.clean() == []  # either folder may be the step's
+    assert store.manifest(1) == b"manifest of host-1-a"
+
+
+@pytest.mark.parametrize("token", ["../other", "a/b", "", "."])
+def test_a_hostile_token_is_no_path(s3: S3, url: str, token: str) -> None:  # noqa: F811
+    store = open_at(url)
+    save(store, 1, {"a.bin": b"a"})
+    path = f"/{BUCKET}/runs/a/step-1/manifest.json"
+    assert s3.ask("PUT", path, b"m", {f"x-amz-meta-{TOKEN}": token})[0] == 200
+    with pytest.raises(OSError, match=r"manifest\.json"):
+        store.reader(1, "a.bin")
+
+
+def test_a_part_that_fails_ends_the_upload(s3: S3, url: str) -> None:  # noqa: F811
+    s3.hook = lambda method, path: 403 if "partNumber=2" in path else None
+    draft = open_at(url, concurrency=2).draft(1, "t")
+    sink = draft.open("a.bin", 8 * PART)
+    with pytest.raises(PermissionError, match=r"runs/a/step-1/t/a\.bin"):
+        for start in range(0, 8 * PART, PART):
+            sink.write(start, [bytes(PART)])
+    with pytest.raises(UsageError):
+        sink.finish()
+    sink.abort()
+    assert unfinished(s3) == 0
+    draft.discard()
+    assert open_at(url, grace=0).clean() == []
+
+
+def test_an_upload_that_does_not_begin_puts_nothing(s3: S3, url: str) -> None:  # noqa: F811
+    s3.hook = lambda method, path: 403 if method == "POST" else None
+    sink = open_at(url).draft(1, "t").open("a.bin", 3 * PART)
+    with pytest.raises(PermissionError, match=r"a\.bin"):
+        sink.write(0, [bytes(3 * PART)])
+    sink.abort()
+    assert s3.seen("PUT ") == []
+
+
+def test_a_last_act_that_fails_is_an_error(s3: S3, url: str) -> None:  # noqa: F811
+    s3.hook = lambda method, path: 403 if "uploadId=" in path and method == "POST" else None
+    sink = open_at(url).draft(1, "t").open("a.bin", PART + 1)
+    sink.write(0, [bytes(PART + 1)])
+    with pytest.raises(OSError, match=r"a\.bin"):
+        sink.finish()
+    sink.abort()
+    assert unfinished(s3) == 0
+
+
+@pytest.mark.parametrize("written", [10, PART + 10])
+def test_an_aborted_file_leaves_nothing(s3: S3, url: str, written: int) -> None:  # noqa: F811
+    sink = open_at(url).draft(1, "t").open("a.bin", 3 * PART)
+    sink.write(0, [bytes(written)])
+    sink.abort()
+    assert unfinished(s3) == 0
+    assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/t/a.bin")[0] == 404
+    with pytest.raises(UsageError):
+        sink.write(written, [b"more"])
+
+
+def test_an_object_of_another_size_is_seen(s3: S3, url: str) -> None:  # noqa: F811
+    path = f"/{BUCKET}/runs/a/step-1/t/a.bin"
+
+    def shorten(method: str, asked: str) -> None:
+        if method == "HEAD":
+            s3.ask("PUT", path, b"ab")
+
+    s3.hook = shorten
+    sink = open_at(url).draft(1, "t").open("a.bin", 3)
+    sink.write(0, [b"abc"])
+    with pytest.raises(OSError, match=r"2 bytes.*a\.bin"):
+        sink.finish()
+
+
+def test_writes_come_in_order_and_within_the_size() -> None:
+    sink = ObjectStore("memory://").draft(1, "t").open("a.bin", 4)
+    sink.write(0, [b"ab"])
+    for position, piece in ((0, b"x"), (3, b"x"), (2, b"xyz")):
+        with pytest.raises(UsageError, match=r"a\.bin"):
+            sink.write(position, [piece])
+    sink.write(2, [b"", b"cd"])
+    sink.finish()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "../a", "a b", "a\n", "ü", "/a"])
+def test_bad_names_are_refused(name: str) -> None:
+    store = ObjectStore("memory://")
+    draft = store.draft(1, "t")
+    with pytest.raises(UsageError):
+        draft.open(name, 1)
+    with pytest.raises(UsageError):
+        store.reader(1, name)
+    with pytest.raises(UsageError):
+        store.draft(1, name)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("bucket/prefix", {}),
+        ("s3://", {}),
+        ("file:///tmp/x", {}),
+        ("http://host/bucket", {}),
+        ("memory://", {"timeout": 0}),
+        ("memory://", {"part_bytes": 1}),
+        ("memory://", {"concurrency": 0}),
+    ],
+)
+def test_bad_arguments_are_refused(url: str, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        ObjectStore(url, **options)
+    with pytest.raises(UsageError):
+        ObjectStore("memory://").draft(-1, "t")
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(UsageError, match=r"pip install 'torchrelay\[cloud\]'"):
+        ObjectStore("s3://bucket")
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"])
+def test_the_environment_says_where_and_who(
+    s3: S3,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv(variable, s3.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.delenv("AWS_REGION")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-north-1")
+    assert open_at(s3.url("x")).steps() == []
+    (request,) = s3.requests
+    assert "Credential=somebody/" in request.headers["authorization"]
+    assert "/eu-north-1/s3/" in request.headers["authorization"]
+
+
+def test_client_options_of_the_environment() -> None:
+    secure = {"AWS_ENDPOINT_URL": "https://host", "GOOGLE_BASE_URL": "http://host"}
+    assert client_options("s3", secure) == {}
+    assert client_options("gs", secure) == {"allow_http": True}
+    assert client_options("az", {"AZURE_STORAGE_ENDPOINT": "HTTP://host"}) == {"allow_http": True}
+    given = {"AWS_ALLOW_HTTP": "true", "AWS_PROXY_URL": "http://proxy", "GOOGLE_ALLOW_HTTP": "1"}
+    assert client_options("s3", given) == {"allow_http": "true", "proxy_url": "http://proxy"}
+
+
+@pytest.mark.parametrize(
+    ("url", "environment"),
+    [
+        ("gs://bucket/a", {"GOOGLE_BASE_URL": "", "GOOGLE_SKIP_SIGNATURE": "true"}),
+        (
+            "az://container/a",
+            {
+                "AZURE_STORAGE_ENDPOINT": "/account",
+                "AZURE_STORAGE_ACCOUNT_NAME": "account",
+                "AZURE_STORAGE_ACCOUNT_KEY": "a2V5",
+            },
+        ),
+        ("s3://bucket/a", {"AWS_ENDPOINT_URL": "", "AWS_SKIP_SIGNATURE": "true"}),
+    ],
+)
+def test_a_silent_endpoint_fails_within_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, url: str, environment: dict[str, str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, never answers
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for name, value in environment.items():
+            monkeypatch.setenv(name, address + value if "/" in value or not value else value)
+        store = ObjectStore(url, timeout=1.0)
+        begun = time.monotonic()
+        with pytest.raises(OSError, match=url):
+            store.steps()
+        with pytest.raises(OSError, match=r"manifest\.json"):
+            store.draft(1, "t").begin()
+        assert time.monotonic() - begun < 4.0
+
+
+def test_a_refusing_endpoint_fails_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        sink = ObjectStore("s3://bucket/a", timeout=1.0).draft(1, "t").open("a.bin", 1)
+        sink.write(0, [b"a"])
+        begun = time.monotonic()
+        with pytest.raises(OSError, match=r"s3://bucket/a/step-1/t/a\.bin"):
+            sink.finish()
+        sink.abort()
+        assert time.monotonic() - begun < 4.0
+
+
+def test_a_missing_bucket_is_an_error(s3: S3) -> None:  # noqa: F811
+    store = open_at("s3://elsewhere/a")
+    with pytest.raises(OSError, match="s3://elsewhere/a"):
+        store.steps()
+    with pytest.raises(OSError, match=r"a\.bin"):
+        write(store.draft(1, "t").open("a.bin", 1), b"a")
