@@ -14,7 +14,7 @@ MAX_LINES = 500
 
 # Lowest first. A part may import itself, its layer and the layers below it.
 LAYERS: list[set[str]] = [
-    {"errors"},
+    {"errors", "version"},
     {"state"},
     {"memory"},
     {"transports", "stores"},

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from torchrelay.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from torchrelay.checkpointer import (
         Checkpointer,
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
         KeepEvery,
         KeepLast,
         Loaded,
+        LoadReport,
         Pending,
         Saved,
     )
@@ -43,7 +46,6 @@ if TYPE_CHECKING:
     from torchrelay.relay import Progress, Received, Relay, Report
     from torchrelay.state.registry import register
 
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
@@ -53,6 +55,7 @@ __all__ = [
     "KeepAll",
     "KeepEvery",
     "KeepLast",
+    "LoadReport",
     "Loaded",
     "ManifestError",
     "MismatchError",
@@ -81,7 +84,16 @@ __all__ = [
 
 _HOMES = {
     "torchrelay.checkpointer": (
-        *("Checkpointer", "KeepAll", "KeepEvery", "KeepLast", "Loaded", "Pending", "Saved"),
+        *(
+            "Checkpointer",
+            "KeepAll",
+            "KeepEvery",
+            "KeepLast",
+            "Loaded",
+            "LoadReport",
+            "Pending",
+            "Saved",
+        ),
     ),
     "torchrelay.relay": ("Progress", "Received", "Relay", "Report"),
     "torchrelay.state.registry": ("register",),

@@ -1,7 +1,8 @@
 """Durable state: saves and loads of a job's steps, on torch's checkpoint planners."""
 
-from torchrelay.checkpointer.front import Checkpointer, Loaded, LoadReport
+from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep, KeepAll, KeepEvery, KeepLast
+from torchrelay.checkpointer.loader import Loaded, LoadReport
 from torchrelay.checkpointer.pending import Pending, Saved
 
 __all__ = [

@@ -5,62 +5,31 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import msgspec
 import torch
 import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from torchrelay.checkpointer.keep import Keep, KeepAll
-from torchrelay.checkpointer.loading import Loading
+from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
 from torchrelay.checkpointer.pending import Pending, Saved, logger
 from torchrelay.checkpointer.saving import Save, Saver
+from torchrelay.checkpointer.shelf import Progress, Shelf
 from torchrelay.checkpointer.signals import SaveOnSignal
-from torchrelay.errors import (
-    CheckpointError,
-    DamagedError,
-    ManifestError,
-    RelayError,
-    StepNotFoundError,
-    TornStateError,
-    UsageError,
-)
+from torchrelay.errors import RelayError, UsageError
 from torchrelay.stores.layout import FILE_BYTES
 from torchrelay.stores.locate import open_store
-from torchrelay.stores.reading import Fetch, everything
-from torchrelay.stores.records import Checkpoint, decode
+from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import Store
 from torchrelay.transports.assembly import Assembly
-from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.clock import Deadline
+from torchrelay.version import __version__
 
-Progress = Callable[[int, int], None]
 _MIN_BUDGET = 16 << 20
-
-
-class Loaded(NamedTuple):
-    """What `load` returns: the state, its step, and how it went."""
-
-    state: Any
-    step: int
-    report: LoadReport
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """`damaged` says why newer steps were passed over."""
-
-    bytes: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    verified: bool = True
-    damaged: dict[int, str] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()  # stored, not in the destination (strict=False)
-    extra: tuple[str, ...] = ()  # in the destination, not stored (strict=False)
 
 
 class Checkpointer:
@@ -112,12 +81,11 @@ class Checkpointer:
             group = dist.group.WORLD
         self._timeout = timeout
         self._on_busy = on_busy
-        self._keep = keep or KeepAll()
         self._store: Store = open_store(root, timeout=timeout)
         self._all = Assembly(group, _channel(self._store.url))
-        save_planner, self._load_planner = _planners(planner)
-        from torchrelay import __version__
-
+        self._shelf = Shelf(self._store, keep or KeepAll())
+        save_planner, load_planner = _planners(planner)
+        self._loader = Loader(self._shelf, self._all, load_planner)
         self._saver = Saver(
             self._store,
             self._all,
@@ -130,7 +98,6 @@ class Checkpointer:
         self._pending: Pending | None = None
         self._closed = False
         self._calls = threading.RLock()
-        self._good: set[int] = set()
         if self._all.coordinates:
             for name in self._store.clean():
                 logger.info("removed %s, left behind by a writer that is gone", name)
@@ -258,125 +225,23 @@ class Checkpointer:
         new. `atomic=False` reads once instead of twice and raises `TornStateError` if it cannot
         finish. `verify=False` checks no digests. `only` has patterns of dotted paths ("model.*").
         """
-        patterns = (only,) if isinstance(only, str) else tuple(only)
         with self._calls:
             if self._closed:
                 raise UsageError("this checkpointer is closed")
             self._raise_untold()
             call = self._all.call()
             deadline = Deadline(self._timeout if timeout is None else timeout)
-            candidates = self._candidates(call, step, deadline)
-            damaged: dict[int, str] = {}
-            torn: RelayError | None = None
-            for candidate in candidates:
-                watch = Stopwatch()
-                try:
-                    loading = self._check(
-                        call, candidate, deadline, watch,
-                        check=verify and atomic and into is not None,
-                        into=into, strict=strict, only=patterns, progress=progress,
-                        device=None if device is None else torch.device(device),
-                    )  # fmt: skip
-                except (DamagedError, ManifestError) as fault:
-                    if step is not None:
-                        raise
-                    damaged[candidate] = str(fault)
-                    self._warn(candidate, fault)
-                    continue
-                try:
-                    with watch("land"):
-                        self._round(call, "land", lambda: loading.land(verify=verify), deadline)  # noqa: B023
-                except RelayError as fault:
-                    damaged[candidate] = str(fault)
-                    if into is not None:
-                        torn = fault
-                    if step is not None or not isinstance(fault, DamagedError):
-                        break
-                    self._warn(candidate, fault)
-                    continue
-                with watch("commit"):
-                    landed = loading.commit()
-                report = LoadReport(
-                    loading.nbytes, dict(watch.seconds), verify, damaged,
-                    tuple(landed.missing), tuple(landed.extra),
-                )  # fmt: skip
-                return Loaded(landed.state, candidate, report)
-            if torn is not None:
-                raise TornStateError(
-                    f"the destination is part old, part new, load again: {torn}",
-                    step=torn.step,
-                    phase="land",
-                ) from torn
-            if damaged and step is not None:
-                raise CheckpointError(damaged[step], step=step)
-            raise StepNotFoundError(
-                f"no step that verifies in {self.url}"
-                + "".join(f"\n  step {n}: {problem}" for n, problem in damaged.items()),
-                step=step,
+            wanted = Wanted(
+                into,
+                step,
+                strict,
+                (only,) if isinstance(only, str) else tuple(only),
+                verify,
+                atomic,
+                None if device is None else torch.device(device),
+                progress,
             )
-
-    def _candidates(self, call: Any, step: int | None, deadline: Deadline) -> list[int]:
-        def decide(said: list[bytes]) -> list[bytes]:
-            asked = {msgspec.msgpack.decode(data) for data in said}
-            if len(asked) > 1:
-                raise UsageError(f"ranks ask for different steps: {sorted(map(str, asked))}")
-            steps = sorted(self._store.steps(), reverse=True)
-            if step is not None:
-                if step not in steps:
-                    shown = ", ".join(map(str, steps[:8])) or "none"
-                    raise StepNotFoundError(
-                        f"no step {step} in {self.url}; there: {shown}", step=step
-                    )
-                steps = [step]
-            return [msgspec.msgpack.encode(steps)] * len(said)
-
-        mine = msgspec.msgpack.encode(step)
-        found: list[int] = msgspec.msgpack.decode(
-            call.round("find", lambda: mine, decide, deadline)
-        )
-        return found
-
-    def _check(
-        self, call: Any, step: int, deadline: Deadline, watch: Stopwatch, *,
-        check: bool, progress: Progress | None, **wanted: Any,
-    ) -> Loading:  # fmt: skip
-        made: list[Loading] = []
-
-        def mine() -> None:
-            with watch("plan"):
-                record = self._record(step)
-                bar = _Bar(progress)
-                loading = Loading(
-                    self._store,
-                    record,
-                    rank=self._all.rank,
-                    world=self._all.world,
-                    planner=self._load_planner,
-                    coordinator=self._all.coordinates,
-                    progress=bar.add,
-                    **wanted,
-                )
-                bar.total = loading.nbytes * (2 if check else 1)
-                made.append(loading)
-            if check:
-                with watch("verify"):
-                    loading.check()
-
-        self._round(call, "verify", mine, deadline)
-        return made[0]
-
-    def _round(self, call: Any, phase: str, act: Callable[[], None], deadline: Deadline) -> None:
-        def mine() -> bytes:
-            act()
-            return b""
-
-        call.at(phase)
-        call.round(phase, mine, lambda said: said, deadline)
-
-    def _warn(self, step: int, fault: Exception) -> None:
-        text = f"step {step} in {self.url} is damaged and is passed over: {fault}"
-        logger.warning(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+            return self._loader.load(call, wanted, deadline)
 
     # Looking after what is there.
 
@@ -386,80 +251,26 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """The newest committed step whose commit record and file sizes hold."""
-        for step in reversed(self._store.steps()):
-            if self._holds(step):
-                return step
-        return None
+        return self._shelf.latest()
 
     def record(self, step: int) -> Checkpoint:
-        """The commit record of a step: what is in it and where. `DamagedError` if it is not whole."""
-        return self._record(step)
+        """The commit record of a step: what is in it and where; `DamagedError` if it is broken."""
+        return self._shelf.record(step)
 
     def verify(self, step: int | None = None, *, progress: Progress | None = None) -> int:
         """Read every byte of a step (the newest, by default) and check every digest.
 
         Returns the step; `DamagedError` or `ManifestError` says what is wrong with it.
         """
-        if step is None:
-            steps = self._store.steps()
-            if not steps:
-                raise StepNotFoundError(f"no step in {self.url}")
-            step = steps[-1]
-        record = self._record(step)
-        bar = _Bar(progress, record.nbytes)
-        Fetch(self._store, record, everything(record), progress=bar.add).check()
-        return step
+        return self._shelf.verify(step, progress)
 
     def delete(self, step: int) -> None:
         """Remove a step. One rank does it."""
-        self._good.discard(step)
-        try:
-            self._store.delete(step)
-        except FileNotFoundError:
-            raise StepNotFoundError(f"no step {step} in {self.url}", step=step) from None
-        except OSError as fault:
-            raise CheckpointError(f"cannot delete: {fault}", step=step, file=self.url) from fault
-
-    def _record(self, step: int) -> Checkpoint:
-        file = f"{self.url}/step-{step}/manifest.json"
-        try:
-            data = self._store.manifest(step)
-        except FileNotFoundError:
-            raise StepNotFoundError(f"no step {step} in {self.url}", step=step) from None
-        except OSError as fault:
-            raise DamagedError(f"cannot be read: {fault}", step=step, file=file) from fault
-        try:
-            record = decode(data)
-        except ManifestError as fault:
-            raise DamagedError(
-                f"manifest.json: {fault.message}", step=step, phase="verify", file=file
-            ) from fault
-        if record.step != step:
-            raise DamagedError(f"manifest.json is that of step {record.step}", step=step, file=file)
-        return record
-
-    def _holds(self, step: int) -> bool:
-        """Whether the commit record is whole and the files have the sizes it says."""
-        try:
-            record, sizes = self._record(step), self._store.sizes(step)
-        except (RelayError, OSError):
-            return False
-        return all(sizes.get(file.name) == file.nbytes for file in record.files)
+        self._shelf.delete(step)
 
     def _prune(self) -> None:
-        """Remove what the policy does not want, once something newer is safe. Never fails."""
-        if not self._all.coordinates or isinstance(self._keep, KeepAll):
-            return
-        try:
-            steps = self._store.steps()
-            self._good = {step for step in steps if step in self._good or self._holds(step)}
-            good = sorted(self._good)
-            wanted = self._keep.wanted(good) | set(good[-1:])
-            for step in good:
-                if step not in wanted:
-                    self.delete(step)
-        except (RelayError, OSError) as fault:
-            logger.warning("old steps could not be removed: %s", fault)
+        if self._all.coordinates:
+            self._shelf.prune()
 
     # The end.
 
@@ -493,22 +304,6 @@ class Checkpointer:
             return
         with suppress(Exception):  # the block's own error is the one to show; this one is logged
             self.close()
-
-
-class _Bar:
-    """Bytes done of all, for the caller's progress function."""
-
-    def __init__(self, show: Progress | None, total: int = 0) -> None:
-        self._show = show
-        self._lock = threading.Lock()
-        self._done = 0
-        self.total = total
-
-    def add(self, nbytes: int) -> None:
-        if self._show is not None:
-            with self._lock:
-                self._done += nbytes
-                self._show(min(self._done, self.total), self.total)
 
 
 _channels: dict[str, int] = {}

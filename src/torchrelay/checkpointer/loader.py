@@ -1,0 +1,194 @@
+"""Which step is loaded, and the rounds in which all ranks load it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from torchrelay.checkpointer.loading import Loading
+from torchrelay.checkpointer.pending import logger
+from torchrelay.checkpointer.shelf import Bar, Progress, Shelf
+from torchrelay.errors import (
+    DamagedError,
+    RelayError,
+    StepNotFoundError,
+    TornStateError,
+    UsageError,
+)
+from torchrelay.transports.assembly import Assembly, Call
+from torchrelay.transports.clock import Deadline, Stopwatch
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """How a load went. `damaged` says why newer steps were passed over."""
+
+    bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    verified: bool = True
+    damaged: dict[int, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()  # stored, not in the destination (strict=False)
+    extra: tuple[str, ...] = ()  # in the destination, not stored (strict=False)
+
+
+class Loaded(NamedTuple):
+    """What `load` returns: the state, its step, and how it went."""
+
+    state: Any
+    step: int
+    report: LoadReport
+
+
+class Wanted(NamedTuple):
+    """What the caller of a load asks for."""
+
+    into: object
+    step: int | None
+    strict: bool
+    only: tuple[str, ...]
+    verify: bool
+    atomic: bool
+    device: torch.device | None
+    progress: Progress | None
+
+    @property
+    def checked_first(self) -> bool:
+        """Whether all digests are checked before the first byte is landed."""
+        return self.verify and self.atomic and self.into is not None
+
+
+class Loader:
+    """Loads for the ranks of an assembly."""
+
+    def __init__(self, shelf: Shelf, assembly: Assembly, planner: LoadPlanner | None) -> None:
+        self._shelf = shelf
+        self._all = assembly
+        self._planner = planner
+
+    def load(self, call: Call, wanted: Wanted, deadline: Deadline) -> Loaded:
+        """The step asked for, or the newest that verifies.
+
+        Every rank hears of damage that any of them finds, so all of them pass to the next step
+        together.
+        """
+        damaged: dict[int, str] = {}
+        torn: RelayError | None = None
+        for step in self._candidates(call, wanted.step, deadline):
+            watch = Stopwatch()
+            try:
+                loading = self._plan(call, step, wanted, deadline, watch)
+            except DamagedError as fault:
+                if wanted.step is not None:
+                    raise
+                self._pass_over(step, fault, damaged)
+                continue
+            try:
+                with watch("land"):
+                    _together(call, "land", self._landing(loading, wanted), deadline)
+            except RelayError as fault:
+                torn = fault if wanted.into is not None else torn
+                if wanted.step is not None or not isinstance(fault, DamagedError):
+                    if torn is None:
+                        raise
+                    break
+                self._pass_over(step, fault, damaged)
+                continue
+            with watch("commit"):
+                landed = loading.commit()
+            report = LoadReport(
+                loading.nbytes,
+                dict(watch.seconds),
+                wanted.verify,
+                damaged,
+                tuple(landed.missing),
+                tuple(landed.extra),
+            )
+            return Loaded(landed.state, step, report)
+        if torn is not None:
+            raise TornStateError(
+                f"the destination is part old, part new; load again: {torn}",
+                step=torn.step,
+                phase="land",
+            ) from torn
+        raise StepNotFoundError(
+            f"no step that verifies in {self._shelf.url}"
+            + "".join(f"\n  step {step}: {problem}" for step, problem in damaged.items())
+        )
+
+    def _candidates(self, call: Call, step: int | None, deadline: Deadline) -> list[int]:
+        """The steps to try, the best first; the same on every rank."""
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            asked = {msgspec.msgpack.decode(data) for data in said}
+            if len(asked) > 1:
+                raise UsageError(f"ranks ask for different steps: {sorted(map(str, asked))}")
+            steps = sorted(self._shelf.store.steps(), reverse=True)
+            if step is not None and step not in steps:
+                shown = ", ".join(map(str, steps[:8])) or "none"
+                raise StepNotFoundError(
+                    f"no step {step} in {self._shelf.url}; there: {shown}", step=step
+                )
+            return [msgspec.msgpack.encode(steps if step is None else [step])] * len(said)
+
+        mine = msgspec.msgpack.encode(step)
+        heard = call.round("find", lambda: mine, decide, deadline)
+        found: list[int] = msgspec.msgpack.decode(heard)
+        return found
+
+    def _plan(
+        self, call: Call, step: int, wanted: Wanted, deadline: Deadline, watch: Stopwatch
+    ) -> Loading:
+        """Work out what this rank reads, and look at all of it if that is asked for."""
+        made: list[Loading] = []
+
+        def act() -> None:
+            bar = Bar(wanted.progress)
+            with watch("plan"):
+                loading = Loading(
+                    self._shelf.store,
+                    self._shelf.record(step),
+                    rank=self._all.rank,
+                    world=self._all.world,
+                    into=wanted.into,
+                    strict=wanted.strict,
+                    only=wanted.only,
+                    device=wanted.device,
+                    planner=self._planner,
+                    coordinator=self._all.coordinates,
+                    progress=bar.add,
+                )
+            bar.total = loading.nbytes * (2 if wanted.checked_first else 1)
+            made.append(loading)
+            if wanted.checked_first:
+                with watch("verify"):
+                    loading.check()
+
+        _together(call, "verify", act, deadline)
+        return made[0]
+
+    @staticmethod
+    def _landing(loading: Loading, wanted: Wanted) -> Callable[[], None]:
+        return lambda: loading.land(verify=wanted.verify)
+
+    def _pass_over(self, step: int, fault: DamagedError, damaged: dict[int, str]) -> None:
+        damaged[step] = str(fault)
+        text = f"step {step} in {self._shelf.url} is damaged and is passed over: {fault}"
+        logger.warning(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _together(call: Call, phase: str, act: Callable[[], None], deadline: Deadline) -> None:
+    """Do something on every rank; whatever fails on one is raised on all."""
+
+    def mine() -> bytes:
+        act()
+        return b""
+
+    call.at(phase)
+    call.round(phase, mine, lambda said: said, deadline)
