@@ -31,9 +31,12 @@ class RankFailed(Exception):
 
 
 class Ranks:
-    """`size` processes in a gloo group, each with one torch thread."""
+    """`size` processes in a gloo group, each with one torch thread.
 
-    def __init__(self, size: int) -> None:
+    `parents`: they may have children of their own, and keep freed memory as torch does by default.
+    """
+
+    def __init__(self, size: int, *, parents: bool = False) -> None:
         self.size = size
         self._scratch = tempfile.mkdtemp(prefix="torchrelay-bench-")
         self._conns: list[Connection] = []
@@ -41,12 +44,13 @@ class Ranks:
         # torch's allocator, where it is mimalloc, keeps what is freed and gives it back to the
         # system when other calls happen to remind it. Given back at once, new tensors are made in
         # new memory in every lap, whoever makes them. Read when a process starts.
-        os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
+        if not parents:
+            os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
         spawn = get_context("spawn")
         for rank in range(size):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
-                target=_main, args=(theirs, rank, size, self._scratch), daemon=True
+                target=_main, args=(theirs, rank, size, self._scratch), daemon=not parents
             )
             process.start()
             theirs.close()
@@ -65,6 +69,10 @@ class Ranks:
             process.kill()
             process.join(5)
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
 
     def run(self, fn: Callable[..., Any], *args: Any, count: int | None = None) -> list[Any]:
         """What a module-level `fn(group, *args)` returns in each of the first `count` ranks.

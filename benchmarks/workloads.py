@@ -44,26 +44,26 @@ class Workload:
     repeats: int = 5
 
 
-def _ramp(numel: int, start: int) -> torch.Tensor:
+def ramp(numel: int, start: int) -> torch.Tensor:
     """Float32 bit patterns that differ at every position: a misplaced run of bytes is seen."""
     return torch.arange(start, start + numel, dtype=torch.int32).view(torch.float32)
 
 
 def many_small(count: int) -> dict[str, torch.Tensor]:
     """Tensors of 4 KB, each with a storage of its own."""
-    return {f"t{index}": _ramp(1024, 1024 * index) for index in range(count)}
+    return {f"t{index}": ramp(1024, 1024 * index) for index in range(count)}
 
 
 def views(count: int, nbytes: int) -> dict[str, torch.Tensor]:
     """Views that together cover one flat buffer, as flattened parameters do."""
-    flat = _ramp(nbytes // 4, 0)
+    flat = ramp(nbytes // 4, 0)
     size = flat.numel() // count
     return {f"v{index}": flat[index * size : (index + 1) * size] for index in range(count)}
 
 
 def large(count: int, nbytes: int) -> dict[str, torch.Tensor]:
     numel = nbytes // 4 // count
-    return {f"w{index}": _ramp(numel, numel * index) for index in range(count)}
+    return {f"w{index}": ramp(numel, numel * index) for index in range(count)}
 
 
 def transformer(width: int, layers: int, vocabulary: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def transformer(width: int, layers: int, vocabulary: int) -> dict[str, Any]:
         nonlocal place
         numel = torch.Size(shape).numel()
         place += numel
-        return _ramp(numel, place - numel).view(shape)
+        return ramp(numel, place - numel).view(shape)
 
     model = {name: tensor(shape) for name, shape in shapes}
     state = {

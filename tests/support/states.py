@@ -410,11 +410,15 @@ def _has_numpy(tensor: torch.Tensor) -> bool:
 # Comparison.
 
 
-def assert_same(sent: object, got: object, *, in_place: bool = False) -> None:
+def assert_same(
+    sent: object, got: object, *, in_place: bool = False, at_rest: bool = False
+) -> None:
     """Fail unless `got` is `sent`, bit for bit.
 
     `in_place`: `got` was received into tensors of the receiver's own, so strides, sharing, conj
     and neg bits, `requires_grad` and being a parameter are the receiver's.
+    `at_rest`: the state was kept as named tensors, so views of one storage that have no byte in
+    common have storages of their own.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     _compare(sent, got, "state", pairs, in_place)
@@ -425,7 +429,7 @@ def assert_same(sent: object, got: object, *, in_place: bool = False) -> None:
     for mine, other in pairs:
         assert forward.setdefault(id(mine), other) is other, "tied tensors came apart"
         assert backward.setdefault(id(other), mine) is mine, "separate tensors became one"
-    _compare_sharing(pairs)
+    _compare_sharing(pairs, at_rest)
 
 
 def _compare(
@@ -546,11 +550,15 @@ def _compare_quantizers(sent: torch.Tensor, got: torch.Tensor, path: str) -> Non
     assert bits(sent.q_per_channel_zero_points()) == bits(got.q_per_channel_zero_points()), path
 
 
-def _compare_sharing(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _compare_sharing(pairs: list[tuple[torch.Tensor, torch.Tensor]], at_rest: bool) -> None:
     """Views of one storage still are, others are not, and no storage is larger than needed."""
     groups: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for mine, other in pairs:
-        if mine.layout is torch.strided and mine.numel() and not mine.is_meta:
+    held = [p for p in pairs if p[0].layout is torch.strided and p[0].numel() and not p[0].is_meta]
+    if at_rest:
+        spans = [_reach(mine) for mine, _ in held]
+        groups = {n: [held[i] for i in group] for n, group in enumerate(overlapping(spans))}
+    else:
+        for mine, other in held:
             groups.setdefault(mine.untyped_storage().data_ptr(), []).append((mine, other))
     homes: set[int] = set()
     for group in groups.values():
@@ -558,8 +566,8 @@ def _compare_sharing(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         assert len(storages) == 1, "views of one storage came apart"
         assert not storages & homes, "separate storages became one"
         homes |= storages
-        held = group[0][1].untyped_storage().nbytes()
-        assert held <= _needed([mine for mine, _ in group]), "more memory is held than needed"
+        nbytes = group[0][1].untyped_storage().nbytes()
+        assert nbytes <= _needed([mine for mine, _ in group]), "more memory is held than needed"
         _compare_offsets(group)
 
 

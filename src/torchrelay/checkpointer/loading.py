@@ -235,15 +235,24 @@ class Loading:
         return sum(place.nbytes for place in self._places)
 
     def check(self) -> None:
-        """Raise `DamagedError` unless all that is wanted has its digest."""
-        for wave in self._waves:
-            self._fetch(wave).check()
+        """Raise `DamagedError` unless all that is wanted has its digest.
+
+        Bytes that are costly to read are kept for `land`, in memory of their own.
+        """
+        for number, wave in enumerate(self._waves):
+            if not self._store.costly_reads:
+                self._fetch(wave).check()
+                continue
+            held = wave.held()
+            self._fetch(held).land()
+            self._waves[number] = held
 
     def land(self, *, verify: bool) -> None:
         """Read everything into its place."""
         while self._waves:
             wave = self._waves.pop(0)  # its buffers are freed with it
-            self._fetch(wave).land(verify=verify)
+            if not wave.arrived:
+                self._fetch(wave).land(verify=verify)
             for copy in wave.after:
                 copy()
 

@@ -31,18 +31,18 @@ class Offer:
             shift = len(offer.leaves)
             offer.leaves += outline.leaves
             offer.homes += [outline] * len(outline.leaves)
-            tree = _shifted(outline.tree, shift) if shift else outline.tree
+            tree = shifted(outline.tree, shift) if shift else outline.tree
             offer.tree = tree if number == 0 else _laid_over(offer.tree, tree)
         return offer
 
 
-def _shifted(node: m.Node, by: int) -> m.Node:
+def shifted(node: m.Node, by: int) -> m.Node:
     """A tree whose leaves have other indices."""
     if isinstance(node, int):
         return node + by
     if isinstance(node, m.RecordNode):
-        return m.RecordNode(node.name, _shifted(node.body, by))
-    items = tuple(_shifted(item, by) for item in node.items)
+        return m.RecordNode(node.name, shifted(node.body, by))
+    items = tuple(shifted(item, by) for item in node.items)
     if isinstance(node, m.DictNode):
         return m.DictNode(node.kind, node.keys, items, node.factory)
     if isinstance(node, m.SequenceNode):

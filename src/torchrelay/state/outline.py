@@ -252,9 +252,10 @@ class _Outliner:
 
 
 def _bare(held: _Held) -> torch.Tensor:
-    """The tensor's memory as a plain tensor: no conj or neg bit, no quantizer, no gradient."""
+    """The tensor's memory as a plain tensor: no conj or neg bit, no quantizer, no gradient, and a
+    dtype that torch's planners know the size of."""
     tensor = held.tensor
-    if tensor.is_quantized:
+    if tensor.is_quantized or tensor.dtype in t.OPAQUE:
         return t.raw_of(tensor)
     if held.flags & (m.CONJ | m.NEG):
         shape = tuple(tensor.shape)

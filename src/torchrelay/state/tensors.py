@@ -6,6 +6,7 @@ same memory, so that copies move bits whatever the dtype is. Callers deal in rec
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,8 @@ DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+# Dtypes that torch can hold and not tell the limits of; its planners fail at these.
+OPAQUE = {dtype for name, dtype in DTYPES.items() if re.match(r"bits|u?int[1-7]$", name)}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 

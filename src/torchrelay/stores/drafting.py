@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from torchrelay.state.memory import Region
+from torchrelay.state.outline import Outline
+from torchrelay.state.runs import Runs
 from torchrelay.state.stream import Stream
 from torchrelay.stores.layout import FILE_BYTES, Entry, arrange
 from torchrelay.stores.plans import Drafted, Outlines
 from torchrelay.stores.records import Blob, Checkpoint, DataFile, Shard, StoredTensor
 from torchrelay.stores.writing import FileSpec, Range
+
+PASS_BYTES = 64 << 20
 
 
 class Box(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -35,6 +39,7 @@ class Written(msgspec.Struct, array_like=True, frozen=True):
     files: list[DataFile]
     boxes: list[Box]
     blobs: list[Blob]
+    values: dict[str, Outline] = {}  # objects that are plain values, by name
 
 
 class Share:
@@ -90,6 +95,20 @@ class Share:
             Range(index, 0, file.nbytes, stream.host)
             for index, (file, stream) in enumerate(zip(self.files, self.streams, strict=True))
         ]
+
+    def passes(self) -> Iterator[list[Range]]:
+        """Everything, in as many passes as it takes to bring what is not on the host there."""
+        if self.on_host:
+            yield self.ranges()
+            return
+        for index, (file, stream) in enumerate(zip(self.files, self.streams, strict=True)):
+            size = -(-PASS_BYTES // file.chunk_bytes) * file.chunk_bytes
+            buffer = torch.empty(min(size, file.nbytes), dtype=torch.uint8)
+            for start in range(0, file.nbytes, size):
+                stop = min(start + size, file.nbytes)
+                stream.read(start, stop, buffer)
+                memory = Runs([start], [buffer.data_ptr()], [stop - start])
+                yield [Range(index, start, stop, memory)]
 
     def written(self, digests: Sequence[bytes]) -> Written:
         files = [

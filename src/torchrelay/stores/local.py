@@ -41,6 +41,8 @@ def token() -> str:
 class LocalStore:
     """A directory with checkpoints; made when the first step is begun."""
 
+    costly_reads = False  # the second time comes from the page cache
+
     def __init__(self, root: str | os.PathLike[str], *, files: Files | None = None) -> None:
         self.root = Path(root).absolute()
         self.url = str(self.root)

@@ -57,6 +57,8 @@ class ObjectStore:
     invisible here; a lifecycle rule of the bucket (abort incomplete multipart uploads) frees them.
     """
 
+    costly_reads = True
+
     def __init__(
         self,
         url: str,

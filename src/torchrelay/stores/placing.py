@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -41,6 +42,18 @@ class Wave:
 
     wanted: dict[int, list[Placed]] = field(default_factory=dict)
     after: list[Callable[[], None]] = field(default_factory=list)
+    arrived: bool = False  # whether the bytes are here, and `after` alone is left
+
+    def held(self) -> Wave:
+        """The same reads into memory of their own; `after` takes them to their places."""
+        held = Wave(arrived=True)
+        for file, placed in self.wanted.items():
+            for start, region in placed:
+                block = host_block(region.nbytes)
+                held.wanted.setdefault(file, []).append((start, Region.row_major(block)))
+                held.after.append(partial(region.write, 0, region.nbytes, block))
+        held.after += self.after
+        return held
 
 
 def waves(wishes: Iterable[Wish]) -> list[Wave]:

@@ -12,7 +12,9 @@ rank. Large tensors under one name are taken for replicas, as torch's planners d
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -185,10 +187,19 @@ class Drafted(NamedTuple):
 def resolve(final: FinalPlan, planner: SavePlanner, tops: dict[str, str | None]) -> Drafted:
     """Ask the planner for everything that this rank writes."""
     plan = planner.finish_plan(_plan(final.items, final.data, final.usable))
+    return resolve_items(plan.items, planner, tops, final.renamed)
+
+
+def resolve_items(
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    tops: Mapping[str, str | None],
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> Drafted:
     drafted = Drafted([], [], {})
-    for item in plan.items:
+    for item in items:
         name = item.index.fqn
-        mine = final.renamed.get(name, name)
+        mine = renamed.get(name, name)
         asked = dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=mine))
         data = planner.resolve_data(asked)
         if item.type == WriteItemType.BYTE_IO:

@@ -25,6 +25,8 @@ from torchrelay.stores.writing import WORKERS, host_view
 
 PIECE = 1 << 18  # bytes read and hashed at once: they stay in the processor's cache
 UNVERIFIED_BYTES = 1 << 22  # read at once where no digest is asked for
+BATCH_BYTES = 16 << 20  # read at once where each request, or each copy to a device, has its price
+COSTLY_WORKERS = 8
 _FEW = 8
 
 Placed = tuple[int, Region]
@@ -50,7 +52,7 @@ class Fetch:
     ) -> None:
         self._store = store
         self._checkpoint = checkpoint
-        self._workers = workers
+        self._workers = max(workers, COSTLY_WORKERS) if store.costly_reads else workers
         self._progress = progress or (lambda nbytes: None)
         self._streams: dict[int, Stream] = {}
         self._spans: dict[int, list[tuple[int, int]]] = {}
@@ -63,6 +65,8 @@ class Fetch:
             for stream in self._streams.values()
             for _, region in stream.elsewhere
         )
+
+        self._batched = store.costly_reads or self._pinned
 
     @property
     def nbytes(self) -> int:
@@ -80,14 +84,18 @@ class Fetch:
             self._run(self._land_unverified, list(self._pieces()))
 
     def _chunks(self) -> Iterable[_Task]:
+        """Ranges of whole chunks: one by one, or as many as are worth a request."""
         for file, spans in self._spans.items():
             record = self._checkpoint.files[file]
             size = record.chunk_bytes
-            last = -1
+            batch = max(1, BATCH_BYTES // size) if self._batched else 1
+            last = 0
             for start, stop in spans:
-                for chunk in range(max(start // size, last + 1), -(-stop // size)):
-                    last = chunk
-                    yield _Task(file, chunk * size, min((chunk + 1) * size, record.nbytes))
+                first, end = max(start // size, last), -(-stop // size)
+                for chunk in range(first, end, batch):
+                    upto = min(chunk + batch, end) * size
+                    yield _Task(file, chunk * size, min(upto, record.nbytes))
+                last = max(last, end)
 
     def _pieces(self) -> Iterable[_Task]:
         for file, spans in self._spans.items():
@@ -144,6 +152,9 @@ class Fetch:
         return reader
 
     def _check_chunk(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+        if self._batched:
+            self._read_checked(task, reader, buffer)
+            return
         hasher = xxhash.xxh3_128()
         view = buffer.view(PIECE)
         for at in range(task.start, task.stop, PIECE):
@@ -152,23 +163,30 @@ class Fetch:
             hasher.update(piece)
         self._compare(task, hasher.digest())
 
-    def _land_chunk(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
-        stream = self._streams[task.file]
-        hasher = xxhash.xxh3_128()
-        direct = self._direct(stream, task)
-        if direct:
-            for at, address, nbytes in direct:
-                for skip in range(0, nbytes, PIECE):
-                    piece = host_view(address + skip, min(PIECE, nbytes - skip))
-                    self._read(task, reader, at + skip, [piece])
-                    hasher.update(piece)
-            self._compare(task, hasher.digest())
-            return
+    def _read_checked(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+        """A range of whole chunks into the buffer, each with its digest."""
         view = buffer.view(task.stop - task.start)
         self._read(task, reader, task.start, [view])
-        hasher.update(view)
+        size = self._checkpoint.files[task.file].chunk_bytes
+        for start in range(task.start, task.stop, size):
+            chunk = _Task(task.file, start, min(start + size, task.stop))
+            piece = view[start - task.start : chunk.stop - task.start]
+            self._compare(chunk, xxhash.xxh3_128_digest(piece))
+
+    def _land_chunk(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+        stream = self._streams[task.file]
+        direct = [] if self._batched else self._direct(stream, task)
+        if not direct:
+            self._read_checked(task, reader, buffer)
+            stream.write(task.start, task.stop, buffer.tensor)
+            return
+        hasher = xxhash.xxh3_128()
+        for at, address, nbytes in direct:
+            for skip in range(0, nbytes, PIECE):
+                piece = host_view(address + skip, min(PIECE, nbytes - skip))
+                self._read(task, reader, at + skip, [piece])
+                hasher.update(piece)
         self._compare(task, hasher.digest())
-        stream.write(task.start, task.stop, buffer.tensor)
 
     def _land_unverified(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
         stream = self._streams[task.file]
@@ -197,10 +215,7 @@ class Fetch:
         record = self._checkpoint.files[task.file]
         at = task.start // record.chunk_bytes * 16
         if digest != record.digests[at : at + 16]:
-            self._raise_mismatch(task)
-
-    def _raise_mismatch(self, task: _Task) -> None:
-        raise self._damaged(task, f"bytes {task.start} to {task.stop} are not those written")
+            raise self._damaged(task, f"bytes {task.start} to {task.stop} are not those written")
 
     def _damaged(self, task: _Task, problem: str) -> DamagedError:
         record = self._checkpoint.files[task.file]

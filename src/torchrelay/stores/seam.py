@@ -32,7 +32,8 @@ class Sink(Protocol):
 
 class Draft(Protocol):
     """A step on its way. One process calls `begin` and then `commit` or `discard`; every process
-    that writes a file of the step has a draft with the same step and token."""
+    that writes a file of the step has a draft with the same step and token. No token is used for
+    two drafts."""
 
     def begin(self) -> None:
         """Make room. `FileExistsError` if the step is there and may not be replaced."""
@@ -48,7 +49,10 @@ class Draft(Protocol):
 
 
 class DataReader(Protocol):
-    """One data file of a committed step; safe to use from several threads."""
+    """One data file of a committed step; safe to use from several threads.
+
+    A step that is replaced or deleted meanwhile may become unreadable (`OSError`).
+    """
 
     nbytes: int
 
@@ -63,6 +67,7 @@ class Store(Protocol):
     `OSError`, each with the name of the file or object in its message."""
 
     url: str
+    costly_reads: bool  # whether reading a file twice takes about twice as long as once
 
     def steps(self) -> list[int]:
         """Steps that have a commit record, in ascending order."""

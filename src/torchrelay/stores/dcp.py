@@ -1,0 +1,360 @@
+"""This format behind torch's own calls: `dcp.save(..., storage_writer=Writer(place))` and
+`dcp.load(..., storage_reader=Reader(place))`, with torch's planners and collectives.
+
+Steps written here are those of `Checkpointer` and are read by it, and the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from typing import Any
+
+import msgspec
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from torchrelay.errors import DamagedError, ManifestError, StepNotFoundError, UnsupportedLeafError
+from torchrelay.state import manifest as m
+from torchrelay.state.containers import Path, slots, subtree, unflatten
+from torchrelay.state.leaves import build, parts
+from torchrelay.state.offer import shifted
+from torchrelay.state.outline import Outline, dotted, outline
+from torchrelay.state.parcel import unpack
+from torchrelay.state.pathtree import tree_of_paths
+from torchrelay.state.tensors import NAMES
+from torchrelay.stores import blobs, plans
+from torchrelay.stores.drafting import Share, Written, commit_record
+from torchrelay.stores.layout import FILE_BYTES
+from torchrelay.stores.local import token
+from torchrelay.stores.locate import open_store
+from torchrelay.stores.metadata import state_metadata_of
+from torchrelay.stores.placing import Wish, by_name, shard_at, waves
+from torchrelay.stores.reading import Fetch
+from torchrelay.stores.records import Blob, Checkpoint, StoredTensor, decode, encode
+from torchrelay.stores.seam import Draft, Store
+from torchrelay.stores.writing import Writing
+from torchrelay.version import __version__
+
+_STEP = re.compile(r"(.*)/step-(\d+)/?")
+_written = msgspec.msgpack.Decoder(Written)
+
+Place = str | os.PathLike[str]
+
+
+def _locate(place: Place, step: int | None) -> tuple[str, int | None]:
+    """`runs/a/step-100` is step 100 of `runs/a`; any other name is a place with steps in it."""
+    match = _STEP.fullmatch(os.fspath(place))
+    if match and step is None:
+        return match[1], int(match[2])
+    return os.fspath(place), step
+
+
+class Writer(StorageWriter):
+    """Writes one step: that of its place's name (`.../step-100`), or `step`, or 0.
+
+    As with torch's writers, saving again replaces what is there, here whole and at once, and only
+    if `overwrite`. Objects that only pickle can hold are refused.
+    """
+
+    def __init__(
+        self,
+        path: Place,
+        *,
+        step: int | None = None,
+        overwrite: bool = True,
+        file_bytes: int | None = FILE_BYTES,
+        timeout: float = 1800.0,
+    ) -> None:
+        self._given_step = step
+        self._overwrite = overwrite
+        self._file_bytes = file_bytes
+        self._timeout = timeout
+        self._draft: Draft | None = None
+        self._go(path)
+
+    def _go(self, path: Place) -> None:
+        self.checkpoint_id = os.fspath(path)
+        root, step = _locate(path, self._given_step)
+        self._step = step or 0
+        self._store: Store = open_store(root, timeout=self._timeout)
+
+    def reset(self, checkpoint_id: Place | None = None) -> None:
+        if checkpoint_id is not None:
+            self._go(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._draft is not None:
+            self._draft.discard()  # of a save that failed on some rank
+            self._draft = None
+        if is_coordinator:
+            self._store.clean()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        name = token()
+        self._draft = self._store.draft(self._step, name, overwrite=self._overwrite)
+        self._draft.begin()
+        return [
+            dataclasses.replace(plan, storage_data=(name, rank, len(plans)))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name, rank, world = plan.storage_data
+        tops = {
+            fqn: str(path[0]) if len(path) > 1 else None
+            for fqn, path in (plan.planner_data or {}).items()
+        }
+        drafted = plans.resolve_items(plan.items, planner, tops)
+        values = _values(drafted)
+        share = Share(drafted, rank=rank, world=world, file_bytes=self._file_bytes)
+        draft = self._draft or self._store.draft(self._step, name, overwrite=self._overwrite)
+        digests: list[bytes] = []
+        if share.files:
+            writing = Writing(draft, share.files)
+            try:
+                for ranges in share.passes():
+                    writing.write(ranges)
+                digests = writing.finish()
+            except BaseException:
+                writing.abort()
+                raise
+        written = msgspec.structs.replace(share.written(digests), values=values)
+        carried = msgspec.msgpack.encode(written)
+        results = [WriteResult(item.index, 0, None) for item in plan.items]
+        if results:
+            results[0] = WriteResult(plan.items[0].index, share.nbytes, carried)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self._draft is not None
+        shares = [
+            _written.decode(result.storage_data)
+            for rank in results
+            for result in rank
+            if result.storage_data is not None
+        ]
+        outlined = _outline(metadata, shares)
+        ranks = plans.Outlines((outlined,), (0,) * max(1, len(results)), {})
+        try:
+            record = commit_record(self._step, shares, ranks, __version__)
+            self._draft.commit(encode(record))
+        except BaseException:
+            self._draft.discard()
+            raise
+        finally:
+            self._draft = None
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _values(drafted: plans.Drafted) -> dict[str, Outline]:
+    """Objects that are plain values go into the commit record, and not into a file."""
+    values = {}
+    for name, (kind, data) in list(drafted.objects.items()):
+        if kind == blobs.STATE:
+            found = outline(unpack(data)).outline
+            if not found.names:
+                values[name] = found
+                del drafted.objects[name]
+    return values
+
+
+def _outline(metadata: Metadata, shares: list[Written]) -> Outline:
+    """The outline of a state that only its planner has seen: containers by the planner's paths."""
+    paths: dict[str, Path] = (
+        metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    )
+    stored = {box.name: box for share in shares for box in share.boxes}
+    values = {name: value for share in shares for name, value in share.values.items()}
+    names = tuple(stored)
+    leaves: list[m.Leaf] = []
+    placed: list[tuple[Path, m.Node]] = []
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    for name, entry in entries.items():
+        path = tuple(paths.get(name, (name,)))
+        if name in stored:
+            box = stored[name]
+            placed.append((path, len(leaves)))
+            leaves.append(m.TensorLeaf(box.dtype, box.shape, None, names.index(name)))
+        elif name in values:
+            placed.append((path, shifted(values[name].tree, len(leaves))))
+            leaves += values[name].leaves
+        elif hasattr(entry, "size"):
+            placed.append((path, len(leaves)))
+            leaves.append(m.TensorLeaf(NAMES[entry.properties.dtype], tuple(entry.size), None, -1))
+    return Outline(tree_of_paths(placed), tuple(leaves), names)
+
+
+class Reader(StorageReader):
+    """Reads one step: that of its place's name, or `step`, or the newest that is committed.
+
+    Digests are checked before anything is written, unless `verify=False`. Values are converted to
+    the destination's dtype where it has another, as torch's readers do.
+    """
+
+    def __init__(
+        self,
+        path: Place,
+        *,
+        step: int | None = None,
+        verify: bool = True,
+        timeout: float = 1800.0,
+    ) -> None:
+        self._given_step = step
+        self._verify = verify
+        self._timeout = timeout
+        self._record: Checkpoint | None = None
+        self._go(path)
+
+    def _go(self, path: Place) -> None:
+        self.checkpoint_id = os.fspath(path)
+        root, self._step = _locate(path, self._given_step)
+        self._store: Store = open_store(root, timeout=self._timeout)
+        self._record = None
+
+    def reset(self, checkpoint_id: Place | None = None) -> None:
+        self._record = None
+        if checkpoint_id is not None:
+            self._go(checkpoint_id)
+
+    @property
+    def record(self) -> Checkpoint:
+        """The commit record of the step that is read."""
+        if self._record is None:
+            step = self._step
+            if step is None:
+                steps = self._store.steps()
+                if not steps:
+                    raise StepNotFoundError(f"no step in {self._store.url}")
+                step = steps[-1]
+            file = f"{self._store.url}/step-{step}/manifest.json"
+            try:
+                self._record = decode(self._store.manifest(step))
+            except FileNotFoundError:
+                raise StepNotFoundError(f"no step {step} in {self._store.url}", step=step) from None
+            except ManifestError as fault:
+                raise DamagedError(fault.message, step=step, file=file) from fault
+        return self._record
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return state_metadata_of(self.record)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        stored = self._stored()
+        wishes = []
+        committed = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            tensor = stored[item.storage_index.fqn]
+            index = item.storage_index
+            shard = shard_at(tensor, index.offset or (), index.index)
+            place = planner.resolve_tensor(item).detach()
+            wishes.append(
+                Wish(tensor, shard, tuple(item.storage_offsets), tuple(item.lengths), place)
+            )
+            committed.append((item, place))
+        planned = waves(wishes)
+        if self._verify:
+            for wave in planned:
+                Fetch(self._store, self.record, wave.wanted).check()
+        objects = [(item, self._object(item, planner)) for item in plan.items if _is_object(item)]
+        while planned:
+            wave = planned.pop(0)
+            Fetch(self._store, self.record, wave.wanted).land(verify=self._verify)
+            for copy in wave.after:
+                copy()
+        for item, place in committed:
+            planner.commit_tensor(item, place)
+        for item, data in objects:
+            planner.load_bytes(item, data)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _stored(self) -> dict[str, StoredTensor]:
+        """Stored tensors by the names a planner knows: the path of each slot that holds one."""
+        tensors = by_name(self.record)
+        named = dict(tensors)
+        for known in self.record.outlines:
+            for path, index in slots(known.tree):
+                leaf = known.leaves[index]
+                if isinstance(leaf, (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)):
+                    part = next(parts(leaf))
+                    if part.storage >= 0:
+                        named.setdefault(dotted(path), tensors[known.names[part.storage]])
+        return named
+
+    def _object(self, item: ReadItem, planner: LoadPlanner) -> Any:
+        name = item.storage_index.fqn
+        for blob in self.record.blobs:
+            if blob.name == name:
+                return blobs.give(blob.kind, self._bytes(blob), planner, name)
+        for known in self.record.outlines:
+            for path, _ in slots(known.tree):
+                if dotted(path) == name:
+                    return blobs.archive(_value(known, path, name))
+        raise UnsupportedLeafError("no such object in the step", path=name)
+
+    def _bytes(self, blob: Blob) -> bytes:
+        data = bytearray(blob.nbytes)
+        reader = self._store.reader(self.record.step, self.record.files[blob.file].name)
+        try:
+            reader.read_into(blob.start, [memoryview(data)])
+        finally:
+            reader.close()
+        return bytes(data)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _is_object(item: ReadItem) -> bool:
+    return item.type == LoadItemType.BYTE_IO
+
+
+def _value(known: Outline, path: Path, name: str) -> object:
+    """A leaf that is no tensor. One that has tensors in it is for `Checkpointer.load`."""
+
+    def refuse(part: m.TensorLeaf) -> Any:
+        raise UnsupportedLeafError(
+            "a leaf that torch's planners do not know: load it with Checkpointer", path=name
+        )
+
+    node = subtree(known.tree, path)
+    assert node is not None
+    leaves = {i: build(known.leaves[i], refuse, 0) for _, i in slots(node)}
+    return unflatten(node, leaves)
