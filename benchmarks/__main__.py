@@ -1,4 +1,7 @@
-"""Every workload beside torch's own transport, in one command: `python -m benchmarks`."""
+"""Every workload beside torch's own transport, in one command: `python -m benchmarks`.
+
+Checkpoints beside torch's own: `python -m benchmarks --only checkpoint`.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,20 @@ from benchmarks.plot import plot
 from benchmarks.workloads import suite
 
 RESULTS = Path(__file__).parent / "results"
+CHECKPOINT = "checkpoint"
 
 
 def main() -> int:
     names = [workload.name for workload in suite(small=True)]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes: a test, not a figure")
-    parser.add_argument("--only", choices=names, help="one workload")
+    parser.add_argument("--only", choices=[*names, CHECKPOINT], help="one workload")
     parser.add_argument(
         "--out", type=Path, help="result file; by default a whole, full run goes to results/"
     )
+    for_checkpoint = parser.add_argument_group(f"with --only {CHECKPOINT}")
+    for_checkpoint.add_argument("--repeats", type=int, help="laps of each kind that count")
+    for_checkpoint.add_argument("--dir", type=Path, help="a folder on the disk to save to")
     options = parser.parse_args()
 
     begun = time.monotonic()
@@ -32,6 +39,18 @@ def main() -> int:
     def tell(text: str) -> None:
         print(f"[{time.monotonic() - begun:5.1f} s] {text}", file=sys.stderr, flush=True)
 
+    if options.only == CHECKPOINT:
+        from benchmarks.checkpoint.command import command  # needs safetensors
+
+        try:
+            exact = command(
+                small=options.small, repeats=options.repeats, folder=options.dir,
+                out=options.out, results=RESULTS, tell=tell,
+            )  # fmt: skip
+        except RankFailed as fault:
+            print(f"failed: {fault}", file=sys.stderr)
+            return 1
+        return 0 if exact else 1
     chosen = [w for w in suite(options.small) if options.only in (None, w.name)]
     rows: list[Row] = []
     try:

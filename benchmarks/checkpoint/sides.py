@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -47,6 +48,7 @@ def close() -> None:
     if _stager is not None:
         _stager.close()
         _stager = None
+    _async_process_executor._CHECKPOINT_PROCESS = None  # ends when nothing refers to it
 
 
 def _fsync(path: Path) -> None:

@@ -15,9 +15,7 @@ import torch
 
 from benchmarks.checkpoint import sides
 from benchmarks.checkpoint.states import Size, flat, make
-from torchrelay.demo.job import Job, Settings, clear, fingerprint
-
-IDLE_STEPS = 15  # of training, before each asynchronous save
+from torchrelay.demo.job import SMALL, Job, Settings, clear, fingerprint
 
 _state: Any = None
 _seen = ""
@@ -87,17 +85,19 @@ def ready(group: Any, folder: str, options: dict[str, Any]) -> float:
     return time.perf_counter() - begun
 
 
-def save_async(group: Any, how: str, folder: str, step: int, check: bool) -> AsyncLap:
-    """The caller's wait, then training until the save is done.
+def save_async(
+    group: Any, how: str, folder: str, step: int, check: bool, small: bool
+) -> AsyncLap:
+    """Some training, the caller's wait, then training until the save is done.
 
     With `check`, the state is changed at once after the wait, and ours is loaded to see that it
     does not have the change.
     """
     global _job
-    _job = _job or Job(Settings(), seed=1)
+    _job = _job or Job(SMALL if small else Settings(), seed=1)
     gc.collect()
     threads = torch.get_num_threads()
-    idle = _training(lambda count: count < IDLE_STEPS)
+    idle = _training(lambda count: count < (2 if small else 15))
     begun = time.perf_counter()
     save = sides.save_async(how, group, _state, folder, step)
     stall = time.perf_counter() - begun
@@ -116,6 +116,11 @@ def save_async(group: Any, how: str, folder: str, step: int, check: bool) -> Asy
             sides.load(sides.LOAD_DCP, group, _state, folder)
         exact = fingerprint(flat(_state)) == _seen
     return AsyncLap(stall, total, median(idle), median(beside or idle), phases, exact)
+
+
+def write_async(group: Any, how: str, folder: str, step: int) -> None:
+    """A save and nothing beside it, for its memory."""
+    sides.save_async(how, group, _state, folder, step).result()
 
 
 def _training(go_on: Callable[[int], bool]) -> list[float]:

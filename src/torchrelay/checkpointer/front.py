@@ -14,6 +14,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, KeepAll
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
 from torchrelay.checkpointer.pending import Pending, Saved, logger
@@ -48,6 +49,7 @@ class Checkpointer:
       for that copy alone.
     - `save_on_signal`: a function that returns (step, state); on SIGTERM that is saved, after the
       save under way, and then the signal does what it would have done.
+    - `read_only`: nothing is cleaned up at the start, and saving and deleting are refused.
     - `file_bytes`: how large a data file may get before tensors go to another; None: any size.
 
     A context manager; `close` ends the writer process and frees the arena.
@@ -67,6 +69,7 @@ class Checkpointer:
         save_on_signal: Callable[[], tuple[int, Any]] | None = None,
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM,),
         file_bytes: int | None = FILE_BYTES,
+        read_only: bool = False,
     ) -> None:
         Deadline(timeout)
         if on_busy not in ("wait", "skip"):
@@ -98,7 +101,8 @@ class Checkpointer:
         self._pending: Pending | None = None
         self._closed = False
         self._calls = threading.RLock()
-        if self._all.coordinates:
+        self._read_only = read_only
+        if self._all.coordinates and not read_only:
             for name in self._store.clean():
                 logger.info("removed %s, left behind by a writer that is gone", name)
         self._signal = SaveOnSignal(signals, self._last_save) if save_on_signal else None
@@ -168,6 +172,7 @@ class Checkpointer:
     def _new_save(self, step: int, overwrite: bool, timeout: float | None) -> Save:
         if self._closed:
             raise UsageError("this checkpointer is closed")
+        self._check_writable()
         if type(step) is not int or step < 0:
             raise UsageError(f"a step is a number from 0 on, not {step!r}")
         deadline = Deadline(self._timeout if timeout is None else timeout)
@@ -264,9 +269,38 @@ class Checkpointer:
         """
         return self._shelf.verify(step, progress)
 
+    def holds(self, step: int) -> bool:
+        """Whether a step's commit record is whole and its files have the sizes it says."""
+        return self._shelf.holds(step)
+
+    def export_hf(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        under: str | None = "model",
+        shard_bytes: int | None = SHARD_BYTES,
+    ) -> list[str]:
+        """Write the model of a step as Hugging Face loaders want it: `model.safetensors`, or
+        several files of at most about `shard_bytes` with their index. One process does it.
+
+        `under` is the key of the state that has the model; None: the state is the model. Returns
+        the names of the files. The directory must not exist yet.
+        """
+        only = f"{under}.*" if under is not None else ()
+        state = self.load(step=step, only=only).state
+        return export_hf(
+            state if under is None else state.get(under), target, shard_bytes=shard_bytes
+        )
+
     def delete(self, step: int) -> None:
         """Remove a step. One rank does it."""
+        self._check_writable()
         self._shelf.delete(step)
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise UsageError("this checkpointer is read-only")
 
     def _prune(self) -> None:
         if self._all.coordinates:

@@ -78,7 +78,10 @@ def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> Finish:
         ticket = add(torch.from_numpy(flat.view(np.uint8))) if nbytes else 0
 
     def finish(part: Callable[[int], m.TensorLeaf]) -> m.ArrayLeaf:
-        storage = part(ticket).storage if nbytes else -1
+        taken = part(ticket) if nbytes else None
+        if taken is not None and taken.offset:
+            raise UnsupportedLeafError("an array that shares memory with a tensor")
+        storage = -1 if taken is None else taken.storage
         return m.ArrayLeaf(text, shape, fortran, storage, nbytes, scalar)
 
     return finish

@@ -12,6 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
@@ -70,8 +71,9 @@ def outline(state: object) -> Named:
 
 
 def dotted(path: Path) -> str:
-    """The name of a leaf: what torch's planners would call it."""
-    return ".".join(map(str, path)) or "state"
+    """The name of a leaf: what torch's planners would call it, in text that can be written."""
+    name = ".".join(map(str, path)) or "state"
+    return name if name.isascii() else name.encode(errors="backslashreplace").decode()
 
 
 class _Outliner:
@@ -79,10 +81,12 @@ class _Outliner:
         flat = flatten(state)
         self._paths = leaf_paths(flat.tree)
         self._held: list[_Held] = []
+        self._alone: set[int] = set()  # tickets of arrays, which have a tensor of their own
         self._tensors: dict[str, torch.Tensor] = {}
         self._tops: dict[str, str | None] = {}
         self._strides: dict[int, tuple[int, ...]] = {}
         self._parts: dict[int, m.TensorLeaf] = {}
+        self._is_array = [isinstance(leaf, (np.ndarray, np.generic)) for leaf in flat.leaves]
         described: list[int | m.Leaf | Finish] = []
         for index, (leaf, known) in enumerate(zip(flat.leaves, survey(flat.leaves), strict=True)):
             if known is not None:
@@ -120,14 +124,19 @@ class _Outliner:
         flags = t.flags_of(tensor) | (m.META if tensor.is_meta else 0)
         nbytes = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
         low = 0 if tensor.is_meta or not nbytes else tensor.data_ptr()
+        if self._is_array[leaf]:
+            self._alone.add(len(self._held))
         self._held.append(_Held(tensor, leaf, flags, low, low + nbytes))
         return len(self._held) - 1
 
     def _groups(self) -> Iterator[list[int]]:
         """Tickets of tensors that share memory, in the order of the state."""
         devices: dict[torch.device, list[int]] = {}
+        groups: list[list[int]] = []
         for ticket, held in enumerate(self._held):
-            if held.low:
+            if held.low and ticket in self._alone:
+                groups.append([ticket])
+            elif held.low:
                 devices.setdefault(held.tensor.device, []).append(ticket)
             else:
                 strides = held.tensor.stride()
@@ -135,7 +144,6 @@ class _Outliner:
                 kept = None if strides == contiguous_strides(shape) else strides
                 dtype = t.NAMES[held.tensor.dtype]
                 self._parts[ticket] = m.TensorLeaf(dtype, shape, kept, -1, 0, held.flags)
-        groups: list[list[int]] = []
         for tickets in devices.values():
             spans = [(self._held[ticket].low, self._held[ticket].high) for ticket in tickets]
             groups += [sorted(tickets[i] for i in group) for group in overlapping(spans)]

@@ -32,8 +32,9 @@ def keep(name: str, data: Any) -> tuple[str, bytes]:
         value = torch.load(data, weights_only=True)
     except Exception as fault:  # its unpickler's error, or whatever a broken archive leads to
         raise UnsupportedLeafError(
-            f"an object that only pickle can hold: {str(fault).splitlines()[0]}", path=name
-        ) from None
+            "an object that only pickle can hold: put its state there as tensors and plain values",
+            path=name,
+        ) from fault
     return STATE, pack(value)
 
 

@@ -26,10 +26,9 @@ from torch.futures import Future
 
 from torchrelay.errors import DamagedError, ManifestError, StepNotFoundError, UnsupportedLeafError
 from torchrelay.state import manifest as m
-from torchrelay.state.containers import Path, slots, subtree, unflatten
-from torchrelay.state.leaves import build, parts
+from torchrelay.state.containers import Path
 from torchrelay.state.offer import shifted
-from torchrelay.state.outline import Outline, dotted, outline
+from torchrelay.state.outline import Outline, outline
 from torchrelay.state.parcel import unpack
 from torchrelay.state.pathtree import tree_of_paths
 from torchrelay.state.tensors import NAMES
@@ -38,10 +37,10 @@ from torchrelay.stores.drafting import Share, Written, commit_record
 from torchrelay.stores.layout import FILE_BYTES
 from torchrelay.stores.local import token
 from torchrelay.stores.locate import open_store
-from torchrelay.stores.metadata import state_metadata_of
-from torchrelay.stores.placing import Wish, by_name, shard_at, waves
+from torchrelay.stores.metadata import AsPlanned, Unknown, as_planned
+from torchrelay.stores.placing import Wish, shard_at, waves
 from torchrelay.stores.reading import Fetch
-from torchrelay.stores.records import Blob, Checkpoint, StoredTensor, decode, encode
+from torchrelay.stores.records import Blob, Checkpoint, decode, encode
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.writing import Writing
 from torchrelay.version import __version__
@@ -224,19 +223,17 @@ class Reader(StorageReader):
         self._given_step = step
         self._verify = verify
         self._timeout = timeout
-        self._record: Checkpoint | None = None
         self._go(path)
 
     def _go(self, path: Place) -> None:
         self.checkpoint_id = os.fspath(path)
         root, self._step = _locate(path, self._given_step)
         self._store: Store = open_store(root, timeout=self._timeout)
-        self._record = None
+        self._record: Checkpoint | None = None
+        self._planned: AsPlanned | None = None
 
     def reset(self, checkpoint_id: Place | None = None) -> None:
-        self._record = None
-        if checkpoint_id is not None:
-            self._go(checkpoint_id)
+        self._go(self.checkpoint_id if checkpoint_id is None else checkpoint_id)
 
     @property
     def record(self) -> Checkpoint:
@@ -257,8 +254,14 @@ class Reader(StorageReader):
                 raise DamagedError(fault.message, step=step, file=file) from fault
         return self._record
 
+    @property
+    def planned(self) -> AsPlanned:
+        if self._planned is None:
+            self._planned = as_planned(self.record)
+        return self._planned
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return state_metadata_of(self.record)
+        return self.planned.metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -272,7 +275,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        stored = self._stored()
+        stored = self.planned.tensors
         wishes = []
         committed = []
         for item in plan.items:
@@ -304,29 +307,17 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def _stored(self) -> dict[str, StoredTensor]:
-        """Stored tensors by the names a planner knows: the path of each slot that holds one."""
-        tensors = by_name(self.record)
-        named = dict(tensors)
-        for known in self.record.outlines:
-            for path, index in slots(known.tree):
-                leaf = known.leaves[index]
-                if isinstance(leaf, (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)):
-                    part = next(parts(leaf))
-                    if part.storage >= 0:
-                        named.setdefault(dotted(path), tensors[known.names[part.storage]])
-        return named
-
     def _object(self, item: ReadItem, planner: LoadPlanner) -> Any:
         name = item.storage_index.fqn
         for blob in self.record.blobs:
             if blob.name == name:
                 return blobs.give(blob.kind, self._bytes(blob), planner, name)
-        for known in self.record.outlines:
-            for path, _ in slots(known.tree):
-                if dotted(path) == name:
-                    return blobs.archive(_value(known, path, name))
-        raise UnsupportedLeafError("no such object in the step", path=name)
+        value = self.planned.values[name]
+        if isinstance(value, Unknown):
+            raise UnsupportedLeafError(
+                "a leaf that torch's planners do not know: load it with Checkpointer", path=name
+            )
+        return blobs.archive(value)
 
     def _bytes(self, blob: Blob) -> bytes:
         data = bytearray(blob.nbytes)
@@ -344,17 +335,3 @@ class Reader(StorageReader):
 
 def _is_object(item: ReadItem) -> bool:
     return item.type == LoadItemType.BYTE_IO
-
-
-def _value(known: Outline, path: Path, name: str) -> object:
-    """A leaf that is no tensor. One that has tensors in it is for `Checkpointer.load`."""
-
-    def refuse(part: m.TensorLeaf) -> Any:
-        raise UnsupportedLeafError(
-            "a leaf that torch's planners do not know: load it with Checkpointer", path=name
-        )
-
-    node = subtree(known.tree, path)
-    assert node is not None
-    leaves = {i: build(known.leaves[i], refuse, 0) for _, i in slots(node)}
-    return unflatten(node, leaves)

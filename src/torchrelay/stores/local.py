@@ -47,6 +47,19 @@ class LocalStore:
         self.root = Path(root).absolute()
         self.url = str(self.root)
         self._files = files or Files()
+        self._made = False
+
+    def make(self) -> None:
+        """Make the root and what is above it; the first time, see to it that its name lasts."""
+        if self._made and self.root.exists():
+            return
+        above = [place for place in self.root.parents if not place.exists()]
+        for place in (*reversed(above), self.root):
+            if not place.exists():
+                with suppress(FileExistsError):  # another process is as fast
+                    self._files.make_dir(str(place))
+            self._files.sync_dir(str(place.parent))
+        self._made = True
 
     def path(self, step: int) -> Path:
         return self.root / f"step-{step}"
@@ -155,7 +168,7 @@ class LocalDraft:
     def begin(self) -> None:
         if self._store.path(self._step).exists() and not self._overwrite:
             raise FileExistsError(17, "the step is committed", str(self._store.path(self._step)))
-        self._store.root.mkdir(parents=True, exist_ok=True)
+        self._store.make()
         self._files.make_dir(self.path)
         with suppress(OSError):  # a file system without locks
             self._lock = lock(self.path)
@@ -192,7 +205,8 @@ class LocalDraft:
             self._files.rename(target, replaced)
             self._files.rename(self.path, target)
         self._files.sync_dir(root)
-        self._store.remove(replaced)
+        with suppress(OSError):  # the step is committed; what is left of the old one is cleaned up
+            self._store.remove(replaced)
 
     def discard(self) -> None:
         with suppress(OSError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -11,10 +14,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.containers import Path, slots
-from torchrelay.state.leaves import parts
+from torchrelay.state.containers import slots, unflatten
+from torchrelay.state.leaves import build, parts
+from torchrelay.state.offer import Offer
 from torchrelay.state.outline import dotted
 from torchrelay.stores.records import Checkpoint, StoredTensor
 
@@ -24,28 +29,67 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
     return Metadata({tensor.name: _tensor(tensor) for tensor in checkpoint.tensors})
 
 
-def state_metadata_of(checkpoint: Checkpoint) -> Metadata:
-    """The saved state as torch's planners would have described it: its tensors, and everything
-    else as an object, with the path of each."""
-    stored = metadata_of(checkpoint).state_dict_metadata
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    paths: dict[str, Path] = {}
-    for outline in checkpoint.outlines:
-        for path, index in slots(outline.tree):
-            name = dotted(path)
-            if name in entries:
-                continue
-            leaf = outline.leaves[index]
-            paths[name] = path
+class AsPlanned(NamedTuple):
+    """A saved state as torch's planners name its parts."""
+
+    metadata: Metadata
+    tensors: dict[str, StoredTensor]
+    values: dict[str, object]  # everything else
+
+
+class Unknown(NamedTuple):
+    """Stands for a leaf that is neither a tensor to torch's planners nor a plain value."""
+
+    path: str
+
+
+def as_planned(checkpoint: Checkpoint) -> AsPlanned:
+    """What `DefaultSavePlanner` would have made of the state.
+
+    Which containers it takes apart is its own business: so it is asked, with a state of the same
+    shape that has no bytes.
+    """
+    offer = Offer.of(checkpoint.outlines)
+    stored = {tensor.name: tensor for tensor in checkpoint.tensors}
+    stands: dict[int, StoredTensor] = {}
+    leaves: dict[int, object] = {}
+    for path, index in slots(offer.tree):
+        leaf = offer.leaves[index]
+        if isinstance(leaf, (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)):
+            part = next(parts(leaf))
+            dtype = t.dtype_named(part.dtype)
+            stand = leaves[index] = torch.empty(part.shape, dtype=dtype, device="meta")
+            if part.storage >= 0:
+                stands[id(stand)] = stored[offer.homes[index].names[part.storage]]
+        elif isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)):
+            leaves[index] = build(leaf, _no_part, 0)
+        else:
+            leaves[index] = Unknown(dotted(path))
+    state = unflatten(offer.tree, leaves)
+    if not isinstance(state, dict):
+        raise MismatchError("torch's planners take a dict, and the saved state is none")
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    planned = AsPlanned(Metadata({}, planner_data=dict(planner.mappings)), {}, {})
+    entries = planned.metadata.state_dict_metadata
+    for name, found in planner.state_dict.items():
+        if not isinstance(found, torch.Tensor):
+            planned.values[name] = found
             entries[name] = BytesStorageMetadata()
-            if isinstance(leaf, (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)):
-                part = next(parts(leaf))
-                if part.storage >= 0:
-                    entries[name] = stored[outline.names[part.storage]]
+        elif id(found) in stands:
+            planned.tensors[name] = stands[id(found)]
+            entries[name] = _tensor(stands[id(found)])
+        else:
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(dtype=found.dtype), found.size(), []
+            )
     for blob in checkpoint.blobs:
         entries[blob.name] = BytesStorageMetadata()
-        paths.setdefault(blob.name, (blob.name,))
-    return Metadata(entries, planner_data=paths)
+    return planned
+
+
+def _no_part(part: m.TensorLeaf) -> torch.Tensor:
+    raise MismatchError("a plain value has no tensors")
 
 
 def _tensor(tensor: StoredTensor) -> TensorStorageMetadata:

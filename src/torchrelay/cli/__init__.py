@@ -10,15 +10,19 @@ NEEDS_TYPER = "the torchrelay command needs typer and rich: pip install 'torchre
 def main() -> None:
     """Entry point of the `torchrelay` script."""
     try:
+        import rich  # noqa: F401
         import typer
     except ImportError:
         print(NEEDS_TYPER, file=sys.stderr)
         sys.exit(2)
 
+    from torchrelay.cli import checkpoints
+
     app = typer.Typer(
-        help="Move the whole live state of a PyTorch job between processes.",
+        help="Move and keep the whole live state of a PyTorch job.",
         no_args_is_help=True,
         add_completion=False,
+        pretty_exceptions_enable=False,
     )
 
     @app.command()
@@ -39,4 +43,5 @@ def main() -> None:
 
         print(f"torchrelay {torchrelay.__version__}, torch {torch.__version__}")
 
+    checkpoints.add_to(app)
     app()

@@ -1,0 +1,101 @@
+"""A saved model as the files that Hugging Face loaders look for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from torchrelay.errors import CheckpointError, MismatchError, UsageError
+from torchrelay.state import tensors as t
+from torchrelay.stores.drafting import Share
+from torchrelay.stores.files import Files
+from torchrelay.stores.layout import Entry
+from torchrelay.stores.local import LocalSink, token
+from torchrelay.stores.plans import Drafted
+from torchrelay.stores.writing import Writing
+
+SHARD_BYTES = 5_000_000_000  # what Hugging Face's own tools split at
+
+
+class _Beside:
+    """A directory that takes its name when everything in it is durable. A `seam.Draft` as far as
+    writing goes."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.with_name(f"{target.name}.tmp-{token()}")
+        self._files = Files()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._files.make_dir(str(self.path))
+
+    def begin(self) -> None:
+        pass
+
+    def open(self, name: str, nbytes: int) -> LocalSink:
+        return LocalSink(str(self.path / name), self._files, nbytes)
+
+    def commit(self, manifest: bytes) -> None:
+        self._files.sync_dir(str(self.path))
+        self._files.rename(str(self.path), str(self.target))
+        self._files.sync_dir(str(self.target.parent))
+
+    def discard(self) -> None:
+        for file in self.path.glob("*"):
+            file.unlink()
+        self.path.rmdir()
+
+
+def export_hf(
+    model: object, target: str | os.PathLike[str], *, shard_bytes: int | None = SHARD_BYTES
+) -> list[str]:
+    """Write a flat dict of tensors as `model.safetensors`, or as several files with the index
+    `model.safetensors.index.json`; returns their names. The directory must not exist."""
+    if shard_bytes is not None and shard_bytes < 1:
+        raise UsageError(f"shard_bytes is a positive number or None, not {shard_bytes}")
+    place = Path(target).absolute()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise UsageError(f"{place} is there already, and is not overwritten")
+    drafted = Drafted([], [], {})
+    for name, tensor in _flat(model).items():
+        shape = tuple(tensor.shape)
+        drafted.entries.append(Entry(name, t.NAMES[tensor.dtype], shape, (0,) * len(shape), shape))
+        drafted.tensors.append(tensor)
+    share = Share(drafted, file_bytes=shard_bytes)
+    draft = _Beside(place)
+    try:
+        writing = Writing(draft, share.files)
+        for ranges in share.passes():
+            writing.write(ranges)
+        writing.finish()
+        draft.commit(b"")
+    except OSError as fault:
+        draft.discard()
+        raise CheckpointError(f"cannot export: {fault}", file=str(place)) from fault
+    except BaseException:
+        draft.discard()
+        raise
+    return [file.name for file in share.files]
+
+
+def _flat(model: object) -> dict[str, torch.Tensor]:
+    """The tensors of a model by name, each once: a tied one under its first name."""
+    if not isinstance(model, Mapping):
+        raise MismatchError("a model is exported from a dict of tensors")
+    found: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    for name, value in model.items():
+        if not isinstance(value, torch.Tensor) or not t.is_plain(value):
+            raise MismatchError(
+                "not a plain tensor: a model is exported from a flat dict of tensors",
+                path=str(name),
+            )
+        tensor = value.detach().resolve_conj().resolve_neg()
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        found[str(name)] = tensor
+    return found

@@ -1,0 +1,214 @@
+"""Whenever the process or the machine stops, the next load gives the old step or the new one, whole.
+
+Every call that changes the directory is a boundary. Each scenario runs once to count them, and then
+once for every boundary, stopped there. What is left is looked at twice: as a killed process leaves
+it, and as a power cut may leave it, in every extreme and some states by chance.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import torchrelay as tr
+from tests.support.cuts import CONTENTS, Cut, CutFiles, Disk, NoExchange, Tree, plant, stores_with
+from tests.support.saved import state, which
+from torchrelay.stores import writing
+from torchrelay.stores.local import LocalStore, token
+
+SEED = 20261115
+ROLLS = 2  # states by chance, for each boundary
+
+Contents = dict[int, int]  # by step, the seed of its state
+
+
+class Scenario(NamedTuple):
+    """`before` and `after`: what is there. In between, a step of either may be there or not."""
+
+    before: Contents
+    act: Callable[[Path], object]
+    after: Contents
+    files: type[CutFiles] = CutFiles
+    prepare: Callable[[Path], object] = lambda root: None
+
+
+def save(step: int, seed: int, **options: Any) -> Callable[[Path], object]:
+    keep = options.pop("keep", None)
+    return lambda root: tr.Checkpointer(root, keep=keep).save(step, state(seed), **options)
+
+
+def leave_things(root: Path) -> None:
+    """A draft, a replaced step whose successor came, and one whose successor did not."""
+    store = LocalStore(root)
+    draft = store.draft(9, token())
+    draft.begin()
+    sink = draft.open("model.safetensors", 10)
+    sink.write(0, [b"12345"])
+    sink.abort()
+    draft._release()
+    shutil.copytree(store.path(1), f"{store.path(1)}.old-{token()}")
+    store.path(7).rename(f"{store.path(7)}.old-{token()}")
+
+
+SCENARIOS = {
+    "the first step": Scenario({}, save(1, 1), {1: 1}),
+    "one step more": Scenario({1: 1}, save(2, 2), {1: 1, 2: 2}),
+    "overwrite by exchange": Scenario({1: 1}, save(1, 2, overwrite=True), {1: 2}),
+    "overwrite by renames": Scenario({1: 1}, save(1, 2, overwrite=True), {1: 2}, NoExchange),
+    "delete": Scenario({1: 1, 2: 2}, lambda root: tr.Checkpointer(root).delete(1), {2: 2}),
+    "prune": Scenario({1: 1, 2: 2}, save(3, 3, keep=tr.KeepLast(1)), {3: 3}),
+    "clean": Scenario({1: 1, 7: 7}, tr.Checkpointer, {1: 1, 7: 7}, prepare=leave_things),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are synced in their order, so that the same number is the same call each time."""
+    monkeypatch.setattr(writing, "ThreadPoolExecutor", lambda max_workers: ThreadPoolExecutor(1))
+
+
+@pytest.fixture
+def quick() -> Iterator[Path]:
+    """A directory in memory, if there is one: the tests make thousands of files."""
+    memory = Path("/dev/shm")
+    base = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="cut-", dir=base) as path:
+        yield Path(path)
+
+
+def prepared(scenario: Scenario, base: Path) -> Path:
+    base.mkdir()
+    root = base / "steps"
+    if scenario.before:
+        with tr.Checkpointer(root) as checkpointer:
+            for step, seed in scenario.before.items():
+                checkpointer.save(step, state(seed))
+        scenario.prepare(root)
+    return root
+
+
+def run(scenario: Scenario, root: Path, files: CutFiles) -> bool:
+    """Whether it came to its end."""
+    with stores_with(files):
+        try:
+            scenario.act(root)
+        except Cut:
+            return False
+    return True
+
+
+def check(root: Path, scenario: Scenario, ended: bool) -> None:
+    """A new process comes to this directory."""
+    before, after = scenario.before, scenario.after
+    with warnings.catch_warnings(), tr.Checkpointer(root) as checkpointer:
+        warnings.simplefilter("error")  # nothing is damaged
+        names = {path.name for path in root.iterdir()} if root.exists() else set()
+        steps = checkpointer.steps()
+        assert names == {f"step-{step}" for step in steps}, "left-overs"
+        if ended:
+            assert steps == sorted(after)
+        newest = {max(contents, default=None) for contents in (before, after)}
+        assert max(steps, default=None) in (newest if not ended else {max(after)})
+        for step in steps:
+            checkpointer.verify(step)
+            seeds = {contents[step] for contents in (before, after) if step in contents}
+            allowed = {after[step]} if ended else seeds
+            assert which(checkpointer.load(step=step).state, allowed) in allowed
+        if steps:
+            assert checkpointer.load().step == max(steps)
+        else:
+            with pytest.raises(tr.StepNotFoundError):
+                checkpointer.load()
+        checkpointer.save(50, state(50))
+        assert which(checkpointer.load().state, [50]) == 50
+
+
+def boundaries(scenario: Scenario, base: Path) -> Iterator[tuple[int, bool]]:
+    """(call, whether to stop in the middle of it); the last one is past the end."""
+    files = scenario.files()
+    assert run(scenario, prepared(scenario, base / "count"), files)
+    for at, call in enumerate(files.journal):
+        yield at, False
+        if call.kind == "write":
+            yield at, True
+    yield len(files.journal), False
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_old_or_new_wherever_it_stops(name: str, quick: Path) -> None:
+    scenario = SCENARIOS[name]
+    print(f"seed {SEED}")
+    seen = 0
+    for at, half in boundaries(scenario, quick):
+        base, left = quick / "run", quick / "left"
+        root = prepared(scenario, base)
+        disk = Disk(base)
+        files = scenario.files(at, half=half)
+        ended = run(scenario, root, files)
+        disk.play(files.journal)
+        rng = random.Random(SEED + 1000 * at + half)
+        outcomes = [(names, contents) for names in (0.0, 1.0) for contents in CONTENTS]
+        trees: list[Tree] = []
+        for names, contents in outcomes + [(0.5, "any")] * ROLLS:
+            tree = disk.left(names=names, contents=contents, rng=rng)
+            if tree in trees:
+                continue
+            trees.append(tree)
+            plant(tree, left)
+            try:
+                check(left / "steps", scenario, ended)
+            except BaseException:
+                print(f"call {at}, half {half}, ended {ended}, names {names}, contents {contents}")
+                print(*(call[:2] for call in files.journal), sep="\n")
+                raise
+            shutil.rmtree(left)
+            seen += 1
+        check(root, scenario, ended)  # the process alone was killed
+        shutil.rmtree(base)
+    print(f"{seen} states")
+    assert seen > 10
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if "clean" not in name])
+def test_a_call_that_fails_is_a_typed_error(name: str, code: int, quick: Path) -> None:
+    """One call fails and the process lives on: old or new, told so, and nothing is left behind."""
+    scenario = SCENARIOS[name]
+    for at, half in boundaries(scenario, quick):
+        if half:
+            continue
+        root = prepared(scenario, quick / "run")
+        files = scenario.files(at, error=code)
+        failed: tr.RelayError | None = None
+        with stores_with(files):
+            try:
+                scenario.act(root)
+            except tr.RelayError as fault:
+                failed = fault
+        if failed is not None:
+            assert isinstance(failed, tr.CheckpointError) and failed.file, failed
+            assert os.strerror(code) in str(failed)
+        with warnings.catch_warnings(), tr.Checkpointer(root) as checkpointer:
+            warnings.simplefilter("error")
+            found = {s: which(checkpointer.load(step=s).state, (1, 2, 3)) for s in (1, 2, 3)
+                     if s in checkpointer.steps()}  # fmt: skip
+            last = max(found, default=None)
+            if failed is None:
+                assert last == max(scenario.after) and found[last] == scenario.after[last]
+            else:
+                assert "torn" not in found.values()
+                assert last in (max(scenario.before, default=None), max(scenario.after))
+            checkpointer.save(50, state(50))
+        names = {path.name for path in root.iterdir()}
+        assert names == {f"step-{step}" for step in (*found, 50)}, names
+        shutil.rmtree(quick / "run")
