@@ -12,7 +12,7 @@ from torchrelay.errors import CheckpointError, MismatchError, UsageError
 from torchrelay.state import tensors as t
 from torchrelay.stores.drafting import Share
 from torchrelay.stores.files import Files
-from torchrelay.stores.layout import Entry
+from torchrelay.stores.layout import Entry, arrange
 from torchrelay.stores.local import LocalSink, token
 from torchrelay.stores.plans import Drafted
 from torchrelay.stores.writing import Writing
@@ -63,7 +63,7 @@ def export_hf(
         shape = tuple(tensor.shape)
         drafted.entries.append(Entry(name, t.NAMES[tensor.dtype], shape, (0,) * len(shape), shape))
         drafted.tensors.append(tensor)
-    share = Share(drafted, file_bytes=shard_bytes)
+    share = Share(drafted, arrange(drafted.entries, file_bytes=shard_bytes))
     draft = _Beside(place)
     try:
         writing = Writing(draft, share.files)

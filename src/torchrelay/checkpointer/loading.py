@@ -6,15 +6,17 @@ fit. Then every digest is checked; only then is anything of the caller's written
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from msgspec.structs import replace
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torchrelay.checkpointer.stateful import Unwrapped, rewrap, unwrap
+from torchrelay.checkpointer.stateful import Unwrapped, can_grow, like, rewrap, unwrap
 from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
@@ -35,7 +37,9 @@ from torchrelay.state.leaves import parts
 from torchrelay.state.offer import Offer
 from torchrelay.state.outline import dotted
 from torchrelay.state.pause import gc_paused
+from torchrelay.state.plan import Chunks
 from torchrelay.state.spans import contiguous_strides
+from torchrelay.state.ties import check_ties
 from torchrelay.stores.metadata import metadata_of
 from torchrelay.stores.placing import Wave, Wish, by_name, shard_at, waves
 from torchrelay.stores.reading import Fetch
@@ -75,10 +79,13 @@ class Loading:
         self._device = device or torch.device("cpu")
         self._progress = progress
         self._tensors = by_name(checkpoint)
+        self._numbers = {name: number for number, name in enumerate(self._tensors)}
         self._offer = Offer.of(checkpoint.outlines_for(rank, world))
         self._homes: dict[str, torch.Tensor] = {}  # new tensors, by name
-        self._direct: dict[str, torch.Tensor] = {}  # the caller's, by name
-        self._echoes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What is read, by name; a tensor that goes to several places has one in each layer.
+        self._layers: list[dict[str, torch.Tensor]] = [{}]
+        self._written: list[torch.Tensor] = []  # of the caller's
+        self._claims: list[tuple[Fit | ArrayFit, Path]] = []
         self._late: list[tuple[Fit | ArrayFit, int]] = []
         self._made: dict[int, Path] = {}  # leaves that are built anew
         self._mine: dict[int, object] = {}  # leaves that the caller has
@@ -86,14 +93,16 @@ class Loading:
         self._extra: list[str] = []
         self._only = only
         self._into: Unwrapped | None = None
+        self._told: list[Path] = []  # objects that are told their state
         self._original = into
+        self._planner = planner
         self._here: dict[Path, object] = {}  # what the caller has, by path
         with gc_paused():
             if into is None:
                 self._want_new()
             else:
                 self._want_into(unwrap(into), strict)
-            self._waves = self._plan(planner, coordinator)
+            self._waves = self._plan(coordinator)
 
     # What is wanted.
 
@@ -134,8 +143,19 @@ class Loading:
             self._homes[name] = torch.empty_strided(
                 stored.shape, strides, dtype=t.dtype_named(stored.dtype), device=device
             )
-        except RuntimeError as fault:
-            raise MismatchError(f"no memory for {name}: {fault}") from None
+        except (
+            RuntimeError,
+            AssertionError,
+        ) as fault:  # the latter: a device torch has no part for
+            raise MismatchError(f"no memory for {name} on {device}: {fault}") from None
+        self._read(name, self._homes[name])
+
+    def _read(self, name: str, destination: torch.Tensor) -> None:
+        for layer in self._layers:
+            other = layer.setdefault(name, destination)
+            if other is destination or _same_memory(other, destination):
+                return
+        self._layers.append({name: destination})
 
     def _want_into(self, into: Unwrapped, strict: bool) -> None:
         self._into = into
@@ -145,10 +165,9 @@ class Loading:
         here = [slot for slot in slots(flat.tree) if self._chosen(slot[0])]
         matched = match(offered, here, strict=False)
         known = {path for path, _ in here}
-        objects = tuple(into.objects)
         lacking = [(path, index) for path, index in offered if path not in known]
-        # An object takes what its present state lacks, as a new optimizer does.
-        grown = [(path, index) for path, index in lacking if _below(path, objects)]
+        growing = [key for key, stateful in into.objects.items() if can_grow(stateful)]
+        grown = [(path, index) for path, index in lacking if _below(path, growing)]
         kept = {path for path, _ in grown}
         self._missing = [show(path) for path, _ in lacking if path not in kept]
         self._extra = matched.extra
@@ -162,7 +181,38 @@ class Loading:
         for index, path, place in matched.pairs:
             self._fit(index, path, flat.leaves[place])
         for path, index in grown:
+            self._grow(index, path)
+        self._told = [key for key in into.objects if any(_below(p, [key]) for p, _ in offered)]
+        for key in set(self._told).intersection(growing):
+            self._check_object(key)
+        sizes = [
+            prod(tensor.shape) * t.dtype_named(tensor.dtype).itemsize
+            for tensor in self._tensors.values()
+        ]
+        check_ties(self._claims, Chunks(sizes, ()))
+
+    def _grow(self, index: int, path: Path) -> None:
+        """What an object lacks: like one of its own tensors where those are distributed."""
+        assert self._into is not None
+        leaf = self._offer.leaves[index]
+        stored = self._whole(index, leaf)
+        mine = None if stored is None else like(self._into.objects, path, stored.shape)
+        if stored is None or mine is None:
             self._make(index, path)
+            return
+        self._mine[index] = torch.empty_like(mine, dtype=t.dtype_named(stored.dtype)).detach()
+        self._read(stored.name, self._mine[index])  # type: ignore[arg-type]
+
+    def _check_object(self, key: Path) -> None:
+        """An object that grows is told its whole state."""
+        branch = subtree(self._offer.tree, key)
+        for path, index in () if branch is None else slots(branch):
+            path = (*key, *path)
+            if index not in self._made and index not in self._mine and path not in self._here:
+                raise MismatchError(
+                    "an object takes all of its state or none, and `only` leaves this out",
+                    path=show(path),
+                )
 
     def _fit(self, index: int, path: Path, mine: object) -> None:
         leaf = self._offer.leaves[index]
@@ -177,10 +227,24 @@ class Loading:
         if whole is not None and isinstance(mine, torch.Tensor) and _is_settable(mine, leaf):
             self._fit_whole(whole, leaf, mine, path)
             return
+        if isinstance(leaf, _WHOLE) and _is_distributed(mine) and 0 in next(parts(leaf)).shape:
+            self._fit_facts(next(parts(leaf)), mine, path)
+            return
         for pair in fit(_as_plain(leaf, mine), mine, path):
             self._late.append((pair, index))
             taken = next(parts(pair.leaf)) if isinstance(pair, ArrayFit) else pair.part
             self._home(index, taken)
+            name = self._offer.homes[index].names[taken.storage]
+            self._claim(pair, name, path)
+            if isinstance(pair, Fit):
+                self._written.append(pair.destination)
+
+    def _claim(self, pair: Fit | ArrayFit, name: str, path: Path) -> None:
+        if isinstance(pair, ArrayFit):
+            pair = pair._replace(leaf=replace(pair.leaf, storage=self._numbers[name]))
+        else:
+            pair = pair._replace(part=replace(pair.part, storage=self._numbers[name]))
+        self._claims.append((pair, path))
 
     def _whole(self, index: int, leaf: m.Leaf) -> StoredTensor | None:
         """The stored tensor that is all of a leaf, element for element."""
@@ -196,30 +260,45 @@ class Loading:
     def _fit_whole(
         self, stored: StoredTensor, leaf: m.Leaf, mine: torch.Tensor, path: Path
     ) -> None:
-        for what, offered, have in (
-            ("dtype", stored.dtype, t.NAMES[mine.dtype]),
-            ("shape", stored.shape, tuple(mine.size())),
-        ):
-            if offered != have:
+        self._fit_facts(stored, mine, path)
+        self._read(stored.name, mine)
+        self._written.append(mine)
+        if isinstance(leaf, m.TensorLeaf) and not _is_distributed(mine):
+            part = m.TensorLeaf(stored.dtype, stored.shape, None, 0)
+            self._claim(Fit(part, mine), stored.name, path)
+
+    def _fit_facts(
+        self, offered: StoredTensor | m.TensorLeaf, mine: torch.Tensor, path: Path
+    ) -> None:
+        facts = [("shape", offered.shape, tuple(mine.size()))]
+        if self._planner is None:  # a planner of the user's may well convert
+            facts.insert(0, ("dtype", offered.dtype, t.NAMES[mine.dtype]))
+        for what, theirs, ours in facts:
+            if theirs != ours:
                 raise MismatchError(
-                    f"{what} differs: offered {offered}, the destination has {have}",
+                    f"{what} differs: offered {theirs}, the destination has {ours}",
                     path=show(path),
                 )
-        other = self._direct.setdefault(stored.name, mine)
-        if other is not mine:
-            self._echoes.append((mine, other))
+        if isinstance(mine, t.DTensor) and any(p.is_partial() for p in mine.placements):
+            raise MismatchError(
+                f"a DTensor with a partial placement, {mine.placements}, takes no value",
+                path=show(path),
+            )
 
     # How it is read.
 
-    def _plan(self, planner: LoadPlanner | None, coordinator: bool) -> list[Wave]:
-        planner = planner or DefaultLoadPlanner(flatten_state_dict=False)
-        self._planner = planner
+    def _plan(self, coordinator: bool) -> list[Wave]:
+        planner = self._planner or DefaultLoadPlanner(flatten_state_dict=False)
         metadata = metadata_of(self._checkpoint)
-        planner.set_up_planner({**self._homes, **self._direct}, metadata, coordinator)
-        plan = planner.create_local_plan()
-        plan = planner.finish_plan(planner.create_global_plan([plan])[0])
-        self._items = [item for item in plan.items if item.type.name == "TENSOR"]
-        self._places = [planner.resolve_tensor(item).detach() for item in self._items]
+        self._items: list[ReadItem] = []
+        self._places: list[torch.Tensor] = []
+        for layer in self._layers:
+            planner.set_up_planner(dict(layer), metadata, coordinator)
+            plan = planner.create_local_plan()
+            plan = planner.finish_plan(planner.create_global_plan([plan])[0])
+            items = [item for item in plan.items if item.type.name == "TENSOR"]
+            self._items += items
+            self._places += [planner.resolve_tensor(item).detach() for item in items]
         return waves(self._wishes())
 
     def _wishes(self) -> Iterator[Wish]:
@@ -267,8 +346,9 @@ class Loading:
             return self._commit()
 
     def _commit(self) -> Landed:
-        for item, place in zip(self._items, self._places, strict=True):
-            self._planner.commit_tensor(item, place)
+        if self._planner is not None:
+            for item, place in zip(self._items, self._places, strict=True):
+                self._planner.commit_tensor(item, place)
         made = {
             index: make_leaf(self._plainly(index), path, self._part_of(index), self._rank)
             for index, path in self._made.items()
@@ -276,21 +356,24 @@ class Loading:
         late = [late_copy(pair, self._part_of(index)) for pair, index in self._late]
         for destination, source in late:
             copy_late(destination, source)
-        for destination, source in self._echoes:
-            _copy_whole(destination, source)
-        written = [x for x in self._direct.values() if not isinstance(x, t.ShardedTensor)]
+        written = [x for x in self._written if not isinstance(x, t.ShardedTensor)]
         torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
         if self._into is None:
             return Landed(self._new_state(made), [], [])
         tree = self._offer.tree
-        plain = write_back(self._into.state, tree, made)
+        filled = {index for _, index in self._late}  # in place, whatever was made of them besides
+        fresh = {index: value for index, value in made.items() if index not in filled}
+        plain = write_back(self._into.state, tree, fresh)
         leaves = {**self._mine, **made}
-        for key, stateful in self._into.objects.items():
+        for key in self._told:
+            stateful = self._into.objects[key]
             branch = subtree(tree, key)
-            if branch is not None:
-                for path, index in slots(branch):
-                    leaves.setdefault(index, self._here.get((*key, *path)))
-                stateful.load_state_dict(unflatten(branch, leaves))
+            if branch is None or not can_grow(stateful):
+                stateful.load_state_dict(plain[key[0]] if key else plain)  # type: ignore[index]
+                continue
+            for path, index in slots(branch):
+                leaves.setdefault(index, self._here.get((*key, *path)))
+            stateful.load_state_dict(unflatten(branch, leaves))
         return Landed(rewrap(self._original, self._into, plain), self._missing, self._extra)
 
     def _new_state(self, made: dict[int, object]) -> object:
@@ -322,7 +405,7 @@ class Loading:
         return part
 
 
-def _below(path: Path, roots: tuple[Path, ...]) -> bool:
+def _below(path: Path, roots: Sequence[Path]) -> bool:
     return any(path[: len(root)] == root for root in roots)
 
 
@@ -343,12 +426,20 @@ def _as_plain(leaf: m.Leaf, mine: object) -> m.Leaf:
     return leaf
 
 
-def _copy_whole(destination: torch.Tensor, source: torch.Tensor) -> None:
-    if isinstance(destination, t.DTensor) and isinstance(source, t.DTensor):
-        destination, source = t.dtensor_parts(destination)[0], t.dtensor_parts(source)[0]
-    if destination.shape != source.shape:
-        raise MismatchError("two destinations of one tensor are distributed in different ways")
-    t.copy_bits(destination.detach(), source.detach())
+def _is_distributed(mine: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(mine, (t.DTensor, t.ShardedTensor))
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether filling one fills the other just so."""
+    if isinstance(one, t.DTensor) and isinstance(other, t.DTensor):
+        (one, spec), (other, spec_other) = t.dtensor_parts(one), t.dtensor_parts(other)
+        if (spec.mesh, spec.placements) != (spec_other.mesh, spec_other.placements):
+            return False
+    if type(one) is not torch.Tensor or type(other) is not torch.Tensor:
+        return False
+    facts = [(x.data_ptr(), x.dtype, x.shape, x.stride(), x.device) for x in (one, other)]
+    return facts[0] == facts[1]
 
 
 def _pruned(tree: m.Node, made: dict[int, object]) -> tuple[m.Node, dict[int, object]]:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from torchrelay.checkpointer.pending import Pending, Saved, logger
@@ -25,7 +23,6 @@ from torchrelay.checkpointer.staging import (
     HereTarget,
     Pipeline,
     ProcessTarget,
-    Target,
     arena_bytes,
 )
 from torchrelay.checkpointer.stateful import unwrap
@@ -33,9 +30,11 @@ from torchrelay.errors import CheckpointError, StepExistsError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.device import DeviceCopy
 from torchrelay.state.outline import Named, outline
+from torchrelay.state.pause import gc_paused
 from torchrelay.stores import plans
 from torchrelay.stores.drafting import Share, Written, commit_record
 from torchrelay.stores.local import token
+from torchrelay.stores.planning import Planning
 from torchrelay.stores.records import encode
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.writer_client import WriterProcess
@@ -91,9 +90,8 @@ class Saver:
     ) -> None:
         self._store = store
         self._all = assembly
-        self._planner = planner
+        self._planning = Planning(planner, assembly.rank, assembly.world, file_bytes)
         self._budget = memory_budget
-        self._file_bytes = file_bytes
         self._stage = stage
         self._version = version
         self._arena: Arena | None = None
@@ -119,13 +117,13 @@ class Saver:
         try:
             share, drafted = self._plan(save, state)
             with save.watch("stage"):
-                pipeline = self._stage_share(save, share, drafted)
+                finish = self._stage_share(save, share, drafted)
         except BaseException as fault:
             self._give_up(save, fault)
             raise
         thread = threading.Thread(
             target=self._complete,
-            args=(save, share, pipeline, pending, after),
+            args=(save, share, finish, pending, after),
             name="torchrelay-commit",
             daemon=True,
         )
@@ -145,42 +143,37 @@ class Saver:
     # Plan.
 
     def _plan(self, save: Save, state: object, *, dry: bool = False) -> tuple[Share, plans.Drafted]:
-        with save.watch("plan"):
-            planner = self._planner or DefaultSavePlanner(flatten_state_dict=False)
+        with save.watch("plan"), gc_paused():
             alone = self._all.world == 1
             held: list[Named] = []
 
             def mine() -> Any:
-                named = outline(unwrap(state).state)
-                held.append(named)
-                local = plans.local_plan(
-                    named, planner, coordinator=self._all.coordinates, alone=alone
-                )
+                held.append(outline(unwrap(state).state))
+                local = self._planning.local(held[0])
                 return local if alone else msgspec.msgpack.encode(local)
 
             def decide(said: list[Any]) -> list[Any]:
                 locals_ = said if alone else [_locals.decode(data) for data in said]
-                finals, _ = plans.global_plans(locals_, planner)
+                finals = self._planning.decide(locals_)
                 save.outlines = plans.merge_outlines(locals_)
                 save.token = token()
                 if not dry:
-                    self._begin(save, sum(map(plans.item_bytes, finals)))
+                    self._begin(save, self._planning.nbytes)
                 answers = [_Go(save.token, final) for final in finals]
                 return answers if alone else [msgspec.msgpack.encode(go) for go in answers]
 
             save.call.at("planning")
-            heard: Any = save.call.round("plan", mine, decide, save.deadline)
+            try:
+                heard: Any = save.call.round("plan", mine, decide, save.deadline)
+            except BaseException:
+                self._planning.forget()
+                raise
             go = heard if alone else _go.decode(heard)
             save.token, save.planned = go.token, not dry
             if save.draft is None:
                 save.draft = self._store.draft(save.step, go.token, overwrite=save.overwrite)
-            drafted = plans.resolve(go.final, planner, held[0].tops)
-            return self._share(drafted), drafted
-
-    def _share(self, drafted: plans.Drafted) -> Share:
-        return Share(
-            drafted, rank=self._all.rank, world=self._all.world, file_bytes=self._file_bytes
-        )
+            drafted, layouts = self._planning.resolve(go.final, held[0])
+            return Share(drafted, layouts), drafted
 
     def _begin(self, save: Save, nbytes: int) -> None:
         """The coordinator's: is there room, and is the step free?"""
@@ -264,26 +257,31 @@ class Saver:
             self._arena = Arena(need, pinned=pinned)
         return self._arena
 
-    def _stage_share(self, save: Save, share: Share, drafted: plans.Drafted) -> Pipeline:
-        assert save.draft is not None
+    def _stage_share(
+        self, save: Save, share: Share, drafted: plans.Drafted
+    ) -> Callable[[], list[bytes]]:
+        """Copy a share; returns what waits for its files, to be called from another thread."""
         save.call.at("staging")
+        if self._stage != "device":
+            pipeline = self._pipeline(save, share)
+            pipeline.stage(WORKERS)
+            return pipeline.finish
+        copies = plans.Drafted(drafted.entries, self._spare.take(drafted.tensors), drafted.objects)
+        spare = Share(copies, share.layouts)
+
+        def finish() -> list[bytes]:
+            self._spare.wait()
+            later = self._pipeline(save, spare)
+            later.stage(WORKERS)
+            return later.finish()
+
+        return finish
+
+    def _pipeline(self, save: Save, share: Share) -> Pipeline:
         arena = self._arena_for(share, self._budget)
         place = (self._store.url, save.step, save.token)
-        target: Target = ProcessTarget(self._process, arena, place, share.files, save.deadline)
-        if self._stage != "device":
-            pipeline = Pipeline(share, share.streams, arena, target, save.deadline)
-            pipeline.stage(WORKERS)
-            return pipeline
-        copies = plans.Drafted(drafted.entries, self._spare.take(drafted.tensors), drafted.objects)
-        spare = self._share(copies)
-        pipeline = Pipeline(spare, spare.streams, arena, target, save.deadline)
-
-        def later() -> None:
-            with suppress(BaseException):  # the pipeline keeps it for `finish`
-                pipeline.stage(WORKERS, after=self._spare.wait)
-
-        threading.Thread(target=later, name="torchrelay-stage", daemon=True).start()
-        return pipeline
+        target = ProcessTarget(self._process, arena, place, share.files, save.deadline)
+        return Pipeline(share, share.streams, arena, target, save.deadline)
 
     # Commit.
 
@@ -291,7 +289,7 @@ class Saver:
         self,
         save: Save,
         share: Share,
-        pipeline: Pipeline,
+        finish: Callable[[], list[bytes]],
         pending: Pending,
         after: Callable[[], None],
     ) -> None:
@@ -299,7 +297,7 @@ class Saver:
             try:
                 save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
                 with save.watch("write"):
-                    written = share.written(pipeline.finish())
+                    written = share.written(finish())
             except BaseException as fault:
                 self._give_up(save, fault)
                 raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from torchrelay.errors import CheckpointError
@@ -91,39 +91,43 @@ class ProcessTarget:
 
 
 def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
-    """Cut files into slots, in order. Cuts fall on chunk boundaries of the files."""
-    slot: list[Placed] = []
-    used = 0
-    for index, file in enumerate(files):
-        start = 0
-        while start < file.nbytes:
-            room = slot_bytes - used
-            stop = file.nbytes
-            if stop - start > room:
-                stop = start + room // file.chunk_bytes * file.chunk_bytes
-            if stop == start:
-                if not slot:
-                    raise CheckpointError(
-                        f"a slot of {slot_bytes} bytes is smaller than a chunk of "
-                        f"{file.chunk_bytes}: give a larger memory_budget",
-                        phase="stage",
-                    )
-                yield slot
-                slot, used = [], 0
-                continue
-            slot.append((index, start, stop, used))
-            used += -(-(stop - start) // 4096) * 4096
-            start = stop
-            if used >= slot_bytes:
-                yield slot
-                slot, used = [], 0
-    if slot:
+    """Cut files into slots. A slot has some of each file that is left, so that they can be written
+    side by side; each file's pieces come in order and are cut at its chunks."""
+    at = [0] * len(files)
+    while left := [i for i, file in enumerate(files) if at[i] < file.nbytes]:
+        slot: list[Placed] = []
+        used = 0
+        for place, index in enumerate(left):
+            file = files[index]
+            room = (slot_bytes - used) // (len(left) - place)
+            stop = min(file.nbytes, at[index] + room // file.chunk_bytes * file.chunk_bytes)
+            if file.nbytes - at[index] <= room:
+                stop = file.nbytes
+            if stop > at[index]:
+                slot.append((index, at[index], stop, used))
+                used += _paged(stop - at[index])
+                at[index] = stop
+        if not slot:
+            index = left[0]
+            stop = min(at[index] + files[index].chunk_bytes, files[index].nbytes)
+            if stop - at[index] > slot_bytes:
+                raise CheckpointError(
+                    f"a slot of {slot_bytes} bytes is smaller than a chunk of "
+                    f"{files[index].chunk_bytes}: give a larger memory_budget",
+                    phase="stage",
+                )
+            slot.append((index, at[index], stop, 0))
+            at[index] = stop
         yield slot
+
+
+def _paged(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
 
 
 def arena_bytes(files: list[FileSpec]) -> int:
     """What a share takes when all of it is staged at once."""
-    return sum(-(-file.nbytes // 4096) * 4096 for file in files)
+    return sum(_paged(file.nbytes) for file in files)
 
 
 class Pipeline:
@@ -150,10 +154,8 @@ class Pipeline:
         self._writer = threading.Thread(target=self._write, name="torchrelay-save", daemon=True)
         self._writer.start()
 
-    def stage(self, threads: int, after: Callable[[], None] | None = None) -> None:
+    def stage(self, threads: int) -> None:
         try:
-            if after is not None:
-                after()
             for placed in fills(self._share.files, self._slot_bytes):
                 slot = self._slot()
                 base = slot * self._slot_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 Key = tuple[object, ...]
 
@@ -40,6 +41,28 @@ def rewrap(original: Any, unwrapped: Unwrapped, plain: Any) -> Any:
             if (key,) not in unwrapped.objects:
                 original[key] = value
     return original
+
+
+def can_grow(stateful: object) -> bool:
+    """Whether an object takes what its present state lacks, as a new optimizer does.
+
+    A module does not: what it has is what it is made of.
+    """
+    return not isinstance(stateful, torch.nn.Module)
+
+
+def like(objects: dict[Key, Any], path: Key, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The distributed parameter that a new part of an optimizer's state belongs to, if that part
+    has the parameter's shape."""
+    for key, stateful in objects.items():
+        if isinstance(stateful, torch.optim.Optimizer) and path[: len(key)] == key:
+            match path[len(key) :]:
+                case ("state", int(number), _):
+                    params = [p for group in stateful.param_groups for p in group["params"]]
+                    param = params[number] if number < len(params) else None
+                    if isinstance(param, DTensor) and tuple(param.shape) == shape:
+                        return param
+    return None
 
 
 def _is_stateful(value: object) -> bool:

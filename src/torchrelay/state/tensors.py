@@ -106,7 +106,8 @@ def copy_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
         return
     if odd:
         size = source.element_size() // (2 if source.is_complex() else 1)
-        flat = elements.reshape(-1).view(_CARRIERS[size]).clone()
+        flat = elements.clone(memory_format=torch.contiguous_format).reshape(-1)
+        flat = flat.view(_CARRIERS[size])
         sign = 0x80 if size == 1 else torch.iinfo(flat.dtype).min
         if odd & m.NEG:
             flat.bitwise_xor_(sign)

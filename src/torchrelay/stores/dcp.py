@@ -34,7 +34,7 @@ from torchrelay.state.pathtree import tree_of_paths
 from torchrelay.state.tensors import NAMES
 from torchrelay.stores import blobs, plans
 from torchrelay.stores.drafting import Share, Written, commit_record
-from torchrelay.stores.layout import FILE_BYTES
+from torchrelay.stores.layout import FILE_BYTES, arrange
 from torchrelay.stores.local import token
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.metadata import AsPlanned, Unknown, as_planned
@@ -119,7 +119,8 @@ class Writer(StorageWriter):
         }
         drafted = plans.resolve_items(plan.items, planner, tops)
         values = _values(drafted)
-        share = Share(drafted, rank=rank, world=world, file_bytes=self._file_bytes)
+        layouts = arrange(plans.with_objects(drafted), rank, world, self._file_bytes)
+        share = Share(drafted, layouts)
         draft = self._draft or self._store.draft(self._step, name, overwrite=self._overwrite)
         digests: list[bytes] = []
         if share.files:

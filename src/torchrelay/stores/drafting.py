@@ -13,8 +13,8 @@ from torchrelay.state.memory import Region
 from torchrelay.state.outline import Outline
 from torchrelay.state.runs import Runs
 from torchrelay.state.stream import Stream
-from torchrelay.stores.layout import FILE_BYTES, Entry, arrange
-from torchrelay.stores.plans import Drafted, Outlines
+from torchrelay.stores.layout import FileLayout
+from torchrelay.stores.plans import Drafted, Outlines, with_objects
 from torchrelay.stores.records import Blob, Checkpoint, DataFile, Shard, StoredTensor
 from torchrelay.stores.writing import FileSpec, Range
 
@@ -45,28 +45,18 @@ class Written(msgspec.Struct, array_like=True, frozen=True):
 class Share:
     """The files of one rank, ready to be written."""
 
-    def __init__(
-        self,
-        drafted: Drafted,
-        *,
-        rank: int = 0,
-        world: int = 1,
-        file_bytes: int | None = FILE_BYTES,
-    ) -> None:
-        entries, tensors = list(drafted.entries), list(drafted.tensors)
-        for name, (_, data) in drafted.objects.items():
-            flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-            size = (flat.numel(),)
-            entries.append(Entry(name, "uint8", size, (0,), size, "objects"))
-            tensors.append(flat)
+    def __init__(self, drafted: Drafted, layouts: Sequence[FileLayout]) -> None:
+        entries, tensors = with_objects(drafted), list(drafted.tensors)
+        for _, data in drafted.objects.values():
+            tensors.append(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
         plain = len(drafted.entries)
-        self._layouts = arrange(entries, rank, world, file_bytes)
-        self.files = [FileSpec(f.name, f.nbytes, f.chunk_bytes) for f in self._layouts]
+        self.layouts = layouts
+        self.files = [FileSpec(file.name, file.nbytes, file.chunk_bytes) for file in layouts]
         self.streams: list[Stream] = []
         self._keep: list[object] = []
         self._boxes: list[Box] = []
         self._blobs: list[Blob] = []
-        for number, layout in enumerate(self._layouts):
+        for number, layout in enumerate(layouts):
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
             placed = [(0, Region.row_major(head))]
             for start, index in layout.placed:

@@ -1,8 +1,7 @@
-"""Planning a save with torch's planners, and the planning messages between ranks.
+"""Plans of torch's planners as messages between ranks, and what comes out of them.
 
-A planner decides which rank writes which box of which tensor. Its plans travel as records of a
-closed list of types; what a planner of the user's own attaches to a plan (`planner_data`) may be
-anything that a state may hold.
+Plans travel as records of a closed list of types; what a planner of the user's own attaches to a
+plan (`planner_data`) may be anything that a state may hold.
 
 Ranks of one job hold most leaves in common, and some of their own under the same path: a random
 state, a position in the data. Plain values and small plain tensors that differ are kept for each
@@ -21,7 +20,6 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
 )
@@ -35,15 +33,11 @@ from torch.distributed.checkpoint.planner import (
 
 from torchrelay.errors import CheckpointError
 from torchrelay.state import tensors as t
-from torchrelay.state.digest import digest
-from torchrelay.state.memory import Region
-from torchrelay.state.outline import Named, Outline
-from torchrelay.state.parcel import pack, unpack
+from torchrelay.state.outline import Outline
+from torchrelay.state.parcel import unpack
 from torchrelay.stores import blobs
 from torchrelay.stores.layout import Entry
 from torchrelay.stores.records import Own
-
-SMALL_BYTES = 64 << 10  # plain tensors up to this size are compared between ranks
 
 
 class Item(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -66,6 +60,7 @@ class LocalPlan(msgspec.Struct, array_like=True, frozen=True):
     data: bytes  # the plan's `planner_data`, packed
     usable: bool = True
     replicas: dict[str, bytes] = {}  # digests of small plain tensors, by name
+    same: bool = False  # the plan is that of the save before, and is left out
 
 
 class FinalPlan(msgspec.Struct, array_like=True, frozen=True):
@@ -75,6 +70,7 @@ class FinalPlan(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
     usable: bool = True
     renamed: dict[str, str] = {}
+    same: bool = False  # it is that of the save before, and is left out
 
 
 class Outlines(NamedTuple):
@@ -85,60 +81,17 @@ class Outlines(NamedTuple):
     own: dict[int, Own]
 
 
-def local_plan(named: Named, planner: SavePlanner, *, coordinator: bool, alone: bool) -> LocalPlan:
-    planner.set_up_planner(dict(named.tensors), None, coordinator)
-    plan = planner.create_local_plan()
-    replicas = {}
-    if not alone:
-        for name, tensor in named.tensors.items():
-            if type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_BYTES:
-                region = Region.row_major(tensor)
-                out = torch.empty(region.nbytes, dtype=torch.uint8)
-                region.read(0, region.nbytes, out)
-                replicas[name] = digest(out)
-    return LocalPlan(named.outline, _items(plan), pack(plan.planner_data), plan.usable, replicas)
-
-
-def global_plans(
-    locals_: list[LocalPlan], planner: SavePlanner
-) -> tuple[list[FinalPlan], Metadata]:
-    """The coordinator's part: every rank's final plan."""
-    renames = _renames(locals_)
-    plans = []
-    for local, renamed in zip(locals_, renames, strict=True):
-        plan = _plan(local.items, local.data, local.usable)
-        items = [
-            dataclasses.replace(
-                item, index=dataclasses.replace(item.index, fqn=renamed[item.index.fqn])
-            )
-            if item.index.fqn in renamed
-            else item
-            for item in plan.items
-        ]
-        plans.append(dataclasses.replace(plan, items=items))
-    final, metadata = planner.create_global_plan(plans)
-    return [
-        FinalPlan(
-            _items(plan),
-            pack(plan.planner_data),
-            plan.usable,
-            {new: old for old, new in renamed.items()},
-        )
-        for plan, renamed in zip(final, renames, strict=True)
-    ], metadata
-
-
-def _renames(locals_: list[LocalPlan]) -> list[dict[str, str]]:
+def renames(locals_: list[LocalPlan]) -> list[dict[str, str]]:
     """For each rank, the names of small tensors that hold something else than on a rank before."""
     first: dict[str, bytes] = {}
-    renames: list[dict[str, str]] = []
+    found: list[dict[str, str]] = []
     for rank, local in enumerate(locals_):
         renamed = {}
         for name, known in local.replicas.items():
             if first.setdefault(name, known) != known:
                 renamed[name] = f"{name}@rank-{rank}"
-        renames.append(renamed)
-    return renames
+        found.append(renamed)
+    return found
 
 
 def merge_outlines(locals_: list[LocalPlan]) -> Outlines:
@@ -147,7 +100,7 @@ def merge_outlines(locals_: list[LocalPlan]) -> Outlines:
     known: dict[bytes, int] = {}
     ranks: list[int] = []
     own: dict[int, Own] = {}
-    for rank, (local, renamed) in enumerate(zip(locals_, _renames(locals_), strict=True)):
+    for rank, (local, renamed) in enumerate(zip(locals_, renames(locals_), strict=True)):
         outline = local.outline
         if outline is None:
             raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")
@@ -184,10 +137,13 @@ class Drafted(NamedTuple):
     objects: dict[str, tuple[str, bytes]]  # by name; see `blobs.keep`
 
 
-def resolve(final: FinalPlan, planner: SavePlanner, tops: dict[str, str | None]) -> Drafted:
-    """Ask the planner for everything that this rank writes."""
-    plan = planner.finish_plan(_plan(final.items, final.data, final.usable))
-    return resolve_items(plan.items, planner, tops, final.renamed)
+def with_objects(drafted: Drafted) -> list[Entry]:
+    """The boxes of tensors, and behind them the objects as boxes of bytes."""
+    objects = []
+    for name, (_, data) in drafted.objects.items():
+        size = (max(1, len(data)),)
+        objects.append(Entry(name, "uint8", size, (0,), size, "objects"))
+    return [*drafted.entries, *objects]
 
 
 def resolve_items(
@@ -240,7 +196,7 @@ def item_bytes(final: FinalPlan) -> int:
     )
 
 
-def _items(plan: SavePlan) -> list[Item]:
+def items_of(plan: SavePlan) -> list[Item]:
     items = []
     for item in plan.items:
         index, data = item.index, item.tensor_data
@@ -255,7 +211,7 @@ def _items(plan: SavePlan) -> list[Item]:
     return items
 
 
-def _plan(items: list[Item], data: bytes, usable: bool) -> SavePlan:
+def plan_of(items: list[Item], data: bytes, usable: bool) -> SavePlan:
     planner_data: Any = unpack(data)
     return SavePlan([_write_item(item) for item in items], None, planner_data, usable)
 
