@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.plot import plot
+from benchmarks.checkpoint.rows import Bar, Entry, Row
+from benchmarks.plot import plot, plot_checkpoint
 from benchmarks.workloads import suite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,11 +22,10 @@ SECONDS = 200  # a machine that is busy takes long to start the processes
 pytestmark = pytest.mark.timeout(SECONDS + 20)
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("benchmarks") / "small.json"
+def measured(out: Path, *command: str) -> dict[str, Any]:
+    """The record that a benchmark writes."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--small", "--out", str(out)],
+        [sys.executable, "-m", *command, "--small", "--out", str(out)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -34,6 +34,19 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(out.read_text())
     return found
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measured(tmp_path_factory.mktemp("benchmarks") / "small.json", "benchmarks")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("safetensors")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    command = ("benchmarks", "--only", "checkpoint", "--dir", str(folder))
+    return measured(folder / "small.json", *command)
 
 
 def test_every_workload_is_there_in_every_mode(result: dict[str, Any]) -> None:
@@ -78,6 +91,84 @@ def test_a_plot_can_be_made_of_it(result: dict[str, Any], tmp_path: Path) -> Non
     picture = tmp_path / "group.png"
     assert plot(result, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+CHECKPOINT_ROWS = {
+    "save-memory": 5,
+    "save-disk": 5,
+    "load-warm": 3,
+    "load-warm-unverified": 2,
+    "load-cold": 4,
+    "stall-first": 5,
+    "stall": 5,
+    "async-total": 4,
+    "step": 5,
+    "save-memory-2": 3,
+    "save-disk-2": 3,
+    "load-warm-2": 3,
+    "memory": 3,
+}
+
+
+def test_every_row_of_checkpoints_is_there(checkpoint: dict[str, Any]) -> None:
+    assert {row["key"]: len(row["entries"]) for row in checkpoint["rows"]} == CHECKPOINT_ROWS
+    assert checkpoint["machine"]["cores"] >= 1
+    for row in checkpoint["rows"]:
+        assert row["state_bytes"] > 1_000_000
+        for entry in row["entries"]:
+            assert entry["laps"] and all(lap > 0 for lap in entry["laps"]), entry
+
+
+def test_checkpoints_are_loaded_bit_for_bit(checkpoint: dict[str, Any]) -> None:
+    looked = {"load-warm", "load-warm-unverified", "load-cold", "stall-first", "load-warm-2"}
+    for row in checkpoint["rows"]:
+        for entry in row["entries"]:
+            assert entry.get("bit_exact") is not False, (row["key"], entry)
+            if row["key"] in looked and entry["name"] != "two-thread copy_":
+                assert entry["bit_exact"], (row["key"], entry)
+
+
+def test_checkpoint_rows_tell_where_the_time_goes(checkpoint: dict[str, Any]) -> None:
+    rows = {row["key"]: row for row in checkpoint["rows"]}
+    for key, phases in (
+        ("save-disk", {"plan", "write", "commit"}),
+        ("load-warm", {"plan", "verify", "land", "commit"}),
+        ("async-total", {"plan", "stage", "write", "commit"}),
+    ):
+        ours = next(e for e in rows[key]["entries"] if e["name"] == "torchrelay")
+        assert set(ours["phases"]) == phases
+
+
+def test_checkpoints_can_be_plotted(checkpoint: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "checkpoint.png"
+    assert plot_checkpoint(checkpoint, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_bar_is_judged_by_medians() -> None:
+    entries = [Entry("stock", [4.0, 2.0, 9.0]), Entry("ours", [1.0, 2.0, 8.0])]
+    bars = [
+        Bar("ours", "stock", least=2),
+        Bar("ours", "stock", most=0.4),
+        Bar("ours", most=2.0),
+        Bar("ours", "not installed", least=1),
+    ]
+    found = Row("row", "a row", "GB/s", 100, entries, bars).verdicts()
+    assert [(verdict.value, verdict.passed) for verdict in found] == [
+        (2.0, True),
+        (0.5, False),
+        (2.0, True),
+    ]
+
+
+def test_gpu_checkpoint_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    found = measured(tmp_path / "gpu.json", "benchmarks.gpu.checkpoint", "--device", "cpu")
+    assert {row["kind"] for row in found["rows"]} == {"stall", "save", "load"}
+    for row in found["rows"]:
+        if row["name"].startswith("torchrelay"):
+            assert row.get("exact", row["kind"] == "save"), row
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run it for real")

@@ -2,9 +2,11 @@
 
 How a fenced block is run is told by its info string:
 
-    python                a script if it has a `__main__` part, else a snippet run right here
-    python ranks=2        on each rank of a gloo group of that size, with `rank`, `group`, `relay`,
-                          `tr` and `torch` at hand
+    python                a script if it has a `__main__` part, else a snippet run right here, with
+                          `folder` (an empty directory), `tr` and `torch` at hand
+    python ranks=2        on each rank of a gloo group of that size, with `rank`, `group`, `relay`
+                          and the same `folder` on all ranks at hand too
+    python s3             a snippet with a bucket `s3://bucket`: moto's server on loopback
     python ranks=2 torchft   the same; skipped where torchft cannot be imported
     python norun          needs what a test has not (a torchft lighthouse); compiled only
     hex NAME              bytes, with remarks after three spaces
@@ -27,11 +29,18 @@ import pytest
 import torch
 
 import torchrelay as tr
+from tests.support.s3 import S3, moto_server, s3
 from torchrelay import dropin, errors
-from torchrelay.state import codec, manifest, validation
+from torchrelay.dropin import stock_dcp
+from torchrelay.dropin.convert import convert
+from torchrelay.state import codec, manifest, outline, validation
 from torchrelay.state.digest import digest
 from torchrelay.state.snapshot import capture
+from torchrelay.stores import dcp, layout, objects
+from torchrelay.stores import records as commit
 from torchrelay.transports import wire
+
+__all__ = ["moto_server", "s3"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -79,7 +88,10 @@ def text_of(name: str) -> str:
 BLOCKS = [block for path in PAGES for block in blocks_of(name_of(path), path.read_text("utf-8"))]
 PYTHON = [block for block in BLOCKS if block.info[0] == "python" and "norun" not in block.info]
 SCRIPTS = [b for b in PYTHON if not b.ranks and "__main__" in b.source]
-SNIPPETS = [b for b in PYTHON if not b.ranks and "__main__" not in b.source]
+SNIPPETS = [
+    b for b in PYTHON if not b.ranks and "__main__" not in b.source and "s3" not in b.info
+]
+ON_S3 = [b for b in PYTHON if "s3" in b.info]
 NOT_RUN = [block for block in BLOCKS if "norun" in block.info]
 
 
@@ -104,20 +116,25 @@ def test_script_runs(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", SNIPPETS, ids=lambda block: block.where)
-def test_snippet_runs(block: Block) -> None:
+def test_snippet_runs(block: Block, tmp_path: Path) -> None:
+    exec(block.compiled(), {"torch": torch, "tr": tr, "folder": tmp_path})
+
+
+@pytest.mark.parametrize("block", ON_S3, ids=lambda block: block.where)
+def test_snippet_runs_on_s3(block: Block, s3: S3) -> None:
     exec(block.compiled(), {"torch": torch, "tr": tr})
 
 
-def run_blocks(rank: int, group: Any, blocks: list[Block]) -> list[str]:
+def run_blocks(rank: int, group: Any, blocks: list[Block], folder: Path) -> list[str]:
     """Run the blocks of a page one after the other; what was skipped comes back."""
     skipped = []
-    for block in blocks:
+    for number, block in enumerate(blocks):
         if "torchft" in block.info and not _has_torchft():
             skipped.append(block.where)
             continue
         with tr.Relay(group, timeout=RELAY_SECONDS) as relay:
             names = {"rank": rank, "group": group, "relay": relay, "tr": tr, "torch": torch}
-            exec(block.compiled(), names)
+            exec(block.compiled(), {**names, "folder": folder / str(number)})
         torch.distributed.barrier(group)
     return skipped
 
@@ -138,12 +155,14 @@ def _has_torchft() -> bool:
 
 @pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if block.ranks}))
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_run(page: str, ranks: int, request: pytest.FixtureRequest) -> None:
+def test_ranks_run(
+    page: str, ranks: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     blocks = [block for block in PYTHON if block.page == page and block.ranks == ranks]
     if not blocks:
         pytest.skip(f"{page} has no snippet for {ranks} ranks")
     pool = request.getfixturevalue(f"pool{ranks}")
-    skipped = pool.run(run_blocks, blocks, timeout=60, fresh_group=True)[0]
+    skipped = pool.run(run_blocks, blocks, tmp_path, timeout=60, fresh_group=True)[0]
     if len(skipped) == len(blocks):
         pytest.skip("torchft is not at hand")
 
@@ -212,7 +231,12 @@ def shown(name: str, thing: Any) -> str:
         for parameter in inspect.signature(thing).parameters.values()
         if parameter.name != "self"
     ]
-    return f"{name}{inspect.Signature(parameters)}"
+    # Members of an enum by their names, as one writes them.
+    return re.sub(r"<\w+\.(\w+): \d+>", r"\1", f"{name}{inspect.Signature(parameters)}")
+
+
+def methods_of(kind: type) -> list[tuple[str, Any]]:
+    return [(n, f) for n, f in vars(kind).items() if inspect.isfunction(f) and n[0] != "_"]
 
 
 PUBLIC = {
@@ -224,6 +248,20 @@ PUBLIC = {
     "PGTransport": dropin.PGTransport,
     "PGTransport.send_checkpoint": dropin.PGTransport.send_checkpoint,
     "PGTransport.recv_checkpoint": dropin.PGTransport.recv_checkpoint,
+    "Checkpointer": tr.Checkpointer,
+    **{f"Checkpointer.{name}": method for name, method in methods_of(tr.Checkpointer)},
+    **{f"Pending.{name}": getattr(tr.Pending, name) for name in ("result", "exception", "done")},
+    "KeepAll": tr.KeepAll,
+    "KeepLast": tr.KeepLast,
+    "KeepEvery": tr.KeepEvery,
+    "dcp.Writer": dcp.Writer,
+    "dcp.Reader": dcp.Reader,
+    "dropin.Checkpointer": dropin.Checkpointer,
+    **{
+        f"dropin.Checkpointer.{name}": method for name, method in methods_of(dropin.Checkpointer)
+    },
+    "convert": convert,
+    **{name: getattr(stock_dcp, name) for name in stock_dcp.__all__},
 }
 
 
@@ -236,6 +274,8 @@ def test_reference_has_every_name() -> None:
     text = text_of("docs/reference.md")
     names = [*tr.__all__, *dropin.__all__, *tr.Report.__dataclass_fields__, "total_seconds"]
     names += [*tr.Received._fields, *tr.Progress._fields]
+    names += [*tr.Saved.__dataclass_fields__, *tr.LoadReport.__dataclass_fields__]
+    names += [*tr.Loaded._fields, "url", "skipped"]
     missing = [name for name in names if not re.search(rf"`{name}\b", text)]
     assert not missing, missing
 
@@ -253,6 +293,14 @@ def test_reference_has_every_error() -> None:
         assert name in tr.__all__
 
 
+def test_reference_has_every_command() -> None:
+    source = text_of("src/torchrelay/cli/checkpoints.py")
+    commands = re.findall(r'app\.command\("([\w-]+)"\)', source)
+    assert commands
+    for name in commands:
+        assert f"`torchrelay {name} " in text_of("docs/reference.md"), name
+
+
 def test_design_has_every_module() -> None:
     text = text_of("docs/design.md")
     source = ROOT / "src" / "torchrelay"
@@ -266,9 +314,9 @@ def test_design_has_every_module() -> None:
 WIRE = text_of("docs/wire-format.md")
 
 
-def rows_under(heading: str) -> list[list[str]]:
+def rows_under(heading: str, page: str = WIRE) -> list[list[str]]:
     """Cells of the first table under a heading, without its two head rows."""
-    section = WIRE.split(f"\n{heading}\n", 1)[1]
+    section = page.split(f"\n{heading}\n", 1)[1]
     table = re.search(r"(?:^\|.*\n)+", section, re.M)
     assert table is not None and "\n#" not in section[: table.start()], heading
     return [
@@ -276,27 +324,35 @@ def rows_under(heading: str) -> list[list[str]]:
     ]
 
 
-def records() -> list[type[msgspec.Struct]]:
+def records(*modules: types.ModuleType) -> list[type[msgspec.Struct]]:
     return [
         kind
-        for kind in vars(manifest).values()
+        for module in modules
+        for kind in vars(module).values()
         if isinstance(kind, type)
         and issubclass(kind, msgspec.Struct)
         and not kind.__name__.startswith("_")
-        and kind.__module__ == manifest.__name__
+        and kind.__module__ == module.__name__
     ]
 
 
-@pytest.mark.parametrize("record", records(), ids=lambda record: record.__name__)
-def test_record_is_as_described(record: type[msgspec.Struct]) -> None:
+def check_record(record: type[msgspec.Struct], page: str) -> None:
+    """A record's table: number, field, type, meaning; without a number for a JSON object."""
     tag = record.__struct_config__.tag
-    rows = rows_under(f"### {record.__name__}" + (f" `{tag}`" if tag else ""))
-    assert [row[1].strip("`") for row in rows] == list(record.__struct_fields__)
-    first = 1 if tag else 0
-    assert [int(row[0]) for row in rows] == list(range(first, first + len(rows)))
+    rows = rows_under(f"### {record.__name__}" + (f" `{tag}`" if tag else ""), page)
+    if record.__struct_config__.array_like:
+        first = 1 if tag else 0
+        assert [int(row[0]) for row in rows] == list(range(first, first + len(rows)))
+        rows = [row[1:] for row in rows]
+    assert [row[0].strip("`") for row in rows] == list(record.__struct_fields__)
     for row, field in zip(rows, msgspec.structs.fields(record), strict=True):
-        plain = {int: "int", str: "str", bool: "bool"}.get(field.type)
-        assert plain is None or row[2] == plain, f"{record.__name__}.{field.name} is {field.type}"
+        plain = {int: "int", str: "str", bool: "bool", bytes: "bytes"}.get(field.type)
+        assert plain is None or row[1] == plain, f"{record.__name__}.{field.name} is {field.type}"
+
+
+@pytest.mark.parametrize("record", records(manifest), ids=lambda record: record.__name__)
+def test_record_is_as_described(record: type[msgspec.Struct]) -> None:
+    check_record(record, WIRE)
 
 
 @pytest.mark.parametrize("side", ["receiver", "sender"])
@@ -355,3 +411,34 @@ def test_worked_example_matches_the_code() -> None:
     for lane in (0, 1):
         assert f"tag `{wire.tag(transfer, lane):#x}`" in WIRE
     assert hex_of("join").ljust(wire.FRAME_BYTES, b"\0") == wire.frame(wire.Join(0, 7))[0]
+
+
+# Checkpoint format
+
+FORMAT = text_of("docs/checkpoint-format.md")
+
+
+@pytest.mark.parametrize("record", records(commit, outline), ids=lambda record: record.__name__)
+def test_commit_record_is_as_described(record: type[msgspec.Struct]) -> None:
+    check_record(record, FORMAT)
+
+
+def test_format_version_is_as_described() -> None:
+    major, minor = commit.FORMAT
+    assert FORMAT.startswith(f"# Checkpoint format, version {major}.{minor}\n")
+
+
+def test_safetensors_dtypes_are_as_described() -> None:
+    shown = {row[0].strip("`"): row[1].strip("`") for row in rows_under("### Dtypes", FORMAT)}
+    assert shown == layout.DTYPES
+
+
+def test_checkpoint_limits_are_as_described() -> None:
+    caps = dict(rows_under("## Limits", FORMAT))
+    assert (caps["commit record"], commit.MAX_RECORD_BYTES) == ("2^31 bytes", 1 << 31)
+    assert (caps["cells that the shards of a tensor span"], commit.MAX_CELLS) == ("2^22", 1 << 22)
+    assert caps["file name"] == f"`{commit.PLAIN_NAME.pattern}`"
+    assert layout.CHUNK_BYTES == (4 << 10, 1 << 20) and "1 MiB" in FORMAT and "4 KiB" in FORMAT
+    assert layout.CHUNKS == (256, 4096) and "256 chunks" in FORMAT and "4,096 chunks" in FORMAT
+    assert layout.FILE_BYTES == 1 << 30 and "`file_bytes`, 1 GiB" in FORMAT
+    assert f"`{objects.TOKEN}`" in FORMAT

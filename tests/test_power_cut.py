@@ -1,4 +1,4 @@
-"""Whenever the process or the machine stops, the next load gives the old step or the new one, whole.
+"""Wherever the process or the machine stops, the next load gives the old step or the new, whole.
 
 Every call that changes the directory is a boundary. Each scenario runs once to count them, and then
 once for every boundary, stopped there. What is left is looked at twice: as a killed process leaves
@@ -7,22 +7,28 @@ it, and as a power cut may leave it, in every extreme and some states by chance.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
 import shutil
+import signal
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import pytest
 
 import torchrelay as tr
+from tests.support import saver
 from tests.support.cuts import CONTENTS, Cut, CutFiles, Disk, NoExchange, Tree, plant, stores_with
-from tests.support.saved import state, which
+from tests.support.saved import state, training, which
 from torchrelay.stores import writing
 from torchrelay.stores.local import LocalStore, token
 
@@ -179,16 +185,15 @@ def test_old_or_new_wherever_it_stops(name: str, quick: Path) -> None:
     assert seen > 10
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if "clean" not in name])
-def test_a_call_that_fails_is_a_typed_error(name: str, code: int, quick: Path) -> None:
+def test_a_call_that_fails_is_a_typed_error(name: str, quick: Path) -> None:
     """One call fails and the process lives on: old or new, told so, and nothing is left behind."""
     scenario = SCENARIOS[name]
     for at, half in boundaries(scenario, quick):
         if half:
             continue
         root = prepared(scenario, quick / "run")
-        files = scenario.files(at, error=code)
+        files = scenario.files(at, error=errno.EIO)
         failed: tr.RelayError | None = None
         with stores_with(files):
             try:
@@ -197,7 +202,7 @@ def test_a_call_that_fails_is_a_typed_error(name: str, code: int, quick: Path) -
                 failed = fault
         if failed is not None:
             assert isinstance(failed, tr.CheckpointError) and failed.file, failed
-            assert os.strerror(code) in str(failed)
+            assert os.strerror(errno.EIO) in str(failed)
         with warnings.catch_warnings(), tr.Checkpointer(root) as checkpointer:
             warnings.simplefilter("error")
             found = {s: which(checkpointer.load(step=s).state, (1, 2, 3)) for s in (1, 2, 3)
@@ -212,3 +217,137 @@ def test_a_call_that_fails_is_a_typed_error(name: str, code: int, quick: Path) -
         names = {path.name for path in root.iterdir()}
         assert names == {f"step-{step}" for step in (*found, 50)}, names
         shutil.rmtree(quick / "run")
+
+
+class Skips(CutFiles):
+    """Says that it syncs."""
+
+    skipped: str
+
+    def _call(self, kind: str, path: str, data: Any = None) -> None:
+        super()._call(kind, path, data)
+        self.journal[:] = [call for call in self.journal if call.kind != self.skipped]
+
+
+@pytest.mark.parametrize("kind", ["sync", "sync_dir"])
+def test_a_sync_that_is_left_out_is_found(kind: str, quick: Path) -> None:
+    """The model of the medium is worth something: a store that does not sync fails."""
+    scenario = SCENARIOS["one step more"]
+    root = prepared(scenario, quick / "run")
+    disk = Disk(quick / "run")
+    files = type("", (Skips,), {"skipped": kind})()
+    assert run(scenario, root, files)
+    files._call("end", "")
+    disk.play(files.journal)
+    rng = random.Random(SEED)
+    found = 0
+    for names, contents in ((0.0, "kept"), (1.0, "lost"), (1.0, "zeros")):
+        plant(disk.left(names=names, contents=contents, rng=rng), quick / "left")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(warnings, "warn", lambda *args, **kwargs: None)
+            try:
+                check(quick / "left" / "steps", scenario, True)
+            except (AssertionError, tr.RelayError):
+                found += 1
+        shutil.rmtree(quick / "left")
+    assert found
+
+
+# Real processes, real kills ----------------------------------------------------------------------
+
+
+class Round(NamedTuple):
+    """What a killed trainer had said."""
+
+    begun: set[int]
+    acknowledged: int
+    writers: set[int]
+
+
+def listen(link: Connection, until: float) -> Iterator[tuple[str, Any]]:
+    with contextlib.suppress(EOFError, OSError, UnpicklingError):
+        while link.poll(max(0.0, until - time.monotonic())):
+            yield link.recv()
+
+
+def one_round(root: Path, first: int, rng: random.Random) -> Round:
+    """Let a trainer save for a while, then kill it, its writer, or first one and then both."""
+    process, link = saver.start(str(root), first, rng.randrange(1 << 30))
+    begun: set[int] = set()
+    acknowledged, writers = 0, [0]
+
+    def take(reports: Iterator[tuple[str, Any]]) -> None:
+        nonlocal acknowledged
+        for kind, value in reports:
+            if kind == "begin":
+                begun.add(value)
+            elif kind == "ack":
+                acknowledged = max(acknowledged, value)
+            elif kind == "writer" and value is not None and value != writers[-1]:
+                writers.append(value)
+
+    def kill(pid: int | None) -> None:
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    try:
+        assert link.poll(60), "the trainer did not start"
+        how = rng.choice(["trainer", "both", "writer"])
+        take(listen(link, time.monotonic() + rng.uniform(0, 0.2)))
+        if how == "writer":
+            kill(writers[-1])
+            take(listen(link, time.monotonic() + rng.uniform(0, 0.2)))
+        if how == "both":
+            kill(writers[-1])
+        kill(process.pid)
+        process.join(20)
+        take(listen(link, time.monotonic() + 20))  # what it had said; ends with the end of file
+    finally:
+        process.kill()
+        process.join(20)
+        link.close()
+    assert process.exitcode == -signal.SIGKILL, f"it ended by itself: {process.exitcode}"
+    return Round(begun, acknowledged, set(writers[1:]))
+
+
+def killed_often(root: Path, rounds: int, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    newest = 0
+    in_between = 0
+    for number in range(rounds):
+        told = one_round(root, newest + 1, rng)
+        where = f"round {number}, seed {seed}: {told}"
+        end = time.monotonic() + 20
+        while not all(map(saver.is_gone, told.writers)):
+            assert time.monotonic() < end, f"a writer process stays: {where}"
+            time.sleep(0.005)
+        committed = max(told.acknowledged, newest)
+        with warnings.catch_warnings(), tr.Checkpointer(root, timeout=60) as checkpointer:
+            warnings.simplefilter("error")  # nothing is damaged
+            names = {path.name for path in root.iterdir()} if root.exists() else set()
+            assert names == {f"step-{step}" for step in checkpointer.steps()}, where
+            for step in checkpointer.steps():
+                checkpointer.verify(step)
+            if not checkpointer.steps():
+                assert committed == 0, f"an acknowledged step is lost: {where}"
+                continue
+            loaded = checkpointer.load()
+        assert loaded.step >= committed, f"an acknowledged step is lost: {where}"
+        assert loaded.step == newest or loaded.step in told.begun, where
+        assert which(loaded.state, [loaded.step], training) == loaded.step, where
+        in_between += loaded.step < max(told.begun, default=0)
+        newest = loaded.step
+    print(f"{newest} steps, {in_between} of {rounds} kills while a step was under way")
+    assert newest > rounds and in_between > rounds // 5
+
+
+def test_killed_at_any_time(tmp_path: Path) -> None:
+    killed_often(tmp_path / "steps", 25, SEED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_two_hundred_times(tmp_path: Path) -> None:
+    killed_often(tmp_path / "steps", 200, SEED + 1)

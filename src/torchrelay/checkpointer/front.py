@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
@@ -25,7 +26,7 @@ from torchrelay.errors import RelayError, UsageError
 from torchrelay.stores.layout import FILE_BYTES
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.records import Checkpoint
-from torchrelay.stores.seam import Store
+from torchrelay.stores.seam import MAX_STEP, Store
 from torchrelay.transports.assembly import Assembly
 from torchrelay.transports.clock import Deadline
 from torchrelay.version import __version__
@@ -85,7 +86,7 @@ class Checkpointer:
         self._timeout = timeout
         self._on_busy = on_busy
         self._store: Store = open_store(root, timeout=timeout)
-        self._all = Assembly(group, _channel(self._store.url))
+        self._all = Assembly(group, "checkpointer")
         self._shelf = Shelf(self._store, keep or KeepAll())
         save_planner, load_planner = _planners(planner)
         self._loader = Loader(self._shelf, self._all, load_planner)
@@ -107,6 +108,7 @@ class Checkpointer:
                 logger.info("removed %s, left behind by a writer that is gone", name)
         self._signal = SaveOnSignal(signals, self._last_save) if save_on_signal else None
         self._on_signal = save_on_signal
+        _open.add(self)
 
     @property
     def url(self) -> str:
@@ -124,7 +126,7 @@ class Checkpointer:
         any rank fails, every rank raises, with the rank and file at fault, and nothing of the step
         remains.
         """
-        with self._calls:
+        with self._exclusive():
             save = self._new_save(step, overwrite, timeout)
             self._settle(save)
             saved = self._saver.save(save, state)
@@ -145,7 +147,7 @@ class Checkpointer:
         The state may change as soon as this returns. A failure that nobody learned of from the
         `Pending` is logged, and raised by the next call or by `close`.
         """
-        with self._calls:
+        with self._exclusive():
             save = self._new_save(step, overwrite, timeout)
             if (on_busy or self._on_busy) == "skip" and self._busy(save):
                 return Pending(step, skipped=True)
@@ -159,10 +161,16 @@ class Checkpointer:
         """Allocate and touch the memory that `save_async` of such a state needs, and start the
         writer process, so that the first save is as short as the later ones. Returns the bytes
         that this rank will write. All ranks call it together."""
-        with self._calls:
+        with self._exclusive():
             save = self._new_save(0, False, None)
             self._settle(save)
             return self._saver.prepare(save, state)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One call at a time, and none in the middle of another by way of a signal."""
+        with self._calls, nullcontext() if self._signal is None else self._signal.held():
+            yield
 
     def wait(self, timeout: float | None = None) -> None:
         """Until no save is under way; raises what went wrong with the last one."""
@@ -173,8 +181,7 @@ class Checkpointer:
         if self._closed:
             raise UsageError("this checkpointer is closed")
         self._check_writable()
-        if type(step) is not int or step < 0:
-            raise UsageError(f"a step is a number from 0 on, not {step!r}")
+        _check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
         return Save(step, overwrite, self._all.call(), deadline)
 
@@ -230,9 +237,11 @@ class Checkpointer:
         new. `atomic=False` reads once instead of twice and raises `TornStateError` if it cannot
         finish. `verify=False` checks no digests. `only` has patterns of dotted paths ("model.*").
         """
-        with self._calls:
+        with self._exclusive():
             if self._closed:
                 raise UsageError("this checkpointer is closed")
+            if step is not None:
+                _check_step(step)
             self._raise_untold()
             call = self._all.call()
             deadline = Deadline(self._timeout if timeout is None else timeout)
@@ -340,13 +349,22 @@ class Checkpointer:
             self.close()
 
 
-_channels: dict[str, int] = {}
+def _check_step(step: int) -> None:
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise UsageError(f"a step is a number from 0 to {MAX_STEP}, not {step!r}")
 
 
-def _channel(url: str) -> str:
-    """A name that all ranks' checkpointers of one place share, and no others."""
-    _channels[url] = _channels.get(url, 0) + 1
-    return f"{xxhash.xxh3_64_hexdigest(url.encode())}/{_channels[url]}"
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that ends without `close` still finishes the save under way."""
+    for checkpointer in list(_open):
+        try:
+            checkpointer.close()
+        except Exception:
+            logger.exception("closing the checkpointer of %s", checkpointer.url)
 
 
 def _planners(

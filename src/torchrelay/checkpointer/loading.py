@@ -42,7 +42,7 @@ from torchrelay.state.spans import contiguous_strides
 from torchrelay.state.ties import check_ties
 from torchrelay.stores.metadata import metadata_of
 from torchrelay.stores.placing import Wave, Wish, by_name, shard_at, waves
-from torchrelay.stores.reading import Fetch
+from torchrelay.stores.reading import Fetch, opened
 from torchrelay.stores.records import Checkpoint, StoredTensor
 from torchrelay.stores.seam import Store
 
@@ -82,6 +82,7 @@ class Loading:
         self._numbers = {name: number for number, name in enumerate(self._tensors)}
         self._offer = Offer.of(checkpoint.outlines_for(rank, world))
         self._homes: dict[str, torch.Tensor] = {}  # new tensors, by name
+        self._seen: set[int] = set()  # files that are there, with their sizes
         # What is read, by name; a tensor that goes to several places has one in each layer.
         self._layers: list[dict[str, torch.Tensor]] = [{}]
         self._written: list[torch.Tensor] = []  # of the caller's
@@ -134,6 +135,7 @@ class Loading:
         if name in self._homes:
             return
         stored = self._tensors[name]
+        self._look_at_files(stored)
         leaf = self._offer.leaves[index]
         device = torch.device("cpu") if isinstance(leaf, m.ArrayLeaf) else self._device
         strides = outline.strides.get(part.storage)
@@ -150,6 +152,12 @@ class Loading:
             raise MismatchError(f"no memory for {name} on {device}: {fault}") from None
         self._read(name, self._homes[name])
 
+    def _look_at_files(self, stored: StoredTensor) -> None:
+        """No memory is taken for a tensor whose files are not as large as the record says."""
+        for file in {shard.file for shard in stored.shards} - self._seen:
+            opened(self._store, self._checkpoint, file).close()
+            self._seen.add(file)
+
     def _read(self, name: str, destination: torch.Tensor) -> None:
         for layer in self._layers:
             other = layer.setdefault(name, destination)
@@ -164,7 +172,7 @@ class Loading:
         offered = [slot for slot in slots(self._offer.tree) if self._chosen(slot[0])]
         here = [slot for slot in slots(flat.tree) if self._chosen(slot[0])]
         matched = match(offered, here, strict=False)
-        known = {path for path, _ in here}
+        known, stored = {path for path, _ in here}, {path for path, _ in offered}
         lacking = [(path, index) for path, index in offered if path not in known]
         growing = [key for key, stateful in into.objects.items() if can_grow(stateful)]
         grown = [(path, index) for path, index in lacking if _below(path, growing)]
@@ -175,7 +183,7 @@ class Loading:
             unplaced = [(p, 0) for p, _ in lacking if p not in kept and self._offer.exact]
             match(
                 unplaced,
-                [(path, 0) for path in known.difference(p for p, _ in offered)],
+                [(path, 0) for path, _ in here if path not in stored],
                 strict=True,
             )
         for index, path, place in matched.pairs:
@@ -270,7 +278,7 @@ class Loading:
     def _fit_facts(
         self, offered: StoredTensor | m.TensorLeaf, mine: torch.Tensor, path: Path
     ) -> None:
-        facts = [("shape", offered.shape, tuple(mine.size()))]
+        facts: list[tuple[str, object, object]] = [("shape", offered.shape, tuple(mine.size()))]
         if self._planner is None:  # a planner of the user's may well convert
             facts.insert(0, ("dtype", offered.dtype, t.NAMES[mine.dtype]))
         for what, theirs, ours in facts:

@@ -8,7 +8,7 @@ in the tree. Only then is anything allocated for it.
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -74,8 +74,16 @@ def check_outline(tree: m.Node, leaves: tuple[m.Leaf, ...], sizes: Sequence[int]
         if len(leaves) > m.MAX_LEAVES:
             raise ManifestError(f"{len(leaves)} leaves, the cap is {m.MAX_LEAVES}")
         _check_tree(tree, len(leaves))
-        storages = tuple(m.Storage(size) for size in sizes)
-        reach = [0] * len(sizes)
+    except (ValueError, TypeError, OverflowError, RecursionError) as fault:
+        raise ManifestError(f"invalid outline: {fault}") from None
+    check_leaves(leaves, sizes)
+
+
+def check_leaves(leaves: Iterable[m.Leaf], sizes: Sequence[int]) -> None:
+    """Raise `ManifestError` unless the leaves lie in tensors of these sizes."""
+    storages = tuple(map(m.Storage, sizes))
+    reach = [0] * len(sizes)
+    try:
         for leaf in leaves:
             _check_leaf(leaf, storages, reach)
     except (ValueError, TypeError, OverflowError, RecursionError) as fault:

@@ -9,13 +9,16 @@ from typing import Any
 import msgspec
 import torch
 
+from torchrelay.errors import CheckpointError
+from torchrelay.state.leaves import parts
+from torchrelay.state.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf
 from torchrelay.state.memory import Region
 from torchrelay.state.outline import Outline
 from torchrelay.state.runs import Runs
 from torchrelay.state.stream import Stream
 from torchrelay.stores.layout import FileLayout
 from torchrelay.stores.plans import Drafted, Outlines, with_objects
-from torchrelay.stores.records import Blob, Checkpoint, DataFile, Shard, StoredTensor
+from torchrelay.stores.records import Blob, Checkpoint, DataFile, Own, Shard, StoredTensor
 from torchrelay.stores.writing import FileSpec, Range
 
 PASS_BYTES = 64 << 20
@@ -40,6 +43,8 @@ class Written(msgspec.Struct, array_like=True, frozen=True):
     boxes: list[Box]
     blobs: list[Blob]
     values: dict[str, Outline] = {}  # objects that are plain values, by name
+    origins: tuple[tuple[str, str], ...] = ()  # see `Drafted`
+    dtypes: tuple[tuple[str, str], ...] = ()
 
 
 class Share:
@@ -51,6 +56,7 @@ class Share:
             tensors.append(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
         plain = len(drafted.entries)
         self.layouts = layouts
+        self._origins, self._dtypes = drafted.origins, drafted.dtypes
         self.files = [FileSpec(file.name, file.nbytes, file.chunk_bytes) for file in layouts]
         self.streams: list[Stream] = []
         self._keep: list[object] = []
@@ -105,7 +111,7 @@ class Share:
             DataFile(file.name, file.nbytes, file.chunk_bytes, known)
             for file, known in zip(self.files, digests, strict=True)
         ]
-        return Written(files, self._boxes, self._blobs)
+        return Written(files, self._boxes, self._blobs, origins=self._origins, dtypes=self._dtypes)
 
 
 def commit_record(
@@ -126,6 +132,7 @@ def commit_record(
             )
         blobs += [msgspec.structs.replace(blob, file=first + blob.file) for blob in share.blobs]
     tensors = [StoredTensor(name, *facts[name], tuple(shards[name])) for name in shards]
+    outlines = _as_written(shares, outlines, set(facts))
     torch_version: Any = torch.__version__
     return Checkpoint(
         step=step,
@@ -139,3 +146,48 @@ def commit_record(
         files=tuple(files),
         blobs=tuple(blobs),
     )
+
+
+def _as_written(shares: Sequence[Written], outlines: Outlines, names: set[str]) -> Outlines:
+    """The outlines with what planners made of tensors: other names and other dtypes."""
+    called = {old: new for share in shares for new, old in share.origins}
+    dtypes = {name: dtype for share in shares for name, dtype in share.dtypes}
+
+    def name_of(name: str) -> str:
+        found = name if name in names else called.get(name, name)
+        if found not in names:
+            raise CheckpointError(
+                "the planner left a tensor out, or renamed it and copied it at once: it could not "
+                "be found again",
+                phase="commit",
+                path=name,
+            )
+        return found
+
+    def leaf_of(leaf: Leaf, known: Sequence[str]) -> Leaf:
+        part = next(parts(leaf), None)
+        if part is None or part.storage < 0 or known[part.storage] not in dtypes:
+            return leaf
+        path, dtype = known[part.storage], dtypes[known[part.storage]]
+        part = msgspec.structs.replace(part, dtype=dtype)
+        if isinstance(leaf, TensorLeaf) and part.strides is None and not part.offset:
+            return part
+        if isinstance(leaf, DTensorLeaf):
+            return msgspec.structs.replace(leaf, local=part)
+        if isinstance(leaf, ShardedLeaf):
+            return msgspec.structs.replace(leaf, shards=(part,), dtype=dtype)
+        raise CheckpointError("the planner converted a part of a leaf", phase="commit", path=path)
+
+    bases = []
+    own = {}
+    for base in outlines.outlines:
+        known = tuple(map(name_of, base.names))
+        leaves = tuple(leaf_of(leaf, known) for leaf in base.leaves) if dtypes else base.leaves
+        bases.append(msgspec.structs.replace(base, names=known, leaves=leaves))
+    for rank, held in outlines.own.items():
+        named = {index: name_of(name) for index, name in held.names.items()}
+        known = bases[outlines.ranks[rank]].names
+        known = tuple(named.get(index, name) for index, name in enumerate(known))
+        kept = {index: leaf_of(leaf, known) for index, leaf in held.leaves.items()}
+        own[rank] = Own(kept, named)
+    return Outlines(tuple(bases), outlines.ranks, own)

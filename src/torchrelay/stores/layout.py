@@ -172,7 +172,7 @@ def _chunk_bytes(nbytes: int) -> int:
 def _key(entry: Entry, group: str) -> str:
     """What an entry is called in its file: its name below the group, and its box if it has one."""
     name = entry.name
-    if group and name.startswith(group + "."):
+    if group == entry.top and name.startswith(group + "."):
         name = name[len(group) + 1 :]
     if entry.sizes != entry.shape:
         name += "@" + ",".join(map(str, entry.offsets))

@@ -22,13 +22,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchrelay.stores.files import Files, lock, named
-from torchrelay.stores.seam import Buffer
+from torchrelay.stores.seam import MAX_MANIFEST_BYTES, MAX_STEP, Buffer
 
 MANIFEST = "manifest.json"
 WRITE_OUT_BYTES = 8 << 20
 FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as left behind
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _DRAFT = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
 
 
@@ -68,7 +68,7 @@ class LocalStore:
         found = []
         for name in self._names():
             match = _STEP.fullmatch(name)
-            if match and str(int(match[1])) == match[1] and (self.root / name / MANIFEST).exists():
+            if match and int(match[1]) <= MAX_STEP and (self.root / name / MANIFEST).exists():
                 found.append(int(match[1]))
         return sorted(found)
 
@@ -79,7 +79,11 @@ class LocalStore:
             return []
 
     def manifest(self, step: int) -> bytes:
-        return (self.path(step) / MANIFEST).read_bytes()
+        path = self.path(step) / MANIFEST
+        nbytes = path.stat().st_size
+        if nbytes > MAX_MANIFEST_BYTES:
+            raise OSError(27, f"{nbytes} bytes, no commit record is that large", str(path))
+        return path.read_bytes()
 
     def sizes(self, step: int) -> dict[str, int]:
         with os.scandir(self.path(step)) as entries:

@@ -106,10 +106,16 @@ class Planning:
             assert self._final is not None
             return Drafted(self._entries, self._tensors(named), {}), self._layouts
         assert self._planner is not None
+        if self._given is None:  # what it holds may be the tensors of a save before
+            self._planner.set_up_planner(dict(named.tensors), None, self._rank == 0)
         plan = plans.plan_of(heard.items, heard.data, heard.usable)
         self._items = self._planner.finish_plan(plan).items
         self._final = heard
         drafted = plans.resolve_items(self._items, self._planner, named.tops, heard.renamed)
+        if self._given is None:
+            self._planner.set_up_planner({}, None, self._rank == 0)  # holds on to no tensor
+        else:
+            drafted = _with_changes(drafted, named)
         layouts = arrange(plans.with_objects(drafted), self._rank, self._world, self._file_bytes)
         self._entries, self._layouts = drafted.entries, layouts
         if drafted.objects:
@@ -145,10 +151,12 @@ class Planning:
             name = item.index.fqn
             if type(named.tensors.get(renamed.get(name, name))) is not torch.Tensor:
                 found.setdefault(name, []).append(item)
-        return {
+        parts = {
             name: plans.resolve_items(items, self._planner, named.tops, renamed)
             for name, items in found.items()
         }
+        self._planner.set_up_planner({}, None, self._rank == 0)  # holds on to no tensor
+        return parts
 
 
 def _as_before(said: LocalPlan, before: LocalPlan) -> LocalPlan:
@@ -183,12 +191,37 @@ def _signature(named: Named) -> Signature:
     return found
 
 
+def _with_changes(drafted: Drafted, named: Named) -> Drafted:
+    """What a planner of the user's own made of the state's tensors: other names, other dtypes."""
+    at = {_memory(tensor): name for name, tensor in named.tensors.items()}
+    origins, dtypes = [], []
+    for entry, tensor in zip(drafted.entries, drafted.tensors, strict=True):
+        name = entry.name
+        if name not in named.tensors and _memory(tensor) in at:
+            origins.append((name, at[_memory(tensor)]))
+        elif name in named.tensors and t.NAMES[named.tensors[name].dtype] != entry.dtype:
+            dtypes.append((name, entry.dtype))
+    return drafted._replace(origins=tuple(origins), dtypes=tuple(dtypes))
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    if isinstance(tensor, t.DTensor):
+        tensor = t.dtensor_parts(tensor)[0]
+    if isinstance(tensor, t.ShardedTensor):
+        tensor = next(iter(t.sharded_parts(tensor)[0]), torch.empty(0))
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def _replicas(named: Named) -> dict[str, bytes]:
+    """Of plain tensors, what ranks that hold the same have in common: the bytes, if few."""
     found = {}
     for name, tensor in named.tensors.items():
-        if type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_BYTES:
-            region = Region.row_major(tensor)
-            out = torch.empty(region.nbytes, dtype=torch.uint8)
-            region.read(0, region.nbytes, out)
-            found[name] = digest(out)
+        if type(tensor) is torch.Tensor:
+            facts = f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} ".encode()
+            if tensor.nbytes <= SMALL_BYTES:
+                region = Region.row_major(tensor)
+                out = torch.empty(region.nbytes, dtype=torch.uint8)
+                region.read(0, region.nbytes, out)
+                facts += digest(out)
+            found[name] = facts
     return found

@@ -82,7 +82,8 @@ class Outlines(NamedTuple):
 
 
 def renames(locals_: list[LocalPlan]) -> list[dict[str, str]]:
-    """For each rank, the names of small tensors that hold something else than on a rank before."""
+    """For each rank, new names of tensors that are not what they are on a rank before."""
+    taken = {name for local in locals_ if local.outline for name in local.outline.names}
     first: dict[str, bytes] = {}
     found: list[dict[str, str]] = []
     for rank, local in enumerate(locals_):
@@ -90,6 +91,8 @@ def renames(locals_: list[LocalPlan]) -> list[dict[str, str]]:
         for name, known in local.replicas.items():
             if first.setdefault(name, known) != known:
                 renamed[name] = f"{name}@rank-{rank}"
+                while renamed[name] in taken:
+                    renamed[name] += "~"
         found.append(renamed)
     return found
 
@@ -135,6 +138,9 @@ class Drafted(NamedTuple):
     entries: list[Entry]
     tensors: list[torch.Tensor]
     objects: dict[str, tuple[str, bytes]]  # by name; see `blobs.keep`
+    # What a planner of the user's own made of the state's tensors:
+    origins: tuple[tuple[str, str], ...] = ()  # the name it gave, and the state's
+    dtypes: tuple[tuple[str, str], ...] = ()  # by name, of those that it converted
 
 
 def with_objects(drafted: Drafted) -> list[Entry]:

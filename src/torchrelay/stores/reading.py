@@ -104,7 +104,7 @@ class Fetch:
                     yield _Task(file, at, min(stop, at + UNVERIFIED_BYTES))
 
     def _run(self, act: Callable[[_Task, DataReader, _Buffer], None], tasks: list[_Task]) -> None:
-        readers = {file: self._open(file) for file in self._streams}
+        readers = {file: opened(self._store, self._checkpoint, file) for file in self._streams}
         upcoming = iter(tasks)
         lock = threading.Lock()
         failures: list[BaseException] = []
@@ -137,19 +137,6 @@ class Fetch:
                 reader.close()
         if failures:
             raise failures[0]
-
-    def _open(self, file: int) -> DataReader:
-        record = self._checkpoint.files[file]
-        try:
-            reader = self._store.reader(self._checkpoint.step, record.name)
-        except OSError as fault:
-            raise self._damaged(_Task(file, 0, 0), f"cannot be opened: {fault}") from fault
-        if reader.nbytes != record.nbytes:
-            reader.close()
-            problem = f"has {reader.nbytes} bytes, {record.nbytes} were written"
-            short = min(reader.nbytes, record.nbytes)
-            raise self._damaged(_Task(file, short, record.nbytes), problem)
-        return reader
 
     def _check_chunk(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
         if self._batched:
@@ -218,17 +205,37 @@ class Fetch:
             raise self._damaged(task, f"bytes {task.start} to {task.stop} are not those written")
 
     def _damaged(self, task: _Task, problem: str) -> DamagedError:
-        record = self._checkpoint.files[task.file]
-        names = leaves_in(self._checkpoint, task.file, task.start, task.stop)
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return DamagedError(
-            f"{record.name} {problem}",
-            file=f"{self._store.url}/step-{self._checkpoint.step}/{record.name}",
-            step=self._checkpoint.step,
-            phase="verify",
-            path=shown or None,
-            offset=task.start,
-        )
+        return _damaged(self._store, self._checkpoint, task, problem)
+
+
+def opened(store: Store, checkpoint: Checkpoint, file: int) -> DataReader:
+    """A file of a step; `DamagedError` unless it is there and as large as it was."""
+    record = checkpoint.files[file]
+    whole = _Task(file, 0, record.nbytes)
+    try:
+        reader = store.reader(checkpoint.step, record.name)
+    except OSError as fault:
+        raise _damaged(store, checkpoint, whole, f"cannot be opened: {fault}") from fault
+    if reader.nbytes != record.nbytes:
+        reader.close()
+        problem = f"has {reader.nbytes} bytes, {record.nbytes} were written"
+        lost = whole._replace(start=min(reader.nbytes, record.nbytes))
+        raise _damaged(store, checkpoint, lost, problem)
+    return reader
+
+
+def _damaged(store: Store, checkpoint: Checkpoint, task: _Task, problem: str) -> DamagedError:
+    record = checkpoint.files[task.file]
+    names = leaves_in(checkpoint, task.file, task.start, task.stop)
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return DamagedError(
+        f"{record.name} {problem}",
+        file=f"{store.url}/step-{checkpoint.step}/{record.name}",
+        step=checkpoint.step,
+        phase="verify",
+        path=shown or None,
+        offset=task.start,
+    )
 
 
 class _Buffer:

@@ -16,15 +16,17 @@ import msgspec
 import xxhash
 
 from torchrelay.errors import ManifestError
+from torchrelay.state.leaves import parts
 from torchrelay.state.manifest import Leaf
 from torchrelay.state.outline import Outline
 from torchrelay.state.pause import gc_paused
-from torchrelay.state.validation import check_outline, itemsize
+from torchrelay.state.spans import extent, packed
+from torchrelay.state.validation import check_leaves, check_outline, itemsize
+from torchrelay.stores.seam import MAX_MANIFEST_BYTES
 
 FORMAT = (1, 0)
 DIGEST_BYTES = 16
-MAX_RECORD_BYTES = 1 << 31
-MAX_CELLS = 1 << 22  # of the grid that the shards of one tensor span
+MAX_CELLS = 1 << 20  # beyond one a shard, of the grids that the shards of all tensors span
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -146,8 +148,8 @@ def encode(checkpoint: Checkpoint) -> bytes:
 
 def decode(data: bytes) -> Checkpoint:
     """The record in `data`, its digest and every number in it checked, or `ManifestError`."""
-    if len(data) > MAX_RECORD_BYTES:
-        raise ManifestError(f"commit record of {len(data)} bytes, the cap is {MAX_RECORD_BYTES}")
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"commit record of {len(data)} bytes, the cap is {MAX_MANIFEST_BYTES}")
     with gc_paused():
         try:
             envelope = _envelope.decode(data)
@@ -189,33 +191,77 @@ def check(checkpoint: Checkpoint) -> None:
         if len(file.digests) != DIGEST_BYTES * chunk_count(file):
             raise ManifestError(f"{file.name}: {len(file.digests)} bytes of digests")
     sizes: dict[str, int] = {}
+    room = MAX_CELLS
     for tensor in checkpoint.tensors:
         if tensor.name in sizes:
             raise ManifestError(f"tensor {tensor.name[:80]!r} stands there twice")
-        sizes[tensor.name] = _check_tensor(tensor, checkpoint.files)
+        sizes[tensor.name], cells = _check_tensor(tensor, checkpoint.files, room)
+        room -= cells
     for blob in checkpoint.blobs:
         if blob.kind not in ("state", "raw"):
             raise ManifestError(f"blob of kind {blob.kind[:40]!r}")
         _check_range(blob.file, blob.start, blob.nbytes, checkpoint.files)
+    if not checkpoint.ranks:
+        raise ManifestError("a step of no rank")
     if not all(0 <= index < len(checkpoint.outlines) for index in checkpoint.ranks):
         raise ManifestError("a rank has no outline")
+    shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
+    for outline in checkpoint.outlines:
+        _check_names(outline.names, sizes)
+        for index, strides in outline.strides.items():
+            if not 0 <= index < len(outline.names):
+                raise ManifestError("strides of no tensor")
+            _check_strides(shapes[outline.names[index]], strides)
+        check_outline(outline.tree, outline.leaves, [sizes[name] for name in outline.names])
+    _check_own(checkpoint, sizes, shapes)
+
+
+def _check_own(
+    checkpoint: Checkpoint, sizes: dict[str, int], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """What ranks have of their own; no more of an outline is looked at than it changes."""
+    users: dict[int, dict[int, list[int]]] = {}  # by outline and name, the leaves that lie there
     for rank, own in checkpoint.own.items():
         if not 0 <= rank < checkpoint.world:
             raise ManifestError(f"leaves of rank {rank} of {checkpoint.world}")
-        shared = checkpoint.outlines[checkpoint.ranks[rank]]
-        if not set(own.leaves) <= set(range(len(shared.leaves))):
+        number = checkpoint.ranks[rank]
+        shared = checkpoint.outlines[number]
+        if not all(0 <= index < len(shared.leaves) for index in own.leaves):
             raise ManifestError("a rank's own leaf that has no place")
-        if not set(own.names) <= set(range(len(shared.names))):
+        if not all(0 <= index < len(shared.names) for index in own.names):
             raise ManifestError("a rank's own name that has no place")
-    own_outlines = [checkpoint.outline(rank) for rank in checkpoint.own]
-    for outline in (*checkpoint.outlines, *own_outlines):
-        missing = [name for name in outline.names if name not in sizes]
-        if missing:
-            raise ManifestError(f"no tensor {missing[0][:80]!r}")
-        for index, strides in outline.strides.items():
-            if not 0 <= index < len(outline.names) or any(stride < 0 for stride in strides):
-                raise ManifestError("strides of no tensor")
-        check_outline(outline.tree, outline.leaves, [sizes[name] for name in outline.names])
+        _check_names(own.names.values(), sizes)
+        for index in own.names.keys() & shared.strides.keys():
+            _check_strides(shapes[own.names[index]], shared.strides[index])
+        if number not in users:
+            users[number] = _users(shared)
+        moved = {at for index in own.names for at in users[number].get(index, ())}
+        leaves = [shared.leaves[at] for at in moved.difference(own.leaves)]
+        names = [own.names.get(index, name) for index, name in enumerate(shared.names)]
+        check_leaves((*leaves, *own.leaves.values()), [sizes[name] for name in names])
+
+
+def _users(outline: Outline) -> dict[int, list[int]]:
+    users: dict[int, list[int]] = {}
+    for at, leaf in enumerate(outline.leaves):
+        for part in parts(leaf):
+            users.setdefault(part.storage, []).append(at)
+    return users
+
+
+def _check_names(names: Iterable[str], sizes: dict[str, int]) -> None:
+    for name in names:
+        if name not in sizes:
+            raise ManifestError(f"no tensor {name[:80]!r}")
+
+
+def _check_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Strides are those of a tensor without holes: they take no more memory than its elements."""
+    if len(strides) == len(shape) and all(0 <= stride < 1 << 62 for stride in strides):
+        layout = packed(shape, strides)
+        if layout is not None and layout.numel == extent(shape, strides) == prod(shape):
+            return
+    raise ManifestError(f"strides {strides[:8]} of a tensor of shape {shape[:8]}")
 
 
 def _check_range(file: int, start: int, nbytes: int, files: tuple[DataFile, ...]) -> None:
@@ -225,29 +271,32 @@ def _check_range(file: int, start: int, nbytes: int, files: tuple[DataFile, ...]
         raise ManifestError(f"{files[file].name}: bytes {start} to {start + nbytes} are not in it")
 
 
-def _check_tensor(tensor: StoredTensor, files: tuple[DataFile, ...]) -> int:
-    """The tensor's bytes."""
+def _check_tensor(tensor: StoredTensor, files: tuple[DataFile, ...], room: int) -> tuple[int, int]:
+    """The tensor's bytes, and the cells of its grid beyond one a shard: no more than `room`."""
     size = itemsize(tensor.dtype)
     shape = tensor.shape
-    if len(shape) > 64 or any(not 0 < extent < 1 << 62 for extent in shape):
+    if len(shape) > 64 or any(not 0 < length < 1 << 62 for length in shape):
         raise ManifestError(f"tensor {tensor.name[:80]!r} of shape {shape}")
     for shard in tensor.shards:
         if not len(shard.offsets) == len(shard.sizes) == len(shape):
             raise ManifestError(f"{tensor.name[:80]!r}: a shard of other dimensions")
-        for offset, length, extent in zip(shard.offsets, shard.sizes, shape, strict=True):
-            if offset < 0 or length < 0 or offset + length > extent:
+        for offset, length, whole in zip(shard.offsets, shard.sizes, shape, strict=True):
+            if offset < 0 or length < 0 or offset + length > whole:
                 raise ManifestError(f"{tensor.name[:80]!r}: a shard reaches out of it")
         _check_range(shard.file, shard.start, prod(shard.sizes) * size, files)
-    if sum(prod(shard.sizes) for shard in tensor.shards) != prod(shape) or _overlap(tensor.shards):
+    covered = sum(prod(shard.sizes) for shard in tensor.shards)
+    overlap, cells = _overlap(tensor.shards, room) if covered == prod(shape) else (True, 0)
+    if overlap:
         raise ManifestError(f"{tensor.name[:80]!r}: its shards do not cover it once")
-    return prod(shape) * size
+    return prod(shape) * size, cells
 
 
-def _overlap(shards: Iterable[Shard]) -> bool:
-    """Whether two boxes share an element, by the cells of the grid that all their edges make."""
+def _overlap(shards: Iterable[Shard], room: int) -> tuple[bool, int]:
+    """Whether two boxes share an element, by the cells of the grid that all their edges make; and
+    how many cells there are beyond one a box."""
     boxes = [shard for shard in shards if prod(shard.sizes)]
     if len(boxes) < 2:
-        return False
+        return False, 0
     edges = [
         sorted(
             {
@@ -259,16 +308,20 @@ def _overlap(shards: Iterable[Shard]) -> bool:
         for dim in range(len(boxes[0].offsets))
     ]
     place = [{edge: index for index, edge in enumerate(line)} for line in edges]
-    seen: set[tuple[int, ...]] = set()
-    for box in boxes:
-        cells = [
+    spans = [
+        [
             range(place[dim][offset], place[dim][offset + length])
             for dim, (offset, length) in enumerate(zip(box.offsets, box.sizes, strict=True))
         ]
-        for cell in product(*cells):
+        for box in boxes
+    ]
+    more = sum(prod(map(len, span)) for span in spans) - len(boxes)
+    if more > room:
+        raise ManifestError(f"{len(boxes)} shards that cut a tensor into too many cells")
+    seen: set[tuple[int, ...]] = set()
+    for span in spans:
+        for cell in product(*span):
             if cell in seen:
-                return True
+                return True, more
             seen.add(cell)
-            if len(seen) > MAX_CELLS:
-                raise ManifestError(f"{len(boxes)} shards that cut a tensor into too many cells")
-    return False
+    return False, more

@@ -14,6 +14,9 @@ from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
 
+MAX_STEP = (1 << 63) - 1
+MAX_MANIFEST_BYTES = 1 << 31
+
 
 class Sink(Protocol):
     """One data file being written. Calls come from one thread, or from several if not `ordered`."""

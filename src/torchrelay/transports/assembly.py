@@ -51,15 +51,19 @@ _word = msgspec.msgpack.Decoder(_Word)
 class Assembly:
     """The ranks of a group, or one process alone (`group=None`).
 
-    Every rank makes the same calls in the same order; `call` numbers them. Several calls may be
-    under way at once.
+    Every rank makes the same assemblies in the same order, and the same calls of each. Several
+    calls may be under way at once.
     """
 
-    def __init__(self, group: Any, channel: str) -> None:
+    def __init__(self, group: Any, purpose: str) -> None:
         self.rank: int = 0 if group is None else group.rank()
         self.world: int = 1 if group is None else group.size()
         self._store = group.get_group_store() if self.world > 1 else None
-        self._channel = f"torchrelay/assembly/{channel}"
+        self._channel = f"torchrelay/{purpose}"
+        if self._store is not None:
+            # Counted in the store itself: it lives as long as the group, unlike a process.
+            count = self._store.add(f"{self._channel}/members/{self.rank}", 1)
+            self._channel += f"/{count}"
         self._calls = 0
         self._lock = threading.Lock()
 

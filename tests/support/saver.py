@@ -1,0 +1,71 @@
+"""A trainer that does nothing but save, for tests that kill it. Run by a fork server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+
+import torch
+
+import torchrelay as tr
+from tests.support.saved import training
+from torchrelay.checkpointer import KeepLast
+
+_servers = get_context("forkserver")
+_servers.set_forkserver_preload(["tests.support.saver"])
+
+
+def start(root: str, first: int, seed: int) -> tuple[ForkServerProcess, Connection]:
+    """Start one; its reports come through the connection, until it is killed."""
+    ours, theirs = _servers.Pipe(duplex=False)
+    process = _servers.Process(target=_save_on, args=(root, first, seed, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _save_on(root: str, first: int, seed: int, link: Connection) -> None:
+    """Reports ("writer", pid), ("begin", step), ("ack", step) once a step is committed, and
+    ("failed", step) where the writer process was lost."""
+    os.setsid()
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    checkpointer = tr.Checkpointer(root, keep=KeepLast(2), timeout=60)
+    checkpointer.prepare(training(first))
+    pending: tr.Pending | None = None
+
+    def settle() -> None:
+        nonlocal pending
+        if pending is not None:
+            fault = pending.exception(60)
+            link.send(("failed" if fault else "ack", pending.step))
+            pending = None
+
+    link.send(("writer", checkpointer._saver._process.pid))
+    for step in range(first, first + 100_000):
+        settled = rng.random() < 0.5
+        if settled:
+            settle()
+        link.send(("begin", step))
+        try:
+            if step % 2:
+                pending, before = checkpointer.save_async(step, training(step)), pending
+                if before is not None and before.done() and before._fault is None:
+                    link.send(("ack", before.step))
+            else:
+                checkpointer.save(step, training(step))
+                link.send(("ack", step))
+        except tr.CheckpointError:
+            link.send(("failed", step))
+        link.send(("writer", checkpointer._saver._process.pid))
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for counts as ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] in "ZX"
+    return True
