@@ -77,9 +77,7 @@ def plot_checkpoint(found: dict[str, Any], path: Path) -> bool:
     return True
 
 
-def _panel(
-    axes: Any, labels: Sequence[str], values: Sequence[float | None], title: str
-) -> None:
+def _panel(axes: Any, labels: Sequence[str], values: Sequence[float | None], title: str) -> None:
     known = [value for value in values if value is not None]
     for place, value in enumerate(values):
         if value is None:

@@ -95,7 +95,7 @@ def test_a_plot_can_be_made_of_it(result: dict[str, Any], tmp_path: Path) -> Non
 
 CHECKPOINT_ROWS = {
     "save-memory": 5,
-    "save-disk": 5,
+    "save-disk": 4,
     "load-warm": 3,
     "load-warm-unverified": 2,
     "load-cold": 4,

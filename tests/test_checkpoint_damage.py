@@ -501,7 +501,7 @@ NUMBERS = [0, 1, -1, 2, 7, 8, 16, 255, 4096, 1 << 20, 1 << 31, 1 << 40, 1 << 62,
 NUMBERS += [-(1 << 63), 1 << 64, 1 << 70, 0.5, True, None]
 TEXTS = ["", "model.w", "float32", "float64", "int8", "complex64", "dict", "list", "tuple", "raw"]
 TEXTS += ["state", "t", "v", "d", "s", "a", "q", "z", "plain", "device", "../x", "a/b", "0", "AAAA"]
-MUTANTS = 4000
+MUTANTS = 2500
 
 
 def rich_state() -> dict[str, Any]:
@@ -588,7 +588,7 @@ def test_records_forged_at_random(tmp_path: Path) -> None:
                         counts["loaded"] += 1
                     except tr.DamagedError:
                         counts["damaged"] += 1
-                    except tr.RelayError:
+                    except tr.UnsupportedLeafError:  # an odd leaf that torch cannot build
                         counts["other"] += 1
                     except Exception as fault:
                         pytest.fail(f"seed {SEED}, mutant {index}: {fault!r}")

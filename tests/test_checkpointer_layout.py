@@ -93,7 +93,7 @@ def test_a_model_in_several_files(tmp_path: Path, flat: bool) -> None:
 def test_names_with_odd_characters(there: tr.Checkpointer, tmp_path: Path) -> None:
     keys = ["a b", "ü.ß", "/etc/passwd", "..", "\n", "__metadata__", "x@0,0", '"', "\\", "", "😀"]
     state = {key: torch.full((2,), float(n)) for n, key in enumerate(keys)}
-    nested = {"top": dict(state), "../up": dict(state), "1": dict(state), "con": dict(state)}
+    nested = {top: {k: v.clone() for k, v in state.items()} for top in ["top", "../up", "1", "con"]}
     there.save(0, state)
     there.save(1, nested)
     assert_same(state, there.load(step=0).state)

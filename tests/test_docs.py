@@ -6,6 +6,7 @@ How a fenced block is run is told by its info string:
                           `folder` (an empty directory), `tr` and `torch` at hand
     python ranks=2        on each rank of a gloo group of that size, with `rank`, `group`, `relay`
                           and the same `folder` on all ranks at hand too
+    python safetensors    a snippet that is skipped where that library cannot be imported
     python s3             a snippet with a bucket `s3://bucket`: moto's server on loopback
     python ranks=2 torchft   the same; skipped where torchft cannot be imported
     python norun          needs what a test has not (a torchft lighthouse); compiled only
@@ -29,18 +30,16 @@ import pytest
 import torch
 
 import torchrelay as tr
-from tests.support.s3 import S3, moto_server, s3
+from tests.support.s3 import S3, moto_server, s3  # noqa: F401
 from torchrelay import dropin, errors
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
 from torchrelay.state import codec, manifest, outline, validation
 from torchrelay.state.digest import digest
 from torchrelay.state.snapshot import capture
-from torchrelay.stores import dcp, layout, objects
+from torchrelay.stores import dcp, layout, objects, seam
 from torchrelay.stores import records as commit
 from torchrelay.transports import wire
-
-__all__ = ["moto_server", "s3"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -88,9 +87,7 @@ def text_of(name: str) -> str:
 BLOCKS = [block for path in PAGES for block in blocks_of(name_of(path), path.read_text("utf-8"))]
 PYTHON = [block for block in BLOCKS if block.info[0] == "python" and "norun" not in block.info]
 SCRIPTS = [b for b in PYTHON if not b.ranks and "__main__" in b.source]
-SNIPPETS = [
-    b for b in PYTHON if not b.ranks and "__main__" not in b.source and "s3" not in b.info
-]
+SNIPPETS = [b for b in PYTHON if not b.ranks and "__main__" not in b.source and "s3" not in b.info]
 ON_S3 = [b for b in PYTHON if "s3" in b.info]
 NOT_RUN = [block for block in BLOCKS if "norun" in block.info]
 
@@ -117,11 +114,13 @@ def test_script_runs(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", SNIPPETS, ids=lambda block: block.where)
 def test_snippet_runs(block: Block, tmp_path: Path) -> None:
+    if "safetensors" in block.info:
+        pytest.importorskip("safetensors")
     exec(block.compiled(), {"torch": torch, "tr": tr, "folder": tmp_path})
 
 
 @pytest.mark.parametrize("block", ON_S3, ids=lambda block: block.where)
-def test_snippet_runs_on_s3(block: Block, s3: S3) -> None:
+def test_snippet_runs_on_s3(block: Block, s3: S3) -> None:  # noqa: F811
     exec(block.compiled(), {"torch": torch, "tr": tr})
 
 
@@ -155,9 +154,7 @@ def _has_torchft() -> bool:
 
 @pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if block.ranks}))
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_run(
-    page: str, ranks: int, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_ranks_run(page: str, ranks: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     blocks = [block for block in PYTHON if block.page == page and block.ranks == ranks]
     if not blocks:
         pytest.skip(f"{page} has no snippet for {ranks} ranks")
@@ -211,8 +208,9 @@ def test_every_page_is_in_the_index() -> None:
                 assert f"]({prefix}{page.name})" in text_of(index), f"{page.name} in {index}"
 
 
-def test_each_claim_of_the_readme_has_its_test() -> None:
-    section = text_of("README.md").split("## What it does that", 1)[1].split("\n## ", 1)[0]
+@pytest.mark.parametrize("heading", ["## What it does that", "## What a checkpoint withstands"])
+def test_each_claim_of_the_readme_has_its_test(heading: str) -> None:
+    section = text_of("README.md").split(heading, 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| (?!torch|---).*\| `(\w+\.py)::(\w+)` \|$", section, re.M)
     assert len(rows) == section.count("\n| ") - 1, "a row names no test"
     for file, name in rows:
@@ -257,9 +255,7 @@ PUBLIC = {
     "dcp.Writer": dcp.Writer,
     "dcp.Reader": dcp.Reader,
     "dropin.Checkpointer": dropin.Checkpointer,
-    **{
-        f"dropin.Checkpointer.{name}": method for name, method in methods_of(dropin.Checkpointer)
-    },
+    **{f"dropin.Checkpointer.{name}": method for name, method in methods_of(dropin.Checkpointer)},
     "convert": convert,
     **{name: getattr(stock_dcp, name) for name in stock_dcp.__all__},
 }
@@ -429,14 +425,16 @@ def test_format_version_is_as_described() -> None:
 
 
 def test_safetensors_dtypes_are_as_described() -> None:
-    shown = {row[0].strip("`"): row[1].strip("`") for row in rows_under("### Dtypes", FORMAT)}
+    shown = {row[0].strip("`"): row[1].strip("`") for row in rows_under("## Dtypes", FORMAT)}
     assert shown == layout.DTYPES
 
 
 def test_checkpoint_limits_are_as_described() -> None:
     caps = dict(rows_under("## Limits", FORMAT))
-    assert (caps["commit record"], commit.MAX_RECORD_BYTES) == ("2^31 bytes", 1 << 31)
-    assert (caps["cells that the shards of a tensor span"], commit.MAX_CELLS) == ("2^22", 1 << 22)
+    assert (caps["commit record"], seam.MAX_MANIFEST_BYTES) == ("2^31 bytes", 1 << 31)
+    cells = caps["cells that shards span, beyond one for each"]
+    assert (cells, commit.MAX_CELLS) == ("2^20 in all", 1 << 20)
+    assert seam.MAX_STEP == (1 << 63) - 1 and "below 2^63" in FORMAT
     assert caps["file name"] == f"`{commit.PLAIN_NAME.pattern}`"
     assert layout.CHUNK_BYTES == (4 << 10, 1 << 20) and "1 MiB" in FORMAT and "4 KiB" in FORMAT
     assert layout.CHUNKS == (256, 4096) and "256 chunks" in FORMAT and "4,096 chunks" in FORMAT

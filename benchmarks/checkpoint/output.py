@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.checkpoint.crew import Options
 from benchmarks.checkpoint.rows import Entry, Row, record
-from benchmarks.checkpoint.run import Options
 
 
 def table(rows: list[Row]) -> str:
@@ -58,7 +58,10 @@ def phases(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def result(rows: list[Row], facts: dict[str, Any], options: Options) -> dict[str, Any]:
+def result(
+    rows: list[Row], facts: dict[str, Any], options: Options, busy: list[float]
+) -> dict[str, Any]:
+    """`busy`: the system's load before the first row and after each."""
     small = " --small" if options.small else ""
     return {
         "benchmark": "checkpoint",
@@ -70,6 +73,7 @@ def result(rows: list[Row], facts: dict[str, Any], options: Options) -> dict[str
             "lap": "until the slowest rank is done; the first is not counted",
             "between laps": "files removed, sync",
             "processes": "stock and torchrelay in processes of their own, laps in turn",
+            "load_average": busy,  # well above the cores: others were at work, look at the laps
             "torch_threads": "as many as cores for one process, one for a training step",
         },
         "rows": [record(row) for row in rows],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint as _dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -27,6 +27,8 @@ STAGER = "dcp.async_save, thread, kept stager"
 COPY = "two-thread copy_"
 
 Phases = dict[str, float]
+
+dcp: Any = _dcp  # it does not say which names it exports
 
 _open: dict[str, torchrelay.Checkpointer] = {}
 _stager: DefaultStager | None = None
@@ -85,13 +87,14 @@ def load(how: str, group: Any, state: dict[str, Any], folder: str) -> Phases:
         dcp.load(state, checkpoint_id=folder, process_group=group)
         return {}
     if how == LOAD_SAFETENSORS:
-        found = load_file(Path(folder, "state"))
-        with torch.no_grad():
-            for name, tensor in flat(state).items():
-                tensor.copy_(found[name])
+        mine = flat(state)
+        device = next(iter(mine.values())).device
+        found = load_file(Path(folder, "state"), device=str(device))
+        for name, tensor in mine.items():
+            tensor.copy_(found[name])
         return {}
-    options = {DIRECT: {"atomic": False}, UNVERIFIED: {"verify": False}}.get(how, {})
-    return checkpointer(group, folder).load(state, **options).report.seconds
+    kept = checkpointer(group, folder)
+    return kept.load(state, atomic=how != DIRECT, verify=how != UNVERIFIED).report.seconds
 
 
 class Begun:
@@ -112,8 +115,9 @@ def save_async(how: str, group: Any, state: dict[str, Any], folder: str, step: i
     if how == PROCESS:
         options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
     if how == STAGER:
-        # The strongest that DCP has without a GPU: staged memory is kept and shared.
-        _stager = _stager or DefaultStager(StagingOptions(False, True, False, False))
+        # The most that DCP has: staged memory is kept and shared, with a GPU also pinned.
+        gpu = next(iter(flat(state).values())).is_cuda
+        _stager = _stager or DefaultStager(StagingOptions(gpu, True, gpu, gpu))
         options["async_stager"] = _stager
     begun = dcp.async_save(state, checkpoint_id=folder, process_group=group, **options)
     if isinstance(begun, AsyncSaveResponse):

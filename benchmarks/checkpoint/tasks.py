@@ -85,9 +85,7 @@ def ready(group: Any, folder: str, options: dict[str, Any]) -> float:
     return time.perf_counter() - begun
 
 
-def save_async(
-    group: Any, how: str, folder: str, step: int, check: bool, small: bool
-) -> AsyncLap:
+def save_async(group: Any, how: str, folder: str, step: int, check: bool, small: bool) -> AsyncLap:
     """Some training, the caller's wait, then training until the save is done.
 
     With `check`, the state is changed at once after the wait, and ours is loaded to see that it
@@ -118,9 +116,9 @@ def save_async(
     return AsyncLap(stall, total, median(idle), median(beside or idle), phases, exact)
 
 
-def write_async(group: Any, how: str, folder: str, step: int) -> None:
+def write_async(group: Any, how: str, folder: str) -> None:
     """A save and nothing beside it, for its memory."""
-    sides.save_async(how, group, _state, folder, step).result()
+    sides.save_async(how, group, _state, folder, 0).result()
 
 
 def _training(go_on: Callable[[int], bool]) -> list[float]:

@@ -38,7 +38,8 @@ class Checkpointer:
     """Steps of a job's state in a directory or a bucket (`s3://`, `gs://`, `az://`).
 
     Ranks of `group` (by default all, where torch.distributed is initialized) save one state
-    together: each makes the same calls in the same order. Without a group a process is on its own.
+    together: each makes the same calls in the same order. Without a group, or with `group=False`, a
+    process is on its own.
 
     - `keep` says which steps stay; older ones are removed after a new one is committed.
     - `planner`: a `SavePlanner` and / or a `LoadPlanner` of torch, to be used in place of the
@@ -83,6 +84,8 @@ class Checkpointer:
             raise UsageError(f"file_bytes is a positive number or None, not {file_bytes}")
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        elif group is False:
+            group = None
         self._timeout = timeout
         self._on_busy = on_busy
         self._store: Store = open_store(root, timeout=timeout)
@@ -199,10 +202,16 @@ class Checkpointer:
         def mine() -> bytes:
             if self._pending is not None:
                 self._pending.settle(save.deadline.left())
-            return b""
+            return str(save.step).encode()
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            if len(set(said)) > 1:
+                steps = sorted({int(step) for step in said})
+                raise UsageError(f"ranks save different steps: {steps}", step=save.step)
+            return said
 
         save.call.at("waiting for the save before")
-        save.call.round("begin", mine, lambda said: said, save.deadline)
+        save.call.round("begin", mine, decide, save.deadline)
 
     def _last_save(self) -> None:
         assert self._on_signal is not None
@@ -242,9 +251,10 @@ class Checkpointer:
                 raise UsageError("this checkpointer is closed")
             if step is not None:
                 _check_step(step)
-            self._raise_untold()
             call = self._all.call()
             deadline = Deadline(self._timeout if timeout is None else timeout)
+            # In a round: another rank may have asked for the failure that this one was not told.
+            call.round("begin", self._raise_untold, lambda said: said, deadline)
             wanted = Wanted(
                 into,
                 step,
@@ -296,8 +306,11 @@ class Checkpointer:
         `under` is the key of the state that has the model; None: the state is the model. Returns
         the names of the files. The directory must not exist yet.
         """
-        only = f"{under}.*" if under is not None else ()
-        state = self.load(step=step, only=only).state
+        only = (f"{under}.*",) if under is not None else ()
+        wanted = Wanted(None, step, True, only, True, True, None, None)
+        alone = Assembly(None, "export")
+        loader = Loader(self._shelf, alone, None)
+        state = loader.load(alone.call(), wanted, Deadline(self._timeout)).state
         return export_hf(
             state if under is None else state.get(under), target, shard_bytes=shard_bytes
         )
@@ -317,9 +330,10 @@ class Checkpointer:
 
     # The end.
 
-    def _raise_untold(self) -> None:
+    def _raise_untold(self) -> bytes:
         if self._pending is not None and (fault := self._pending.untold()) is not None:
             raise fault
+        return b""
 
     def close(self) -> None:
         """Wait for the save under way, end the writer process, free the arena.

@@ -346,7 +346,7 @@ class Saver:
         if save.planned:
             try:
                 save.call.round("write", fault, lambda said: said, save.deadline)
-            except Exception as told:
+            except BaseException as told:  # the caller raises what it was
                 logger.debug("step %d given up: %s", save.step, told)
         self._discard(save)
 

@@ -97,9 +97,10 @@ def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
     while left := [i for i, file in enumerate(files) if at[i] < file.nbytes]:
         slot: list[Placed] = []
         used = 0
+        fits = sum(_paged(files[i].nbytes - at[i]) for i in left) <= slot_bytes
         for place, index in enumerate(left):
             file = files[index]
-            room = (slot_bytes - used) // (len(left) - place)
+            room = (slot_bytes - used) // (1 if fits else len(left) - place)
             stop = min(file.nbytes, at[index] + room // file.chunk_bytes * file.chunk_bytes)
             if file.nbytes - at[index] <= room:
                 stop = file.nbytes

@@ -53,7 +53,7 @@ def convert(
     state: Any
     found: int | None = None
     if kind == "torchrelay":
-        with Checkpointer(source) as places:
+        with Checkpointer(source, group=False, read_only=True) as places:
             loaded = places.load(step=step)
         state, found = loaded.state, loaded.step
     else:
@@ -65,5 +65,5 @@ def convert(
         write_torch_save(target, state)
         return None
     written = found if step is None else step
-    with Checkpointer(target) as places:
+    with Checkpointer(target, group=False) as places:
         return places.save(written or 0, state).step

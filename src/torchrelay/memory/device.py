@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchrelay.state.tensors import copy_all
+from torchrelay.state.tensors import copy_all, raw_of
 
 
 class DeviceCopy:
@@ -19,7 +19,7 @@ class DeviceCopy:
         self._event: torch.cuda.Event | None = None
 
     def take(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of the tensors, each where its tensor is; valid until the next call."""
+        """The tensors' bits in row-major order, each where its tensor is, until the next call."""
         need: dict[torch.device, int] = {}
         for tensor in tensors:
             if tensor.is_cuda:
@@ -36,14 +36,15 @@ class DeviceCopy:
         spares: list[torch.Tensor] = []
         for tensor in tensors:
             if not tensor.is_cuda:
-                copies.append(tensor.clone(memory_format=torch.contiguous_format))
+                copies.append(raw_of(tensor).clone(memory_format=torch.contiguous_format))
                 continue
             at = used[tensor.device]
             used[tensor.device] = at + -(-tensor.nbytes // 512) * 512
+            bits = raw_of(tensor)  # as integers: a copy of floats may quiet NaNs
             spare = self._slabs[tensor.device][at : at + tensor.nbytes]
-            spare = spare.view(tensor.dtype).view(tensor.shape)
+            spare = spare.view(bits.dtype).view(bits.shape)
             copies.append(spare)
-            sources.append(tensor)
+            sources.append(bits)
             spares.append(spare)
         if spares:
             copy_all(spares, sources)

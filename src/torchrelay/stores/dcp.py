@@ -1,7 +1,9 @@
 """This format behind torch's own calls: `dcp.save(..., storage_writer=Writer(place))` and
 `dcp.load(..., storage_reader=Reader(place))`, with torch's planners and collectives.
 
-Steps written here are those of `Checkpointer` and are read by it, and the other way round.
+Steps written here are those of `Checkpointer` and are read by it, and the other way round. Only
+objects that torch's planner does not take apart and that have tensors in them (a tuple of tensors)
+are for `Reader` alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import re
 from typing import Any
 
 import msgspec
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -27,6 +30,7 @@ from torch.futures import Future
 from torchrelay.errors import DamagedError, ManifestError, StepNotFoundError, UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state.containers import Path
+from torchrelay.state.memory import Region
 from torchrelay.state.offer import shifted
 from torchrelay.state.outline import Outline, outline
 from torchrelay.state.parcel import unpack
@@ -45,7 +49,7 @@ from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.writing import Writing
 from torchrelay.version import __version__
 
-_STEP = re.compile(r"(.*)/step-(\d+)/?")
+_STEP = re.compile(r"(?:(.*)/)?step-(\d+)/?")
 _written = msgspec.msgpack.Decoder(Written)
 
 Place = str | os.PathLike[str]
@@ -55,7 +59,7 @@ def _locate(place: Place, step: int | None) -> tuple[str, int | None]:
     """`runs/a/step-100` is step 100 of `runs/a`; any other name is a place with steps in it."""
     match = _STEP.fullmatch(os.fspath(place))
     if match and step is None:
-        return match[1], int(match[2])
+        return match[1] or ".", int(match[2])
     return os.fspath(place), step
 
 
@@ -321,13 +325,10 @@ class Reader(StorageReader):
         return blobs.archive(value)
 
     def _bytes(self, blob: Blob) -> bytes:
-        data = bytearray(blob.nbytes)
-        reader = self._store.reader(self.record.step, self.record.files[blob.file].name)
-        try:
-            reader.read_into(blob.start, [memoryview(data)])
-        finally:
-            reader.close()
-        return bytes(data)
+        data = torch.empty(blob.nbytes, dtype=torch.uint8)
+        wanted = {blob.file: [(blob.start, Region.row_major(data))]}
+        Fetch(self._store, self.record, wanted).land(verify=self._verify)
+        return data.numpy().tobytes()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:

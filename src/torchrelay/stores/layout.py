@@ -19,6 +19,7 @@ FILE_BYTES = 1 << 30  # a group of tensors larger than this is split
 CHUNK_BYTES = (4 << 10, 1 << 20)  # the least, and what files of a usual size have
 CHUNKS = (1 << 8, 1 << 12)  # of a file: smaller chunks say better what is damaged, but are more
 HEADER_ALIGN = 8
+METADATA = "__metadata__"  # the one key of a header that is no tensor
 TOP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 LOOSE = "0"  # the file of tensors in no group of their own; no key of a group starts like it
 
@@ -61,13 +62,17 @@ class Entry(NamedTuple):
 
 
 class FileLayout(NamedTuple):
-    """A file to be: name, first bytes, and (start, index of the entry) in ascending order."""
+    """A file to be: name, first bytes, and (start, index of the entry) in ascending order.
+
+    `keys`: what the entries are called in the file.
+    """
 
     name: str
     header: bytes
     placed: tuple[tuple[int, int], ...]
     nbytes: int
     chunk_bytes: int
+    keys: tuple[str, ...] = ()
 
 
 def arrange(
@@ -101,7 +106,7 @@ def arrange(
 
 def _index(group: str, files: Sequence[FileLayout], entries: Sequence[Entry]) -> FileLayout:
     """What loaders of models in several files look for: which file has which tensor."""
-    names = {_key(entries[index], group): file.name for file in files for _, index in file.placed}
+    names = {key: file.name for file in files for key in file.keys}
     total = sum(entries[index].nbytes for file in files for _, index in file.placed)
     text = msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": names})
     return FileLayout(
@@ -134,7 +139,7 @@ def _split(sizes: Sequence[int], file_bytes: int | None) -> list[list[int]]:
 
 def _file(name: str, group: str, members: list[int], entries: Sequence[Entry]) -> FileLayout:
     ordered = sorted(members, key=lambda index: -itemsize(entries[index].dtype))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
     begin = 0
     starts = []
     for index in ordered:
@@ -155,7 +160,8 @@ def _file(name: str, group: str, members: list[int], entries: Sequence[Entry]) -
     head = len(text).to_bytes(8, "little") + text
     nbytes = len(head) + begin
     placed = tuple((len(head) + start, index) for start, index in zip(starts, ordered, strict=True))
-    return FileLayout(name, head, placed, nbytes, _chunk_bytes(nbytes))
+    keys = tuple(key for key in header if key != METADATA)
+    return FileLayout(name, head, placed, nbytes, _chunk_bytes(nbytes), keys)
 
 
 def _chunk_bytes(nbytes: int) -> int:

@@ -17,8 +17,8 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from torchrelay.stores.files import Files, lock, named
@@ -26,6 +26,7 @@ from torchrelay.stores.seam import MAX_MANIFEST_BYTES, MAX_STEP, Buffer
 
 MANIFEST = "manifest.json"
 WRITE_OUT_BYTES = 8 << 20
+_TRIES = 100
 FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as left behind
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
@@ -112,10 +113,10 @@ class LocalStore:
         removed = []
         for name in self._names():
             match = _DRAFT.fullmatch(name)
-            path = self.root / name
-            if match and not self._in_use(path, host=match[3]):
-                with suppress(OSError):  # another process may be cleaning too
-                    self.remove(str(path))
+            held = self._claimed(self.root / name, host=match[3]) if match else None
+            if held is not None:
+                with _closing(held), suppress(OSError):  # another process may be cleaning too
+                    self.remove(str(self.root / name))
                     removed.append(name)
         return removed
 
@@ -123,30 +124,28 @@ class LocalStore:
         """Put back a step that was moved aside for its successor, which then never came."""
         for name in self._names():
             match = _DRAFT.fullmatch(name)
-            if not match or match[2] != "old" or self._in_use(self.root / name, host=match[3]):
+            if not match or match[2] != "old" or self.path(int(match[1])).exists():
                 continue
-            step = self.path(int(match[1]))
-            if not step.exists():
-                self._files.rename(str(self.root / name), str(step))
+            held = self._claimed(self.root / name, host=match[3])
+            if held is not None:
+                with _closing(held), suppress(FileNotFoundError):  # another process was faster
+                    self._files.rename(str(self.root / name), str(self.path(int(match[1]))))
                 self._files.sync_dir(str(self.root))
 
-    def _in_use(self, path: Path, host: str) -> bool:
-        """Whether a live writer may own a draft. Locks of other hosts may not be visible here."""
+    def _claimed(self, path: Path, host: str) -> int | None:
+        """The lock of a draft, if no live writer may own it. Locks of other hosts may not be
+        visible here."""
         try:
             held = lock(str(path))
-        except FileNotFoundError:
-            return True  # it just became a step, or was removed
-        except OSError:
-            held = None
-        if held is None:
-            return True
+        except OSError:  # it just became a step, or was removed; or there are no locks
+            return None
+        if held is None or token().rsplit("-", 2)[0] == host:
+            return held
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime >= FOREIGN_AGE:
+                return held
         os.close(held)
-        if token().rsplit("-", 2)[0] == host:
-            return False
-        try:
-            return time.time() - path.stat().st_mtime < FOREIGN_AGE
-        except OSError:
-            return True
+        return None
 
     def free_bytes(self) -> int | None:
         place = self.root
@@ -173,9 +172,30 @@ class LocalDraft:
         if self._store.path(self._step).exists() and not self._overwrite:
             raise FileExistsError(17, "the step is committed", str(self._store.path(self._step)))
         self._store.make()
-        self._files.make_dir(self.path)
-        with suppress(OSError):  # a file system without locks
-            self._lock = lock(self.path)
+        for _ in range(_TRIES):
+            with suppress(FileExistsError):
+                self._files.make_dir(self.path)
+            if self._locked():
+                return
+            time.sleep(0.001)
+        raise OSError(16, "another process holds the draft", self.path)
+
+    def _locked(self) -> bool:
+        """Hold the draft. Not, where a process that starts found it unheld and removes it."""
+        try:
+            held = lock(self.path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # a file system without locks
+        if held is None:
+            return False
+        with suppress(FileNotFoundError):
+            if Path(self.path).stat().st_ino == os.fstat(held).st_ino:
+                self._lock = held
+                return True
+        os.close(held)
+        return False
 
     def open(self, name: str, nbytes: int) -> LocalSink:
         return LocalSink(f"{self.path}/{name}", self._files, nbytes)
@@ -206,8 +226,9 @@ class LocalDraft:
             replaced = self.path
         else:
             replaced = f"{target}.old-{self._token}"
-            self._files.rename(target, replaced)
-            self._files.rename(self.path, target)
+            with _held(target):  # so that nobody puts it back meanwhile
+                self._files.rename(target, replaced)
+                self._files.rename(self.path, target)
         self._files.sync_dir(root)
         with suppress(OSError):  # the step is committed; what is left of the old one is cleaned up
             self._store.remove(replaced)
@@ -221,6 +242,24 @@ class LocalDraft:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+@contextmanager
+def _held(path: str) -> Iterator[None]:
+    """Within: the directory is locked, where the file system has locks."""
+    held = None
+    with suppress(OSError):
+        held = lock(path)
+    with nullcontext() if held is None else _closing(held):
+        yield
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(fd)
 
 
 class LocalSink:

@@ -35,7 +35,7 @@ DAY = 24 * 3600.0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _DATA = re.compile(rf"{_STEP.pattern}/([^/]+)/([^/]+)")
 
 # Drafts of this process that may still be committed: `clean` spares them, whatever their age.

@@ -61,8 +61,14 @@ class WriterProcess:
             return
         with self._lock:
             link = self._linked(_START_SECONDS)
-            p.send(link, p.Attach(nbytes))
-            socket.send_fds(link, [b"a"], [fd])
+            try:
+                p.send(link, p.Attach(nbytes))
+                socket.send_fds(link, [b"a"], [fd])
+            except OSError as fault:
+                self._drop()
+                raise CheckpointError(
+                    f"the writer process is gone: {fault}", phase="attach"
+                ) from None
             self._answer(link, "attach")
         self._attached = inode
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
+from torch.distributed import DistError
 
 from torchrelay import errors
 from torchrelay.errors import CheckpointError, RelayError
@@ -58,7 +60,7 @@ class Assembly:
     def __init__(self, group: Any, purpose: str) -> None:
         self.rank: int = 0 if group is None else group.rank()
         self.world: int = 1 if group is None else group.size()
-        self._store = group.get_group_store() if self.world > 1 else None
+        self._store: Any = _Board(group.get_group_store()) if self.world > 1 else None
         self._channel = f"torchrelay/{purpose}"
         if self._store is not None:
             # Counted in the store itself: it lives as long as the group, unlike a process.
@@ -77,6 +79,31 @@ class Assembly:
             return Call(self, self._store, f"{self._channel}/{self._calls}")
 
 
+class _StoreLost(CheckpointError):
+    pass
+
+
+class _Board:
+    """The group's store. Where it is gone, an error says so."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        act = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            try:
+                return act(*args)
+            except DistError as fault:
+                raise _StoreLost(
+                    "the group's store is gone, and with it the process that holds it (rank 0, "
+                    f"as a rule): {str(fault).splitlines()[0]}"
+                ) from fault
+
+        return call
+
+
 class Call:
     """One operation of all ranks, in as many rounds as it takes."""
 
@@ -89,7 +116,8 @@ class Call:
     def at(self, where: str) -> None:
         """Tell the others what this rank is doing, for the case that it does not get done."""
         if self._store is not None:
-            self._store.set(f"{self._prefix}/at/{self._all.rank}", where.encode() or b"?")
+            with suppress(_StoreLost):  # the next round says so
+                self._store.set(f"{self._prefix}/at/{self._all.rank}", where.encode() or b"?")
 
     def round(
         self,
@@ -103,6 +131,18 @@ class Call:
 
         Whatever fails anywhere is raised on every rank, with the rank where it failed first.
         """
+        try:
+            return self._round(phase, mine, decide, deadline)
+        except _StoreLost as lost:
+            raise CheckpointError(lost.message, phase=phase) from lost
+
+    def _round(
+        self,
+        phase: str,
+        mine: Callable[[], bytes] | BaseException,
+        decide: Decide,
+        deadline: Deadline,
+    ) -> bytes:
         self._rounds += 1
         key = f"{self._prefix}/{self._rounds}"
         if self._store is None:
@@ -110,6 +150,8 @@ class Call:
                 raise mine
             return decide([mine()])[0]
         word, fault = _try(phase, self._all.rank, mine)
+        if isinstance(fault, RelayError) and fault.rank is None:
+            fault.rank = self._all.rank
         self._store.set(f"{key}/said/{self._all.rank}", msgspec.msgpack.encode(word))
         if self._all.coordinates:
             self._answer(phase, key, decide, deadline)
@@ -126,6 +168,8 @@ class Call:
         self._store.delete_key(name)
         heard = _word.decode(data)
         if heard.kind and fault is not None and heard.rank == self._all.rank:
+            if isinstance(fault, RelayError):
+                fault.rank, fault.phase = heard.rank, heard.phase
             raise fault  # this rank's own, with its traceback
         return _heard(heard)
 
@@ -177,12 +221,12 @@ class Call:
 
 def _try(
     phase: str, rank: int, act: Callable[[], bytes] | BaseException
-) -> tuple[_Word, Exception | None]:
+) -> tuple[_Word, BaseException | None]:
+    if isinstance(act, BaseException):
+        return _failure(phase, rank, act), act
     try:
-        if isinstance(act, BaseException):
-            raise act
         return _Word(act()), None
-    except Exception as fault:
+    except BaseException as fault:  # the others hear of an interrupt too
         return _failure(phase, rank, fault), fault
 
 
@@ -196,7 +240,7 @@ def _decided(phase: str, rank: int, words: list[_Word], decide: Decide) -> list[
         return [_failure(phase, rank, fault)] * len(words)
 
 
-def _failure(phase: str, rank: int, fault: Exception) -> _Word:
+def _failure(phase: str, rank: int, fault: BaseException) -> _Word:
     if not isinstance(fault, RelayError):
         message = f"{type(fault).__name__}: {fault}"
         return _Word(kind="CheckpointError", message=message, rank=rank, phase=phase)
