@@ -7,6 +7,7 @@ runs.
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import pickle
@@ -394,6 +395,12 @@ def much(path: tuple[Any, ...], item: Any, count: int = 300_000) -> Callable[[Bo
     return forge
 
 
+def odd_chunks(body: Body) -> None:
+    """Each chunk has its digest, and none has whole elements."""
+    nbytes = body["files"][0][1]
+    body["files"][0][2:] = [9, base64.b64encode(bytes(16 * -(-nbytes // 9))).decode()]
+
+
 def own_of_many_ranks(body: Body) -> None:
     """Each of many ranks says that it has nothing of its own, of very many leaves."""
     outline = body["outlines"][0]
@@ -423,6 +430,8 @@ FORGED: dict[str, Callable[[Body], Any]] = {
     "a shard of negative size": shards_of([[0, 0], [-8, -5], 0]),
     "a shard before its file": shards_of([[0, 0], [8, 5], -(1 << 20)]),
     "a shard past its file": shards_of([[0, 0], [8, 5], 1 << 20]),
+    "elements at odd bytes": shards_of([[0, 0], [8, 5], -1]),
+    "chunks that cut elements": odd_chunks,
     "a shard of other dimensions": shards_of([[0], [40], 0]),
     "a file that there is not": put(9, "tensors", 0, 3, 0, 2),
     "file number -1": put(-1, "tensors", 0, 3, 0, 2),

@@ -83,7 +83,7 @@ class Loader:
             watch = Stopwatch()
             try:
                 loading = self._plan(call, step, wanted, deadline, watch)
-            except DamagedError as fault:
+            except (DamagedError, StepNotFoundError) as fault:  # or removed since it was listed
                 if wanted.step is not None:
                     raise
                 self._pass_over(step, fault, damaged)
@@ -176,9 +176,9 @@ class Loader:
     def _landing(loading: Loading, wanted: Wanted) -> Callable[[], None]:
         return lambda: loading.land(verify=wanted.verify)
 
-    def _pass_over(self, step: int, fault: DamagedError, damaged: dict[int, str]) -> None:
+    def _pass_over(self, step: int, fault: RelayError, damaged: dict[int, str]) -> None:
         damaged[step] = str(fault)
-        text = f"step {step} in {self._shelf.url} is damaged and is passed over: {fault}"
+        text = f"step {step} in {self._shelf.url} is damaged or gone, and is passed over: {fault}"
         logger.warning(text)
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 

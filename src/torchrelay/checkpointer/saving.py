@@ -42,7 +42,7 @@ from torchrelay.stores.writing import WORKERS
 from torchrelay.transports.assembly import Assembly, Call
 from torchrelay.transports.clock import Deadline, Stopwatch
 
-BLOCKING_ARENA = 512 << 20  # bytes that a blocking save stages through, where it must stage
+BLOCKING_ARENA = 1 << 30  # bytes that a blocking save stages through, where it must stage
 HEADROOM = 1 << 20  # bytes kept free beside the data: commit record, directory
 
 _locals = msgspec.msgpack.Decoder(plans.LocalPlan)

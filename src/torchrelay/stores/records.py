@@ -26,6 +26,7 @@ from torchrelay.stores.seam import MAX_MANIFEST_BYTES
 
 FORMAT = (1, 0)
 DIGEST_BYTES = 16
+ALIGN = 8  # of a tensor's first byte in its file, or its item size if that is less
 MAX_CELLS = 1 << 20  # beyond one a shard, of the grids that the shards of all tensors span
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -188,6 +189,8 @@ def check(checkpoint: Checkpoint) -> None:
         names.add(file.name)
         if file.nbytes < 1 or file.chunk_bytes < 1:
             raise ManifestError(f"{file.name}: {file.nbytes} bytes in chunks of {file.chunk_bytes}")
+        if file.chunk_bytes % ALIGN and chunk_count(file) > 1:
+            raise ManifestError(f"{file.name}: chunks of {file.chunk_bytes} bytes cut elements")
         if len(file.digests) != DIGEST_BYTES * chunk_count(file):
             raise ManifestError(f"{file.name}: {len(file.digests)} bytes of digests")
     sizes: dict[str, int] = {}
@@ -284,6 +287,8 @@ def _check_tensor(tensor: StoredTensor, files: tuple[DataFile, ...], room: int) 
             if offset < 0 or length < 0 or offset + length > whole:
                 raise ManifestError(f"{tensor.name[:80]!r}: a shard reaches out of it")
         _check_range(shard.file, shard.start, prod(shard.sizes) * size, files)
+        if shard.start % min(size, ALIGN):
+            raise ManifestError(f"{tensor.name[:80]!r}: elements at odd bytes of its file")
     covered = sum(prod(shard.sizes) for shard in tensor.shards)
     overlap, cells = _overlap(tensor.shards, room) if covered == prod(shape) else (True, 0)
     if overlap:
