@@ -64,7 +64,9 @@ def place(kept_place: Place) -> Iterator[Place]:
 
 def falls_back(place: Place) -> None:
     """`load` gives step 1 and says why."""
-    with pytest.warns(RuntimeWarning, match="step 2 .* is damaged or gone, and is passed over") as warned:
+    with pytest.warns(
+        RuntimeWarning, match="step 2 .* is damaged or gone, and is passed over"
+    ) as warned:
         loaded = place.checkpointer.load()
     assert len(warned) == 1
     assert loaded.step == 1 and which(loaded.state, [1]) == 1

@@ -562,3 +562,17 @@ def test_only_some_of_the_objects(there: tr.Checkpointer) -> None:
     there.load(into=other, only=["optimizer.*", "scheduler.*", "epoch"])
     assert_same(first["optimizer"].state_dict(), other["optimizer"].state_dict(), in_place=True)
     assert other["epoch"] == 1
+
+
+def test_tensors_saved_apart_load_into_tied_ones_if_they_are_equal(tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    with tr.Checkpointer(tmp_path) as held:
+        held.save(1, {"a": weight, "b": weight.clone()})
+        held.save(2, {"a": weight, "b": weight + 1})
+        mine = torch.zeros(4, 4)
+        tied = {"a": mine, "b": mine.view(4, 4)}
+        with pytest.raises(tr.MismatchError, match=r"saved with another value than a .*\['b'\]"):
+            held.load(tied, step=2)
+        assert not mine.any()
+        held.load(tied, step=1)
+    assert torch.equal(mine, weight)

@@ -94,7 +94,6 @@ def save_async(group: Any, how: str, folder: str, step: int, check: bool, small:
     global _job
     _job = _job or Job(SMALL if small else Settings(), seed=1)
     gc.collect()
-    threads = torch.get_num_threads()
     idle = _training(lambda count: count < (2 if small else 15))
     begun = time.perf_counter()
     save = sides.save_async(how, group, _state, folder, step)
@@ -105,7 +104,6 @@ def save_async(group: Any, how: str, folder: str, step: int, check: bool, small:
     beside = _training(lambda count: not save.done())
     phases = save.result()
     total = time.perf_counter() - begun
-    torch.set_num_threads(threads)
     exact = None
     if check:
         if how == sides.OURS:
@@ -124,12 +122,14 @@ def write_async(group: Any, how: str, folder: str) -> None:
 def _training(go_on: Callable[[int], bool]) -> list[float]:
     """Seconds of each step. One thread, like the one that drives a device."""
     assert _job is not None
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     steps: list[float] = []
     while go_on(len(steps)):
         begun = time.perf_counter()
         _job.train(1)
         steps.append(time.perf_counter() - begun)
+    torch.set_num_threads(threads)
     return steps
 
 

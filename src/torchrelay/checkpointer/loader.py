@@ -165,8 +165,9 @@ class Loader:
                 )
             bar.total = loading.nbytes * (2 if wanted.checked_first else 1)
             made.append(loading)
-            if wanted.checked_first:
-                with watch("verify"):
+            with watch("verify"):
+                loading.compare_twins()
+                if wanted.checked_first:
                     loading.check()
 
         _together(call, "verify", act, deadline)

@@ -34,7 +34,7 @@ from torchrelay.state.containers import (
 from torchrelay.state.fitting import ArrayFit, Fit, fit
 from torchrelay.state.landing import check_leaf, copy_late, late_copy, make_leaf
 from torchrelay.state.leaves import parts
-from torchrelay.state.offer import Offer
+from torchrelay.state.offer import Offer, pruned
 from torchrelay.state.outline import dotted
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.plan import Chunks
@@ -87,6 +87,9 @@ class Loading:
         self._layers: list[dict[str, torch.Tensor]] = [{}]
         self._written: list[torch.Tensor] = []  # of the caller's
         self._claims: list[tuple[Fit | ArrayFit, Path]] = []
+        # Tensors that are stored apart and share one place here: their bytes must be the same.
+        self._twins: list[tuple[StoredTensor, StoredTensor, Path]] = []
+        self._first: dict[tuple[object, ...], StoredTensor] = {}
         self._late: list[tuple[Fit | ArrayFit, int]] = []
         self._made: dict[int, Path] = {}  # leaves that are built anew
         self._mine: dict[int, object] = {}  # leaves that the caller has
@@ -269,6 +272,12 @@ class Loading:
         self, stored: StoredTensor, leaf: m.Leaf, mine: torch.Tensor, path: Path
     ) -> None:
         self._fit_facts(stored, mine, path)
+        if not _is_distributed(mine):
+            place = (mine.device, mine.data_ptr(), mine.dtype, mine.shape, mine.stride())
+            first = self._first.setdefault(place, stored)
+            if first is not stored:
+                self._twins.append((first, stored, path))
+                return
         self._read(stored.name, mine)
         self._written.append(mine)
         if isinstance(leaf, m.TensorLeaf) and not _is_distributed(mine):
@@ -334,6 +343,31 @@ class Loading:
             self._fetch(held).land()
             self._waves[number] = held
 
+    def compare_twins(self) -> None:
+        """Raise `MismatchError` where a tensor here would have to hold two values."""
+        for first, second, path in self._twins:
+            one, other = self._bits_of(first), self._bits_of(second)
+            if not torch.equal(one, other):
+                raise MismatchError(
+                    f"tied to another tensor here, and saved with another value than {first.name}",
+                    path=show(path),
+                )
+
+    def _bits_of(self, stored: StoredTensor) -> torch.Tensor:
+        self._look_at_files(stored)
+        whole = torch.empty(stored.shape, dtype=t.dtype_named(stored.dtype))
+        wishes = []
+        for shard in stored.shards:
+            place = whole
+            for dim, (offset, size) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
+                place = place.narrow(dim, offset, size)
+            wishes.append(Wish(stored, shard, (0,) * whole.dim(), shard.sizes, place))
+        for wave in waves(wishes):
+            self._fetch(wave).land()
+            for copy in wave.after:
+                copy()
+        return t.raw_of(whole)
+
     def land(self, *, verify: bool) -> None:
         """Read everything into its place."""
         while self._waves:
@@ -387,7 +421,7 @@ class Loading:
     def _new_state(self, made: dict[int, object]) -> object:
         if not self._only:
             return unflatten(self._offer.tree, made)
-        return unflatten(*_pruned(self._offer.tree, made))
+        return unflatten(*pruned(self._offer.tree, made))
 
     def _plainly(self, index: int) -> m.Leaf:
         """A leaf as it is built without the ranks that saved it: distributed tensors are whole."""
@@ -448,30 +482,3 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     facts = [(x.data_ptr(), x.dtype, x.shape, x.stride(), x.device) for x in (one, other)]
     return facts[0] == facts[1]
-
-
-def _pruned(tree: m.Node, made: dict[int, object]) -> tuple[m.Node, dict[int, object]]:
-    """The part of a tree that was asked for: dicts lose the other keys, sequences hold None."""
-    nothing = max(made, default=0) + 1
-    leaves = {**made, nothing: None}
-
-    def visit(node: m.Node) -> m.Node | None:
-        if isinstance(node, int):
-            return node if node in made else None
-        if isinstance(node, m.RecordNode):
-            body = visit(node.body)
-            return None if body is None else node
-        items = [visit(item) for item in node.items]
-        if all(item is None for item in items):
-            return None
-        if isinstance(node, m.DictNode):
-            kept = [(k, i) for k, i in zip(node.keys, items, strict=True) if i is not None]
-            keys, values = zip(*kept, strict=True)
-            return m.DictNode(node.kind, keys, values, node.factory)
-        filled = tuple(nothing if item is None else item for item in items)
-        if isinstance(node, m.SequenceNode):
-            return m.SequenceNode(node.kind, filled)
-        return m.NamedTupleNode(node.name, node.fields, filled, node.module)
-
-    pruned = visit(tree)
-    return (m.DictNode("dict", (), ()), leaves) if pruned is None else (pruned, leaves)

@@ -58,3 +58,30 @@ def _laid_over(top: m.Node, below: m.Node) -> m.Node:
     for key, item in zip(top.keys, top.items, strict=True):
         items.append(_laid_over(item, others.pop(key)) if key in others else item)
     return m.DictNode(top.kind, (*keys, *others), (*items, *others.values()), top.factory)
+
+
+def pruned(tree: m.Node, made: dict[int, object]) -> tuple[m.Node, dict[int, object]]:
+    """The part of a tree that was asked for: dicts lose the other keys, sequences hold None."""
+    nothing = max(made, default=0) + 1
+    leaves = {**made, nothing: None}
+
+    def visit(node: m.Node) -> m.Node | None:
+        if isinstance(node, int):
+            return node if node in made else None
+        if isinstance(node, m.RecordNode):
+            body = visit(node.body)
+            return None if body is None else node
+        items = [visit(item) for item in node.items]
+        if all(item is None for item in items):
+            return None
+        if isinstance(node, m.DictNode):
+            kept = [(k, i) for k, i in zip(node.keys, items, strict=True) if i is not None]
+            keys, values = zip(*kept, strict=True)
+            return m.DictNode(node.kind, keys, values, node.factory)
+        filled = tuple(nothing if item is None else item for item in items)
+        if isinstance(node, m.SequenceNode):
+            return m.SequenceNode(node.kind, filled)
+        return m.NamedTupleNode(node.name, node.fields, filled, node.module)
+
+    pruned = visit(tree)
+    return (m.DictNode("dict", (), ()), leaves) if pruned is None else (pruned, leaves)
