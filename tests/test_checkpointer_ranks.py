@@ -617,3 +617,21 @@ def test_a_partial_placement_is_refused(pool2: Any, tmp_path: Path) -> None:
         assert "partial" in saved[3]
         assert (loaded[0], loaded[2]) == ("MismatchError", "['model']['w']")
         assert "partial" in loaded[3]
+
+
+def _large_of_its_own(rank: int, group: Any, place: str) -> bool:
+    with tr.Checkpointer(place, group=group, timeout=60) as held:
+        mine = torch.full((300, 301), float(rank), dtype=torch.float64)
+        shared = torch.arange(90_000.0)
+        held.save(1, {"experts": mine, "shared": shared})
+        record = held.record(1)
+        assert [len(x.shards) for x in record.tensors if x.name == "shared"] == [1]
+        into = {"experts": torch.zeros_like(mine), "shared": torch.zeros_like(shared)}
+        held.load(into)
+        return torch.equal(into["experts"], mine) and torch.equal(into["shared"], shared)
+
+
+def test_a_large_tensor_that_differs_by_rank_comes_back_to_its_rank(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    assert pool2.run(_large_of_its_own, str(tmp_path), timeout=60) == [True, True]

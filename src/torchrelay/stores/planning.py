@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from torchrelay.state import tensors as t
 from torchrelay.state.digest import digest
+from torchrelay.state.manifest import ALIGN
 from torchrelay.state.memory import Region
 from torchrelay.state.outline import Named
 from torchrelay.state.parcel import pack
@@ -22,7 +23,8 @@ from torchrelay.stores import plans
 from torchrelay.stores.layout import Entry, FileLayout, arrange
 from torchrelay.stores.plans import Drafted, FinalPlan, LocalPlan
 
-SMALL_BYTES = 64 << 10  # plain tensors up to this size are compared between ranks
+SMALL_BYTES = 64 << 10  # of plain tensors that is compared between ranks
+SAMPLES = 4
 
 Signature = list[tuple[object, ...]]
 
@@ -213,15 +215,21 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _replicas(named: Named) -> dict[str, bytes]:
-    """Of plain tensors, what ranks that hold the same have in common: the bytes, if few."""
+    """Of plain tensors, what ranks that hold the same have in common: the bytes, if few, else
+    samples of them. Different samples show different tensors; equal ones make a replica likely."""
     found = {}
     for name, tensor in named.tensors.items():
         if type(tensor) is torch.Tensor:
+            region = Region.row_major(tensor)
+            sample = torch.empty(min(region.nbytes, SMALL_BYTES), dtype=torch.uint8)
+            if region.nbytes <= SMALL_BYTES:
+                region.read(0, region.nbytes, sample)
+            else:
+                piece = SMALL_BYTES // SAMPLES
+                last = (region.nbytes - piece) // ALIGN
+                for number in range(SAMPLES):
+                    at = last * number // (SAMPLES - 1) * ALIGN
+                    region.read(at, at + piece, sample[number * piece :])
             facts = f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} ".encode()
-            if tensor.nbytes <= SMALL_BYTES:
-                region = Region.row_major(tensor)
-                out = torch.empty(region.nbytes, dtype=torch.uint8)
-                region.read(0, region.nbytes, out)
-                facts += digest(out)
-            found[name] = facts
+            found[name] = facts + digest(sample)
     return found

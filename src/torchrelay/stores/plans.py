@@ -4,8 +4,8 @@ Plans travel as records of a closed list of types; what a planner of the user's 
 plan (`planner_data`) may be anything that a state may hold.
 
 Ranks of one job hold most leaves in common, and some of their own under the same path: a random
-state, a position in the data. Plain values and small plain tensors that differ are kept for each
-rank. Large tensors under one name are taken for replicas, as torch's planners do.
+state, a position in the data. Plain values and plain tensors that differ are kept for each rank.
+Large plain tensors are compared by samples: those that agree in them are taken for replicas.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LocalPlan(msgspec.Struct, array_like=True, frozen=True):
     items: list[Item]
     data: bytes  # the plan's `planner_data`, packed
     usable: bool = True
-    replicas: dict[str, bytes] = {}  # digests of small plain tensors, by name
+    replicas: dict[str, bytes] = {}  # what is compared of plain tensors, by name
     same: bool = False  # the plan is that of the save before, and is left out
 
 
