@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import torchrelay as tr
 from tests.support import meshes
+from tests.support.ranks import RankPool
 from tests.support.states import assert_same, bits
 
 # torch warns that ShardedTensor will go away one day.
