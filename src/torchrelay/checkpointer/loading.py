@@ -96,6 +96,7 @@ class Loading:
         self._missing: list[str] = []
         self._extra: list[str] = []
         self._only = only
+        self._checked = False
         self._into: Unwrapped | None = None
         self._told: list[Path] = []  # objects that are told their state
         self._original = into
@@ -335,6 +336,7 @@ class Loading:
 
         Bytes that are costly to read are kept for `land`, in memory of their own.
         """
+        self._checked = True
         for number, wave in enumerate(self._waves):
             if not self._store.costly_reads:
                 self._fetch(wave).check()
@@ -364,8 +366,7 @@ class Loading:
             wishes.append(Wish(stored, shard, (0,) * whole.dim(), shard.sizes, place))
         for wave in waves(wishes):
             self._fetch(wave).land()
-            for copy in wave.after:
-                copy()
+            wave.finish()
         return t.raw_of(whole)
 
     def land(self, *, verify: bool) -> None:
@@ -373,9 +374,8 @@ class Loading:
         while self._waves:
             wave = self._waves.pop(0)  # its buffers are freed with it
             if not wave.arrived:
-                self._fetch(wave).land(verify=verify)
-            for copy in wave.after:
-                copy()
+                self._fetch(wave).land(verify=verify, checked=self._checked)
+            wave.finish()
 
     def _fetch(self, wave: Wave) -> Fetch:
         return Fetch(self._store, self._checkpoint, wave.wanted, progress=self._progress)

@@ -301,9 +301,9 @@ class Reader(StorageReader):
         objects = [(item, self._object(item, planner)) for item in plan.items if _is_object(item)]
         while planned:
             wave = planned.pop(0)
-            Fetch(self._store, self.record, wave.wanted).land(verify=self._verify)
-            for copy in wave.after:
-                copy()
+            fetch = Fetch(self._store, self.record, wave.wanted)
+            fetch.land(verify=self._verify, checked=self._verify)
+            wave.finish()
         for item, place in committed:
             planner.commit_tensor(item, place)
         for item, data in objects:

@@ -22,6 +22,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from torchrelay.stores.files import Files, lock, named
+from torchrelay.stores.local_reader import LocalReader
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES, MAX_STEP, Buffer
 
 MANIFEST = "manifest.json"
@@ -90,8 +91,8 @@ class LocalStore:
         with os.scandir(self.path(step)) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.name != MANIFEST}
 
-    def reader(self, step: int, name: str) -> LocalReader:
-        return LocalReader(str(self.path(step) / name))
+    def reader(self, step: int, name: str, *, once: bool = True) -> LocalReader:
+        return LocalReader(str(self.path(step) / name), once=once)
 
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> LocalDraft:
         return LocalDraft(self, step, token, overwrite, self._files)
@@ -296,35 +297,3 @@ class LocalSink:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-class LocalReader:
-    """A data file of a committed step."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._fd: int | None = None
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.nbytes = os.fstat(self._fd).st_size
-
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        assert self._fd is not None
-        views = [view for view in buffers if len(view)]
-        with named(self._path):
-            while views:
-                done = os.preadv(self._fd, views[:1024], position)
-                if not done:
-                    raise EOFError(f"{self._path} ends before byte {position}")
-                position += done
-                while views and done >= len(views[0]):
-                    done -= len(views.pop(0))
-                if done:
-                    views[0] = views[0][done:]
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def __del__(self) -> None:
-        self.close()

@@ -93,7 +93,7 @@ class ObjectStore:
         matches = [(_DATA.fullmatch(one.path), one.nbytes) for one in found]
         return {match[3]: nbytes for match, nbytes in matches if match}
 
-    def reader(self, step: int, name: str) -> ObjectReader:
+    def reader(self, step: int, name: str, *, once: bool = True) -> ObjectReader:
         _check_name(name)
         return ObjectReader(self._bucket, self._pool, f"{self._folder(step)}/{name}")
 
@@ -315,6 +315,8 @@ class ObjectSink:
 class ObjectReader:
     """One data object. Large reads are split into ranges that are fetched in parallel."""
 
+    cold = batched = True
+
     def __init__(self, bucket: Bucket, pool: ThreadPoolExecutor, path: str) -> None:
         self._bucket = bucket
         self._pool = pool
@@ -350,6 +352,9 @@ class ObjectReader:
         for view in views:
             view[:] = fetched[at : at + len(view)]
             at += len(view)
+
+    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
+        return False
 
     def close(self) -> None:
         pass

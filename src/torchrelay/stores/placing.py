@@ -8,6 +8,7 @@ box is copied out of it. Detours are taken in waves, so that their buffers stay 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -22,6 +23,7 @@ from torchrelay.state.memory import Region
 from torchrelay.state.spans import contiguous_strides, packed
 from torchrelay.stores.reading import Placed
 from torchrelay.stores.records import Checkpoint, Shard, StoredTensor
+from torchrelay.stores.writing import WORKERS
 
 WAVE_BYTES = 256 << 20
 
@@ -38,22 +40,32 @@ class Wish(NamedTuple):
 
 @dataclass
 class Wave:
-    """Reads that are done together: places by file, and what is left to do once they hold."""
+    """Reads that are done together: places by file, and what is left to do once they hold:
+    `moves`, in any order, and then `after`."""
 
     wanted: dict[int, list[Placed]] = field(default_factory=dict)
+    moves: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
-    arrived: bool = False  # whether the bytes are here, and `after` alone is left
+    arrived: bool = False  # whether the bytes are here
 
     def held(self) -> Wave:
-        """The same reads into memory of their own; `after` takes them to their places."""
+        """The same reads into memory of their own; `moves` take them to their places."""
         held = Wave(arrived=True)
         for file, placed in self.wanted.items():
             for start, region in placed:
                 block = host_block(region.nbytes)
                 held.wanted.setdefault(file, []).append((start, Region.row_major(block)))
-                held.after.append(partial(region.write, 0, region.nbytes, block))
+                held.moves.append(partial(region.write, 0, region.nbytes, block))
         held.after += self.after
         return held
+
+    def finish(self) -> None:
+        """Everything has arrived: take it where it belongs."""
+        with ThreadPoolExecutor(max_workers=WORKERS) as pool:
+            for moved in [pool.submit(move) for move in self.moves]:
+                moved.result()
+        for copy in self.after:
+            copy()
 
 
 def waves(wishes: Iterable[Wish]) -> list[Wave]:

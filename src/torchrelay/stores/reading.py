@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +19,18 @@ import xxhash
 from torchrelay.errors import DamagedError
 from torchrelay.state.memory import Region
 from torchrelay.state.stream import Stream
+from torchrelay.stores.local_reader import PAGE
 from torchrelay.stores.records import Checkpoint, DataFile
 from torchrelay.stores.seam import DataReader, Store
 from torchrelay.stores.writing import WORKERS, host_view
 
 PIECE = 1 << 18  # bytes read and hashed at once: they stay in the processor's cache
+COLD_PIECE = 1 << 20  # the same where the medium is what takes time
+TASK_BYTES = 8 << 20  # what a thread takes on at once
 UNVERIFIED_BYTES = 1 << 22  # read at once where no digest is asked for
 BATCH_BYTES = 16 << 20  # read at once where each request, or each copy to a device, has its price
 COSTLY_WORKERS = 8
+COLD_WORKERS = 4  # some wait for the medium while others hash
 _FEW = 8
 
 Placed = tuple[int, Region]
@@ -52,7 +56,7 @@ class Fetch:
     ) -> None:
         self._store = store
         self._checkpoint = checkpoint
-        self._workers = max(workers, COSTLY_WORKERS) if store.costly_reads else workers
+        self._workers = workers
         self._progress = progress or (lambda nbytes: None)
         self._streams: dict[int, Stream] = {}
         self._spans: dict[int, list[tuple[int, int]]] = {}
@@ -65,7 +69,6 @@ class Fetch:
             for stream in self._streams.values()
             for _, region in stream.elsewhere
         )
-
         self._batched = store.costly_reads or self._pinned
 
     @property
@@ -74,37 +77,67 @@ class Fetch:
 
     def check(self) -> None:
         """Raise `DamagedError` unless every chunk that is wanted has its digest."""
-        self._run(self._check_chunk, list(self._chunks()))
+        self._run(self._check_chunks, self._chunks, once=False)
 
-    def land(self, *, verify: bool = True) -> None:
-        """Fill the places. With `verify`, `DamagedError` where a chunk is not what was written."""
+    def land(self, *, verify: bool = True, checked: bool = False) -> None:
+        """Fill the places. With `verify`, `DamagedError` where a chunk is not what was written.
+
+        After `check` (`checked`), bytes that come out of the same memory again are not hashed a
+        second time; those that the medium gives anew are.
+        """
         if verify:
-            self._run(self._land_chunk, list(self._chunks()))
+            act = self._land_checked if checked else self._land_chunks
+            self._run(act, self._chunks, once=not checked)
         else:
-            self._run(self._land_unverified, list(self._pieces()))
+            self._run(self._land_unverified, self._pieces, once=True)
 
-    def _chunks(self) -> Iterable[_Task]:
-        """Ranges of whole chunks: one by one, or as many as are worth a request."""
-        for file, spans in self._spans.items():
-            record = self._checkpoint.files[file]
-            size = record.chunk_bytes
-            batch = max(1, BATCH_BYTES // size) if self._batched else 1
-            last = 0
-            for start, stop in spans:
-                first, end = max(start // size, last), -(-stop // size)
-                for chunk in range(first, end, batch):
-                    upto = min(chunk + batch, end) * size
-                    yield _Task(file, chunk * size, min(upto, record.nbytes))
-                last = max(last, end)
+    def _chunks(self, file: int, batched: bool) -> Iterable[_Task]:
+        """Ranges of whole chunks, of a size that is worth a task or a request."""
+        record = self._checkpoint.files[file]
+        size = record.chunk_bytes
+        several = max(1, (BATCH_BYTES if batched else TASK_BYTES) // size)
+        last = 0
+        for start, stop in self._spans[file]:
+            first, end = max(start // size, last), -(-stop // size)
+            for chunk in range(first, end, several):
+                upto = min(chunk + several, end) * size
+                yield _Task(file, chunk * size, min(upto, record.nbytes))
+            last = max(last, end)
 
-    def _pieces(self) -> Iterable[_Task]:
-        for file, spans in self._spans.items():
-            for start, stop in spans:
-                for at in range(start, stop, UNVERIFIED_BYTES):
-                    yield _Task(file, at, min(stop, at + UNVERIFIED_BYTES))
+    def _pieces(self, file: int, batched: bool) -> Iterable[_Task]:
+        """What is wanted and no more, where reads need no alignment."""
+        if batched:
+            yield from self._chunks(file, batched)
+            return
+        for start, stop in self._spans[file]:
+            for at in range(start, stop, UNVERIFIED_BYTES):
+                yield _Task(file, at, min(stop, at + UNVERIFIED_BYTES))
 
-    def _run(self, act: Callable[[_Task, DataReader, _Buffer], None], tasks: list[_Task]) -> None:
-        readers = {file: opened(self._store, self._checkpoint, file) for file in self._streams}
+    def _is_batched(self, reader: DataReader) -> bool:
+        return self._batched or reader.batched
+
+    def _each_chunk(self, task: _Task) -> Iterator[_Task]:
+        size = self._checkpoint.files[task.file].chunk_bytes
+        for start in range(task.start, task.stop, size):
+            yield _Task(task.file, start, min(start + size, task.stop))
+
+    def _run(
+        self,
+        act: Callable[[_Task, DataReader, _Buffer], None],
+        cut: Callable[[int, bool], Iterable[_Task]],
+        once: bool,
+    ) -> None:
+        readers = {
+            file: opened(self._store, self._checkpoint, file, once=once) for file in self._streams
+        }
+        workers = self._workers
+        if self._store.costly_reads:
+            workers = max(workers, COSTLY_WORKERS)
+        elif any(reader.cold for reader in readers.values()):
+            workers = max(workers, COLD_WORKERS)
+        tasks = [
+            task for file, reader in readers.items() for task in cut(file, self._is_batched(reader))
+        ]
         upcoming = iter(tasks)
         lock = threading.Lock()
         failures: list[BaseException] = []
@@ -124,7 +157,7 @@ class Fetch:
 
         threads = [
             threading.Thread(target=work, name="torchrelay-read", daemon=True)
-            for _ in range(min(self._workers, len(tasks)) - 1)
+            for _ in range(min(workers, len(tasks)) - 1)
         ]
         try:
             for thread in threads:
@@ -138,46 +171,60 @@ class Fetch:
         if failures:
             raise failures[0]
 
-    def _check_chunk(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
-        if self._batched:
+    def _check_chunks(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+        if self._is_batched(reader):
             self._read_checked(task, reader, buffer)
             return
-        hasher = xxhash.xxh3_128()
-        view = buffer.view(PIECE)
-        for at in range(task.start, task.stop, PIECE):
-            piece = view[: min(PIECE, task.stop - at)]
-            self._read(task, reader, at, [piece])
-            hasher.update(piece)
-        self._compare(task, hasher.digest())
+        size = COLD_PIECE if reader.cold else PIECE
+        view = buffer.view(size)
+        for chunk in self._each_chunk(task):
+            hasher = xxhash.xxh3_128()
+            for at in range(chunk.start, chunk.stop, size):
+                piece = view[: min(size, chunk.stop - at)]
+                self._read(chunk, reader, at, [piece])
+                hasher.update(piece)
+            self._compare(chunk, hasher.digest())
 
     def _read_checked(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
         """A range of whole chunks into the buffer, each with its digest."""
         view = buffer.view(task.stop - task.start)
         self._read(task, reader, task.start, [view])
-        size = self._checkpoint.files[task.file].chunk_bytes
-        for start in range(task.start, task.stop, size):
-            chunk = _Task(task.file, start, min(start + size, task.stop))
-            piece = view[start - task.start : chunk.stop - task.start]
+        for chunk in self._each_chunk(task):
+            piece = view[chunk.start - task.start : chunk.stop - task.start]
             self._compare(chunk, xxhash.xxh3_128_digest(piece))
 
-    def _land_chunk(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+    def _land_chunks(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
         stream = self._streams[task.file]
-        direct = [] if self._batched else self._direct(stream, task)
-        if not direct:
+        if self._is_batched(reader):
             self._read_checked(task, reader, buffer)
             stream.write(task.start, task.stop, buffer.tensor)
             return
-        hasher = xxhash.xxh3_128()
-        for at, address, nbytes in direct:
-            for skip in range(0, nbytes, PIECE):
-                piece = host_view(address + skip, min(PIECE, nbytes - skip))
-                self._read(task, reader, at + skip, [piece])
-                hasher.update(piece)
-        self._compare(task, hasher.digest())
+        for chunk in self._each_chunk(task):
+            direct = self._direct(stream, chunk)
+            if not direct:
+                self._read_checked(chunk, reader, buffer)
+                stream.write(chunk.start, chunk.stop, buffer.tensor)
+                continue
+            hasher = xxhash.xxh3_128()
+            for at, address, nbytes in direct:
+                whole = host_view(address, nbytes)
+                for skip in range(0, nbytes, PIECE):
+                    piece = whole[skip : skip + PIECE]
+                    self._read(chunk, reader, at + skip, [piece])
+                    hasher.update(piece)
+            self._compare(chunk, hasher.digest())
+
+    def _land_checked(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+        direct = self._direct(self._streams[task.file], task)
+        if direct and not self._batched:
+            views = [host_view(address, nbytes) for _, address, nbytes in direct]
+            if reader.read_cached(task.start, views):
+                return
+        self._land_chunks(task, reader, buffer)
 
     def _land_unverified(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
         stream = self._streams[task.file]
-        direct = self._direct(stream, task)
+        direct = [] if self._is_batched(reader) else self._direct(stream, task)
         if direct:
             views = [host_view(address, nbytes) for _, address, nbytes in direct]
             self._read(task, reader, task.start, views)
@@ -208,12 +255,12 @@ class Fetch:
         return _damaged(self._store, self._checkpoint, task, problem)
 
 
-def opened(store: Store, checkpoint: Checkpoint, file: int) -> DataReader:
+def opened(store: Store, checkpoint: Checkpoint, file: int, *, once: bool = False) -> DataReader:
     """A file of a step; `DamagedError` unless it is there and as large as it was."""
     record = checkpoint.files[file]
     whole = _Task(file, 0, record.nbytes)
     try:
-        reader = store.reader(checkpoint.step, record.name)
+        reader = store.reader(checkpoint.step, record.name, once=once)
     except OSError as fault:
         raise _damaged(store, checkpoint, whole, f"cannot be opened: {fault}") from fault
     if reader.nbytes != record.nbytes:
@@ -239,7 +286,7 @@ def _damaged(store: Store, checkpoint: Checkpoint, task: _Task, problem: str) ->
 
 
 class _Buffer:
-    """Scratch memory of one thread, as large as was ever asked for."""
+    """Scratch memory of one thread, at a page's start and as large as was ever asked for."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -248,7 +295,9 @@ class _Buffer:
 
     def view(self, nbytes: int) -> memoryview:
         if self.tensor.numel() < nbytes:
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            room = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=self._pinned)
+            skip = -room.data_ptr() % PAGE
+            self.tensor = room[skip : skip + nbytes]
             memory: Any = self.tensor.numpy()
             self._whole = memoryview(memory)
         piece: memoryview = self._whole[:nbytes]

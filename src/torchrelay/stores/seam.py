@@ -58,9 +58,14 @@ class DataReader(Protocol):
     """
 
     nbytes: int
+    cold: bool  # whether most of it has to come from a slow medium
+    batched: bool  # whether few large reads are better than many small ones
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers one after the other from a byte position. `EOFError` if it is short."""
+
+    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill the buffers from memory alone, or say that this cannot be done."""
 
     def close(self) -> None: ...
 
@@ -81,7 +86,8 @@ class Store(Protocol):
     def sizes(self, step: int) -> dict[str, int]:
         """Bytes of each data file that is there, by name."""
 
-    def reader(self, step: int, name: str) -> DataReader: ...
+    def reader(self, step: int, name: str, *, once: bool = True) -> DataReader:
+        """A data file that is read once, or again soon (`once=False`)."""
 
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> Draft:
         """A draft; nothing is written before its `begin`."""
