@@ -14,12 +14,11 @@ from typing import Protocol
 from torchrelay.errors import CheckpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.staging import Copy, stage
-from torchrelay.state.runs import Runs
 from torchrelay.state.stream import Stream
 from torchrelay.stores.drafting import Share
 from torchrelay.stores.seam import Draft
 from torchrelay.stores.writer_client import WriterProcess
-from torchrelay.stores.writing import FileSpec, Range, Writing
+from torchrelay.stores.writing import FileSpec, OneRun, Range, Writing
 from torchrelay.transports.clock import Deadline
 
 SLOTS = 4  # of an arena smaller than the share
@@ -45,7 +44,7 @@ class HereTarget:
     def write(self, placed: list[Placed], deadline: Deadline) -> None:
         self.write_ranges(
             [
-                Range(file, start, stop, Runs([start], [self._base + at], [stop - start]))
+                Range(file, start, stop, OneRun(start, self._base + at))
                 for file, start, stop, at in placed
             ]
         )

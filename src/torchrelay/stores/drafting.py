@@ -14,12 +14,11 @@ from torchrelay.state.leaves import parts
 from torchrelay.state.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf
 from torchrelay.state.memory import Region
 from torchrelay.state.outline import Outline
-from torchrelay.state.runs import Runs
 from torchrelay.state.stream import Stream
 from torchrelay.stores.layout import FileLayout
 from torchrelay.stores.plans import Drafted, Outlines, with_objects
 from torchrelay.stores.records import Blob, Checkpoint, DataFile, Own, Shard, StoredTensor
-from torchrelay.stores.writing import FileSpec, Range
+from torchrelay.stores.writing import FileSpec, OneRun, Range
 
 PASS_BYTES = 64 << 20
 
@@ -103,8 +102,7 @@ class Share:
             for start in range(0, file.nbytes, size):
                 stop = min(start + size, file.nbytes)
                 stream.read(start, stop, buffer)
-                memory = Runs([start], [buffer.data_ptr()], [stop - start])
-                yield [Range(index, start, stop, memory)]
+                yield [Range(index, start, stop, OneRun(start, buffer.data_ptr()))]
 
     def written(self, digests: Sequence[bytes]) -> Written:
         files = [

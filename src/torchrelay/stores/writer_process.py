@@ -18,9 +18,8 @@ import sys
 import msgspec
 
 from torchrelay.errors import CheckpointError
-from torchrelay.state.runs import Runs
 from torchrelay.stores.locate import open_store
-from torchrelay.stores.writing import FileSpec, Range, Writing
+from torchrelay.stores.writing import FileSpec, OneRun, Range, Writing
 
 _LENGTH = struct.Struct("<Q")
 MAX_MESSAGE = 1 << 30
@@ -134,7 +133,7 @@ class _Writer:
             assert self._writing is not None
             self._writing.write(
                 [
-                    Range(file, start, stop, Runs([start], [self._base + at], [stop - start]))
+                    Range(file, start, stop, OneRun(start, self._base + at))
                     for file, start, stop, at in request.ranges
                 ]
             )

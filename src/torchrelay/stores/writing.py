@@ -10,18 +10,40 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import xxhash
 
 from torchrelay.errors import CheckpointError
-from torchrelay.state.runs import Runs
 from torchrelay.stores.seam import Draft, Sink
 
 _FEW = 8  # runs of a chunk that are written as they lie; more are gathered first
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
+
+
+class Memory(Protocol):
+    """Bytes of a file by their position in it, in host memory; `state.runs.Runs` is one."""
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Position, address and bytes of each run in [start, stop)."""
+
+    def gather(self, start: int, stop: int, buffer: int) -> None:
+        """Copy [start, stop) to an address."""
+
+
+class OneRun(NamedTuple):
+    """Memory in one piece; without the numpy that `Runs` needs and the writer process does not."""
+
+    start: int
+    address: int
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        yield start, self.address + start - self.start, stop - start
+
+    def gather(self, start: int, stop: int, buffer: int) -> None:
+        ctypes.memmove(buffer, self.address + start - self.start, stop - start)
 
 
 class FileSpec(NamedTuple):
@@ -39,7 +61,7 @@ class Range(NamedTuple):
     file: int
     start: int
     stop: int
-    memory: Runs
+    memory: Memory
 
 
 class Writing:
