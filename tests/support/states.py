@@ -568,7 +568,10 @@ def _compare_sharing(pairs: list[tuple[torch.Tensor, torch.Tensor]], at_rest: bo
         homes |= storages
         nbytes = group[0][1].untyped_storage().nbytes()
         needed = _needed([mine for mine, _ in group], at_rest)
-        assert nbytes <= needed, "more memory is held than needed"
+        assert nbytes <= needed, (
+            f"more memory is held than needed: {nbytes} > {needed}, "
+            f"{[(x.shape, x.stride(), x.storage_offset(), x.untyped_storage().nbytes()) for p in group for x in p]}"
+        )
         _compare_offsets(group)
 
 

@@ -8,12 +8,14 @@ used for every save, because touching fresh memory costs several times as much a
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
-import threading
 from typing import Any
 
 import torch
+
+from torchrelay.memory.crew import share_out
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 _TOUCH = 64 << 20
@@ -45,33 +47,16 @@ class Arena:
             raise
 
     def _touch(self, threads: int) -> None:
-        steps = iter(range(0, self.nbytes, _TOUCH))
-        lock = threading.Lock()
-        failed: list[int] = []
+        share_out(range(0, self.nbytes, _TOUCH), lambda: self._touch_from, threads)
 
-        def work() -> None:
-            while not failed:
-                with lock:
-                    at = next(steps, None)
-                if at is None:
-                    return
-                nbytes = min(_TOUCH, self.nbytes - at)
-                where = ctypes.c_void_p(self.address + at)
-                if _libc.madvise(where, ctypes.c_size_t(nbytes), _POPULATE_WRITE):
-                    code = ctypes.get_errno()
-                    if code != 22:
-                        failed.append(code)
-                        return
-                    ctypes.memset(self.address + at, 0, nbytes)  # a kernel that cannot populate
-
-        others = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
-        for thread in others:
-            thread.start()
-        work()
-        for thread in others:
-            thread.join()
-        if failed:
-            raise MemoryError(f"no memory for an arena: {os.strerror(failed[0])}")
+    def _touch_from(self, at: int) -> None:
+        nbytes = min(_TOUCH, self.nbytes - at)
+        where = ctypes.c_void_p(self.address + at)
+        if _libc.madvise(where, ctypes.c_size_t(nbytes), _POPULATE_WRITE):
+            code = ctypes.get_errno()
+            if code != errno.EINVAL:
+                raise MemoryError(f"no memory for an arena: {os.strerror(code)}")
+            ctypes.memset(self.address + at, 0, nbytes)  # a kernel that cannot populate
 
     def _register(self) -> None:
         code = _runtime().cudaHostRegister(self.address, self.nbytes, 0)

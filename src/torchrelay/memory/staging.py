@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from torchrelay.memory.crew import share_out
 from torchrelay.state.stream import Stream
 
 PIECE = 16 << 20  # bytes copied by one call: large, because each call may wait for the interpreter
@@ -29,30 +29,9 @@ def stage(copies: Sequence[Copy], arena: torch.Tensor, *, threads: int = 2) -> N
         for copy in copies
         for low in range(copy.start, copy.stop, PIECE)
     ]
-    upcoming = iter(pieces)
-    lock = threading.Lock()
-    failures: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            while not failures:
-                with lock:
-                    piece = next(upcoming, None)
-                if piece is None:
-                    return
-                copy, low, high = piece
-                copy.stream.read(low, high, arena[copy.at + low - copy.start :])
-        except BaseException as fault:
-            failures.append(fault)
+    def copy_piece(piece: tuple[Copy, int, int]) -> None:
+        copy, low, high = piece
+        copy.stream.read(low, high, arena[copy.at + low - copy.start :])
 
-    others = [
-        threading.Thread(target=work, name="torchrelay-stage", daemon=True)
-        for _ in range(min(threads, len(pieces)) - 1)
-    ]
-    for thread in others:
-        thread.start()
-    work()
-    for thread in others:
-        thread.join()
-    if failures:
-        raise failures[0]
+    share_out(pieces, lambda: copy_piece, threads)

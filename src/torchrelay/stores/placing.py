@@ -8,7 +8,6 @@ box is copied out of it. Detours are taken in waves, so that their buffers stay 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from torchrelay.errors import MismatchError
+from torchrelay.memory.crew import share_out
 from torchrelay.memory.host import host_block
 from torchrelay.state import tensors as t
 from torchrelay.state.memory import Region
@@ -61,9 +61,7 @@ class Wave:
 
     def finish(self) -> None:
         """Everything has arrived: take it where it belongs."""
-        with ThreadPoolExecutor(max_workers=WORKERS) as pool:
-            for moved in [pool.submit(move) for move in self.moves]:
-                moved.result()
+        share_out(self.moves, lambda: lambda move: move(), WORKERS)
         for copy in self.after:
             copy()
 

@@ -8,7 +8,6 @@ that nothing is written anywhere before all of it was seen to hold.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import torch
 import xxhash
 
 from torchrelay.errors import DamagedError
+from torchrelay.memory.crew import share_out
 from torchrelay.state.memory import Region
 from torchrelay.state.stream import Stream
 from torchrelay.stores.local_reader import PAGE
@@ -138,38 +138,21 @@ class Fetch:
         tasks = [
             task for file, reader in readers.items() for task in cut(file, self._is_batched(reader))
         ]
-        upcoming = iter(tasks)
-        lock = threading.Lock()
-        failures: list[BaseException] = []
 
-        def work() -> None:
+        def hand() -> Callable[[_Task], None]:
             buffer = _Buffer(self._pinned)
-            try:
-                while not failures:
-                    with lock:
-                        task = next(upcoming, None)
-                    if task is None:
-                        return
-                    act(task, readers[task.file], buffer)
-                    self._progress(task.stop - task.start)
-            except BaseException as fault:
-                failures.append(fault)
 
-        threads = [
-            threading.Thread(target=work, name="torchrelay-read", daemon=True)
-            for _ in range(min(workers, len(tasks)) - 1)
-        ]
+            def do(task: _Task) -> None:
+                act(task, readers[task.file], buffer)
+                self._progress(task.stop - task.start)
+
+            return do
+
         try:
-            for thread in threads:
-                thread.start()
-            work()
-            for thread in threads:
-                thread.join()
+            share_out(tasks, hand, workers)
         finally:
             for reader in readers.values():
                 reader.close()
-        if failures:
-            raise failures[0]
 
     def _check_chunks(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
         if self._is_batched(reader):

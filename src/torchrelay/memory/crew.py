@@ -1,0 +1,45 @@
+"""Work shared out to a few threads. For work that lets other threads run: copies, hashes, I/O."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Task = TypeVar("Task")
+
+
+def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]], most: int) -> None:
+    """Do every task on at most `most` threads, the caller's among them; returns when all are done.
+
+    `hand` is called once a thread and returns what does a task there. The first failure stops the
+    others after the task they are at, and is raised.
+    """
+    todo = list(tasks)
+    upcoming = iter(todo)
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            act = hand()
+            while not failures:
+                with lock:
+                    task = next(upcoming, None)
+                if task is None:
+                    return
+                act(task)
+        except BaseException as fault:
+            failures.append(fault)
+
+    others = [
+        threading.Thread(target=work, name="torchrelay-crew", daemon=True)
+        for _ in range(min(most, len(todo)) - 1)
+    ]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+    if failures:
+        raise failures[0]
