@@ -568,10 +568,8 @@ def _compare_sharing(pairs: list[tuple[torch.Tensor, torch.Tensor]], at_rest: bo
         homes |= storages
         nbytes = group[0][1].untyped_storage().nbytes()
         needed = _needed([mine for mine, _ in group], at_rest)
-        assert nbytes <= needed, (
-            f"more memory is held than needed: {nbytes} > {needed}, "
-            f"{[(x.shape, x.stride(), x.storage_offset(), x.untyped_storage().nbytes()) for p in group for x in p]}"
-        )
+        facts = [(x.shape, x.stride(), x.untyped_storage()) for pair in group for x in pair]
+        assert nbytes <= needed, f"more memory is held than needed: {nbytes}, {needed}, {facts}"
         _compare_offsets(group)
 
 
