@@ -198,3 +198,13 @@ def test_conj_on_one_side_alone_keeps_nan_payloads(dtype: torch.dtype) -> None:
         (torch._neg_view(sent), torch.zeros(8, 8, dtype=dtype).conj()),
     ]:
         assert_same({"x": source}, trip({"x": source}, into={"x": into}).state, in_place=True)
+
+
+def test_arrays_over_the_memory_of_tensors_arrive_by_themselves() -> None:
+    memory = torch.tensor([95, 130, 194, 7], dtype=torch.uint8)
+    state = {
+        "tensor": memory[:2].view(torch.bfloat16),
+        "longer": memory[:3].numpy(),
+        "inside": memory[1:3].numpy(),
+    }
+    assert_same(state, trip(state).state)

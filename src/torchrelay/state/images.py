@@ -95,8 +95,9 @@ class Images:
         views.append(_View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, True))
         return ticket
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """Take a strided tensor in; returns its ticket."""
+    def add(self, tensor: torch.Tensor, *, apart: bool = False) -> int:
+        """Take a strided tensor in; returns its ticket. `apart`: it gets an image of its own, also
+        where its memory is that of others."""
         if tensor.dim() > m.MAX_DIMS:
             raise UnsupportedLeafError(f"{tensor.dim()} dimensions, the cap is {m.MAX_DIMS}")
         ticket = len(self._views)
@@ -114,6 +115,8 @@ class Images:
         origin = tensor.data_ptr() - low
         host = tensor.is_cpu
         key = origin if host else (tensor.device.type, tensor.device.index or 0, origin)
+        if apart:
+            key = (tensor.device.type, -1 - ticket, origin)
         if self._first.setdefault(key, ticket) != ticket:
             self._share(key, ticket)
         self._views.append(

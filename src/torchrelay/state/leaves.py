@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,12 @@ from torchrelay.state.spans import contiguous_strides
 from torchrelay.state.validation import SUB_BYTE, packed_bytes
 from torchrelay.state.values import decode_value, encode_value
 
-Add = Callable[[torch.Tensor], int]
+
+class Add(Protocol):
+    def __call__(self, tensor: torch.Tensor, *, apart: bool = False) -> int:
+        """Take a part in; returns its ticket. `apart`: whatever else lies in its memory."""
+
+
 Finish = Callable[[Callable[[int], m.TensorLeaf]], m.Leaf]
 Part = Callable[[m.TensorLeaf], torch.Tensor]
 
@@ -75,13 +80,10 @@ def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> Finish:
     shape, nbytes = array.shape, array.nbytes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a read-only array: it is only read here
-        ticket = add(torch.from_numpy(flat.view(np.uint8))) if nbytes else 0
+        ticket = add(torch.from_numpy(flat.view(np.uint8)), apart=True) if nbytes else 0
 
     def finish(part: Callable[[int], m.TensorLeaf]) -> m.ArrayLeaf:
-        taken = part(ticket) if nbytes else None
-        if taken is not None and taken.offset:
-            raise UnsupportedLeafError("an array that shares memory with a tensor")
-        storage = -1 if taken is None else taken.storage
+        storage = part(ticket).storage if nbytes else -1
         return m.ArrayLeaf(text, shape, fortran, storage, nbytes, scalar)
 
     return finish

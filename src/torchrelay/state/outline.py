@@ -8,11 +8,11 @@ load it. The outline is the rest: the tree, and how each leaf comes out of the n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
@@ -86,7 +86,6 @@ class _Outliner:
         self._tops: dict[str, str | None] = {}
         self._strides: dict[int, tuple[int, ...]] = {}
         self._parts: dict[int, m.TensorLeaf] = {}
-        self._is_array = [isinstance(leaf, (np.ndarray, np.generic)) for leaf in flat.leaves]
         described: list[int | m.Leaf | Finish] = []
         for index, (leaf, known) in enumerate(zip(flat.leaves, survey(flat.leaves), strict=True)):
             if known is not None:
@@ -98,7 +97,7 @@ class _Outliner:
                 described.append(self._distributed(leaf, index))
             else:
                 described.append(
-                    describe(leaf, self._paths[index], lambda x, at=index: self._hold(x, at))  # type: ignore[misc]
+                    describe(leaf, self._paths[index], partial(self._hold, leaf=index))
                 )
         for group in self._groups():
             self._name_group(group)
@@ -120,11 +119,11 @@ class _Outliner:
             self._tops,
         )
 
-    def _hold(self, tensor: torch.Tensor, leaf: int) -> int:
+    def _hold(self, tensor: torch.Tensor, *, leaf: int, apart: bool = False) -> int:
         flags = t.flags_of(tensor) | (m.META if tensor.is_meta else 0)
         nbytes = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
         low = 0 if tensor.is_meta or not nbytes else tensor.data_ptr()
-        if self._is_array[leaf]:
+        if apart:
             self._alone.add(len(self._held))
         self._held.append(_Held(tensor, leaf, flags, low, low + nbytes))
         return len(self._held) - 1
