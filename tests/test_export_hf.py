@@ -1,0 +1,98 @@
+"""`export_hf`: what Hugging Face loaders look for, from steps of one process and of several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torchrelay as tr
+from tests.support.ranks import RankPool
+
+
+def model() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    found = {f"layers.{n}.weight": torch.randn(64, 32) for n in range(6)}
+    found["norm.weight"] = torch.randn(32, dtype=torch.bfloat16)
+    return found
+
+
+def check_index(folder: Path, names: list[str]) -> None:
+    """Each tensor is in the file that the index says, and in no other."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = [name for name in names if name.endswith(".safetensors")]
+    assert len(files) > 1 and set(index["weight_map"].values()) == set(files)
+    assert files == [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+    expected = model()
+    seen = {}
+    for name in files:
+        for key, tensor in load_file(folder / name).items():
+            assert index["weight_map"][key] == name
+            seen[key] = tensor
+        with safe_open(folder / name, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    assert seen.keys() == expected.keys()
+    assert all(torch.equal(seen[key], tensor) for key, tensor in expected.items())
+    total = sum(tensor.nbytes for tensor in expected.values())
+    assert index["metadata"]["total_size"] == total
+
+
+def test_a_small_model_is_one_file(tmp_path: Path) -> None:
+    with tr.Checkpointer(tmp_path / "run") as held:
+        held.save(1, {"model": model(), "step": 1})
+        assert held.export_hf(tmp_path / "hf") == ["model.safetensors"]
+    loaded = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in model().items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
+
+
+def test_a_large_one_is_split_with_an_index(tmp_path: Path) -> None:
+    with tr.Checkpointer(tmp_path / "run") as held:
+        held.save(1, {"model": model()})
+        names = held.export_hf(tmp_path / "hf", shard_bytes=20_000)
+    check_index(tmp_path / "hf", names)
+
+
+def test_a_state_that_is_the_model_and_tied_weights(tmp_path: Path) -> None:
+    tied = model()
+    tied["head.weight"] = tied["layers.0.weight"]
+    with tr.Checkpointer(tmp_path / "run") as held:
+        held.save(1, tied)
+        held.export_hf(tmp_path / "hf", under=None)
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == model().keys()
+
+
+def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
+    with tr.Checkpointer(tmp_path / "run") as held:
+        held.save(1, {"model": {"w": torch.ones(2), "s": torch.eye(2).to_sparse()}})
+        with pytest.raises(tr.MismatchError, match="not a plain tensor"):
+            held.export_hf(tmp_path / "hf")
+        with pytest.raises(tr.MismatchError):
+            held.export_hf(tmp_path / "hf", under="elsewhere")
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "file").write_text("mine")
+        with pytest.raises(tr.UsageError, match="not overwritten"):
+            held.export_hf(tmp_path / "full")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]
+
+
+def sharded(rank: int, group: Any, place: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {name: distribute_tensor(whole, mesh, [Shard(0)]) for name, whole in model().items()}
+    with tr.Checkpointer(f"{place}/run", timeout=60) as held:
+        held.save(1, {"model": state})
+        # One rank of the group does it by itself.
+        return held.export_hf(f"{place}/hf", shard_bytes=20_000) if rank == 1 else []
+
+
+def test_of_a_sharded_step_by_one_rank(pool2: RankPool, tmp_path: Path) -> None:
+    _, names = pool2.run(sharded, str(tmp_path), timeout=60)
+    check_index(tmp_path / "hf", names)
