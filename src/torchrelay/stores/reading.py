@@ -1,9 +1,9 @@
 """Reads and digests: the files of a step into live memory, on a few threads.
 
 What is wanted is cut into the chunks that digests were made of. `check` reads and hashes them and
-keeps nothing; `land` reads them into their places and, unless told otherwise, hashes them there
-again. Doing both costs little where the bytes come from the page cache the second time, and means
-that nothing is written anywhere before all of it was seen to hold.
+keeps nothing; `land` reads them into their places. After a `check`, bytes that come out of the page
+cache again are not hashed twice. Doing both means that nothing is written anywhere before all of it
+was seen to hold.
 """
 
 from __future__ import annotations
