@@ -11,7 +11,8 @@ A rank that fails in any of these makes every rank fail, and the draft is remove
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,22 +189,25 @@ class Saver:
                 phase="plan",
                 file=self._store.url,
             )
-        try:
+        exists = f"step {save.step} is committed: pass overwrite=True to replace it"
+        with self._os_faults(save, "plan", "begin a step", exists):
             draft.begin()
-        except FileExistsError as fault:
-            raise StepExistsError(
-                f"step {save.step} is committed: pass overwrite=True to replace it",
-                step=save.step,
-                phase="plan",
-                file=fault.filename or self._store.url,
-            ) from None
-        except OSError as fault:
-            raise CheckpointError(
-                f"cannot begin a step: {fault.strerror or fault}",
-                phase="plan",
-                file=self._store.url,
-            ) from fault
         save.draft = draft
+
+    @contextmanager
+    def _os_faults(self, save: Save, phase: str, what: str, exists: str) -> Iterator[None]:
+        """What the store's medium refuses, as errors that say step, phase and file."""
+        try:
+            yield
+        except OSError as fault:
+            taken = isinstance(fault, FileExistsError)
+            kind = StepExistsError if taken else CheckpointError
+            raise kind(
+                exists if taken else f"cannot {what}: {fault.strerror or fault}",
+                step=save.step,
+                phase=phase,
+                file=str(fault.filename or self._store.url),
+            ) from fault
 
     # Stage and write.
 
@@ -239,6 +243,7 @@ class Saver:
         if faults:
             raise faults[0]
         if not done:
+            self._arena = None  # the thread that hangs may still read it
             where = target[0].at if target else None
             raise CheckpointError("still writing at the deadline", phase="write", file=where)
         return share.written(done[0])
@@ -250,12 +255,13 @@ class Saver:
         pinned = any(
             region.keep.is_cuda for stream in share.streams for _, region in stream.elsewhere
         )
-        if self._arena is None or self._arena.nbytes < need:
-            if self._arena is not None:
-                self._arena.close()
+        arena = self._arena
+        if arena is None or arena.nbytes < need or (pinned and not arena.pinned):
+            if arena is not None:
                 self._arena = None
-            self._arena = Arena(need, pinned=pinned)
-        return self._arena
+                arena.close()
+            arena = self._arena = Arena(need, pinned=pinned)
+        return arena
 
     def _stage_share(
         self, save: Save, share: Share, drafted: plans.Drafted
@@ -313,22 +319,9 @@ class Saver:
             shares = [_written.decode(data) for data in said]
             assert save.outlines is not None and save.draft is not None
             record = commit_record(save.step, shares, save.outlines, self._version)
-            try:
+            exists = f"step {save.step} was committed by another writer meanwhile"
+            with self._os_faults(save, "commit", "commit", exists):
                 save.draft.commit(encode(record))
-            except FileExistsError as fault:
-                raise StepExistsError(
-                    f"step {save.step} was committed by another writer meanwhile",
-                    step=save.step,
-                    phase="commit",
-                    file=fault.filename or self._store.url,
-                ) from None
-            except OSError as fault:
-                raise CheckpointError(
-                    f"cannot commit: {fault.strerror or fault}",
-                    step=save.step,
-                    phase="commit",
-                    file=str(fault.filename or self._store.url),
-                ) from fault
             return [b""] * len(said)
 
         with save.watch("commit"):

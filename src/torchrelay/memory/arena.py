@@ -28,16 +28,17 @@ class Arena:
 
     def __init__(self, nbytes: int, *, pinned: bool = False, threads: int = 2) -> None:
         self.nbytes = nbytes
+        self.pinned = False
+        self._map: mmap.mmap | None = None
         self.fd = os.memfd_create("torchrelay-arena", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, nbytes)
-            self._map: mmap.mmap | None = mmap.mmap(self.fd, nbytes)
+            self._map = mmap.mmap(self.fd, nbytes)
         except (OSError, ValueError) as fault:
             os.close(self.fd)
             raise MemoryError(f"no arena of {nbytes} bytes: {fault}") from None
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
-        self._registered = False
         try:
             self._touch(threads)
             if pinned:
@@ -62,17 +63,20 @@ class Arena:
         code = _runtime().cudaHostRegister(self.address, self.nbytes, 0)
         if int(code) != 0:
             raise MemoryError(f"CUDA cannot pin {self.nbytes} bytes (error {int(code)})")
-        self._registered = True
+        self.pinned = True
 
     def close(self) -> None:
         """Free the memory here. Nothing may use `tensor` afterwards."""
-        if self._registered:
+        if self.pinned:
             _runtime().cudaHostUnregister(self.address)
-            self._registered = False
+            self.pinned = False
         if self._map is not None:
             self.tensor = torch.empty(0, dtype=torch.uint8)
             self._map = None  # unmapped when the last view of it is gone
             os.close(self.fd)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _runtime() -> Any:

@@ -71,10 +71,6 @@ class Fetch:
         )
         self._batched = store.costly_reads or self._pinned
 
-    @property
-    def nbytes(self) -> int:
-        return sum(stop - start for spans in self._spans.values() for start, stop in spans)
-
     def check(self) -> None:
         """Raise `DamagedError` unless every chunk that is wanted has its digest."""
         self._run(self._check_chunks, self._chunks, once=False)
