@@ -61,11 +61,14 @@ class Ranks:
         return self
 
     def __exit__(self, kind: object, *exc: object) -> None:
+        self.close(2 if kind is None else 0)  # after a failure nobody listens
+
+    def close(self, patience: float = 2) -> None:
         for conn in self._conns:
             with suppress(OSError):
                 conn.send(None)
         for process in self._processes:
-            process.join(2 if kind is None else 0)  # after a failure nobody listens
+            process.join(patience)
             process.kill()
             process.join(5)
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -101,6 +104,8 @@ class Ranks:
 
 
 def _main(conn: Connection, rank: int, size: int, scratch: str) -> None:
+    with suppress(OSError):  # if memory runs out, it is the benchmark that ends, not others
+        Path("/proc/self/oom_score_adj").write_text("500")
     torch.set_num_threads(1)
     hush_torch()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -138,6 +143,27 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "torchrelay": torchrelay.__version__,
     }
+
+
+def free_memory() -> int:
+    """Bytes that can be had without paging."""
+    return int((_field("/proc/meminfo", "MemAvailable") or "0").split()[0]) << 10
+
+
+def busy(seconds: float) -> float:
+    """The share of all cores that something else takes while our own processes wait."""
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    total = sum(after) - sum(before)
+    idle = sum(after[3:5]) - sum(before[3:5])  # idle and waiting for a disk
+    return round(1 - idle / total, 3) if total else 0.0
+
+
+def _ticks() -> list[int]:
+    with suppress(OSError):
+        return [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return [0] * 8
 
 
 def _field(file: str, name: str) -> str:

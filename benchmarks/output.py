@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
-from benchmarks.group import Measured, Row
+from benchmarks.contenders import TORCHFT_NOTE
+from benchmarks.rows import NAMES, Measured, Row
 
 HEAD = (
     "workload",
     "mode",
-    "torch s",
-    "ours s",
+    "route",
+    "against",
+    "their s",
+    "our s",
     "speed",
-    "torch MB",
+    "their MB",
     "our MB",
-    "bytes",
-    "torch msgs",
-    "our msgs",
     "bar",
     "",
 )
-LEFT = {0, 1, 10, 11}
+LEFT = {0, 1, 2, 3, 9, 10}
 
 
 def table(rows: list[Row]) -> str:
@@ -38,80 +39,101 @@ def table(rows: list[Row]) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     verdict = {None: "", True: "pass", False: "FAIL"}[row.passed]
-    if not (row.stock.exact and row.ours.exact):
+    if not row.exact:
         verdict = "WRONG BITS"
     return (
         row.title,
         row.mode,
-        f"{row.stock.seconds:.3f}",
+        route(row),
+        NAMES[row.case.theirs.by],
+        f"{row.theirs.seconds:.3f}",
         f"{row.ours.seconds:.3f}",
         f"{row.speed:.2f}x",
-        f"{row.stock.bytes / 1e6:.1f}",
+        f"{row.theirs.bytes / 1e6:.1f}" if row.theirs.bytes else "",
         f"{row.ours.bytes / 1e6:.1f}",
-        f"{row.fewer_bytes:.2f}x",
-        str(row.stock.messages),
-        str(row.ours.messages),
-        str(row.bar or ""),
+        str(row.case.bar or ""),
         verdict,
     )
 
 
-def first_laps(rows: list[Row]) -> str:
-    """The first lap of each workload: in new processes, into memory that was never used."""
-    lines = ["first lap in new processes (one each, not a median)"]
-    seen: set[str] = set()
-    for row in rows:
-        if row.workload not in seen:
-            seen.add(row.workload)
-            both = f"torch {row.stock.first:.3f} s, ours {row.ours.first:.3f} s"
-            lines.append(f"{row.title}, {row.mode}: {both}")
-    return "\n".join(lines)
+def route(row: Row) -> str:
+    """The one taken, and whether it was asked for."""
+    return row.ours.route + (", asked for" if row.case.ours.setup.route else "")
 
 
 def phases(rows: list[Row]) -> str:
     """Where the time goes, on the sender and on the last receiver."""
     lines = ["seconds by phase (medians)"]
+    told: list[Measured] = []
     for row in rows:
+        if any(row.ours is ours for ours in told):
+            continue  # the same laps beside someone else's
+        told.append(row.ours)
         for side in ("sender", "receiver"):
             spent: dict[str, float] = getattr(row.ours, f"{side}_phases")
             parts = ", ".join(f"{name} {value:.3f}" for name, value in spent.items())
-            lines.append(f"{row.title}, {row.mode}, {side}: {parts}")
+            lines.append(f"{row.title}, {row.mode}, {row.ours.route}, {side}: {parts}")
     return "\n".join(lines)
 
 
-def record(rows: list[Row], facts: dict[str, Any], *, small: bool) -> dict[str, Any]:
+def record(
+    rows: list[Row], facts: dict[str, Any], skipped: dict[str, str], command: str
+) -> dict[str, Any]:
     return {
-        "benchmark": "group",
-        "command": "python -m benchmarks" + (" --small" if small else ""),
+        "benchmark": "live",
+        "command": command,
         "machine": facts,
         "conditions": {
-            "backend": "gloo over loopback",
+            "group": "gloo over loopback",
             "torch_threads": 1,
-            "digests": "on for torchrelay; torch has none",
+            "others_busy": "share of the cores that other processes had just before",
+            "digests": "on for torchrelay where bytes cross a wire or with verify=True; the "
+            "others have none",
             "lap": "from a barrier until the slowest rank is done; the first is not counted",
+            "plan": "made anew in each lap; kept from the lap before in rows 'again'",
+            "processes": "each contender in processes of its own, laps in turn",
+            "memory": {
+                "in use": "written in place",
+                "warm": "new tensors. Theirs are in memory that the system has just had back and "
+                "hands out anew; ours in memory that the Relay has kept from the lap before, and "
+                "with pool=0 in the same kind as theirs",
+                "cold": "new tensors in the first lap of new processes after an idle pause; "
+                "'evidence' has how fast memory was handed out, in GB/s",
+            },
             # 0: freed memory goes back to the system at once; -1: the process keeps it.
             "MIMALLOC_PURGE_DELAY": os.environ.get("MIMALLOC_PURGE_DELAY", "allocator's default"),
-            "processes": "torch and torchrelay in processes of their own, laps in turn",
+            "torchft": TORCHFT_NOTE,
         },
-        "rows": [
-            {
-                "workload": row.workload,
-                "title": row.title,
-                "mode": row.mode,
-                "receivers": row.receivers,
-                "tensors": row.tensors,
-                "state_bytes": row.state_bytes,
-                "torch": _measured(row.stock),
-                "torchrelay": _measured(row.ours),
-                "speed": round(row.speed, 3),
-                "fewer_bytes": round(row.fewer_bytes, 3),
-                "sent_per_state": round(row.ours.bytes / row.state_bytes, 4),
-                "bar": str(row.bar or ""),
-                "passed": row.passed,
-            }
-            for row in rows
-        ],
+        "skipped": skipped,
+        "rows": [_row(row) for row in rows],
     }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    setup, bar = row.case.ours.setup, row.case.bar
+    fewer = row.fewer_bytes
+    found = {
+        "workload": row.workload,
+        "title": row.title,
+        "mode": row.mode,
+        "memory": row.memory,
+        "against": NAMES[row.case.theirs.by],
+        "route": row.ours.route,
+        "asked": asdict(setup),
+        "others_busy": row.busy,
+        "receivers": row.receivers,
+        "tensors": row.tensors,
+        "state_bytes": row.state_bytes,
+        "theirs": _measured(row.theirs),
+        "torchrelay": _measured(row.ours),
+        "speed": round(row.speed, 3),
+        "fewer_bytes": None if fewer is None else round(fewer, 3),
+        "sent_per_state": round(row.ours.bytes / row.state_bytes, 4),
+        "bar": str(bar or ""),
+        "speed_bar": bar and bar.speed,
+        "passed": row.passed,
+    }
+    return found | ({"evidence": row.evidence} if row.evidence else {})
 
 
 def _measured(side: Measured) -> dict[str, Any]:

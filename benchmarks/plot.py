@@ -6,36 +6,56 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 INK, MORE, LESS, EVEN = "#222222", "#2a7f62", "#b5533c", "#b0b0b0"
 
 
 def plot(found: dict[str, Any], path: Path) -> bool:
-    """Write a PNG; returns whether matplotlib was there to do it."""
+    """Write a PNG of live transfers; returns whether matplotlib was there to do it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    rows = found["rows"][::-1]  # horizontal bars are drawn from the bottom
-    labels = [f"{row['title']}\n{row['mode']}" for row in rows]
-    figure = Figure(figsize=(11, 1.6 + 0.5 * len(rows)), layout="constrained")
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        panels.setdefault(_panel_of(row), []).append(row)
+    panels = dict(sorted(panels.items(), key=lambda panel: -len(panel[1])))
+    heights = [len(rows) + 1.6 for rows in panels.values()]
+    figure = Figure(figsize=(10, 0.9 + 0.26 * sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, key, title in zip(
-        figure.subplots(1, 2, sharey=True),
-        ("speed", "fewer_bytes"),
-        ("times as fast as torch's PGTransport", "times fewer bytes from the sender"),
-        strict=True,
-    ):
-        _panel(axes, labels, [row[key] for row in rows], title)
+    grid = figure.subplots(
+        len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    values = [value for row in found["rows"] for value in (row["speed"], row["speed_bar"] or 1)]
+    for axes, (title, rows) in zip(grid[:, 0], panels.items(), strict=True):
+        labels = [_label(row) for row in rows[::-1]]
+        marks = [row["speed_bar"] for row in rows[::-1]]
+        _panel(axes, labels, [row["speed"] for row in rows[::-1]], title, marks)
+        axes.set_xlim(min(0.5, *values) * 0.9, max(2.0, *values) * 1.5)
+        axes.set_ylim(-0.7, len(rows) - 0.3)
+        axes.set_xticks([tick for tick in TICKS if min(values) * 0.8 <= tick <= max(values) * 1.5])
     facts = found["machine"]
     figure.suptitle(
-        f"torchrelay {facts['torchrelay']} and torch {facts['torch']}, gloo on loopback, "
-        f"{facts['cores']} cores",
+        f"Times as fast: torchrelay {facts['torchrelay']}, torch {facts['torch']}, "
+        f"{facts['cores']} cores, one host. Black marks: the bars.",
         fontsize=11,
         color=INK,
     )
     figure.savefig(path, dpi=120)
     return True
+
+
+def _panel_of(row: dict[str, Any]) -> str:
+    how = "asked for" if row["asked"]["route"] else "chosen by itself"
+    if row["against"].startswith("torch "):
+        return f"against torch's PGTransport over gloo, route {row['route']}, {how}"
+    return f"against others, route {row['route']}, {how}"
+
+
+def _label(row: dict[str, Any]) -> str:
+    label = f"{row['title']}: {row['mode']}"
+    return label if row["against"].startswith("torch ") else f"{label}; {row['against']}"
 
 
 def plot_checkpoint(found: dict[str, Any], path: Path) -> bool:
@@ -77,7 +97,13 @@ def plot_checkpoint(found: dict[str, Any], path: Path) -> bool:
     return True
 
 
-def _panel(axes: Any, labels: Sequence[str], values: Sequence[float | None], title: str) -> None:
+def _panel(
+    axes: Any,
+    labels: Sequence[str],
+    values: Sequence[float | None],
+    title: str,
+    marks: Sequence[float | None] = (),
+) -> None:
     known = [value for value in values if value is not None]
     for place, value in enumerate(values):
         if value is None:
@@ -85,7 +111,10 @@ def _panel(axes: Any, labels: Sequence[str], values: Sequence[float | None], tit
         # From 1, where both are even: to the right is better, to the left worse.
         axes.barh(place, value - 1, left=1, color=MORE if value >= 1 else LESS, height=0.6)
         text = f"{value:.0f}x" if value >= 10 else f"{value:.2f}x"
-        axes.text(max(value, 1) * 1.08, place, text, va="center", color=INK, fontsize=8)
+        mark = marks[place] if marks else None
+        if mark is not None:
+            axes.plot([mark] * 2, [place - 0.42, place + 0.42], color=INK)
+        axes.text(max(value, mark or 1, 1) * 1.08, place, text, va="center", color=INK, fontsize=8)
     axes.axvline(1, color=EVEN, linewidth=1)
     axes.set_xscale("log")
     axes.set_xlim(min(0.5, *known) * 0.9, max(2.0, *known) * 2.5)

@@ -8,40 +8,24 @@ from typing import Any
 
 import torch
 
-from torchrelay.demo.versus import DIRECT, IN_PLACE, NEW, Mode
+from benchmarks.rows import Bar, Case, Kind
+from torchrelay.demo.versus import AS_IT_COMES, DIRECT, IN_PLACE, NEW, Mode, Setup
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Bar:
-    """What a row has to reach. `speed`: torch's seconds over ours."""
-
-    speed: float | None = None
-    fewer_bytes: float | None = None  # torch's bytes over ours
-    sent_per_state: float | None = None  # bytes the sender sends over bytes of the state
-
-    def __str__(self) -> str:
-        parts = []
-        if self.speed is not None:
-            parts.append(f"speed >= {self.speed:g}x")
-        if self.fewer_bytes is not None:
-            parts.append(f"bytes >= {self.fewer_bytes:g}x fewer")
-        if self.sent_per_state is not None:
-            parts.append(f"sent <= {self.sent_per_state:g}x state")
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True)
 class Workload:
-    """A state, to how many receivers it goes, in which modes, and what each has to reach."""
+    """A state, to how many receivers it goes, and what is measured with it."""
 
     name: str
     title: str
     make: Callable[[], Any]
-    modes: dict[Mode, Bar | None]
+    cases: list[Case]
     receivers: int = 1
     repeats: int = 5
+    memory: int = 0  # bytes that have to be free: it must not push others out
+    cold_samples: int = 0  # of new tensors in cold memory
 
 
 def ramp(numel: int, start: int) -> torch.Tensor:
@@ -66,21 +50,23 @@ def large(count: int, nbytes: int) -> dict[str, torch.Tensor]:
     return {f"w{index}": ramp(numel, numel * index) for index in range(count)}
 
 
-def transformer(width: int, layers: int, vocabulary: int) -> dict[str, Any]:
-    """A decoder's weights and its AdamW state, laid out as state dicts are."""
+def transformer(width: int, hidden: int, layers: int, vocabulary: int) -> dict[str, Any]:
+    """A Llama-like decoder's weights and its AdamW state, laid out as state dicts are."""
     shapes: list[tuple[str, tuple[int, ...]]] = [("embed.weight", (vocabulary, width))]
     for layer in range(layers):
         for name, rows, columns in (
-            ("attention.qkv", 3 * width, width),
-            ("attention.out", width, width),
-            ("mlp.up", 4 * width, width),
-            ("mlp.down", width, 4 * width),
+            ("attention.q", width, width),
+            ("attention.k", width // 4, width),  # a key and value for four queries each
+            ("attention.v", width // 4, width),
+            ("attention.o", width, width),
+            ("mlp.gate", hidden, width),
+            ("mlp.up", hidden, width),
+            ("mlp.down", width, hidden),
         ):
             shapes.append((f"layers.{layer}.{name}.weight", (rows, columns)))
-            shapes.append((f"layers.{layer}.{name}.bias", (rows,)))
         for norm in ("norm1", "norm2"):
             shapes.append((f"layers.{layer}.{norm}.weight", (width,)))
-            shapes.append((f"layers.{layer}.{norm}.bias", (width,)))
+    shapes += [("norm.weight", (width,)), ("head.weight", (vocabulary, width))]
     place = 0
 
     def tensor(shape: tuple[int, ...]) -> torch.Tensor:
@@ -98,52 +84,83 @@ def transformer(width: int, layers: int, vocabulary: int) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": state, "param_groups": [group]}}
 
 
+def size(nbytes: int) -> str:
+    return f"{nbytes // MIB} MiB" if nbytes < 1024 * MIB else f"{nbytes // MIB // 1024} GiB"
+
+
 def suite(small: bool) -> list[Workload]:
     """Every workload; `small` has the same shape at a hundredth of the size."""
     count = 500 if small else 20_000
     whole = 16 * MIB if small else 1024 * MIB
     fanned = 8 * MIB if small else 1024 * MIB
-    gpt = (64, 4, 512) if small else (512, 24, 16_384)
+    llama = (64, 176, 4, 512) if small else (1024, 2880, 24, 32_000)
     repeats = 1 if small else 5
-    # Seconds mean nothing at small sizes; bytes do.
-    tenfold, near = (None, None) if small else (Bar(speed=10), Bar(speed=0.8))
-    once = Bar(speed=None if small else 0.8, sent_per_state=1.1)
-    fewer = Bar(fewer_bytes=50)
+    group, checked, again = Setup(route="group"), Setup(verify=True), Setup(keep_plan=True)
+    unpooled = Setup(pool=0)  # new memory for new tensors in each lap, as the others have it
+
+    def case(mode: Mode, speed: float | None, setup: Setup = AS_IT_COMES, **bytes_: float) -> Case:
+        """Beside torch's class. Seconds mean nothing at small sizes; bytes do."""
+        bar = Bar(speed=None if small else speed, **bytes_)
+        theirs = Kind("torch", NEW if mode == NEW else IN_PLACE)
+        return Case(Kind("torchrelay", mode, setup), theirs, None if bar == Bar() else bar)
+
+    def three(direct: float, atomic: float, new: float) -> list[Case]:
+        return [case(DIRECT, direct), case(IN_PLACE, atomic), case(NEW, new)]
+
+    http = Case(Kind("torchrelay", NEW), Kind("torchft", NEW))
+    copy = Case(
+        Kind("torchrelay", DIRECT), Kind("copy_", DIRECT), None if small else Bar(speed=0.6)
+    )
     return [
         Workload(
             "small-tensors",
             f"{count:,} tensors of 4 KB",
             lambda: many_small(count),
-            {NEW: tenfold, IN_PLACE: tenfold, DIRECT: tenfold},
+            [*three(28, 24, 22), case(DIRECT, 35, again), case(DIRECT, 12, group), http],
             repeats=min(repeats, 3),  # torch takes seconds for each
         ),
         Workload(
             "views",
             "100 views of one 4 MB buffer",
             lambda: views(100, 4_000_000),
-            {NEW: fewer, IN_PLACE: fewer},
+            [case(mode, None, fewer_bytes=50) for mode in (DIRECT, IN_PLACE, NEW)],
             repeats=repeats,
         ),
         Workload(
             "large",
-            f"{whole // MIB} MiB in 16 tensors",
+            f"{size(whole)} in 16 tensors",
             lambda: large(16, whole),
-            {NEW: None, IN_PLACE: None, DIRECT: near},
+            [
+                *three(2.2, 1.2, 3),
+                case(DIRECT, None, checked),
+                case(DIRECT, 0.9, group),
+                copy,
+                case(NEW, None, unpooled),
+                http,
+            ],
             repeats=repeats,
+            cold_samples=1 if small else 2,
         ),
         Workload(
             "fan-out",
-            f"{fanned // MIB} MiB to 3 receivers",
+            f"{size(fanned)} to 3 receivers",
             lambda: large(16, fanned),
-            {NEW: once, DIRECT: once},
+            [
+                *three(2, 1.2, 2.5),
+                # A chain: what leaves the sender leaves it once.
+                case(DIRECT, None, group, sent_per_state=1.1),
+                case(NEW, None, group, sent_per_state=1.1),
+            ],
             receivers=3,
             repeats=repeats,
         ),
         Workload(
             "transformer",
-            "transformer with AdamW",
-            lambda: transformer(*gpt),
-            {NEW: None, IN_PLACE: None, DIRECT: None},
-            repeats=repeats,
+            "Llama-like model with AdamW" + ("" if small else ", 4.1 GB"),
+            lambda: transformer(*llama),
+            [*three(2, 1.1, 3), case(NEW, None, unpooled), http],
+            repeats=min(repeats, 3),
+            memory=0 if small else 23_000_000_000,  # four and a staged one, processes, some room
+            cold_samples=0 if small else 2,
         ),
     ]

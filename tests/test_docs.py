@@ -241,6 +241,7 @@ PUBLIC = {
     "Relay": tr.Relay,
     "Relay.send": tr.Relay.send,
     "Relay.recv": tr.Relay.recv,
+    "Relay.forget": tr.Relay.forget,
     "Relay.close": tr.Relay.close,
     "register": tr.register,
     "PGTransport": dropin.PGTransport,
@@ -351,6 +352,18 @@ def test_record_is_as_described(record: type[msgspec.Struct]) -> None:
     check_record(record, WIRE)
 
 
+PLAIN_RECORDS = [kind for kind in records(wire) if kind.__struct_config__.tag is None]
+
+
+@pytest.mark.parametrize("record", PLAIN_RECORDS, ids=lambda record: record.__name__)
+def test_record_of_a_message_is_as_described(record: type[msgspec.Struct]) -> None:
+    check_record(record, WIRE)
+
+
+def test_wire_version_is_as_described() -> None:
+    assert WIRE.startswith(f"# Wire format, version {wire.MAJOR}.{wire.MINOR}\n")
+
+
 @pytest.mark.parametrize("side", ["receiver", "sender"])
 def test_messages_are_as_described(side: str) -> None:
     union = wire.ToSender if side == "receiver" else wire.ToReceiver
@@ -406,7 +419,7 @@ def test_worked_example_matches_the_code() -> None:
     assert hex_of("prelude") == wire.prelude(transfer).to_bytes(8, "little", signed=True)
     for lane in (0, 1):
         assert f"tag `{wire.tag(transfer, lane):#x}`" in WIRE
-    assert hex_of("join").ljust(wire.FRAME_BYTES, b"\0") == wire.frame(wire.Join(0, 7))[0]
+    assert hex_of("join").ljust(wire.FRAME_BYTES, b"\0") == wire.frame(wire.Join(wire.MINOR, 7))[0]
 
 
 # Checkpoint format

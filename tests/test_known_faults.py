@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torchrelay as tr
+from tests.support.ways import by, every_way
 from torchrelay.dropin import PGTransport
 
 CPU = torch.device("cpu")
@@ -318,20 +319,24 @@ def waste(rank: int, group: Any) -> object:
     views = {str(i): flat[i * 1000 : i * 1000 + 1000] for i in range(100)}
     cases = {"small view": {"v": flat[:10]}, "views": views, "tied": {"a": tied, "b": tied}}
     relay = tr.Relay(group, timeout=20)
+    needed = {"small view": (40, 48), "views": (400_000,), "tied": (tied.nbytes,)}  # 48: aligned
     if rank == 0:
         counted = {}
         for name, state in cases.items():
             counting = Counting(group)
             stock(counting).send_checkpoint([1], state)
-            counted[name] = (counting.bytes, relay.send(state, 1).wire_bytes)
-        small, views_bytes, tied_bytes = counted.values()
-        assert small[0] >= flat.nbytes and small[1] == 48  # 40 bytes, aligned
-        assert views_bytes[0] >= 100 * flat.nbytes and views_bytes[1] == 400_000
-        assert tied_bytes[0] >= 2 * tied.nbytes and tied_bytes[1] == tied.nbytes
+            counted[name] = counting.bytes
+            report = relay.send(state, 1)
+            assert report.wire_bytes in (
+                (0, *needed[name]) if report.route == "host" else needed[name]
+            )
+        assert counted["small view"] >= flat.nbytes
+        assert counted["views"] >= 100 * flat.nbytes and counted["tied"] >= 2 * tied.nbytes
     else:
         for name in cases:
             theirs: Any = stock(group).recv_checkpoint(0)
-            ours = relay.recv(0).state
+            ours, _, report = relay.recv(0)
+            assert report.wire_bytes in needed[name], (name, report)
             if name == "small view":
                 assert theirs["v"].untyped_storage().nbytes() == flat.nbytes
                 assert ours["v"].untyped_storage().nbytes() == 40
@@ -348,10 +353,13 @@ def messages(rank: int, group: Any) -> object:
         counting = Counting(group)
         stock(counting).send_checkpoint([1, 2, 3], state)
         assert counting.messages == 3 * 52
-        report = relay.send(state, [1, 2, 3])
+        report = relay.send(state, [1, 2, 3], route="group")
         assert report.messages == 1 and report.wire_bytes <= 1.3 * report.bytes
+        report = relay.send(state, [1, 2, 3], route="host")
+        assert report.messages == 0 and report.wire_bytes == 0
     else:
         stock(group).recv_checkpoint(0)
+        assert len(relay.recv(0).state) == 50
         assert len(relay.recv(0).state) == 50
     return rank
 
@@ -464,8 +472,9 @@ def hostile(rank: int, group: Any, path: str, ours: bool) -> bool:
     ],
     ids=lambda case: case.__name__,
 )
-def test_between_two(pool2: Any, case: Any) -> None:
-    assert pool2.run(case, timeout=60) == [0, 1]
+@every_way
+def test_between_two(pool2: Any, case: Any, way: str) -> None:
+    assert pool2.run(by, way, case, timeout=60) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -481,8 +490,9 @@ def test_in_place_checks(pool2: Any, source: Any, destination: Any, word: str) -
 
 
 @pytest.mark.parametrize("name", odd_leaves())
-def test_leaves_that_torch_refuses(pool2: Any, name: str) -> None:
-    assert pool2.run(refused_by_stock, name, timeout=60) == [True, True]
+@every_way
+def test_leaves_that_torch_refuses(pool2: Any, name: str, way: str) -> None:
+    assert pool2.run(by, way, refused_by_stock, name, timeout=60) == [True, True]
 
 
 def test_timeout_is_honoured(pool2: Any) -> None:

@@ -57,7 +57,7 @@ def dying_sender(rank: int, group: Any, ours: bool) -> list[float]:
     if rank == 0:
         held = Meddling(group, meddle)
         if ours:
-            tr.Relay(held, timeout=30, chunk_bytes=ITEMS * 4).send(mine, 1)
+            tr.Relay(held, timeout=30, chunk_bytes=ITEMS * 4, route="group").send(mine, 1)
         else:
             Stock(held, timedelta(seconds=30), CPU).send_checkpoint([1], mine)  # type: ignore[arg-type]
         return []
@@ -97,7 +97,7 @@ def flipped(rank: int, group: Any) -> Any:
     changed = Meddling(group, meddle)
     if rank == 0:
         Stock(changed, timedelta(seconds=30), CPU).send_checkpoint([1], state)  # type: ignore[arg-type]
-        tr.Relay(changed, timeout=30).send(state, 1)
+        tr.Relay(changed, timeout=30, route="group").send(state, 1)
         return len(flips)
     theirs: Any = Stock(group, timedelta(seconds=30), CPU).recv_checkpoint(0)
     ours = tr.Relay(group, timeout=30).recv(0).state

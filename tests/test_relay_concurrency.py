@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torchrelay as tr
+from tests.support.ways import by, every_way
 
 STEPS = range(6)
 
@@ -38,8 +39,9 @@ def by_step(rank: int, group: Any) -> list[int]:
     return sorted(got) if all(step == value for step, value in got.items()) else []
 
 
-def test_each_receive_gets_its_step(pool2: Any) -> None:
-    assert pool2.run(by_step, timeout=60) == [[], list(STEPS)]
+@every_way
+def test_each_receive_gets_its_step(pool2: Any, way: str) -> None:
+    assert pool2.run(by, way, by_step, timeout=60) == [[], list(STEPS)]
 
 
 def nobody_has_it(rank: int, group: Any) -> float:
@@ -79,7 +81,11 @@ SCRIPT = """
         dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=rank, world_size=2)
         relay = tr.Relay(timeout=0.5 if fails else 20)
         if not fails:
-            relay.send({"w": torch.ones(5)}, 1) if rank == 0 else relay.recv(0)
+            for route in ("group", "host"):
+                if rank == 0:
+                    relay.send({"w": torch.ones(5)}, 1, route=route)
+                else:
+                    kept = relay.recv(0)
         elif rank == 1:
             try:
                 relay.recv(0)

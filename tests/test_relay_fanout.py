@@ -11,6 +11,7 @@ import torch
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, Outcome, received, same, sent, weights
+from tests.support.ways import by, every_way, route_of
 
 TIMEOUT = 30.0
 
@@ -56,28 +57,38 @@ def to_three(rank: int, group: Any, nbytes: int, atomic: bool) -> Any:
     return got.report, seen, equal(into, state_of(nbytes))
 
 
-def check_three(results: list[Any], nbytes: int) -> None:
+def check_three(results: list[Any], nbytes: int, way: str) -> None:
     (report, seen), *others = results
     assert report.bytes >= nbytes
-    assert report.bytes <= report.wire_bytes <= 1.1 * report.bytes
-    assert report.step == 5 and report.route == "group"
+    if way == "group":
+        assert report.bytes <= report.wire_bytes <= 1.1 * report.bytes
+        assert report.messages == len(seen) > 0 and report.verified
+    elif way == "host":
+        assert report.wire_bytes == report.messages == 0  # the receivers do it all
+    else:
+        assert 3 * report.bytes <= report.wire_bytes <= 3.3 * report.bytes
+    assert report.step == 5 and report.route == route_of(way)
+    assert report.routes == dict.fromkeys((1, 2, 3), route_of(way))
     assert report.receivers == (1, 2, 3) and report.failed == {} and report.rerouted == ()
     assert {"capture", "join", "data"} <= set(report.seconds)
-    assert report.total_seconds > 0 and report.messages == len(seen)
+    assert report.total_seconds > 0
     assert [p.done for p in seen] == sorted(p.done for p in seen)
     assert seen[-1].done == seen[-1].total >= report.bytes
     for rank, (theirs, progress, right) in enumerate(others, 1):
         assert right, rank
         assert theirs.receivers == (rank,)
-        assert theirs.bytes == report.bytes and theirs.wire_bytes == report.wire_bytes
+        assert theirs.route == route_of(way) and theirs.verified == (way == "group")
+        assert theirs.bytes == report.bytes <= theirs.wire_bytes <= 1.1 * report.bytes
         assert theirs.missing == theirs.extra == ()
         assert progress[-1].done == progress[-1].total
         assert {"call", "join", "data", "commit"} <= set(theirs.seconds)
 
 
-def test_three_receivers_cost_the_sender_the_state_once(pool4):
+@every_way
+def test_three_receivers_cost_the_sender_the_state_once_at_most(pool4, way):
+    nbytes = 24 << 20 if way == "group" else 8 << 20
     for atomic in (True, False):
-        check_three(pool4.run(to_three, 24 << 20, atomic, timeout=60), 24 << 20)
+        check_three(pool4.run(by, way, to_three, nbytes, atomic, timeout=60), nbytes, way)
 
 
 def new_tensors(rank: int, group: Any) -> Any:
@@ -87,8 +98,9 @@ def new_tensors(rank: int, group: Any) -> Any:
     return same(relay.recv(0).state, weights(3))
 
 
-def test_new_tensors_in_any_order_of_receivers(pool4):
-    report, *right = pool4.run(new_tensors)
+@every_way
+def test_new_tensors_in_any_order_of_receivers(pool4, way):
+    report, *right = pool4.run(by, way, new_tensors)
     assert report.receivers == (3, 1, 2) and report.step is None
     assert right == [True] * 3
 
@@ -124,8 +136,9 @@ def empty(rank: int, group: Any) -> Any:
     return [str(relay.recv(0).state) for _ in states]
 
 
-def test_states_without_bytes(pool4):
-    ours, *theirs = pool4.run(empty)
+@every_way
+def test_states_without_bytes(pool4, way):
+    ours, *theirs = pool4.run(by, way, empty)
     assert ours == [0, 0, 0]
     assert theirs[0] == theirs[1] == theirs[2]
     assert theirs[0][:2] == ["{}", "{'step': 3, 'name': 'x'}"] and "size=(0, 5)" in theirs[0][2]
@@ -150,18 +163,26 @@ def slow_landing(rank: int, group: Any, where: str) -> Any:
 
 
 def test_a_receiver_that_is_slow_after_its_last_chunk_is_waited_for(pool4):
-    ours, *theirs = pool4.run(slow_landing, "end", fresh_group=True)
+    ours, *theirs = pool4.run(by, "group", slow_landing, "end", fresh_group=True)
     assert ours.error is None and ours.failed == (), ours
     assert [out.weights for out in theirs] == [1, 1, 1]
 
 
 def test_a_receiver_that_stands_still_is_left_behind(pool4):
-    ours, one, two, three = pool4.run(slow_landing, "middle", fresh_group=True)
+    ours, one, two, three = pool4.run(by, "group", slow_landing, "middle", fresh_group=True)
     assert ours.failed == (2,) and ours.receivers == (1, 3), ours
     assert (one.error, three.error) == (None, None)
     assert (one.weights, three.weights) == (1, 1)
     assert ours.seconds < 2.5 + GRACE, ours
     assert two.error == "PeerAbortedError" and two.weights == 100, two
+
+
+def test_a_receiver_that_stands_still_keeps_nobody_who_reads_from_the_state(pool4):
+    ours, *theirs = pool4.run(by, "ring", slow_landing, "middle", fresh_group=True)
+    assert ours.error is None and ours.receivers == (1, 2, 3), ours
+    assert [out.weights for out in theirs] == [1, 1, 1]
+    one, two, three = (out.seconds for out in theirs)
+    assert max(one, three) < 3 <= two, theirs  # the others did not wait for it
 
 
 def one_gives_up(rank: int, group: Any) -> Any:
@@ -182,8 +203,9 @@ def one_gives_up(rank: int, group: Any) -> Any:
     return outcomes
 
 
-def test_a_receiver_that_gives_up_holds_up_nobody(pool4):
-    ours, *theirs = pool4.run(one_gives_up, fresh_group=True)
+@every_way
+def test_a_receiver_that_gives_up_holds_up_nobody(pool4, way):
+    ours, *theirs = pool4.run(by, way, one_gives_up, fresh_group=True)
     for victim in (1, 2, 3):
         out = ours[victim - 1]
         assert out.error is None and out.failed == (victim,), ours
@@ -232,8 +254,9 @@ def turmoil(rank: int, group: Any, rounds: int, seed: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(4))
-def test_turmoil(pool4, seed):
-    ours, *theirs = pool4.run(turmoil, 25, seed, fresh_group=True, timeout=350)
+@every_way
+def test_turmoil(pool4, way, seed):
+    ours, *theirs = pool4.run(by, way, turmoil, 25, seed, fresh_group=True, timeout=350)
     assert ours[1].error is None and ours[1].failed == (), ours[1]
     assert all(last.weights == 999 for _, last in theirs)
     for number, (moods, out) in enumerate(ours[0]):

@@ -1,7 +1,7 @@
 """Generated states through a real `Relay` between two processes.
 
 Both ranks draw the same examples (hypothesis is derandomized); one sends what it drew, the other
-compares what arrives with its own.
+compares what arrives with its own. Every way is tried; what comes before and after it is the same.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from hypothesis import strategies as st
 
 import torchrelay as tr
 from tests.support.states import Destination, assert_same, destinations, states
+from tests.support.ways import by, every_way
 
-EXAMPLES = 150
-same_on_both = settings(
-    max_examples=EXAMPLES,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+EXAMPLES = {"group": 50, "host": 70, "ring": 40}
 
 
-def fresh(rank: int, group: Any) -> int:
+def same_on_both(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def fresh(rank: int, group: Any, examples: int) -> int:
     relay = tr.Relay(group, timeout=20)
     count = 0
 
     @given(states(), st.sampled_from([16, 48, 256, None]))
-    @same_on_both
+    @same_on_both(examples)
     def each(state: object, chunk_bytes: int | None) -> None:
         nonlocal count
         if rank == 0:
@@ -45,12 +49,12 @@ def fresh(rank: int, group: Any) -> int:
     return count
 
 
-def in_place(rank: int, group: Any) -> int:
+def in_place(rank: int, group: Any, examples: int) -> int:
     relay = tr.Relay(group, timeout=20)
     count = 0
 
     @given(st.data(), st.sampled_from([16, 48, 256, None]), st.booleans())
-    @same_on_both
+    @same_on_both(examples)
     def each(data: st.DataObject, chunk_bytes: int | None, atomic: bool) -> None:
         nonlocal count
         state = data.draw(states(in_place=True))
@@ -70,11 +74,13 @@ def in_place(rank: int, group: Any) -> int:
     return count
 
 
-def test_fresh(pool2: Any) -> None:
-    first, second = pool2.run(fresh, timeout=110)
-    assert first == second >= EXAMPLES
+@every_way
+def test_fresh(pool2: Any, way: str) -> None:
+    first, second = pool2.run(by, way, fresh, EXAMPLES[way], timeout=110)
+    assert first == second >= EXAMPLES[way]
 
 
-def test_in_place(pool2: Any) -> None:
-    first, second = pool2.run(in_place, timeout=110)
-    assert first == second >= EXAMPLES
+@every_way
+def test_in_place(pool2: Any, way: str) -> None:
+    first, second = pool2.run(by, way, in_place, EXAMPLES[way], timeout=110)
+    assert first == second >= EXAMPLES[way]

@@ -15,8 +15,13 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, verdict, weights
 from tests.support.ranks import run_ranks
-from torchrelay.transports import intake, sender
+from tests.support.ways import by, every_way
+from torchrelay.transports import outflow
 from torchrelay.transports.buffers import IN_FLIGHT
+from torchrelay.transports.intake import Intake
+from torchrelay.transports.outflow import Outflow
+from torchrelay.transports.pull import Pull
+from torchrelay.transports.sender import Sending
 
 OLD = 100
 LONG = 30.0
@@ -125,8 +130,9 @@ ENDS = {
 }
 
 
-def test_refusals_aborts_and_successes_in_turn(pool2):
-    ours, theirs = pool2.run(mixed, 27, timeout=60, fresh_group=True)
+@every_way
+def test_refusals_aborts_and_successes_in_turn(pool2, way):
+    ours, theirs = pool2.run(by, way, mixed, 27, timeout=60, fresh_group=True)
     for (kind, sent_end, took), (_, got_end, _) in zip(ours[:-1], theirs[:-1], strict=True):
         assert (sent_end, got_end) == ENDS[kind], kind
         assert took < 5, kind
@@ -280,8 +286,9 @@ def polling(rank: int, group: Any) -> Any:
     return got
 
 
-def test_a_receiver_that_polls_misses_nothing(pool2):
-    ours, theirs = pool2.run(polling, fresh_group=True, timeout=60)
+@every_way
+def test_a_receiver_that_polls_misses_nothing(pool2, way):
+    ours, theirs = pool2.run(by, way, polling, fresh_group=True, timeout=60)
     told = [seed for seed, out in enumerate(ours) if out.error is None]
     # Who runs out of time with data on the way may have it or not; the sender says so.
     assert set(told) <= set(theirs) or len(theirs) == 5
@@ -308,8 +315,9 @@ def impatient(rank: int, group: Any, rounds: int) -> Any:
     return errors, received(relay, 0, live, live["seed"], 9999, LONG)
 
 
-def test_a_group_survives_impatience(pool2):
-    (ours, last), (theirs, got) = pool2.run(impatient, 150, fresh_group=True, timeout=60)
+@every_way
+def test_a_group_survives_impatience(pool2, way):
+    (ours, last), (theirs, got) = pool2.run(by, way, impatient, 60, fresh_group=True, timeout=60)
     assert ours <= {None, "TransferTimeoutError", "PeerLostError"}
     assert theirs <= {None, "TransferTimeoutError", "PeerAbortedError"}
     assert last.error is None and got.weights == 9999, (last, got)
@@ -428,93 +436,156 @@ def at_once(rank: int, group: Any, rounds: int) -> Any:
     return bad, threads.left()
 
 
-def test_transfers_at_once_are_each_whole(pool4):
-    for bad, left in pool4.run(at_once, 4, timeout=60, fresh_group=True):
+@every_way
+def test_transfers_at_once_are_each_whole(pool4, way):
+    for bad, left in pool4.run(by, way, at_once, 3, timeout=60, fresh_group=True):
         assert bad == [] and left == []
 
 
-# Digests
+# Memory that changes, and bytes that do
 
 
-def changed_while_sent(rank: int, group: Any) -> Any:
-    """The sender's memory changes after a chunk was hashed and before it has left.
+def wait_for_word(group: Any) -> None:
+    dist.recv(torch.zeros(1), 0, group=group, tag=5)
 
-    The receiver waits in its second chunk until that has happened. By then it has buffers for one
-    chunk more than are in flight; the one after that is still there.
+
+def changed_while_sent(rank: int, group: Any, way: str) -> Any:
+    """The sender's memory changes after it was hashed and before it has left.
+
+    Over the group the receiver waits in its second chunk until that has happened. By then it has
+    buffers for one chunk more than are in flight; the one after that is still there. Where it takes
+    the bytes itself, it waits before the first.
     """
     threads = Threads()
-    relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG)
-    size = 8 << 20
+    relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG, verify=True)
+    size, chunks = 8 << 20, 8
     if rank == 1:
         live = {"w": torch.zeros(size, dtype=torch.uint8)}
-        seen = []
+        seen, run = [], Pull.run
 
         def progress(done: tr.Progress) -> None:
             seen.append(done.done)
-            if len(seen) == 2:
-                dist.recv(torch.zeros(1), 0, group=group, tag=5)
+            if len(seen) == 2 and way == "group":
+                wait_for_word(group)
 
-        out = attempt(lambda: relay.recv(0, into=live, progress=progress))
+        def run_later(self: Pull) -> None:
+            wait_for_word(group)
+            run(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Pull, "run", run_later)
+            out = attempt(lambda: relay.recv(0, into=live, progress=progress))
         return out, int(live["w"].max())
     state = {"w": torch.ones(size, dtype=torch.uint8)}
-    original, hashed = sender.digest, []
+    original, hashed = outflow.digest, []
 
     def digest(data: torch.Tensor) -> bytes:
         value = original(data)
         hashed.append(value)
-        if len(hashed) == IN_FLIGHT + 2:
-            data.fill_(2)
+        if len(hashed) == (IN_FLIGHT + 2 if way == "group" else chunks):
+            data.numpy().fill(2)  # autograd does not hear of it
             group.send([torch.zeros(1)], 1, 5).wait()
         return value
 
-    sender.digest = digest
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outflow, "digest", digest)
         return attempt(lambda: relay.send(state, 1)), threads.left()
-    finally:
-        sender.digest = original
 
 
-def test_memory_that_changes_under_the_sender_is_noticed(pool2):
-    (ours, left), (theirs, highest) = pool2.run(changed_while_sent, fresh_group=True)
+@every_way
+def test_memory_that_changes_under_the_sender_is_noticed(pool2, way):
+    (ours, left), (theirs, highest) = pool2.run(
+        by, way, changed_while_sent, way, fresh_group=True, timeout=60
+    )
     assert theirs.error == "DigestError" and "changed while it was sent" in theirs.text, theirs
     assert highest == 0
     assert ours.error == "PeerLostError" and "digest" in ours.text, ours
     assert left == []
 
 
-def corrupted(rank: int, group: Any, bad: list[int], atomic: bool) -> Any:
-    relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG)
+def trained_while_sent(rank: int, group: Any, way: str, atomic: bool) -> Any:
+    """A step of training in the middle of a send, which autograd counts; no digests."""
+    relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify=False)
+    if rank == 1:
+        live = weights(OLD)
+        return received(relay, 0, live, OLD, 1, LONG, atomic=atomic)
+    state = weights(1)
+    owner, name = (Outflow, "pump") if way == "group" else (Sending, "_let_read")
+    original = getattr(owner, name)
+
+    def trained(*args: Any, **options: Any) -> None:
+        original(*args, **options)
+        with torch.no_grad():
+            state["h"].add_(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, trained)
+        out = attempt(lambda: relay.send(state, 1, step=1))
+    return out, sent(relay, 2, 1, LONG)
+
+
+def trained_then_again(rank: int, group: Any, way: str, atomic: bool) -> Any:
+    first = trained_while_sent(rank, group, way, atomic)
     if rank == 0:
-        return sent(relay, 1, 1, LONG)
-    original, count = intake.Intake._arrived, [0]
-
-    def arrived(self: intake.Intake, slot: Any) -> None:
-        count[0] += 1
-        if count[0] in bad:
-            slot.data[slot.data.numel() // 2] ^= 0x10
-        original(self, slot)
-
-    intake.Intake._arrived = arrived
-    try:
-        return received(relay, 0, weights(OLD), OLD, 1, LONG, atomic=atomic), count[0]
-    finally:
-        intake.Intake._arrived = original
+        return first
+    relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG)
+    return first, received(relay, 0, weights(OLD), OLD, 2, LONG)
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_a_corrupted_chunk_is_asked_for_again(pool2, atomic):
-    clean, chunks = pool2.run(corrupted, [], atomic)[1]
+@every_way
+def test_a_state_that_is_trained_on_while_it_is_sent_is_an_error(pool2, way, atomic):
+    (ours, after), (theirs, again) = pool2.run(
+        by, way, trained_then_again, way, atomic, fresh_group=True
+    )
+    assert ours.error == "StateError" and "changed while it was sent" in ours.text, ours
+    assert "['h']" in ours.text
+    if atomic:
+        assert theirs.error == "PeerAbortedError" and theirs.weights == OLD, theirs
+    else:
+        assert theirs.error in ("TornStateError", "PeerAbortedError"), theirs
+        assert theirs.error == "TornStateError" or theirs.weights == OLD, theirs
+    assert "changed while it was sent" in theirs.text
+    assert after.error is None and again.error is None and again.weights == 2
+
+
+def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> Any:
+    relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify=True)
+    if rank == 0:
+        return sent(relay, 1, 1, LONG)
+    owner: Any = Intake if way == "group" else Pull
+    name = "_arrived" if way == "group" else "_land"
+    original, count, lock = getattr(owner, name), [0], threading.Lock()
+
+    def spoiled(self: Any, *args: Any) -> None:
+        data = args[0].data if way == "group" else args[1]
+        with lock:
+            count[0] += 1
+            if count[0] in bad:
+                data[data.numel() // 2] ^= 0x10
+        original(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, spoiled)
+        return received(relay, 0, weights(OLD), OLD, 1, LONG, atomic=atomic), count[0]
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+@every_way
+def test_a_corrupted_chunk_is_asked_for_again(pool2, way, atomic):
+    clean, chunks = pool2.run(by, way, corrupted, way, [], atomic)[1]
     assert clean.weights == 1
-    ours, (got, count) = pool2.run(corrupted, [3, 7, chunks + 1], atomic)
+    ours, (got, count) = pool2.run(by, way, corrupted, way, [3, 7, chunks + 1], atomic)
     assert ours.error is None and got.error is None and got.weights == 1
     assert count == chunks + 3
 
 
-def test_a_line_that_corrupts_everything_is_an_error(pool2):
-    ours, (got, _) = pool2.run(corrupted, list(range(1, 200)), True)
+@every_way
+def test_a_line_that_corrupts_everything_is_an_error(pool2, way):
+    ours, (got, _) = pool2.run(by, way, corrupted, way, list(range(1, 200)), True)
     assert got.error == "DigestError" and got.weights == OLD
     assert ours.error == "PeerLostError"
-    torn = pool2.run(corrupted, list(range(1, 200)), False)[1][0]
+    torn = pool2.run(by, way, corrupted, way, list(range(1, 200)), False)[1][0]
     assert torn.error == "TornStateError" and "digest" in torn.text
 
 
@@ -537,8 +608,9 @@ def groups_are_let_go(rank: int, group: Any) -> Any:
     return out.error, left, watched() is None
 
 
-def test_nothing_is_left_of_a_transfer_and_its_group(pool2):
-    assert pool2.run(groups_are_let_go) == [(None, [], True)] * 2
+@every_way
+def test_nothing_is_left_of_a_transfer_and_its_group(pool2, way):
+    assert pool2.run(by, way, groups_are_let_go) == [(None, [], True)] * 2
 
 
 def peak() -> int:
@@ -546,9 +618,9 @@ def peak() -> int:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def in_place(rank: int, group: Any, nbytes: int) -> Any:
+def in_place(rank: int, group: Any, nbytes: int, route: str) -> Any:
     state = {f"w{n}": torch.full((nbytes // 8,), rank + n, dtype=torch.uint8) for n in range(8)}
-    relay = tr.Relay(group, timeout=60)
+    relay = tr.Relay(group, timeout=60, route=route)
     meet(group)
     before = peak()
     if rank == 0:
@@ -559,9 +631,10 @@ def in_place(rank: int, group: Any, nbytes: int) -> Any:
     return peak() - before
 
 
-def test_an_in_place_receive_takes_the_buffers_in_flight_and_no_more():
+@pytest.mark.parametrize("route", ["group", "host"])
+def test_an_in_place_receive_takes_the_buffers_in_flight_and_no_more(route):
     nbytes = 512 << 20
-    sender_grew, receiver_grew = run_ranks(in_place, 2, nbytes, timeout=110)
+    sender_grew, receiver_grew = run_ranks(in_place, 2, nbytes, route, timeout=110)
     # Two chunks of 32 MiB on their way, and what the allocator and the threads need.
     assert receiver_grew < 128 << 20, receiver_grew
     assert sender_grew < 64 << 20, sender_grew

@@ -152,7 +152,7 @@ def test_a_large_storage_has_chunks_of_its_own() -> None:
 
 
 def test_small_storages_come_first() -> None:
-    assert plan.stream_order([5, 900, 7, 800], small_bytes=100) == [0, 2, 1, 3]
+    assert plan.stream_order([5, 900, 7, 800], small_bytes=100).tolist() == [0, 2, 1, 3]
 
 
 @given(st.integers(0, 1 << 42), st.integers(1, 64))
@@ -160,6 +160,13 @@ def test_chunk_size_is_in_bounds(stream: int, receivers: int) -> None:
     size = plan.chunk_size(stream, receivers)
     assert plan.MIN_CHUNK_BYTES <= size <= m.MAX_CHUNK_BYTES
     assert size % m.ALIGN == 0
+
+
+@given(st.integers(1 << 30, 1 << 42), st.integers(2, 8))
+def test_the_end_of_a_chain_is_little_behind(stream: int, receivers: int) -> None:
+    size = plan.chunk_size(stream, receivers)
+    assert size * (receivers - 1) <= stream / 64 + receivers * m.ALIGN
+    assert size <= 16 * plan.MIB
 
 
 def test_digest_is_of_the_bytes() -> None:

@@ -5,6 +5,7 @@
     │   ├── UnsupportedLeafError       a leaf that cannot travel exactly
     │   └── MismatchError              `into=` does not fit what is offered
     ├── UsageError                 ours: a call that cannot mean anything (bad rank, closed relay)
+    ├── RouteError                 the route that was asked for cannot be taken
     ├── StepMismatchError          the offered step is not the one asked for
     ├── ManifestError              bytes that are not a valid manifest
     ├── DigestError                bytes that are not the ones that were sent
@@ -69,6 +70,15 @@ class MismatchError(StateError):
 
 class UsageError(RelayError, ValueError):
     """The call itself makes no sense: a rank outside the group, a relay already closed."""
+
+
+class RouteError(RelayError):
+    """The route that was asked for by `route=`, here or by the peer, cannot be taken.
+
+    Nothing was written. `send` raises it where a receiver did; `report` tells how others fared.
+    """
+
+    report: Any = None
 
 
 class StepMismatchError(RelayError):

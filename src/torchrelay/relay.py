@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,19 +11,31 @@ import torch.distributed as dist
 from torchrelay.errors import (
     PeerRefusedError,
     RemoteProtocolError,
+    RouteError,
     StateError,
     StepMismatchError,
     UsageError,
 )
+from torchrelay.memory.kernels import warm_up
+from torchrelay.memory.pool import Pool, Pooled, usual_limit
+from torchrelay.memory.side import in_use, settle
+from torchrelay.state.blueprint import Blueprint
+from torchrelay.state.codec import Recall
 from torchrelay.state.landing import land
-from torchrelay.state.prepared import prepare
+from torchrelay.state.prepared import Layout, prepare
 from torchrelay.state.snapshot import capture
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.cuda_ipc import Exports, Openings
 from torchrelay.transports.group import Post, post_of
 from torchrelay.transports.receiver import Receiving, answer
+from torchrelay.transports.report import Report
+from torchrelay.transports.ring import MappedRings, Rings
+from torchrelay.transports.routes import check_route, compares
 from torchrelay.transports.sender import Sending
+
+__all__ = ["Progress", "Received", "Relay", "Report"]
 
 ProgressCallback = Callable[["Progress"], None]
 
@@ -34,27 +45,6 @@ class Progress(NamedTuple):
 
     done: int
     total: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """How a transfer went, as this rank saw it."""
-
-    step: int | None
-    bytes: int  # of the state itself
-    wire_bytes: int  # that this rank sent (sender) or received (receiver) as data
-    messages: int  # that carried data
-    seconds: dict[str, float] = field(default_factory=dict)  # by phase
-    route: str = "group"
-    receivers: tuple[int, ...] = ()  # that have the state
-    failed: dict[int, str] = field(default_factory=dict)  # rank: why it has not
-    rerouted: tuple[int, ...] = ()  # served directly after their upstream was lost
-    missing: tuple[str, ...] = ()  # offered, not in the destination (strict=False)
-    extra: tuple[str, ...] = ()  # in the destination, not offered (strict=False)
-
-    @property
-    def total_seconds(self) -> float:
-        return sum(self.seconds.values())
 
 
 class Received(NamedTuple):
@@ -73,8 +63,14 @@ class Relay:
     each call. With several receivers `join_window` is how long the first to come wait for the
     others, and how long a receiver may make no progress before the others go on without it.
 
+    Bytes take the fastest way that works: memory of a GPU opened by the receiver ("cuda_ipc"), host
+    memory read by the receiver ("host"), or messages over the group ("group"). `route` allows one
+    alone. `verify=None` compares digests of what crosses a wire; True, also of what the kernel
+    copies on one machine; False, of nothing.
+
     Calls from several threads at once are fine. The relay keeps its transfer buffers (at most
-    `IN_FLIGHT` chunks each way, `BufferPool.limit` in all) until `close`.
+    `IN_FLIGHT` chunks each way, `BufferPool.limit` in all) and memory that received states were in
+    (at most `pool` bytes while idle, a quarter of the machine's by default) until `close`.
     """
 
     def __init__(
@@ -84,7 +80,9 @@ class Relay:
         timeout: float = 300.0,
         join_window: float = 10.0,
         chunk_bytes: int | None = None,
-        verify: bool = True,
+        verify: bool | None = None,
+        route: str | None = None,
+        pool: int | None = None,
     ) -> None:
         if group is None:
             if not dist.is_initialized():
@@ -94,6 +92,8 @@ class Relay:
             raise UsageError(f"join_window is a positive number of seconds, not {join_window}")
         if chunk_bytes is not None and chunk_bytes < 1:
             raise UsageError(f"chunk_bytes is a positive number, not {chunk_bytes}")
+        if pool is not None and pool < 0:
+            raise UsageError(f"pool is a number of bytes, not {pool}")
         Deadline(timeout)
         self._group = group
         self._post: Post = post_of(group)
@@ -101,7 +101,17 @@ class Relay:
         self._join_window = join_window
         self._chunk_bytes = chunk_bytes
         self._verify = verify
+        self._route = check_route(route)
         self._buffers = BufferPool()
+        self._rings, self._mapped = Rings(), MappedRings()
+        self._exports, self._openings = Exports(), Openings()
+        # With 0 torch allocates, and nothing is kept.
+        self._pool = None if pool == 0 else Pool(usual_limit() if pool is None else pool)
+        self._means = Pooled(self._pool)
+        # What planning found out, for the next transfer of the same state. None of the tensors.
+        self._drawn: Blueprint | None = None
+        self._layout: Layout | None = None
+        self._recall = Recall()
         self._closed = False
 
     @property
@@ -116,22 +126,33 @@ class Relay:
         step: int | None = None,
         timeout: float | None = None,
         join_timeout: float | None = None,
+        route: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> Report:
         """Send a state to one or several ranks; returns when each has it or has failed.
 
         The state must not change until this returns. Receivers that are absent, late or lost are
         named in `report.failed` and do not keep the others from getting it. Raises where no
-        receiver got it, and where one refused it: `PeerRefusedError` or `StepMismatchError`, with
-        `report` telling how the others fared. `timeout` bounds the whole call; `join_timeout` is
-        how long to wait for the first receiver to come, if less than that.
+        receiver got it, and where one refused it: `PeerRefusedError`, `StepMismatchError` or
+        `RouteError`, with `report` telling how the others fared. `timeout` bounds the whole call;
+        `join_timeout` is how long to wait for the first receiver to come, if less than that.
+        `route` is as for the relay, for this call.
         """
         ranks = self._receivers(to)
         _check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
         watch = Stopwatch()
+        route = check_route(route) or self._route
         with watch("capture"):
-            snapshot = capture(state, step, receivers=len(ranks), chunk_bytes=self._chunk_bytes)
+            settle()  # whoever reads a GPU's memory next does not wait for its streams
+            snapshot = capture(
+                state,
+                step,
+                receivers=len(ranks),
+                chunk_bytes=self._chunk_bytes,
+                like=self._drawn,
+            )
+            self._drawn = snapshot.plan
         sending = Sending(
             self._post,
             snapshot,
@@ -140,19 +161,28 @@ class Relay:
             window=self._join_window,
             join_timeout=deadline.seconds if join_timeout is None else join_timeout,
             verify=self._verify,
+            route=route,
             buffers=self._buffers,
+            rings=self._rings,
+            exports=self._exports,
             watch=watch,
             progress=_reporter(progress),
         )
 
         def report() -> Report:
             peers = sending.peers.values()
+            routes = {peer.rank: peer.route for peer in peers if peer.stage == "done"}
+            taken = set(routes.values()) or {route or "group"}
             return Report(
                 step=step,
                 bytes=snapshot.manifest.nbytes,
                 wire_bytes=sending.wire_bytes,
                 messages=sending.messages,
                 seconds=watch.seconds,
+                route=next(iter(taken)) if len(taken) == 1 else "mixed",
+                routes=routes,
+                instead={k: v for peer in peers for k, v in peer.instead.items()},
+                verified=all(compares(name, self._verify) for name in taken),
                 receivers=tuple(peer.rank for peer in peers if peer.stage == "done"),
                 failed={peer.rank: peer.reason for peer in peers if peer.stage != "done"},
                 rerouted=tuple(sending.rerouted),
@@ -160,7 +190,7 @@ class Relay:
 
         try:
             sending.run()
-        except (PeerRefusedError, StepMismatchError) as fault:
+        except (PeerRefusedError, StepMismatchError, RouteError) as fault:
             fault.report = report()
             raise
         return report()
@@ -175,6 +205,7 @@ class Relay:
         atomic: bool = True,
         device: torch.device | str | None = None,
         timeout: float | None = None,
+        route: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> Received:
         """Receive the state that rank `source` sends.
@@ -184,13 +215,17 @@ class Relay:
         dtype, shape and placement must agree, and with `strict` the paths too. `atomic=True`
         stages the state and writes it once it is whole and verified; `atomic=False` writes as bytes
         arrive and raises `TornStateError` if it cannot finish. `step` refuses any other step.
+        `route` is as for the relay, for this call.
         """
         deadline = Deadline(self._timeout if timeout is None else timeout)
         self._check_rank(source)
         _check_step(step)
         watch = Stopwatch()
+        settle()  # what is written to on a GPU may still be in use by its streams
+        if in_use():
+            warm_up(torch.cuda.current_device())
         with watch("prepare"):
-            into = prepared(into)
+            into = self.prepared(into)
         with self._post.trading.call(source):
             with watch("call"):
                 transfer = wire.read_prelude(answer(self._post, source, deadline))
@@ -209,6 +244,7 @@ class Relay:
                 strict=strict,
                 atomic=atomic,
                 device=device,
+                route=check_route(route) or self._route,
                 progress=progress,
             )
 
@@ -225,6 +261,7 @@ class Relay:
         atomic: bool,
         device: torch.device | str | None,
         progress: ProgressCallback | None,
+        route: str | None = None,
         make_missing: bool = False,
     ) -> Received:
         """The rest of `recv`, after a sender's first message has been read."""
@@ -242,9 +279,14 @@ class Relay:
                 device=where,
                 rank=self.rank,
                 make_missing=make_missing,
+                means=self._means,
             ),
             deadline=deadline,
             buffers=self._buffers,
+            rings=self._mapped,
+            openings=self._openings,
+            recall=self._recall,
+            route=route or self._route,
             watch=watch,
             progress=_reporter(progress),
         )
@@ -257,16 +299,42 @@ class Relay:
             wire_bytes=intake.wire_bytes,
             messages=intake.messages,
             seconds=watch.seconds,
+            route=receiving.choice.route,
+            routes={self.rank: receiving.choice.route},
+            instead=receiving.choice.instead,
+            verified=receiving.verified,
             receivers=(self.rank,),
             missing=tuple(landed.missing),
             extra=tuple(landed.extra),
         )
         return Received(landed.state, manifest.step, report)
 
+    def prepared(self, into: object) -> object:
+        """What can be known of a destination before a sender has come."""
+        if into is None:
+            return None
+        try:
+            ready = prepare(into, like=self._layout)
+        except StateError:
+            return into  # refused when it is offered a state, so that the sender hears of it
+        self._layout = ready.plan
+        return ready
+
+    def forget(self) -> None:
+        """Drop what earlier transfers found out about states; memory and buffers are kept."""
+        self._drawn, self._layout = None, None
+        self._recall.clear()
+
     def close(self) -> None:
-        """Free the transfer buffers. The group itself is the caller's."""
+        """Free the memory that was kept. The group and the states received are the caller's."""
         self._closed = True
+        self.forget()
         self._buffers.clear()
+        self._rings.close()
+        self._mapped.close()
+        self._openings.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def __enter__(self) -> Relay:
         return self
@@ -295,14 +363,6 @@ class Relay:
 def _check_step(step: object) -> None:
     if step is not None and (type(step) is not int or not 0 <= step < 1 << 62):
         raise UsageError(f"step is a whole number from 0, not {step!r}")
-
-
-def prepared(into: object) -> object:
-    """What can be known of a destination before a sender has come."""
-    try:
-        return None if into is None else prepare(into)
-    except StateError:
-        return into  # refused when it is offered a state, so that the sender hears of it
 
 
 def _reporter(progress: ProgressCallback | None) -> Callable[[int, int], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ from torchrelay import relay as relay_module
 from torchrelay.transports import wire
 from torchrelay.transports.group import Line
 from torchrelay.transports.intake import Intake
+from torchrelay.transports.pull import Pull
 from torchrelay.transports.receiver import Receiving
 from torchrelay.transports.sender import Sending
+from torchrelay.transports.serving import Serving
 
 CHUNK = 64 << 10
 """Bytes of a chunk, so that `weights` come in about twenty."""
@@ -90,38 +93,57 @@ class _Spot(NamedTuple):
     nth: int = 1
 
 
-SENDER = {
+def _says(kind: type) -> Callable[..., bool]:
+    return lambda line, message: isinstance(message, kind)
+
+
+_SENDER = {
     "capture": _Spot(relay_module, "capture"),
     "joined": _Spot(Sending, "_joined"),
     "go": _Spot(Sending, "_transfer"),
-    "data": _Spot(Sending, "_sent", nth=5),
-    "trailer": _Spot(
-        Sending, "_send_trailer", when=lambda s: not s._unhashed and not s._trailer_sent
-    ),
-    "trailer sent": _Spot(Sending, "_send_trailer", after=True, when=lambda s: s._trailer_sent),
-    "fin": _Spot(Line, "send", when=lambda line, message: isinstance(message, wire.Fin)),
+    "trailer": _Spot(Line, "send", when=_says(wire.Trailer)),
+    "trailer sent": _Spot(Line, "send", after=True, when=_says(wire.Trailer)),
+    "fin": _Spot(Line, "send", when=_says(wire.Fin)),
 }
-RECEIVER = {
+SENDER = {
+    "group": {**_SENDER, "data": _Spot(Sending, "_sent", nth=5)},
+    "host": {**_SENDER, "data": _Spot(Sending, "_let_read", after=True)},
+    "ring": {**_SENDER, "data": _Spot(Serving, "fill", nth=5)},
+}
+"""Where a sender can be held, by way and phase. Where it is read from, it has no part in `data`."""
+
+_RECEIVER = {
     "call": _Spot(relay_module, "answer"),
     "joined": _Spot(Receiving, "_consider"),
-    "accepted": _Spot(Receiving, "_expect", when=lambda r, kind: kind is wire.Go),
-    "data": _Spot(Intake, "_arrived", after=True, nth=5),
-    "commit": _Spot(Intake, "run", after=True),
+    "accepted": _Spot(Line, "send", after=True, when=_says(wire.Accept)),
     "done": _Spot(Receiving, "_goodbye", when=lambda r, message: isinstance(message, wire.Done)),
-    "pass on": _Spot(Intake, "finish"),
 }
+_PULL = {**_RECEIVER, "commit": _Spot(Pull, "run", after=True), "pass on": _Spot(Pull, "finish")}
+RECEIVER = {
+    "group": {
+        **_RECEIVER,
+        "data": _Spot(Intake, "_arrived", after=True, nth=5),
+        "commit": _Spot(Intake, "run", after=True),
+        "pass on": _Spot(Intake, "finish"),
+    },
+    "host": {**_PULL, "data": _Spot(Pull, "_read_batch", nth=5)},
+    "ring": {**_PULL, "data": _Spot(Pull, "_take_slot", nth=5)},
+}
+"""Where a receiver can be held. Where it reads, one of its threads is, and others go on."""
 
 
 @contextlib.contextmanager
 def held_at(spot: _Spot, phase: str) -> Iterator[None]:
     """Within: the first time this process comes to the spot, it reports `phase` and waits there."""
     original = getattr(spot.owner, spot.name)
-    left = spot.nth
+    left, lock = spot.nth, threading.Lock()
 
     def hold() -> None:
         nonlocal left
-        left -= 1
-        if left == 0:
+        with lock:
+            left -= 1
+            mine = left == 0
+        if mine:
             reached(phase, hold=True)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,8 @@ import random
 import torch
 
 from torchrelay.state import codec
-from torchrelay.state.landing import Landed, land
+from torchrelay.state.landed import Landed
+from torchrelay.state.landing import land
 from torchrelay.state.snapshot import Snapshot, capture
 
 

@@ -20,6 +20,7 @@ from torchrelay.checkpointer.stateful import Unwrapped, can_grow, like, rewrap, 
 from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
+from torchrelay.state.building import check_leaf, copy_late, late_copy, make_leaf
 from torchrelay.state.containers import (
     Path,
     check_types,
@@ -32,7 +33,6 @@ from torchrelay.state.containers import (
     write_back,
 )
 from torchrelay.state.fitting import ArrayFit, Fit, fit
-from torchrelay.state.landing import check_leaf, copy_late, late_copy, make_leaf
 from torchrelay.state.leaves import parts
 from torchrelay.state.offer import Offer, pruned
 from torchrelay.state.outline import dotted

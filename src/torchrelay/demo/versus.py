@@ -26,6 +26,19 @@ DIRECT: Mode = "in place, atomic=False"
 SOURCE = 0
 
 
+@dataclass(frozen=True)
+class Setup:
+    """How a `Relay` is set up; None leaves the choice to it."""
+
+    route: str | None = None
+    verify: bool | None = None
+    pool: int | None = None
+    keep_plan: bool = False  # use again what it remembers of the lap before
+
+
+AS_IT_COMES = Setup()
+
+
 def hush_torch() -> None:
     """Keep the warnings that torch's own class causes within torch off the screen."""
     warnings.filterwarnings("ignore", module=re.escape(PGTransport.__module__))
@@ -57,15 +70,21 @@ class Counted:
 
 
 class Moved(NamedTuple):
-    """What a contender hands back: the state (receivers only), and seconds by phase."""
+    """What a contender hands back: the state (receivers only), and what it tells of the way."""
 
     state: Any
     phases: dict[str, float]
+    route: str = ""
+    read: int = 0  # bytes of the state that this rank got by other ways than the group
 
 
 class Contender(Protocol):
+    def rest(self) -> None:
+        """Before each lap, not timed."""
+
     def send(self, state: object, to: Sequence[int]) -> Moved: ...
     def recv(self) -> Moved: ...
+    def close(self) -> None: ...
 
 
 class ByTorch:
@@ -77,6 +96,9 @@ class ByTorch:
         # A stand-in for a group: it has the methods that the class calls.
         self._transport = PGTransport(group, limit, cpu, callback)  # type: ignore[arg-type]
 
+    def rest(self) -> None:
+        pass
+
     def send(self, state: object, to: Sequence[int]) -> Moved:
         self._transport.send_checkpoint(list(to), state)
         return Moved(None, {})
@@ -84,21 +106,39 @@ class ByTorch:
     def recv(self) -> Moved:
         return Moved(self._transport.recv_checkpoint(SOURCE), {})
 
+    def close(self) -> None:
+        pass
+
 
 class ByRelay:
-    """`Relay` with its defaults: digests on, old or new weights unless `atomic` says otherwise."""
+    """One `Relay` for all laps, so that its memory is warm; each lap plans anew unless told."""
 
-    def __init__(self, group: Counted, into: object, timeout: float, *, atomic: bool) -> None:
-        self._relay = Relay(group, timeout=timeout)
+    def __init__(
+        self, group: Counted, into: object, timeout: float, *, atomic: bool, setup: Setup
+    ) -> None:
+        self._relay = Relay(
+            group, timeout=timeout, route=setup.route, verify=setup.verify, pool=setup.pool
+        )
         self._into = into
         self._atomic = atomic
+        self._keep_plan = setup.keep_plan
+
+    def rest(self) -> None:
+        if not self._keep_plan:
+            self._relay.forget()
 
     def send(self, state: object, to: Sequence[int]) -> Moved:
-        return Moved(None, self._relay.send(state, to=to).seconds)
+        report = self._relay.send(state, to=to)
+        return Moved(None, report.seconds, report.route)
 
     def recv(self) -> Moved:
         got = self._relay.recv(SOURCE, into=self._into, atomic=self._atomic)
-        return Moved(got.state, got.report.seconds)
+        report = got.report
+        read = 0 if report.route == "group" else report.wire_bytes
+        return Moved(got.state, report.seconds, report.route, read)
+
+    def close(self) -> None:
+        self._relay.close()
 
 
 @dataclass(frozen=True)
@@ -106,9 +146,11 @@ class Lap:
     """One transfer as one rank saw it."""
 
     seconds: float
-    bytes: int  # that this rank sent
+    bytes: int  # that this rank sent through the group
     messages: int
     phases: dict[str, float] = field(default_factory=dict)
+    route: str = ""
+    read: int = 0  # bytes that this rank got by other ways than the group
 
 
 class Course:
@@ -117,7 +159,15 @@ class Course:
     `state` is what rank 0 sends, and on the others what is written into (None for new tensors).
     """
 
-    def __init__(self, who: Who, mode: Mode, group: Any, state: object, timeout: float) -> None:
+    def __init__(
+        self,
+        who: Who | Contender,
+        mode: Mode,
+        group: Any,
+        state: object,
+        timeout: float,
+        setup: Setup = AS_IT_COMES,
+    ) -> None:
         self._group = Counted(group)
         self._state = state
         self._sends = self._group.rank() == SOURCE
@@ -125,14 +175,18 @@ class Course:
         self._contender: Contender
         if who == "torch":
             self._contender = ByTorch(self._group, into, timeout)
+        elif who == "torchrelay":
+            atomic = mode != DIRECT
+            self._contender = ByRelay(self._group, into, timeout, atomic=atomic, setup=setup)
         else:
-            self._contender = ByRelay(self._group, into, timeout, atomic=mode != DIRECT)
+            self._contender = who
         self.received: Any = None
 
     def lap(self) -> Lap:
         """From a barrier to the moment this rank is done. What came is in `received` after it."""
         self.received = None
         count = self._group
+        self._contender.rest()
         bytes_before, messages_before = count.bytes, count.messages
         count.group.barrier().wait()
         begun = time.perf_counter()
@@ -143,5 +197,14 @@ class Course:
         seconds = time.perf_counter() - begun
         self.received = moved.state
         return Lap(
-            seconds, count.bytes - bytes_before, count.messages - messages_before, moved.phases
+            seconds,
+            count.bytes - bytes_before,
+            count.messages - messages_before,
+            moved.phases,
+            moved.route,
+            moved.read,
         )
+
+    def close(self) -> None:
+        self.received = None
+        self._contender.close()

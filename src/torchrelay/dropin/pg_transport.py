@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from torchrelay.dropin._torch_wire import recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
-from torchrelay.relay import Relay, prepared
+from torchrelay.relay import Relay
 from torchrelay.transports import wire
 from torchrelay.transports.c10d import Watcher
 from torchrelay.transports.clock import Deadline, Stopwatch
@@ -101,7 +101,7 @@ class PGTransport:
             transfer,
             deadline,
             watch,
-            into=prepared(into),
+            into=self._relay.prepared(into),
             step=None,
             strict=False,
             atomic=True,

@@ -7,20 +7,14 @@ used for every save, because touching fresh memory costs several times as much a
 
 from __future__ import annotations
 
-import ctypes
-import errno
+import fcntl
 import mmap
 import os
 from typing import Any
 
 import torch
 
-from torchrelay.memory.crew import share_out
-
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
-_TOUCH = 64 << 20
-
-_libc = ctypes.CDLL(None, use_errno=True)
+from torchrelay.memory.pages import populate
 
 
 class Arena:
@@ -30,9 +24,11 @@ class Arena:
         self.nbytes = nbytes
         self.pinned = False
         self._map: mmap.mmap | None = None
-        self.fd = os.memfd_create("torchrelay-arena", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("torchrelay-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, nbytes)
+            # Whoever maps it may rely on its size: touching what was cut off would end the process.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self._map = mmap.mmap(self.fd, nbytes)
         except (OSError, ValueError) as fault:
             os.close(self.fd)
@@ -40,35 +36,23 @@ class Arena:
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
         try:
-            self._touch(threads)
+            populate(self.address, nbytes, threads)
             if pinned:
                 self._register()
         except BaseException:
             self.close()
             raise
 
-    def _touch(self, threads: int) -> None:
-        share_out(range(0, self.nbytes, _TOUCH), lambda: self._touch_from, threads)
-
-    def _touch_from(self, at: int) -> None:
-        nbytes = min(_TOUCH, self.nbytes - at)
-        where = ctypes.c_void_p(self.address + at)
-        if _libc.madvise(where, ctypes.c_size_t(nbytes), _POPULATE_WRITE):
-            code = ctypes.get_errno()
-            if code != errno.EINVAL:
-                raise MemoryError(f"no memory for an arena: {os.strerror(code)}")
-            ctypes.memset(self.address + at, 0, nbytes)  # a kernel that cannot populate
-
     def _register(self) -> None:
-        code = _runtime().cudaHostRegister(self.address, self.nbytes, 0)
-        if int(code) != 0:
-            raise MemoryError(f"CUDA cannot pin {self.nbytes} bytes (error {int(code)})")
+        code = register(self.address, self.nbytes)
+        if code != 0:
+            raise MemoryError(f"CUDA cannot pin {self.nbytes} bytes (error {code})")
         self.pinned = True
 
     def close(self) -> None:
         """Free the memory here. Nothing may use `tensor` afterwards."""
         if self.pinned:
-            _runtime().cudaHostUnregister(self.address)
+            unregister(self.address)
             self.pinned = False
         if self._map is not None:
             self.tensor = torch.empty(0, dtype=torch.uint8)
@@ -77,6 +61,15 @@ class Arena:
 
     def __del__(self) -> None:
         self.close()
+
+
+def register(address: int, nbytes: int) -> int:
+    """Pin memory for CUDA; 0, or the number of an error."""
+    return int(_runtime().cudaHostRegister(address, nbytes, 0))
+
+
+def unregister(address: int) -> None:
+    _runtime().cudaHostUnregister(address)
 
 
 def _runtime() -> Any:

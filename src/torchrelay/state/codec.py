@@ -11,7 +11,7 @@ import msgspec
 from torchrelay.errors import ManifestError
 from torchrelay.state.manifest import MAX_ENCODED_BYTES, VERSION, Manifest
 from torchrelay.state.pause import gc_paused
-from torchrelay.state.validation import check
+from torchrelay.state.validation import check, check_step
 
 Buffer = bytes | bytearray | memoryview
 
@@ -53,6 +53,71 @@ def decode_json(data: Buffer) -> Manifest:
         return _decode(data, _json_manifest, _json_version)
 
 
+def with_step(data: bytes, step: int | None) -> bytes:
+    """What `encode` makes of the same manifest with another step."""
+    start, stop = _step_span(data)
+    return b"".join((data[:start], msgspec.msgpack.encode(step), memoryview(data)[stop:]))
+
+
+# The bytes before the step: an array of up to 15 fields, the first of them the version.
+_STEP_AT = 4
+# Bytes of a step, by its first one: nothing, or an unsigned number. Small numbers are one byte.
+_STEP_BYTES = {0xC0: 1, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, **dict.fromkeys(range(0x80), 1)}
+
+
+def _step_span(data: Buffer) -> tuple[int, int]:
+    """Where the step stands in an encoded manifest. `ValueError` if not where `encode` puts it."""
+    plain = len(data) > _STEP_AT and data[0] >> 4 == 0x9 and data[1] == 0x92
+    if not plain or max(data[2], data[3]) > 0x7F or data[_STEP_AT] not in _STEP_BYTES:
+        raise ValueError("not as a manifest starts")
+    return _STEP_AT, _STEP_AT + _STEP_BYTES[data[_STEP_AT]]
+
+
+class Recall:
+    """`decode` that remembers the last few manifests, whatever their step.
+
+    The same manifest again, with any step, has the same records (`leaves`, `storages` and `tree`
+    are the same objects) and is not decoded and validated once more. Threads may share it. What is
+    kept is bounded: `limit` bytes of encoded manifests, whose records take about ten times that.
+    """
+
+    def __init__(self, limit: int = 8 << 20, count: int = 3) -> None:
+        self._limit = limit
+        self._count = count
+        # Encoded without the step, and decoded; the last used is last. Never changed, only
+        # replaced: threads that do so at once may forget an entry, and nothing else.
+        self._known: tuple[tuple[bytes, Manifest], ...] = ()
+
+    def decode(self, data: Buffer) -> Manifest:
+        """The manifest in MessagePack `data`, validated whole, or `ManifestError`."""
+        try:
+            start, stop = _step_span(data)
+        except ValueError:
+            return decode(data)
+        rest = b"".join((memoryview(data)[:start], memoryview(data)[stop:]))
+        found = next((entry for entry in self._known if entry[0] == rest), None)
+        if found is None:
+            found = rest, decode(data)
+            manifest = found[1]
+        else:
+            step = msgspec.msgpack.decode(memoryview(data)[start:stop])
+            check_step(step)
+            manifest = msgspec.structs.replace(found[1], step=step)
+        self._keep(found)
+        return manifest
+
+    def _keep(self, entry: tuple[bytes, Manifest]) -> None:
+        known = [other for other in self._known if other[1] is not entry[1]]
+        known = [*known, entry][-self._count :]
+        while known and sum(len(rest) for rest, _ in known) > self._limit:
+            del known[0]
+        self._known = tuple(known)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known = ()
+
+
 def step_of(data: Buffer) -> int | None:
     """The step of an encoded manifest, by itself; None also where it cannot be read."""
     try:
@@ -69,14 +134,30 @@ def _decode(
     if len(data) > MAX_ENCODED_BYTES:
         raise ManifestError(f"manifest of {len(data)} bytes, the cap is {MAX_ENCODED_BYTES}")
     try:
-        major, minor = version_decoder.decode(data).version
-        if major != VERSION[0]:
-            raise ManifestError(
-                f"manifest of version {major}.{minor}, this library reads {VERSION[0]}.x: "
-                "use the same major version of torchrelay on both sides"
-            )
         manifest = decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError) as fault:
+        _check_version(_version_in(data, version_decoder))
         raise ManifestError(f"not a manifest: {fault}") from None
+    _check_version(manifest.version)
     check(manifest)
     return manifest
+
+
+def _version_in(
+    data: Buffer,
+    decoder: msgspec.msgpack.Decoder[_Version] | msgspec.json.Decoder[_Version],
+) -> tuple[int, int]:
+    """The version of what may be the manifest of another one; ours where it cannot be read."""
+    try:
+        return decoder.decode(data).version
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return VERSION
+
+
+def _check_version(version: tuple[int, int]) -> None:
+    major, minor = version
+    if major != VERSION[0]:
+        raise ManifestError(
+            f"manifest of version {major}.{minor}, this library reads {VERSION[0]}.x: "
+            "use the same major version of torchrelay on both sides"
+        )

@@ -7,9 +7,11 @@ share one leaf.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError, UnsupportedLeafError
@@ -25,6 +27,7 @@ _FACTORIES: dict[str, type] = {
 }
 assert tuple(_FACTORIES) == FACTORIES
 _PLAIN = (torch.Tensor, str, int, float, type(None))
+_MANY = 64  # tensors in one container for which numpy is worth its calls
 
 
 class Flat(NamedTuple):
@@ -45,28 +48,57 @@ def flatten(state: object) -> Flat:
     Objects that are no container become leaves, whatever they are.
     """
     leaves: list[object] = []
-    known: dict[int, int] = {}
+    known: dict[int, int] = {}  # by id of a tensor, its leaf
+    bulk: list[range] = []  # leaves that are not in `known` yet
 
     def leaf(value: object) -> int:
         # Shared identity matters for what can be written to; equal plain values may well be shared
         # by the interpreter alone.
-        index = known.get(id(value)) if isinstance(value, torch.Tensor) else None
-        if index is None:
-            index = len(leaves)
+        index = len(leaves)
+        if isinstance(value, torch.Tensor):
+            learn()
+            index = known.setdefault(id(value), index)
+        if index == len(leaves):
             leaves.append(value)
-            known[id(value)] = index
         return index
 
     # The fast path below is for tensors that are not registered as anything else.
     tensors = {kind for kind in (torch.Tensor, torch.nn.Parameter) if codec_of(kind) is None}
 
-    def children(items: Iterable[tuple[object, object]], path: Path) -> tuple[m.Node, ...]:
+    def learn() -> None:
+        for some in bulk:
+            known.update(zip(map(id, leaves[some.start : some.stop]), some, strict=True))
+        bulk.clear()
+
+    def fresh(values: list[object]) -> bool:
+        """Whether these are many tensors, none of them seen before; if so, they are leaves now."""
+        if len(values) < _MANY or not tensors.issuperset(map(type, values)):
+            return False
+        ids = np.fromiter(map(id, values), np.uint64, len(values))
+        learn()
+        if known and not known.keys().isdisjoint(ids.tolist()):
+            return False
+        ids.sort()
+        if (ids[1:] == ids[:-1]).any():
+            return False
+        bulk.append(range(len(leaves), len(leaves) + len(values)))
+        leaves.extend(values)
+        return True
+
+    def children(
+        values: list[object], path: Path, keys: Iterable[object] | None = None
+    ) -> tuple[m.Node, ...]:
+        first = len(leaves)
+        if fresh(values):
+            return tuple(range(first, len(leaves)))
         nodes: list[m.Node] = []
-        for key, item in items:
+        for key, item in enumerate(values) if keys is None else zip(keys, values, strict=True):
             if type(item) not in tensors:
                 nodes.append(visit(item, (*path, key)))
                 continue
             # What `visit` and `leaf` do for a tensor, without the calls: most items are one.
+            if bulk:
+                learn()
             index = known.get(id(item))
             if index is None:
                 index = known[id(item)] = len(leaves)
@@ -90,13 +122,13 @@ def flatten(state: object) -> Flat:
             return m.RecordNode(codec.name, visit(codec.encode(value), (*path, codec.name)))
         if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
             keys = _keys(value, path)
-            items = children(value.items(), path)
+            items = children(list(value.values()), path, value)
             return m.DictNode(kind.__name__, keys, items, _factory(value, path))
         if isinstance(value, (list, tuple)) and kind in (list, tuple):
-            return m.SequenceNode(kind.__name__, children(enumerate(value), path))
+            return m.SequenceNode(kind.__name__, children(list(value), path))
         if is_namedtuple(kind) and isinstance(value, tuple):
             fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-            items = children(zip(fields, value, strict=True), path)
+            items = children(list(value), path, fields)
             return m.NamedTupleNode(kind.__name__, fields, items, kind.__module__)
         return leaf(value)
 
@@ -112,9 +144,11 @@ def is_namedtuple(kind: type) -> bool:
 
 
 def _keys(mapping: dict[Any, Any], path: Path) -> tuple[Key, ...]:
+    # The condition is that of `encode_key`, for all at once: nearly all keys are such.
+    if {str}.issuperset(map(type, mapping)) and "".join(mapping).isascii():
+        return tuple(mapping)
     try:
-        # The condition is that of `encode_key`, without its call: nearly all keys are such.
-        return tuple([k if type(k) is str and k.isascii() else encode_key(k) for k in mapping])
+        return tuple([encode_key(k) for k in mapping])
     except TypeError as fault:
         raise UnsupportedLeafError(
             f"a dict key of type {fault}: keys are str, int, float, bool, None or tuples of those",
@@ -135,19 +169,20 @@ def _factory(value: dict[Any, Any], path: Path) -> str | None:
     return name
 
 
-def slots(tree: m.Node) -> list[tuple[Path, int]]:
-    """Path and leaf index of each slot of a tree, in order."""
+def slots(tree: m.Node, leaves: Container[int] | None = None) -> list[tuple[Path, int]]:
+    """Path and leaf index of each slot of a tree, in order; those of these leaves if given."""
     found: list[tuple[Path, int]] = []
 
     def visit(node: m.Node, path: Path) -> None:
         if isinstance(node, int):
-            found.append((path, node))
+            if leaves is None or node in leaves:
+                found.append((path, node))
             return
         for key, child in _children(node):
-            if isinstance(child, int):
-                found.append(((*path, key), child))
-            else:
+            if not isinstance(child, int):
                 visit(child, (*path, key))
+            elif leaves is None or child in leaves:
+                found.append(((*path, key), child))
 
     visit(tree, ())
     return found
@@ -247,19 +282,34 @@ def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> obje
     Dicts and lists are changed in place; immutable containers are rebuilt where a part of them
     changed. Slots of other leaves keep what the caller has.
     """
+    if not leaves and not _has_records(tree):
+        return into
+    return _write_back(into, tree, leaves)
+
+
+def _has_records(tree: m.Node) -> bool:
+    """Whether a registered type is among the containers: what it decodes to is its own affair."""
+    if isinstance(tree, int):
+        return False
+    if isinstance(tree, m.RecordNode):
+        return True
+    return any(type(child) is not int and _has_records(child) for child in tree.items)
+
+
+def _write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> object:
     if isinstance(tree, int):
         return leaves.get(tree, into)
     if isinstance(tree, m.RecordNode):
         codec = codec_named(tree.name)
         if codec is None or not isinstance(into, codec.type):
             return into
-        return codec.decode(write_back(codec.encode(into), tree.body, leaves))
+        return codec.decode(_write_back(codec.encode(into), tree.body, leaves))
     if isinstance(into, dict):
         for key, child in _children(tree):
             if isinstance(child, int) and child not in leaves:
                 continue
             if key in into:
-                into[key] = write_back(into[key], child, leaves)
+                into[key] = _write_back(into[key], child, leaves)
         return into
     if isinstance(into, (list, tuple)):
         children = dict(_children(tree))
@@ -267,7 +317,7 @@ def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> obje
         if is_namedtuple(type(into)):
             keys = type(into)._fields  # type: ignore[union-attr]
         news = [
-            write_back(old, children[key], leaves) if key in children else old
+            _write_back(old, children[key], leaves) if key in children else old
             for key, old in zip(keys, into, strict=True)
         ]
         if isinstance(into, list):
@@ -278,12 +328,39 @@ def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> obje
     return into
 
 
-class Matched(NamedTuple):
-    """Slots found on both sides (leaf offered, path, leaf here), and paths on one side only."""
+Pair = tuple[int, Path, int]
 
-    pairs: list[tuple[int, Path, int]]
-    missing: list[str]
-    extra: list[str]
+
+class Matched:
+    """Slots found on both sides (leaf offered, path, leaf here), and paths on one side only.
+
+    `tree` is that of both sides where they are equal. Leaf for leaf the same then, and the slots
+    are not looked for before they are asked for.
+    """
+
+    def __init__(
+        self,
+        pairs: list[Pair],
+        missing: list[str],
+        extra: list[str],
+        tree: m.Node | None = None,
+    ) -> None:
+        self.missing = missing
+        self.extra = extra
+        self.tree = tree
+        self._pairs = pairs
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        if self.tree is None:
+            return self._pairs
+        return [(index, path, index) for path, index in slots(self.tree)]
+
+    def some(self, leaves: Container[int]) -> list[Pair]:
+        """The pairs of these leaves of the offer."""
+        if self.tree is None:
+            return [pair for pair in self._pairs if pair[0] in leaves]
+        return [(index, path, index) for path, index in slots(self.tree, leaves)]
 
 
 def match(
@@ -291,7 +368,7 @@ def match(
 ) -> Matched:
     """Pair offered slots with the caller's by path; with `strict`, both have the same paths."""
     have = dict(here)
-    pairs: list[tuple[int, Path, int]] = []
+    pairs: list[Pair] = []
     missing: list[str] = []
     for path, index in offered:
         if path in have:

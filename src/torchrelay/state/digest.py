@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -14,3 +15,28 @@ def digest(chunk: torch.Tensor) -> bytes:
     """Digest of a uint8 tensor; a tensor on a device is copied to the host for it."""
     data: Any = chunk.cpu().numpy()
     return xxhash.xxh3_128_digest(data)
+
+
+class RollingDigest:
+    """The digest of a stretch of the stream, of bytes that lie here and there in host memory.
+
+    What lies between them in the stream is zeros.
+    """
+
+    def __init__(self, begin: int) -> None:
+        self._at = begin
+        self._hash = xxhash.xxh3_128()
+
+    def add(self, positions: list[int], places: list[list[int]]) -> None:
+        """Bytes at each (address, size) of `places`, at these positions; in the stream's order."""
+        update = self._hash.update
+        for position, (address, nbytes) in zip(positions, places, strict=True):
+            if position > self._at:
+                update(bytes(position - self._at))
+            update((ctypes.c_ubyte * nbytes).from_address(address))
+            self._at = position + nbytes
+
+    def end(self, stop: int) -> bytes:
+        if stop > self._at:
+            self._hash.update(bytes(stop - self._at))
+        return self._hash.digest()

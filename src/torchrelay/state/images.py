@@ -8,7 +8,7 @@ views overlap, their common extent is kept as it is, with zeros in the gaps nobo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state.memory import Region
-from torchrelay.state.plain import Plain
 from torchrelay.state.spans import contiguous_strides, extent, overlapping, packed
 from torchrelay.state.tensors import NAMES, byte_offset, flags_of, flat_bytes
 
@@ -71,8 +70,7 @@ class Image(msgspec.Struct, frozen=True, gc=False):
 class Images:
     """Collects tensors, then says how their bytes are laid out.
 
-    States of tens of thousands of small tensors are common, so the plain case (a contiguous host
-    tensor alone in its storage) asks torch as little as possible.
+    Plain tensors that reach into no other do not come here: `pieces` deals with those.
     """
 
     def __init__(self) -> None:
@@ -82,18 +80,6 @@ class Images:
         # over it, and all of them where there are more.
         self._first: dict[int | tuple[str, int, int], int] = {}
         self._shared: dict[int | tuple[str, int, int], list[int]] = {}
-
-    def add_plain(self, tensor: Any, known: Plain) -> int:
-        """The fast path of `add`: a tensor that `plain.survey` tells all about."""
-        (dtype, shape, strides, size, nbytes), address, flags = known
-        low = tensor.storage_offset() * size
-        origin = address - low
-        views = self._views
-        ticket = len(views)
-        if self._first.setdefault(origin, ticket) != ticket:
-            self._share(origin, ticket)
-        views.append(_View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, True))
-        return ticket
 
     def add(self, tensor: torch.Tensor, *, apart: bool = False) -> int:
         """Take a strided tensor in; returns its ticket. `apart`: it gets an image of its own, also
@@ -129,6 +115,20 @@ class Images:
 
     def __len__(self) -> int:
         return len(self._views)
+
+    @property
+    def origins(self) -> list[int]:
+        """Where in memory the storages start that tensors here share with what is alike."""
+        return [
+            key if isinstance(key, int) else key[2]
+            for key in self._first
+            if isinstance(key, int) or key[1] >= 0
+        ]
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first ticket in each image."""
+        return list(self._first.values())
 
     @property
     def tensors(self) -> list[torch.Tensor]:

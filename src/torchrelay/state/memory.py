@@ -8,12 +8,12 @@ leaf's own elements is ever touched.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from torchrelay.state.spans import linear_boxes
-from torchrelay.state.tensors import byte_offset, raw
+from torchrelay.state.tensors import byte_offset, copy_all, raw
 
 
 class Region:
@@ -79,7 +79,7 @@ class Region:
         if self._address:
             ctypes.memmove(out.data_ptr(), self._address + start, stop - start)
             return
-        for box, flat in self._boxes(start, stop, out):
+        for box, flat in self.boxes(start, stop, out):
             flat.copy_(box)
 
     def write(self, start: int, stop: int, data: torch.Tensor) -> None:
@@ -88,12 +88,14 @@ class Region:
             host = data[: stop - start].cpu()
             ctypes.memmove(self._address + start, host.data_ptr(), stop - start)
             return
-        for box, flat in self._boxes(start, stop, data):
+        for box, flat in self.boxes(start, stop, data):
             box.copy_(flat)
 
-    def _boxes(
+    def boxes(
         self, start: int, stop: int, buffer: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of a region that is known by its view (no `address`), with their bytes in `buffer`
+        as the same elements."""
         view, size = self._view, self._itemsize
         assert view is not None
         items = buffer[: stop - start].view(view.dtype)
@@ -104,3 +106,18 @@ class Region:
             flat = items[at - first : at - first + box.numel()].view(box.shape)
             pairs.append((box, flat))
         return pairs
+
+
+_ALONE = 1 << 20  # bytes from which a copy of its own is as fast as one of many
+
+
+def copy_boxes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second to its first, all of them integers; small ones of a kind by one call."""
+    together: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for to, source in pairs:
+        if to.nbytes >= _ALONE or to.device != source.device:
+            to.copy_(source)
+        else:
+            together.setdefault((to.device, to.dtype), []).append((to, source))
+    for group in together.values():
+        copy_all(*map(list, zip(*group, strict=True)))

@@ -9,54 +9,68 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from torchrelay.state.manifest import ALIGN, MAX_CHUNK_BYTES, aligned
+from torchrelay.state.runs import Column
 
 MIB = 1 << 20
 SMALL_BYTES = 4 * MIB  # a copy this long costs less than a message of its own
 MIN_CHUNK_BYTES = 1 * MIB
 
 
-def stream_order(nbytes: Sequence[int], small_bytes: int = SMALL_BYTES) -> list[int]:
+def stream_order(
+    nbytes: Sequence[int] | Column, small_bytes: int = SMALL_BYTES
+) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Indices of storages in stream order: small ones first, so that they share chunks."""
-    small = [index for index, size in enumerate(nbytes) if size < small_bytes]
-    return small + [index for index, size in enumerate(nbytes) if size >= small_bytes]
+    return np.argsort(np.asarray(nbytes, np.int64) >= small_bytes, kind="stable")
 
 
 def chunk_size(stream_bytes: int, receivers: int) -> int:
     """Bytes a chunk should have.
 
-    Large chunks cost fewer messages; in a chain of receivers each hop waits for a whole chunk, so
-    the chunks are smaller there. About sixteen chunks keep both ends busy on smaller states.
+    Large chunks cost fewer messages; about sixteen keep both ends busy on smaller states. In a
+    chain each hop is behind the one before it by a whole chunk: all of them together should be
+    behind by no more than a sixty-fourth of the transfer.
     """
-    most = 64 * MIB if receivers == 1 else 16 * MIB
-    wanted = stream_bytes // 16
+    hops = max(receivers - 1, 0)
+    most = 16 * MIB if hops else 64 * MIB
+    wanted = stream_bytes // (64 * hops or 16)
     return aligned(max(MIN_CHUNK_BYTES, min(most, wanted)))
 
 
-def cut(nbytes: Sequence[int], chunk_bytes: int, small_bytes: int = SMALL_BYTES) -> tuple[int, ...]:
+def cut(
+    nbytes: Sequence[int] | Column, chunk_bytes: int, small_bytes: int = SMALL_BYTES
+) -> tuple[int, ...]:
     """Sizes of the chunks of a stream of storages of `nbytes`, in order."""
     chunk_bytes = min(aligned(chunk_bytes), MAX_CHUNK_BYTES)
     chunks: list[int] = []
-    bucket = 0
-    for exact, size in zip(nbytes, aligned_sizes(nbytes), strict=True):
-        if exact >= small_bytes or size > chunk_bytes:
-            if bucket:
-                chunks.append(bucket)
-                bucket = 0
-            whole, rest = divmod(size, chunk_bytes)
-            chunks.extend([chunk_bytes] * whole)
-            if rest:
-                chunks.append(rest)
-            continue
-        if bucket + size > chunk_bytes:
-            chunks.append(bucket)
-            bucket = 0
-        bucket += size
-    if bucket:
-        chunks.append(bucket)
+    exact, sizes = np.asarray(nbytes, np.int64), _aligned(nbytes)
+    ends = np.cumsum(sizes)
+    done, place = 0, 0  # bytes of the stream, storages
+    for own in [*np.flatnonzero((exact >= small_bytes) | (sizes > chunk_bytes)).tolist(), None]:
+        # Small ones up to here, as many as go into a chunk at a time.
+        last = len(ends) if own is None else own
+        while place < last:
+            place = min(last, int(np.searchsorted(ends, done + chunk_bytes, side="right")))
+            chunks.append(int(ends[place - 1]) - done)
+            done = int(ends[place - 1])
+        if own is not None:
+            whole, rest = divmod(int(sizes[own]), chunk_bytes)
+            chunks += [chunk_bytes] * whole + [rest] * (rest > 0)
+            done, place = int(ends[own]), own + 1
     return tuple(chunks)
+
+
+def _aligned(nbytes: Sequence[int] | Column) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return -(-np.asarray(nbytes, np.int64) // ALIGN) * ALIGN
+
+
+def stream_bytes(nbytes: Sequence[int] | Column) -> int:
+    """Bytes of a stream of storages of `nbytes`."""
+    return int(_aligned(nbytes).sum())
 
 
 class Extent(NamedTuple):
@@ -75,10 +89,14 @@ def aligned_sizes(nbytes: Sequence[int]) -> list[int]:
 class Chunks:
     """Where the chunks of a stream are, and which parts of which storages they hold."""
 
-    def __init__(self, nbytes: Sequence[int], chunks: Sequence[int]) -> None:
+    def __init__(self, nbytes: Sequence[int] | Column, chunks: Sequence[int]) -> None:
         self._nbytes = nbytes
         # Where each storage's image starts in the stream, and each chunk.
-        self.starts = list(accumulate(aligned_sizes(nbytes), initial=0))[:-1]
+        sizes = _aligned(nbytes)
+        places = np.cumsum(sizes) - sizes
+        self.starts: list[int] = places.tolist()
+        self.places: Column = places.astype(np.uint64)  # the starts, as a column
+        self.rooms: Column = sizes.astype(np.uint64)  # bytes that each image takes there
         self.sizes = tuple(chunks)
         self.offsets = list(accumulate(self.sizes, initial=0))
         self.stream_bytes = self.offsets.pop()
@@ -96,7 +114,7 @@ class Chunks:
         storage = bisect_right(self.starts, begin) - 1
         while storage < len(self.starts) and (origin := self.starts[storage]) < end:
             start = max(begin - origin, 0)
-            stop = min(end - origin, self._nbytes[storage])
+            stop = min(end - origin, int(self._nbytes[storage]))
             if start < stop:
                 yield Extent(storage, start, stop, origin + start - begin)
             storage += 1

@@ -8,78 +8,223 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from torchrelay.state import manifest as m
 from torchrelay.state.containers import Flat, Matched, Path, flatten, match, slots
 from torchrelay.state.pause import gc_paused
-from torchrelay.state.plain import Plain, survey
-from torchrelay.state.spans import overlapping
+from torchrelay.state.plain import NBYTES, Plains, Sort, look
+from torchrelay.state.plan import Chunks
+from torchrelay.state.runs import Column
+
+Indices = np.ndarray[Any, np.dtype[np.intp]]
+Marks = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Layout:
+    """Tree and plain tensors of a destination: kinds and addresses. Holds none of the tensors."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.tree = flat.tree
+        plains = look(flat.leaves)
+        lows = plains.places
+        highs = lows + plains.each(NBYTES)
+        order = np.argsort(lows)
+        if (lows[order][1:] < highs[order][:-1]).any():
+            keep = _apart(lows, highs)
+            plains = plains.some(keep.tolist(), flat.leaves)
+            lows, highs = lows[keep], highs[keep]
+            order = np.argsort(lows)
+        # Those whose memory no other one of them shares.
+        self.plains: Plains = plains
+        # What was offered last and found to fit: records that are the same objects fit again.
+        self.same_tree: m.Node | None = None
+        self.last: tuple[tuple[m.Leaf, ...], Split] | None = None
+        self._spans = lows[order], highs[order], order
+
+    def holds(self, flat: Flat) -> bool:
+        """Whether a destination has this tree, and tensors like these in the same memory."""
+        return flat.tree == self.tree and self.plains.hold(flat.leaves)
+
+    @cached_property
+    def spans(self) -> tuple[list[int], list[int], list[int]]:
+        """First and last address of each tensor and its leaf, in order of address."""
+        lows, highs, order = self._spans
+        places = self.plains.leaves
+        return lows.tolist(), highs.tolist(), [places[n] for n in order.tolist()]
+
+    @cached_property
+    def by_leaf(self) -> dict[int, tuple[Sort, int]]:
+        """What is known of each plain tensor, and its address."""
+        plains = self.plains
+        sorts = map(plains.sorts.__getitem__, plains.numbers)
+        return dict(zip(plains.leaves, zip(sorts, plains.addresses, strict=True), strict=True))
+
+
+def _apart(lows: Column, highs: Column) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which of these spans reach into no other."""
+    order = np.lexsort((highs, lows))
+    reach = np.maximum.accumulate(highs[order])
+    group = np.zeros(len(order), np.intp)
+    group[1:] = np.cumsum(lows[order][1:] >= reach[:-1])
+    apart = np.empty(len(order), bool)
+    apart[order] = np.bincount(group)[group] == 1
+    return apart
 
 
 class Prepared:
     """What `prepare` found. Between it and the end of the landing the caller leaves the containers
     as they are: an object put in a slot meanwhile is not seen. A tensor that got other memory is.
+
+    It keeps the destination alive; `plan` does not. Two that have one `plan` (the same object) have
+    one tree and, where that has plain tensors, tensors of the same kinds in the same memory; of
+    other leaves it says nothing.
     """
 
-    def __init__(self, into: object) -> None:
+    def __init__(self, into: object, flat: Flat, plan: Layout) -> None:
         self.into = into
-        self.flat: Flat = flatten(into)
-        self._slots = slots(self.flat.tree)
-        # By leaf; only those whose memory no other one of them shares.
-        self.plain: list[Plain | None] = list(survey(self.flat.leaves))
-        self._separate()
-
-    def _separate(self) -> None:
-        """Leave plain tensors that reach into each other to the general path, sort the others."""
-        spans = [
-            (plain[1], plain[1] + plain[0][4], leaf)
-            for leaf, plain in enumerate(self.plain)
-            if plain is not None
-        ]
-        spans.sort()
-        if any(low < high for (_, high, _), (low, _, _) in pairwise(spans)):
-            for group in overlapping([(low, high) for low, high, _ in spans]):
-                for place in group if len(group) > 1 else ():
-                    self.plain[spans[place][2]] = None
-            spans = [span for span in spans if self.plain[span[2]] is not None]
-        self._lows = [low for low, _, _ in spans]
-        self._highs = [high for _, high, _ in spans]
-        self._leaves = [leaf for _, _, leaf in spans]
+        self.flat = flat
+        self.plan = plan
 
     def reached(self, low: int, high: int) -> list[int]:
         """The plain leaves that have some of the host's bytes [low, high)."""
-        return self._leaves[bisect_right(self._highs, low) : bisect_left(self._lows, high)]
+        lows, highs, leaves = self.plan.spans
+        return leaves[bisect_right(highs, low) : bisect_left(lows, high)]
 
     @property
     def moved(self) -> bool:
         """Whether a plain tensor no longer lies where it did."""
-        leaves: list[Any] = self.flat.leaves
-        for leaf, plain in zip(leaves, self.plain, strict=True):
-            if plain is not None and leaf.data_ptr() != plain[1]:
-                return True
-        return False
+        plains = self.plan.plains
+        return not plains.lie(plains.of(self.flat.leaves))
 
     def match(self, tree: m.Node, *, strict: bool) -> Matched:
         """Pair the slots of an offered tree with those here."""
-        if tree == self.flat.tree:
-            return Matched([(index, path, index) for path, index in self._slots], [], [])
-        return match(slots(tree), self._slots, strict=strict)
+        if tree is self.plan.same_tree or tree == self.flat.tree:
+            self.plan.same_tree = tree
+            return Matched([], [], [], self.flat.tree)
+        return match(slots(tree), slots(self.flat.tree), strict=strict)
 
 
-def prepare(into: object) -> Prepared:
+def prepare(into: object, like: Prepared | Layout | None = None) -> Prepared:
     """Look a destination over, for `land(manifest, into=prepare(into))`.
 
-    `UnsupportedLeafError` for a container that cannot be filled.
+    `UnsupportedLeafError` for a container that cannot be filled. `like` is what an earlier call
+    found, or its `plan`, for this destination or any other: if it holds for this one, the result
+    has the same `plan`.
     """
     with gc_paused():
-        return Prepared(into)
+        flat = flatten(into)
+        plan = like.plan if isinstance(like, Prepared) else like
+        if plan is None or not plan.holds(flat):
+            plan = Layout(flat)
+        return Prepared(into, Flat(plan.tree, flat.leaves), plan)
 
 
 Pair = tuple[int, Path, int]
 # Where in the stream, at which address, how many bytes; storage offered, leaf of the destination.
 Piece = tuple[int, int, int, int, int]
+
+
+class Straight(NamedTuple):
+    """The same in columns, in the order of the stream."""
+
+    at: Column
+    address: Column
+    nbytes: Column
+    storage: Indices
+    leaf: Indices
+    on_host: Marks
+
+    def in_host_memory(self) -> Straight:
+        rows = self.on_host
+        return Straight(
+            self.at[rows],
+            self.address[rows],
+            self.nbytes[rows],
+            self.storage[rows],
+            self.leaf[rows],
+            rows[rows],
+        )
+
+
+class Split(NamedTuple):
+    """What goes straight to plain tensors, and the pairs that are left for the general path."""
+
+    pieces: Straight
+    rest: list[Pair]
+
+
+_ODD = m.CONJ | m.NEG | m.META
+
+
+def split_columns(
+    matched: Matched, manifest: m.Manifest, prepared: Prepared, chunks: Chunks
+) -> Split:
+    """`split` in columns. Where both sides have one tree it looks at each leaf once."""
+    last = prepared.plan.last
+    if last is not None and last[0] is manifest.leaves and matched.tree is not None:
+        return last[1]
+    if matched.tree is None:
+        found, rest = split(matched.pairs, manifest, prepared, chunks.starts)
+        return Split(straight(found, prepared), rest)
+    plains, leaves = prepared.plan.plains, manifest.leaves
+    offered: Sequence[Any] = plains.of(leaves)
+    kinds = [(sort.dtype, sort.shape) for sort in plains.sorts]
+    tensor = m.TensorLeaf
+    storages = np.array(
+        [
+            leaf.storage
+            if type(leaf) is tensor
+            and leaf.shape == shape
+            and leaf.dtype == dtype
+            and leaf.strides is None
+            and not leaf.flags & _ODD
+            else -1
+            for leaf, (dtype, shape) in zip(
+                offered, map(kinds.__getitem__, plains.numbers), strict=True
+            )
+        ],
+        np.intp,
+    )
+    fits = np.flatnonzero(storages >= 0)
+    if len(fits) < len(plains):
+        offered = [offered[n] for n in fits.tolist()]
+    offsets = np.array([leaf.offset for leaf in offered], np.uint64)
+    whole = len(plains) == plains.count
+    numbers = np.arange(plains.count) if whole else np.array(plains.leaves, np.intp)
+    some = storages[fits]
+    at = chunks.places[some] + offsets
+    order = np.argsort(at)
+    taken = fits[order]
+    pieces = Straight(
+        at[order],
+        plains.places[taken],
+        plains.each(NBYTES)[taken],
+        some[order],
+        numbers[taken],
+        plains.on_host[taken],
+    )
+    if (pieces.at[1:] < pieces.at[:-1] + pieces.nbytes[:-1]).any():
+        return Split(straight([], prepared), matched.pairs)
+    if len(fits) == len(leaves):
+        found_all = Split(pieces, [])
+        prepared.plan.last = leaves, found_all
+        return found_all
+    return Split(pieces, matched.some(set(range(len(leaves))).difference(numbers[fits].tolist())))
+
+
+def straight(pieces: list[Piece], prepared: Prepared) -> Straight:
+    """Pieces in columns."""
+    columns = [[piece[n] for piece in pieces] for n in range(5)]
+    where, to, size = (np.array(column, np.uint64) for column in columns[:3])
+    storage, leaf = (np.array(column, np.intp) for column in columns[3:])
+    known = prepared.plan.by_leaf if pieces else {}
+    on_host = np.array([known[here][0].device == "cpu" for here in columns[4]], bool)
+    return Straight(where, to, size, storage, leaf, on_host)
 
 
 def split(
@@ -91,24 +236,23 @@ def split(
     left for the general path. Those are all if a piece of the stream has several places to go.
     `starts` are those of the storages in the stream.
     """
-    leaves, known = manifest.leaves, prepared.plain
-    tensor, odd = m.TensorLeaf, m.CONJ | m.NEG | m.META
+    leaves, known = manifest.leaves, prepared.plan.by_leaf
     pieces: list[Piece] = []
     rest: list[Pair] = []
     for pair in pairs:
         index, _, here = pair
-        leaf, there = leaves[index], known[here]
-        if there is not None and type(leaf) is tensor:
-            (dtype, shape, _, _, nbytes), address, _ = there
+        leaf, there = leaves[index], known.get(here)
+        if there is not None and type(leaf) is m.TensorLeaf:
+            sort, address = there
             storage = leaf.storage
             if (
                 storage >= 0
                 and leaf.strides is None
-                and leaf.shape == shape
-                and leaf.dtype == dtype
-                and not leaf.flags & odd
+                and leaf.shape == sort.shape
+                and leaf.dtype == sort.dtype
+                and not leaf.flags & _ODD
             ):
-                pieces.append((starts[storage] + leaf.offset, address, nbytes, storage, here))
+                pieces.append((starts[storage] + leaf.offset, address, sort.nbytes, storage, here))
                 continue
         rest.append(pair)
     pieces.sort()

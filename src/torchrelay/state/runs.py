@@ -9,8 +9,13 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+
+Column = np.ndarray[Any, np.dtype[np.uint64]]
+Numbers = Sequence[int] | Column
 
 _LARGE_BYTES = 1 << 18
 
@@ -24,30 +29,66 @@ _move_short.restype = None
 class Runs:
     """Where stretches of a stream lie. They are given in stream order and do not overlap there."""
 
-    __slots__ = ("_addresses", "_starts", "_stops")
-
-    def __init__(
-        self, starts: Sequence[int], addresses: Sequence[int], sizes: Sequence[int]
-    ) -> None:
+    def __init__(self, starts: Numbers, addresses: Numbers, sizes: Numbers) -> None:
         # Unsigned: an address may use all 64 bits, and numpy has no common integer for both kinds.
-        begin, address, nbytes = (np.array(x, dtype=np.uint64) for x in (starts, addresses, sizes))
+        begin, address, nbytes = (np.asarray(x, np.uint64) for x in (starts, addresses, sizes))
         end = begin + nbytes
         apart = (begin[1:] != end[:-1]) | (address[1:] != (address + nbytes)[:-1])
         first = np.ones(len(begin), dtype=bool)
         first[1:] = apart
         last = np.ones(len(begin), dtype=bool)
         last[:-1] = apart
-        self._starts: list[int] = begin[first].tolist()
-        self._addresses: list[int] = address[first].tolist()
-        self._stops: list[int] = end[last].tolist()
+        self.starts: Column = begin[first]
+        self.stops: Column = end[last]
+        self.addresses: Column = address[first]
+
+    @classmethod
+    def merged(cls, *several: Runs) -> Runs:
+        """One `Runs` of several that do not overlap in the stream."""
+        starts, stops, addresses = (
+            np.concatenate([getattr(runs, name) for runs in several])
+            for name in ("starts", "stops", "addresses")
+        )
+        order = np.argsort(starts)
+        return cls(starts[order], addresses[order], (stops - starts)[order])
+
+    def only(self, starts: Numbers, sizes: Numbers) -> Runs:
+        """What they have of these stretches of the stream."""
+        found = moves(self, Runs(starts, starts, sizes))
+        return Runs(found.positions, found.sources, found.nbytes)
+
+    def pack(self) -> bytes:
+        """As bytes, for another process on this machine."""
+        table = np.stack([self.starts, self.addresses, self.stops - self.starts])
+        return table.astype("<u8").tobytes()
+
+    @classmethod
+    def unpack(cls, data: bytes, stream_bytes: int) -> Runs:
+        """What `pack` made; `ValueError` for stretches that are not in order in such a stream."""
+        if len(data) % 24:
+            raise ValueError("a torn table of memory")
+        starts, addresses, sizes = np.frombuffer(data, "<u8").reshape(3, -1).astype(np.uint64)
+        limit = np.uint64(stream_bytes)
+        if np.any(starts > limit) or np.any(sizes > limit) or np.any(starts + sizes > limit):
+            raise ValueError("memory outside the stream")
+        if np.any((starts + sizes)[:-1] > starts[1:]):
+            raise ValueError("memory that overlaps in the stream")
+        return cls(starts, addresses, sizes)
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int], list[int]]:
+        return self.starts.tolist(), self.stops.tolist(), self.addresses.tolist()
+
+    def _some(self, start: int, stop: int) -> slice:
+        starts, stops, _ = self._lists
+        first = bisect_right(stops, start)
+        return slice(first, max(first, bisect_left(starts, stop)))
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Position, address and bytes of each run, cut to the stream's bytes [start, stop)."""
-        first = bisect_right(self._stops, start)
-        some = slice(first, max(first, bisect_left(self._starts, stop)))
-        for low, high, address in zip(
-            self._starts[some], self._stops[some], self._addresses[some], strict=True
-        ):
+        some = self._some(start, stop)
+        starts, stops, addresses = self._lists
+        for low, high, address in zip(starts[some], stops[some], addresses[some], strict=True):
             if low < start:
                 address += start - low
                 low = start
@@ -55,7 +96,8 @@ class Runs:
 
     def reaches(self, start: int, stop: int) -> bool:
         """Whether any run has some of the stream's bytes [start, stop)."""
-        return bisect_right(self._stops, start) < bisect_left(self._starts, stop)
+        starts, stops, _ = self._lists
+        return bisect_right(stops, start) < bisect_left(starts, stop)
 
     def gather(self, start: int, stop: int, buffer: int) -> None:
         """Copy what the runs have of [start, stop) to the address `buffer` of byte `start`."""
@@ -70,8 +112,75 @@ class Runs:
             _move(address, shift + position, nbytes)
 
 
+class Moves(NamedTuple):
+    """Copies by address: `nbytes` at `source` go to `destination`, in the order of the stream."""
+
+    positions: Column
+    sources: Column
+    destinations: Column
+    nbytes: Column
+
+    def within(self, start: int, stop: int) -> Moves:
+        """The moves that begin in the stream's bytes [start, stop)."""
+        low, high = np.searchsorted(self.positions, np.array([start, stop], np.uint64))
+        return Moves(*(column[low:high] for column in self))
+
+    def cut(self, most: int) -> Moves:
+        """The same copies, none of them longer than `most`."""
+        if not len(self.nbytes) or int(self.nbytes.max()) <= most:
+            return self
+        size = np.uint64(most)
+        pieces = (self.nbytes + size - np.uint64(1)) // size
+        row = np.repeat(np.arange(len(pieces)), pieces.astype(np.int64))
+        first = np.repeat(np.cumsum(pieces) - pieces, pieces.astype(np.int64))
+        skip = (np.arange(len(row), dtype=np.uint64) - first) * size
+        return Moves(
+            self.positions[row] + skip,
+            self.sources[row] + skip,
+            self.destinations[row] + skip,
+            np.minimum(self.nbytes[row] - skip, size),
+        )
+
+
+def moves(sources: Runs, destinations: Runs) -> Moves:
+    """What both have of the stream, as copies from the one to the other."""
+    theirs, ours = sources, destinations
+    if not len(theirs.starts) or not len(ours.starts):
+        none = np.zeros(0, np.uint64)
+        return Moves(none, none, none, none)
+    if np.array_equal(theirs.starts, ours.starts) and np.array_equal(theirs.stops, ours.stops):
+        # Cut alike on both sides: the common case where there are many.
+        return Moves(theirs.starts, theirs.addresses, ours.addresses, ours.stops - ours.starts)
+    # Four ascending columns: a sort that finds that out is done with them at once.
+    edges = np.concatenate((theirs.starts, theirs.stops, ours.starts, ours.stops))
+    edges.sort(kind="stable")
+    low, high = edges[:-1], edges[1:]
+    there, here = _holding(theirs, low), _holding(ours, low)
+    both = (there >= 0) & (here >= 0) & (low < high)
+    low, high, there, here = low[both], high[both], there[both], here[both]
+    return Moves(
+        low,
+        theirs.addresses[there] + (low - theirs.starts[there]),
+        ours.addresses[here] + (low - ours.starts[here]),
+        high - low,
+    )
+
+
+def _holding(runs: Runs, positions: Column) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For each position the run that has the byte there, or -1."""
+    index = np.searchsorted(runs.starts, positions, side="right").astype(np.int64) - 1
+    index[(index >= 0) & (runs.stops[index] <= positions)] = -1
+    return index
+
+
 def _move(destination: int, source: int, nbytes: int) -> None:
     if nbytes < _LARGE_BYTES:
         _move_short(destination, source, nbytes)
     else:
         ctypes.memmove(destination, source, nbytes)
+
+
+def copy_one_by_one(moves: Moves) -> None:
+    columns = (moves.destinations, moves.sources, moves.nbytes)
+    for destination, source, nbytes in zip(*(c.tolist() for c in columns), strict=True):
+        _move(destination, source, nbytes)

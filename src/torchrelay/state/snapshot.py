@@ -4,60 +4,53 @@ the tensors alive and unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from torchrelay.state import manifest as m
 from torchrelay.state import plan
-from torchrelay.state.containers import Path, flatten, leaf_paths, show
-from torchrelay.state.images import Image, Images
-from torchrelay.state.leaves import Finish, describe
-from torchrelay.state.memory import Region
+from torchrelay.state.blueprint import Blueprint, Others, order_of
+from torchrelay.state.containers import Flat, flatten, leaf_paths, show
 from torchrelay.state.pause import gc_paused
-from torchrelay.state.plain import survey
-from torchrelay.state.runs import Runs
-from torchrelay.state.stream import Stream
-from torchrelay.state.tensors import flat_bytes, version_of
+from torchrelay.state.tensors import flat_bytes, versions_of
 
 
 class Snapshot:
-    """`manifest` describes the state; `view` and `read` give its chunks."""
+    """`manifest` describes the state; `view` and `read` give its chunks, `stream` all its bytes.
 
-    def __init__(
-        self, manifest: m.Manifest, images: list[Image], sources: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
-        self.manifest = manifest
-        self._sources = sources  # index of a leaf, and a tensor that its bytes come from
-        self._versions = [version_of(tensor) for _, tensor in sources]
-        self.chunks = plan.Chunks([image.nbytes for image in images], manifest.chunks)
-        self._images = images
-        starts: list[int] = []
-        addresses: list[int] = []
-        sizes: list[int] = []
-        elsewhere: list[tuple[int, Region]] = []  # not in host memory, or not in one run
-        for start, image in zip(self.chunks.starts, images, strict=True):
-            if image.address:
-                starts.append(start)
-                addresses.append(image.address)
-                sizes.append(image.nbytes)
-                continue
-            for at, region in image.placed:
-                if region.address:
-                    starts.append(start + at)
-                    addresses.append(region.address)
-                    sizes.append(region.nbytes)
-                else:
-                    elsewhere.append((start + at, region))
-        self._stream = Stream(Runs(starts, addresses, sizes), elsewhere, self.chunks.stream_bytes)
+    A snapshot keeps the tensors of the state alive. `plan` does not: keep that for the `like` of a
+    later capture.
+    """
+
+    def __init__(self, flat: Flat, planned: Blueprint, others: Others, step: int | None) -> None:
+        self.plan = planned
+        self.manifest = planned.manifest(step)
+        self.chunks = planned.chunks
+        self._flat = flat
+        self._others = others
+        self._plain = planned.pieces.plains.of(flat.leaves)
+        self.stream = planned.stream(others, self._plain)
+        self._versions = self._now()
+        self._images = dict(zip(planned.others_at, others.found, strict=True))
+
+    def encoded(self) -> bytes:
+        """The manifest in MessagePack, made once for all captures that share a plan."""
+        return self.plan.encoded(self.manifest.step)
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        return versions_of(self._plain), versions_of(self._others.images.tensors)
 
     def changed(self) -> str | None:
         """The path of a leaf that was written to since the capture, as far as autograd knows."""
-        now = (version_of(tensor) for _, tensor in self._sources)
-        for before, after, (leaf, _) in zip(self._versions, now, self._sources, strict=True):
-            if before != after:
-                return show(leaf_paths(self.manifest.tree)[leaf])
-        return None
+        now = self._now()
+        if now == self._versions:
+            return None
+        owners = (self.plan.pieces.plains.leaves, self._others.owners)
+        leaf = min(
+            leaf
+            for column, before, after in zip(owners, self._versions, now, strict=True)
+            for leaf, old, new in zip(column, before, after, strict=True)
+            if old != new
+        )
+        return show(leaf_paths(self.manifest.tree)[leaf])
 
     def view(self, index: int, device: str = "cpu") -> torch.Tensor | None:
         """The chunk's bytes where they lie, if they are one run of that device's memory."""
@@ -65,20 +58,29 @@ class Snapshot:
         if len(extents) != 1:
             return None
         storage, start, stop, _ = extents[0]
-        image = self._images[storage]
-        if image.device != device or stop - start != self.chunks.sizes[index]:
+        if stop - start != self.chunks.sizes[index]:
             return None
-        if device != "cpu":
+        image = self._images.get(storage)
+        if image is None:
+            piece = self.plan.large.get(storage)
+            if piece is None or self._plain[piece].device.type != device:
+                return None
+            address, keep = self.plan.pieces.plains.addresses[piece], self._plain[piece]
+        elif image.device != device:
+            return None
+        elif device != "cpu":
             return image.placed[0].region.run(start, stop) if len(image.placed) == 1 else None
-        if not image.address:
+        else:
+            address, keep = image.address, image.keep
+        if not address:
             return None
-        origin = image.keep.untyped_storage()
-        return flat_bytes(origin, image.address - origin.data_ptr() + start, stop - start)
+        origin = keep.untyped_storage()
+        return flat_bytes(origin, address - origin.data_ptr() + start, stop - start)
 
     def read(self, index: int, out: torch.Tensor) -> None:
         """Write the chunk's bytes to the buffer `out`, zeros where the stream has gaps."""
         start = self.chunks.offsets[index]
-        self._stream.read(start, start + self.chunks.sizes[index], out)
+        self.stream.read(start, start + self.chunks.sizes[index], out)
 
 
 def capture(
@@ -87,45 +89,19 @@ def capture(
     *,
     receivers: int = 1,
     chunk_bytes: int | None = None,
+    like: Snapshot | Blueprint | None = None,
 ) -> Snapshot:
-    """Describe a state without copying it. `UnsupportedLeafError` names what cannot travel."""
+    """Describe a state without copying it. `UnsupportedLeafError` names what cannot travel.
+
+    `like` is an earlier capture or its `plan`, of this state or of any other. What it found is used
+    again if the state has the same tree, and tensors of the same kind in the same memory; plain
+    values and what is no plain tensor are described anew. The result is as without `like`; its
+    `plan` is that of `like` if no plain value changed either.
+    """
     with gc_paused():
-        return _capture(state, step, receivers, chunk_bytes)
-
-
-def _capture(state: object, step: int | None, receivers: int, chunk_bytes: int | None) -> Snapshot:
-    flat = flatten(state)
-    images = Images()
-    paths: dict[int, Path] = {}
-    described: list[int | Finish] = []
-    owners: list[int] = []  # of each tensor that was taken in, its leaf
-    for index, (leaf, known) in enumerate(zip(flat.leaves, survey(flat.leaves), strict=True)):
-        if known is not None:
-            described.append(images.add_plain(leaf, known))
-        else:
-            paths = paths or leaf_paths(flat.tree)
-            described.append(describe(leaf, paths[index], images.add))
-        owners += [index] * (len(images) - len(owners))
-    found = images.resolve()
-    order = plan.stream_order([image.nbytes for image in found])
-    position = [0] * len(found)
-    for place, index in enumerate(order):
-        position[index] = place
-    ordered = [found[index] for index in order]
-
-    def part(ticket: int) -> m.TensorLeaf:
-        return images.leaf(ticket, position)
-
-    sizes = [image.nbytes for image in ordered]
-    stream = sum(plan.aligned_sizes(sizes))
-    manifest = m.Manifest(
-        version=m.VERSION,
-        step=step,
-        tree=flat.tree,
-        leaves=tuple(
-            [images.leaf(x, position) if isinstance(x, int) else x(part) for x in described]
-        ),
-        storages=tuple([m.Storage(image.nbytes, image.device) for image in ordered]),
-        chunks=plan.cut(sizes, chunk_bytes or plan.chunk_size(stream, receivers)),
-    )
-    return Snapshot(manifest, ordered, list(zip(owners, images.tensors, strict=True)))
+        flat = flatten(state)
+        order = order_of(flat, receivers, chunk_bytes)
+        before = like.plan if isinstance(like, Snapshot) else like
+        found = None if before is None else before.again(order, flat)
+        planned, others = found or Blueprint.draw(order, flat)
+        return Snapshot(flat, planned, others, step)

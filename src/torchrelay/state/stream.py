@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from itertools import islice, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
 from operator import itemgetter
 
+import numpy as np
 import torch
 
 from torchrelay.state.memory import Region
@@ -15,19 +17,41 @@ from torchrelay.state.runs import Runs
 
 
 class Stream:
-    """Host memory by address (`host`), and regions that are on a device or not in one run
-    (`elsewhere`, with their positions), at positions that ascend and do not overlap.
+    """Host memory by address (`host`), and what is on a device or not in one run (`elsewhere`),
+    at positions that ascend and do not overlap.
 
     What lies between them reads as zeros and is dropped when written.
     """
 
-    def __init__(self, host: Runs, elsewhere: list[tuple[int, Region]], nbytes: int) -> None:
+    def __init__(
+        self,
+        host: Runs,
+        regions: list[tuple[int, Region]],
+        nbytes: int,
+        far: Sequence[tuple[int, torch.Tensor]] = (),
+    ) -> None:
         self.nbytes = nbytes
         self.host = host
-        self.elsewhere = elsewhere
-        filled = [(at, at + region.nbytes) for at, region in elsewhere]
-        filled += [(at, at + size) for at, _, size in host.within(0, nbytes)]
-        self._gaps = _gaps(filled, nbytes)
+        self.far = far  # contiguous tensors on devices, each with its position
+        self.regions = regions  # all others
+
+    @cached_property
+    def elsewhere(self) -> list[tuple[int, Region]]:
+        """What no address on this host leads to, in the order of the stream."""
+        found = [(at, Region.row_major(tensor)) for at, tensor in self.far]
+        return sorted([*self.regions, *found], key=itemgetter(0))
+
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int]]:
+        """The bytes [low, high) that are not filled: what alignment leaves open."""
+        regions = [(at, at + region.nbytes) for at, region in self.elsewhere]
+        table = np.array([*regions, (self.nbytes, self.nbytes)], np.uint64)
+        lows = np.concatenate([self.host.starts, table[:, 0]])
+        highs = np.concatenate([self.host.stops, table[:, 1]])
+        order = np.argsort(lows)
+        lows, highs = lows[order], np.concatenate([np.zeros(1, np.uint64), highs[order][:-1]])
+        open_ = lows > highs
+        return list(zip(highs[open_].tolist(), lows[open_].tolist(), strict=True))
 
     @classmethod
     def of(cls, placed: Iterable[tuple[int, Region]], nbytes: int) -> Stream:
@@ -77,9 +101,3 @@ class Stream:
         self.host.scatter(start, stop, data.data_ptr())
         for low, high, at, region in self.pieces(start, stop):
             region.write(low - at, high - at, data[low - start :])
-
-
-def _gaps(filled: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
-    """The bytes [low, high) of a stream that are not filled: what alignment leaves open."""
-    ends = [(0, 0), *sorted(filled), (end, end)]
-    return [(high, low) for (_, high), (low, _) in pairwise(ends) if low > high]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -149,6 +150,92 @@ def without_storage(
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor has been written to in place, as autograd counts it."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`version_of` each."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # there are inference tensors, which count nothing, among them
+        return [version_of(tensor) for tensor in tensors]
+
+
+def note_written(tensors: list[torch.Tensor]) -> None:
+    """Have autograd count these as written to."""
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except RuntimeError:  # those made in inference mode are not counted
+        counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(counted)
+
+
+class Likeness:
+    """What tensors were like: type, dtype, device, shape, strides, gradient, conj and neg bits.
+
+    Holds no tensor. torch.compile has code for this question, which costs less for all of them
+    than any other question does; where this torch has it not, each tensor is asked one by one.
+    """
+
+    __slots__ = ("_guards", "_traits")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._guards = _tensor_guards(tensors) if _guards_tell() else None
+        self._traits = None if self._guards is not None else list(map(_traits, tensors))
+
+    def holds(self, tensors: Sequence[Any]) -> bool:
+        """Whether these objects are tensors like those, one by one, each here but once.
+
+        False may also mean that it was asked in another mode of torch (inference, functorch).
+        """
+        if self._guards is not None:
+            return bool(self._guards.check(*tensors))
+        if len(set(map(id, tensors))) != len(tensors):
+            return False
+        try:
+            return list(map(_traits, tensors)) == self._traits
+        except (AttributeError, RuntimeError, TypeError):  # something else than strided tensors
+            return False
+
+
+def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards
+        return guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (AttributeError, ImportError, TypeError, RuntimeError, SystemError):
+        return None
+
+
+@cache
+def _guards_tell() -> bool:
+    """Whether this torch's guards see every difference that counts here."""
+    base = torch.zeros(4, 4)
+    others = (
+        base.t(),
+        base[:2],
+        base.view(16),
+        base.to("meta"),
+        base.double(),
+        torch._neg_view(base),
+        torch.nn.Parameter(base, False),
+        torch.zeros(4, 4, requires_grad=True),
+        1,
+    )
+    guards = _tensor_guards([base])
+    if guards is None or guards.check(torch.ones(4, 4)) is not True:
+        return False
+    two = _tensor_guards([base, base])
+    return not any(guards.check(other) for other in others) and not two.check(base, base)
+
+
+def _traits(tensor: Any) -> tuple[object, ...]:
+    return (
+        type(tensor),
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+        tensor.stride(),
+        flags_of(tensor),
+    )
 
 
 def flags_of(tensor: torch.Tensor) -> int:

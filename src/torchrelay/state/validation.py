@@ -11,17 +11,21 @@ import keyword
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
+from typing import Any
+
+import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.state import manifest as m
 from torchrelay.state.arrays import dtype_from_text
 from torchrelay.state.digest import DIGEST_BYTES
-from torchrelay.state.plan import aligned_sizes
+from torchrelay.state.plan import stream_bytes
 from torchrelay.state.spans import contiguous_strides, extent
 from torchrelay.state.values import decode_key, decode_value
 
 MAX_NESTED = 16  # tensor subclasses in tensor subclasses
 MAX_SIZE = 1 << 62  # of a dimension, a stride or a product of dimensions
+_TOO_MUCH = m.MAX_STREAM_BYTES + 1  # so that sums of larger numbers stay in 64 bits
 
 CONTAINERS = ("dict", "OrderedDict", "defaultdict")
 FACTORIES = ("bool", "dict", "float", "int", "list", "set", "str", "tuple")
@@ -34,6 +38,9 @@ SUB_BYTE = {"quint4x2": 2, "quint2x4": 4}
 PLACEMENTS = ("shard", "replicate", "partial", "strided")
 
 
+_Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
 def check(manifest: m.Manifest) -> None:
     """Raise `ManifestError` unless the manifest is valid."""
     try:
@@ -44,28 +51,66 @@ def check(manifest: m.Manifest) -> None:
         raise ManifestError(f"invalid manifest: {fault}") from None
 
 
+def check_step(step: int | None) -> None:
+    if step is not None and not 0 <= step < MAX_SIZE:
+        raise ManifestError(f"step {step} is out of range")
+
+
 def _check(manifest: m.Manifest) -> None:
-    if manifest.step is not None and not 0 <= manifest.step < MAX_SIZE:
-        raise ManifestError(f"step {manifest.step} is out of range")
+    check_step(manifest.step)
     if len(manifest.leaves) > m.MAX_LEAVES:
         raise ManifestError(f"{len(manifest.leaves)} leaves, the cap is {m.MAX_LEAVES}")
     _check_tree(manifest.tree, len(manifest.leaves))
-    sizes = [storage.nbytes for storage in manifest.storages]
+    sizes = np.array([storage.nbytes for storage in manifest.storages], np.int64)
     _check_stream(manifest, sizes)
+    # Tensors are most of the leaves: those that are in order are checked together, the rest and
+    # what is not in order one by one.
+    tensors: Sequence[m.Leaf] = manifest.leaves
     reach = [0] * len(sizes)
-    plain, meta, count = m.TensorLeaf, m.META, len(sizes)
-    for leaf in manifest.leaves:
-        # The plain case, a tensor that has a storage to itself, is `_check_tensor` cut short.
-        if type(leaf) is plain and leaf.offset == 0 <= leaf.storage < count:
-            _, _, nbytes = _geometry(leaf.dtype, leaf.shape, leaf.strides)
-            if nbytes == sizes[leaf.storage] and not leaf.flags & meta:
-                reach[leaf.storage] = nbytes
-                continue
-        _check_leaf(leaf, manifest.storages, reach)
-    if reach != sizes:
-        for index, (size, reached) in enumerate(zip(sizes, reach, strict=True)):
-            if reached != size:
-                raise ManifestError(f"storage {index} has {size} bytes, its leaves reach {reached}")
+    if not {m.TensorLeaf}.issuperset(map(type, tensors)):
+        tensors = [leaf for leaf in tensors if type(leaf) is m.TensorLeaf]
+        for leaf in manifest.leaves:
+            if type(leaf) is not m.TensorLeaf:
+                _check_leaf(leaf, manifest.storages, reach)
+    fine, storages, ends = _fine(tensors, sizes)
+    for index in np.flatnonzero(~fine).tolist():
+        _check_leaf(tensors[index], manifest.storages, reach)
+    reached = np.array(reach, np.int64)
+    np.maximum.at(reached, storages[fine], ends[fine])
+    short = np.flatnonzero(reached != sizes).tolist()
+    for index in short[:1]:
+        raise ManifestError(
+            f"storage {index} has {sizes[index]} bytes, its leaves reach {reached[index]}"
+        )
+
+
+def _fine(
+    tensors: Sequence[Any], sizes: _Numbers
+) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], _Numbers, _Numbers]:
+    """`_check_tensor` for many at once: which of them have a storage and lie in it, the storage of
+    each and the last byte that it reaches. `sizes` are those of storages, in range."""
+    storages = np.array([leaf.storage for leaf in tensors], np.int64)
+    starts = [leaf.offset for leaf in tensors]
+    offsets = np.array(starts, np.int64) if any(starts) else np.zeros(len(starts), np.int64)
+    kinds: dict[tuple[str, tuple[int, ...], tuple[int, ...] | None], int] = {}
+    numbers = [
+        kinds.setdefault((leaf.dtype, leaf.shape, leaf.strides), len(kinds)) for leaf in tensors
+    ]
+    known = [_geometry(*kind) for kind in kinds]
+    itemsizes = np.array([size for _, size, _ in known], np.int64)
+    nbytes = np.array([min(nbytes, _TOO_MUCH) for _, _, nbytes in known], np.int64)
+    if len(kinds) > 1:
+        column = np.array(numbers, np.intp)
+        itemsizes, nbytes = itemsizes[column], nbytes[column]
+    ends = np.minimum(offsets, _TOO_MUCH) + nbytes
+    there = (storages >= 0) & (storages < len(sizes))
+    room = np.zeros(len(tensors), np.int64)
+    room[there] = sizes[storages[there]]
+    fine = there & (nbytes > 0) & (offsets >= 0) & (offsets % itemsizes == 0) & (ends <= room)
+    flags = [leaf.flags for leaf in tensors]
+    if any(some & m.META for some in set(flags)):
+        fine &= np.array([not some & m.META for some in flags], bool)
+    return fine, storages, ends
 
 
 def check_outline(tree: m.Node, leaves: tuple[m.Leaf, ...], sizes: Sequence[int]) -> None:
@@ -90,14 +135,17 @@ def check_leaves(leaves: Iterable[m.Leaf], sizes: Sequence[int]) -> None:
         raise ManifestError(f"invalid outline: {fault}") from None
 
 
-def _check_stream(manifest: m.Manifest, sizes: list[int]) -> None:
+def _check_stream(manifest: m.Manifest, sizes: _Numbers) -> None:
     for device in {storage.device for storage in manifest.storages}:
         if not (device.isascii() and device.isidentifier()):
             raise ManifestError(f"device type {device[:40]!r}")
-    for nbytes in (min(sizes, default=1), max(sizes, default=1)):
+    for nbytes in (int(sizes.min()), int(sizes.max())) if len(sizes) else ():
         if not 0 < nbytes <= m.MAX_STREAM_BYTES:
             raise ManifestError(f"storage of {nbytes} bytes")
-    total = sum(aligned_sizes(sizes))
+    # As a float, which does not overflow: what is far too much, and then exactly.
+    total = int(sizes.sum(dtype=np.float64))
+    if total <= 2 * m.MAX_STREAM_BYTES:
+        total = stream_bytes(sizes.view(np.uint64))
     if total > m.MAX_STREAM_BYTES:
         raise ManifestError(f"stream of {total} bytes, the cap is {m.MAX_STREAM_BYTES}")
     for nbytes in manifest.chunks:
@@ -150,7 +198,10 @@ def _node_children(node: m.Node) -> tuple[m.Node, ...]:
             raise ManifestError(f"a {node.kind} has no factory")
         if len(node.keys) != len(node.items):
             raise ManifestError(f"{len(node.keys)} keys for {len(node.items)} items")
-        if len({k if type(k) is str else decode_key(k) for k in node.keys}) != len(node.keys):
+        keys: Sequence[object] = node.keys
+        if not {str}.issuperset(map(type, keys)):
+            keys = [k if type(k) is str else decode_key(k) for k in node.keys]
+        if len(set(keys)) != len(keys):
             raise ManifestError("a key stands twice in one dict")
         return node.items
     if isinstance(node, m.SequenceNode):

@@ -14,16 +14,21 @@ IN_FLIGHT = 3  # chunks on their way at a time, each way
 class BufferPool:
     """Buffers by size. What is given back is kept, up to `limit` bytes, until `clear`."""
 
-    def __init__(self, limit: int = 256 << 20) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = 512 << 20) -> None:
+        self.limit = limit
         self._kept: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int, device: str = "cpu") -> torch.Tensor:
+    def take(self, nbytes: int, device: str = "cpu", *, pinned: bool = False) -> torch.Tensor:
+        """A buffer of at least that size; `pinned` for copies to and from a GPU."""
         with self._lock:
             for index, buffer in enumerate(self._kept):
                 if buffer.numel() >= nbytes and buffer.device.type == device:
+                    if pinned and not buffer.is_pinned():
+                        continue
                     return self._kept.pop(index)
+        if pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         if device == "cpu":
             return host_block(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -33,7 +38,7 @@ class BufferPool:
         with self._lock:
             self._kept.append(buffer)
             self._kept.sort(key=torch.Tensor.numel)
-            while sum(kept.numel() for kept in self._kept) > self._limit:
+            while sum(kept.numel() for kept in self._kept) > self.limit:
                 self._kept.pop(0)
 
     def clear(self) -> None:

@@ -15,9 +15,7 @@ import torch
 
 from torchrelay.errors import (
     DigestError,
-    PeerAbortedError,
     PeerLostError,
-    RelayError,
     RemoteProtocolError,
     TransferTimeoutError,
 )
@@ -27,10 +25,9 @@ from torchrelay.transports import wire
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.c10d import Watcher
 from torchrelay.transports.clock import Deadline
+from torchrelay.transports.events import RETRIES, failure
 from torchrelay.transports.group import CLOSED, Line
 from torchrelay.transports.worker import Worker
-
-RETRIES = 2  # times a chunk whose digest does not hold is asked for again
 
 
 class _Slot:
@@ -83,16 +80,13 @@ class Forwarded:
     fault: Exception | None
 
 
-Event = Arrived | Taken | Forwarded | wire.Message | Exception
-
-
 class Intake:
     """Receives every chunk of one transfer into a landing. `run` returns when all of them hold."""
 
     def __init__(
         self,
         line: Line,
-        events: queue.SimpleQueue[Event],
+        events: queue.SimpleQueue[object],
         landing: Landing,
         go: wire.Go,
         *,
@@ -179,13 +173,13 @@ class Intake:
     def _tick(self) -> float:
         return min(self._patience / 4, 0.25) if self._patience else 1.0
 
-    def _next(self, timeout: float) -> Event | None:
+    def _next(self, timeout: float) -> object:
         try:
             return self._events.get(timeout=max(timeout, 0.001))
         except queue.Empty:
             return None
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: object) -> None:
         if isinstance(event, Arrived):
             if event.flow is not self._flow:
                 return  # from an upstream that was given up, into a buffer given up with it
@@ -212,7 +206,7 @@ class Intake:
     # Chunks in
 
     def _post_receives(self) -> None:
-        flow = self._flow
+        flow, events = self._flow, self._events  # a receive that never ends keeps those alone
         while self._free and flow.posted < len(flow.order):
             slot = self._free.pop(0)
             slot.chunk = flow.order[flow.posted]
@@ -221,7 +215,7 @@ class Intake:
             flow.posted += 1
 
             def report(fault: Exception | None, flow: _Flow = flow, slot: _Slot = slot) -> None:
-                self._events.put(Arrived(flow, slot, fault))
+                events.put(Arrived(flow, slot, fault))
 
             try:
                 work = self._group.recv([slot.data], flow.upstream, flow.tag)
@@ -326,12 +320,12 @@ class Intake:
     def _pass_on(self, slot: _Slot) -> None:
         if self._downstream is None or self._forwarder is None:
             return
-        data = slot.data
+        data, events = slot.data, self._events
         if not any(other.forwarding for other in self._slots):
             self._passed_at = time.monotonic()
 
         def report(fault: Exception | None) -> None:
-            self._events.put(Forwarded(slot, data, fault))
+            events.put(Forwarded(slot, data, fault))
 
         slot.forwarding = True
         try:
@@ -374,13 +368,3 @@ class Intake:
         if stuck and self._downstream is not None and now > self._passed_at + self._patience:
             self._passed_at = now
             self._line.send(wire.Blocked(self._downstream))
-
-
-def failure(event: object, sender: int, phase: str) -> RelayError:
-    """The error for something other than what was waited for."""
-    if isinstance(event, wire.Abort):
-        return PeerAbortedError(event.message, rank=sender, phase=phase)
-    if isinstance(event, RelayError):
-        event.phase = phase
-        return event
-    return RemoteProtocolError(f"{type(event).__name__} out of turn", rank=sender, phase=phase)

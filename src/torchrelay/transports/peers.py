@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrelay.errors import (
     PeerLostError,
     PeerRefusedError,
     RelayError,
+    RouteError,
     StepMismatchError,
     TransferTimeoutError,
 )
@@ -26,6 +27,12 @@ class Peer:
     reason: str = ""
     late: bool = False  # failed for want of time
     refusal: wire.Refuse | None = None
+    route: str = "group"
+    instead: dict[str, str] = field(default_factory=dict)  # faster routes: why not
+    needs_ring: bool = False
+    hashed: tuple[int, ...] = ()  # chunks whose digests it compares, not by the group
+    pulled: bool = False  # has read everything, and waits for our word
+    trailed: bool = False  # has it
     joined_at: float = 0.0
     knocked_at: float = 0.0
 
@@ -35,8 +42,8 @@ def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -
     everyone = list(peers)
     for peer in everyone:
         if peer.refusal is not None:
-            step_differs = peer.refusal.kind == "step"
-            refused: type[RelayError] = StepMismatchError if step_differs else PeerRefusedError
+            kinds = {"step": StepMismatchError, "route": RouteError}
+            refused: type[RelayError] = kinds.get(peer.refusal.kind, PeerRefusedError)
             return refused(
                 f"rank {peer.rank} refused the state: {peer.refusal.message}",
                 rank=peer.rank,

@@ -10,20 +10,28 @@ from torchrelay.errors import (
     ManifestError,
     MismatchError,
     PeerLostError,
+    RouteError,
     StateError,
     StepMismatchError,
     TornStateError,
     TransferTimeoutError,
     UnsupportedLeafError,
 )
+from torchrelay.memory.pool import cores
+from torchrelay.memory.side import in_use, settle
 from torchrelay.state import codec
-from torchrelay.state.landing import Landed, Landing
+from torchrelay.state.landed import Landed
+from torchrelay.state.landing import Landing
 from torchrelay.state.manifest import Manifest
-from torchrelay.transports import wire
+from torchrelay.transports import cuda_ipc, place, wire
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.events import failure
 from torchrelay.transports.group import CLOSED, GRACE, Line, Post
-from torchrelay.transports.intake import Event, Intake, failure
+from torchrelay.transports.intake import Intake
+from torchrelay.transports.pull import Pull, Ways, find_ways
+from torchrelay.transports.ring import MappedRings
+from torchrelay.transports.routes import Choice, choose
 from torchrelay.transports.trading import Held
 
 Awaited = TypeVar("Awaited", wire.Offer, wire.Go)
@@ -62,23 +70,34 @@ class Receiving:
         land: Callable[[Manifest], Landing],
         deadline: Deadline,
         buffers: BufferPool,
+        rings: MappedRings,
+        openings: cuda_ipc.Openings,
+        recall: codec.Recall,
+        route: str | None,
         watch: Stopwatch,
         progress: Callable[[int, int], None],
     ) -> None:
         self._sender = sender
         self._line = Line(post.group, sender, transfer)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._post = post
         self._step = step
         self._land = land
         self._deadline = deadline
         self._buffers = buffers
+        self._rings = rings
+        self._openings = openings
+        self._ways: Ways | None = None
+        self._recall = recall
+        self._route = route
         self._watch = watch
         self._progress = progress
         self._landing: Landing | None = None
         self._said_goodbye = False
         self.manifest: Manifest | None = None
-        self.intake: Intake | None = None
+        self.intake: Intake | Pull | None = None
+        self.choice = Choice("group")
+        self.verified = False  # whether digests were compared
 
     def run(self) -> Landed:
         self._line.listen(self._events.put)
@@ -101,37 +120,118 @@ class Receiving:
 
     def _run(self) -> Landed:
         with self._watch("join"):
-            self._line.send(wire.Join(wire.MINOR, self._step))
+            self._line.send(wire.Join(wire.MINOR, self._step, place.here()))
             offer = self._exchange(self._expect(wire.Offer))
             landing = self._consider(offer)
-            self._line.send(wire.Accept())
-            go = self._expect(wire.Go)
+            ring = self._ways is not None and bool(self._ways.shares.ringed)
+            hashed: tuple[int, ...] = ()
+            if self._ways is not None and offer.memory is not None and offer.memory.verify:
+                hashed = self._ways.hashed
+            self._line.send(wire.Accept(self.choice.route, ring, self.choice.instead, hashed))
+            if offer.threads and self._ways is not None and not ring:
+                go = wire.Go(self._sender, threads=offer.threads)  # nobody else to wait for
+            else:
+                go = self._expect(wire.Go)
         with self._watch("data"):
-            self.intake = Intake(
-                self._line,
-                self._events,
-                landing,
-                go,
-                verify=offer.verify,
-                device=offer.device,
-                step=self.manifest.step if self.manifest else None,
-                deadline=self._deadline,
-                buffers=self._buffers,
-                progress=self._progress,
-            )
-            self.intake.run()
+            self.verified = _verified(offer, self.choice.route)
+            if self._ways is None or offer.memory is None:
+                self._take_in(offer, landing, go)
+            else:
+                self._pull(offer.memory, landing, self._ways, go)
         with self._watch("commit"):
             landed = landing.commit()
+            settle()
         self._goodbye(wire.Done())
         with self._watch("pass on"):
+            assert self.intake is not None
             self.intake.finish()
-        self._line.ended.wait(GRACE)
+        if self._ways is None:
+            # Receivers that pass on or are passed on to part with the sender's word. One that has
+            # taken the bytes itself has nothing more to hear.
+            self._line.ended.wait(GRACE)
         return landed
+
+    def _take_in(self, offer: wire.Offer, landing: Landing, go: wire.Go) -> None:
+        self.intake = Intake(
+            self._line,
+            self._events,
+            landing,
+            go,
+            verify=offer.verify,
+            device=offer.device,
+            step=self.manifest.step if self.manifest else None,
+            deadline=self._deadline,
+            buffers=self._buffers,
+            progress=self._progress,
+        )
+        self.intake.run()
+
+    def _choose(self, offer: wire.Offer, landing: Landing) -> None:
+        """Find the route; open the sender's device memory if that is it."""
+        opened: list[cuda_ipc.Source] = []
+
+        def open_device_memory() -> str:
+            memory = offer.memory
+            if memory is None or not memory.pieces:
+                return memory.no_exports if memory is not None else "nothing is exported"
+            if not landing.on_device:
+                return "the destination is in host memory"
+            try:
+                opened.extend(self._openings.sources(memory, landing.chunks.stream_bytes))
+            except cuda_ipc.IpcError as fault:
+                return str(fault)
+            return ""
+
+        self.choice = choose(offer, place.here(), self._route, open_device_memory)
+        if self.choice.route != "group" and offer.memory is not None:
+            reads = self.choice.reads
+            self._ways = find_ways(
+                landing,
+                offer.memory,
+                opened,
+                self._openings.copier,
+                reads=reads,
+                rank=self._sender,
+            )
+
+    def _pull(self, memory: wire.Memory, landing: Landing, ways: Ways, go: wire.Go) -> None:
+        ring = None
+        if go.ring is not None:
+            try:
+                ring = self._rings.take(memory, go.ring, pinned=in_use())
+            except OSError as fault:
+                raise PeerLostError(
+                    f"the sender's buffers cannot be mapped: {fault}", rank=self._sender
+                ) from fault
+        self.intake = Pull(
+            self._line,
+            self._events,
+            landing,
+            memory,
+            ways,
+            max(1, min(go.threads, cores())),
+            ring=ring,
+            step=self.manifest.step if self.manifest else None,
+            deadline=self._deadline,
+            buffers=self._buffers,
+            progress=self._progress,
+        )
+        try:
+            self.intake.run()
+        except BaseException:
+            self.intake.close()
+            if ring is not None:
+                ring.close()
+            raise
+        if ring is not None:
+            self._rings.give(memory, ring)
 
     def _exchange(self, offer: wire.Offer) -> wire.Offer:
         """The offer of the step that is wanted, where another call of this process got it."""
+        if self._step is None:
+            return offer
         offered = codec.step_of(offer.manifest)
-        if self._step is None or offered == self._step:
+        if offered == self._step:
             return offer
         self._line.listen(None)
         said: list[wire.Message | Exception] = []
@@ -147,7 +247,7 @@ class Receiving:
     def _consider(self, offer: wire.Offer) -> Landing:
         """Look at the offer; refuse it with a reason, or prepare to land it."""
         try:
-            self.manifest = codec.decode(offer.manifest)
+            self.manifest = self._recall.decode(offer.manifest)
             step = self.manifest.step
             if self._step is not None and step != self._step:
                 raise StepMismatchError(
@@ -158,9 +258,10 @@ class Receiving:
                     f"data in the memory of a {offer.device}, of which none is here"
                 )
             self._landing = self._land(self.manifest)
-        except (StateError, StepMismatchError, ManifestError) as fault:
+            self._choose(offer, self._landing)
+        except (StateError, StepMismatchError, ManifestError, RouteError) as fault:
             fault.rank, fault.phase = self._sender, "join"
-            kinds = {StepMismatchError: "step", ManifestError: "manifest"}
+            kinds = {StepMismatchError: "step", ManifestError: "manifest", RouteError: "route"}
             kinds[UnsupportedLeafError] = "unsupported"
             kind = kinds.get(type(fault), "mismatch")
             self._goodbye(wire.Refuse(kind, fault.message[:2000], fault.path))
@@ -187,3 +288,10 @@ class Receiving:
         if not self._said_goodbye:
             self._said_goodbye = True
             self._line.send(message)
+
+
+def _verified(offer: wire.Offer, route: str) -> bool:
+    """Whether what comes by this route is compared with what was sent."""
+    if route == "group" or offer.memory is None:
+        return offer.verify
+    return offer.memory.verify or (route == "cuda_ipc" and offer.memory.sums)

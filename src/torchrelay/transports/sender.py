@@ -8,53 +8,26 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass
 
 from torchrelay.errors import StateError, TransferTimeoutError
-from torchrelay.state import codec
-from torchrelay.state.digest import digest
+from torchrelay.memory.pool import cores
 from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports import fanout, wire
-from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
-from torchrelay.transports.c10d import Watcher
+from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
+from torchrelay.transports.outflow import Hashed, Outflow, Sent
 from torchrelay.transports.peers import Peer, outcome
+from torchrelay.transports.ring import Rings
+from torchrelay.transports.routes import ROUTES
+from torchrelay.transports.serving import Serving
 from torchrelay.transports.worker import Worker
 
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
-
-
-@dataclass
-class _Stream:
-    """Chunks on their way to one receiver on one lane."""
-
-    rank: int
-    tag: int
-    todo: deque[int]
-    watcher: Watcher
-    in_flight: int = 0
-    moved_at: float = field(default_factory=time.monotonic)
-    alive: bool = True
-
-
-class _Lease:
-    """A packed chunk's buffer, given back when it is both sent and hashed."""
-
-    def __init__(self, buffer: torch.Tensor, uses: int) -> None:
-        self.buffer, self.uses = buffer, uses
-
-
-@dataclass(frozen=True)
-class _Hashed:
-    chunk: int
-    digest: bytes
-    lease: _Lease | None
 
 
 @dataclass(frozen=True)
@@ -62,17 +35,6 @@ class _Message:
     rank: int
     line: Line
     message: wire.Message | Exception
-
-
-@dataclass(frozen=True)
-class _Sent:
-    stream: _Stream
-    chunk: int
-    lease: _Lease | None
-    fault: Exception | None
-
-
-_Event = _Message | _Sent | _Hashed
 
 
 class Sending:
@@ -87,8 +49,11 @@ class Sending:
         deadline: Deadline,
         window: float,
         join_timeout: float,
-        verify: bool,
+        verify: bool | None,
+        route: str | None,
         buffers: BufferPool,
+        rings: Rings,
+        exports: Exports,
         watch: Stopwatch,
         progress: Callable[[int, int], None],
     ) -> None:
@@ -102,31 +67,39 @@ class Sending:
         self._deadline = deadline
         self._window = window
         self._join_timeout = join_timeout
-        self._verify = verify
-        self._buffers = buffers
+        # Digests guard what crosses a wire; memory that the kernel copies, by choice alone.
+        self._verify = verify is not False
+        self._route = route
         self._watch = watch
         self._progress = progress
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._worker = Worker()
+        self._serving = Serving(snapshot, rings, exports, verify=verify)
+        self._out = Outflow(
+            self._group, snapshot, self._device, buffers, self._events, self._worker
+        )
         self.peers = {rank: Peer(rank, post.call(rank)) for rank in receivers}
-        self._digests: list[bytes | None] = [None] * len(self._chunks)
-        self._unhashed = len(self._chunks) if verify else 0
-        self._hashing: set[int] = set()
-        self._streams: list[_Stream] = []
         self._hops: list[fanout.Hop] = []
         self._patience = 0.0
         self._joining = True
         self._blocked: set[int] = set()
         self._starving: set[int] = set()
         self._judge_at = float("inf")
-        self._trailer_sent = False
-        self.wire_bytes = 0
-        self.messages = 0
         self.rerouted: list[int] = []
+
+    @property
+    def wire_bytes(self) -> int:
+        return self._out.wire_bytes + self._serving.filled_bytes
+
+    @property
+    def messages(self) -> int:
+        return self._out.messages
 
     def run(self) -> None:
         for peer in self.peers.values():
             self._listen(peer)
+        if self._route != "group":
+            self._serving.get_ready()
         try:
             with self._watch("join"):
                 self._join()
@@ -138,6 +111,7 @@ class Sending:
             raise
         finally:
             self._worker.stop()
+            self._serving.close()
         sent = f"{self.wire_bytes} of {self._chunks.stream_bytes} bytes sent"
         fault = outcome(self.peers.values(), sent=sent, step=self._step, phase=self._watch.phase)
         if fault is not None:
@@ -146,7 +120,7 @@ class Sending:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Nobody else sends through a backend without tags, from here until the data is over."""
-        if self._device == "cpu":
+        if self._device == "cpu" or not self._by("group"):
             yield
             return
         if not self._post.one_at_a_time.acquire(timeout=self._deadline.left()):
@@ -192,13 +166,13 @@ class Sending:
         end = time.monotonic() + self._deadline.left()
         return max(came + min(self._window, (end - came) / 2) for came in waits)
 
-    def _hang_up(self, peers: Sequence[Peer]) -> list[_Event]:
+    def _hang_up(self, peers: Sequence[Peer]) -> list[object]:
         """Leave the lines of absent receivers to the next call, with what was said on them since.
 
         Returns the events that concern others.
         """
         said: dict[Line, list[wire.Message | Exception]] = {peer.line: [] for peer in peers}
-        others: list[_Event] = []
+        others: list[object] = []
         for line in said:
             line.listen(None)
         while not self._events.empty():
@@ -214,20 +188,27 @@ class Sending:
 
     def _joined(self, peer: Peer, join: wire.Join) -> None:
         peer.stage, peer.joined_at = "joined", time.monotonic()
-        peer.line.send(wire.Offer(self._manifest(), self._verify, self._device))
-
-    def _manifest(self) -> bytes:
-        if not hasattr(self, "_encoded"):
-            self._encoded = codec.encode(self._snapshot.manifest)
-        return self._encoded
+        memory = None if self._route == "group" else self._serving.memory(join.place)
+        peer.line.send(
+            wire.Offer(
+                self._snapshot.encoded(),
+                self._verify,
+                self._device,
+                memory,
+                self._route,
+                cores() if len(self.peers) == 1 else 0,
+            )
+        )
+        if memory is not None and memory.pieces and join.place.devices:
+            self._serving.start_sums()  # while the receiver looks at the offer
 
     # Data
 
     def _transfer(self) -> None:
-        accepted = [peer.rank for peer in self._in("accepted")]
-        self._hops = fanout.chain(self._me, accepted)
+        accepted, nearby = self._by("group"), self._by("host", "cuda_ipc")
+        self._hops = fanout.chain(self._me, [peer.rank for peer in accepted])
         # With one receiver there is nobody to protect from a slow one: the deadline alone counts.
-        if len(accepted) > 1:
+        if len(accepted) + len(nearby) > 1:
             self._patience = min(self._window, self._deadline.seconds / 4)
         for hop in self._hops:
             behind = None if hop.downstream is None else self.peers[hop.downstream]
@@ -239,10 +220,14 @@ class Sending:
                     self._patience,
                 )
             )
-        self._open_stream(accepted[0], 1, range(len(self._chunks)))
+        for peer in nearby:
+            self._let_read(peer, share=len(nearby))
+        if accepted:
+            self._out.verify = self._verify
+            self._open_stream(accepted[0].rank, 1, range(len(self._chunks)))
         while self._in("accepted"):
-            self._pump()
-            self._send_trailer()
+            self._out.pump()
+            self._send_trailers()
             if self._deadline.passed:
                 for peer in self._in("accepted"):
                     self._fail(peer, f"not done after {self._deadline.seconds:.3g} s", late=True)
@@ -252,63 +237,69 @@ class Sending:
         ends = time.monotonic() + GRACE
         for peer in self._in("done"):
             peer.line.delivered.wait(max(0.0, ends - time.monotonic()))
-        for stream in self._streams:
-            stream.watcher.close()
+        self._out.close()
+
+    def _let_read(self, peer: Peer, share: int) -> None:
+        """Have a receiver on this machine take the bytes itself, with its share of the cores."""
+        ring = None
+        if peer.needs_ring:
+            try:
+                ring = self._serving.open_ring(peer.rank)
+            except MemoryError as fault:
+                self._fail(peer, f"cannot be served: {fault}")
+                return
+        self._out.hash(peer.hashed)
+        if peer.route == "cuda_ipc":
+            self._serving.start_sums()
+        if len(self.peers) == 1 and ring is None:
+            return  # it has begun already
+        threads = max(1, cores() // share)
+        peer.line.send(wire.Go(self._me, patience=self._patience, threads=threads, ring=ring))
 
     def _tick(self) -> float:
         return min(self._patience / 4, 0.25) if self._patience else 1.0
 
     def _open_stream(self, rank: int, lane: int, chunks: Sequence[int]) -> None:
-        tag = wire.tag(self.peers[rank].line.transfer, lane)
-        self._streams.append(_Stream(rank, tag, deque(chunks), Watcher("data-out")))
+        self._out.open(rank, wire.tag(self.peers[rank].line.transfer, lane), chunks)
 
-    def _pump(self) -> None:
-        """Post chunks on every stream that has room."""
-        for stream in self._streams:
-            while stream.alive and stream.todo and stream.in_flight < IN_FLIGHT:
-                self._post_chunk(stream, stream.todo.popleft())
+    def _send_trailers(self) -> None:
+        """Tell those who have all bytes, or soon will, what they should be."""
+        for peer in self._in("accepted"):
+            if peer.trailed:
+                continue
+            hashed = self._verify if peer.route == "group" else self._serving.verify
+            wanted = None if peer.route == "group" else peer.hashed
+            digests = self._out.digests(wanted) if hashed else ()
+            if digests is None:
+                continue
+            if peer.route == "group":
+                # Without digests nothing tells bytes that changed on their way: they must have
+                # left.
+                ready = hashed or not self._out.busy
+            else:
+                ready = peer.pulled
+            if ready:
+                if peer.route != "group":
+                    self._count_pulled()
+                self._check_unchanged()
+                peer.trailed = True
+                sums = self._serving.sums() if peer.route == "cuda_ipc" else b""
+                peer.line.send(wire.Trailer(digests, sums))
 
-    def _post_chunk(self, stream: _Stream, index: int) -> None:
-        data, lease = self._snapshot.view(index, self._device), None
-        hashing = self._verify and index not in self._hashing
-        if data is None:
-            buffer = self._buffers.take(max(self._chunks.sizes), self._device)
-            lease = _Lease(buffer, uses=2 if hashing else 1)
-            data = buffer[: self._chunks.sizes[index]]
-            self._snapshot.read(index, data)
-        if stream.in_flight == 0:
-            stream.moved_at = time.monotonic()
-        stream.in_flight += 1
-        self.wire_bytes += data.numel()
-        self.messages += 1
+    def _count_pulled(self) -> None:
+        """What receivers take themselves is counted once one has all, unless chunks are posted."""
+        total = self._chunks.stream_bytes
+        if total and not self._out.streams:
+            self._progress(total, total)
 
-        def report(fault: Exception | None) -> None:
-            self._events.put(_Sent(stream, index, lease, fault))
-
-        try:
-            stream.watcher.watch(self._group.send([data], stream.rank, stream.tag), data, report)
-        except RuntimeError as fault:
-            report(fault)
-        if hashing:
-            self._hashing.add(index)
-            self._worker.submit(lambda: self._events.put(_Hashed(index, digest(data), lease)))
-
-    def _send_trailer(self) -> None:
-        if self._trailer_sent or self._unhashed:
-            return
-        # Without digests nothing tells bytes that changed on their way: they must have left.
-        if self._verify or not any(s.alive and (s.todo or s.in_flight) for s in self._streams):
-            self._trailer_sent = True
-            if (path := self._snapshot.changed()) is not None:
-                raise StateError(
-                    "changed while it was sent: keep the state as it is until send returns",
-                    step=self._step,
-                    phase="data",
-                    path=path,
-                )
-            digests = tuple(d for d in self._digests if d is not None)
-            for peer in self._in("accepted"):
-                peer.line.send(wire.Trailer(digests))
+    def _check_unchanged(self) -> None:
+        if (path := self._snapshot.changed()) is not None:
+            raise StateError(
+                "changed while it was sent: keep the state as it is until send returns",
+                step=self._step,
+                phase="data",
+                path=path,
+            )
 
     def _check_stalls(self) -> None:
         if not self._patience:
@@ -320,7 +311,7 @@ class Sending:
             elif now > peer.knocked_at + self._patience / 2:
                 peer.knocked_at = now
                 peer.line.send(wire.Knock())
-        for stream in self._streams:
+        for stream in self._out.streams:
             if stream.alive and stream.in_flight and now > stream.moved_at + self._patience:
                 stream.moved_at = now
                 self._note(self._blocked, stream.rank)
@@ -355,15 +346,16 @@ class Sending:
         except queue.Empty:
             return
 
-    def _handle(self, event: _Event) -> None:
-        if isinstance(event, _Sent):
+    def _handle(self, event: object) -> None:
+        if isinstance(event, Sent):
             self._sent(event)
             return
-        if isinstance(event, _Hashed):
-            self._digests[event.chunk] = event.digest
-            self._unhashed -= 1
-            self._release(event.lease)
+        if isinstance(event, Hashed):
+            self._out.hashed(event)
             return
+        if isinstance(event, Exception):
+            raise event
+        assert isinstance(event, _Message)
         peer = self.peers[event.rank]
         if event.line is not peer.line or peer.stage in ("done", "refused", "failed"):
             return
@@ -376,7 +368,23 @@ class Sending:
         elif isinstance(message, wire.Join) and peer.stage == "called":
             self._joined(peer, message)
         elif isinstance(message, wire.Accept) and peer.stage == "joined":
+            if message.route not in ROUTES:
+                self._fail(peer, f"took route {message.route!r}, which is not known here")
+                return
+            if self._route not in (None, message.route):
+                # A receiver of an older version, which knows of no routes.
+                reason = f"it takes route {message.route!r}, and {self._route!r} was asked for"
+                self._fail(peer, reason)
+                peer.refusal = wire.Refuse("route", reason)
+                return
             peer.stage = "accepted"
+            peer.route, peer.needs_ring = message.route, message.ring
+            peer.instead, peer.hashed = message.instead, message.hashed
+        elif isinstance(message, wire.Fill) and peer.stage == "accepted":
+            if not self._serving.fill(peer.line, message):
+                self._fail(peer, "asked for a chunk or slot that does not exist")
+        elif isinstance(message, wire.Pulled) and peer.stage == "accepted":
+            peer.pulled, peer.trailed = True, False
         elif isinstance(message, wire.Refuse):
             peer.stage, peer.reason, peer.refusal = "refused", message.message, message
             peer.line.send(wire.Fin())
@@ -385,7 +393,7 @@ class Sending:
         elif isinstance(message, wire.Done) and peer.stage == "accepted":
             peer.stage = "done"
             peer.line.send(wire.Fin())
-        elif isinstance(message, wire.Need) and peer.stage == "accepted" and self._hops:
+        elif isinstance(message, wire.Need) and any(hop.rank == peer.rank for hop in self._hops):
             self._need(peer, message)
         elif isinstance(message, wire.Stalled):
             self._note(self._starving, peer.rank)
@@ -417,9 +425,7 @@ class Sending:
             return
         if self._serve(peer.rank):
             self.rerouted.append(peer.rank)
-        for stream in self._streams:
-            if stream.rank == peer.rank:
-                stream.alive = False
+        self._out.cut(peer.rank)
         self._open_stream(peer.rank, need.lane, need.chunks)
 
     def _serve(self, rank: int) -> bool:
@@ -434,33 +440,22 @@ class Sending:
         if peer is not None and peer.stage == "accepted":
             peer.line.send(wire.Detach())
 
-    def _sent(self, event: _Sent) -> None:
+    def _sent(self, event: Sent) -> None:
         stream = event.stream
-        stream.in_flight -= 1
-        stream.moved_at = time.monotonic()
+        self._out.sent(event)
         if event.fault is not None:
             peer = self.peers[stream.rank]
             if stream.alive and peer.stage == "accepted":
                 self._fail(peer, f"connection lost: {event.fault}")
-            return
-        self._release(event.lease)
-        if stream is self._streams[0]:
+        elif stream is self._out.streams[0]:
             done = self._chunks.offsets[event.chunk] + self._chunks.sizes[event.chunk]
             self._progress(done, self._chunks.stream_bytes)
-
-    def _release(self, lease: _Lease | None) -> None:
-        if lease is not None:
-            lease.uses -= 1
-            if not lease.uses:
-                self._buffers.give(lease.buffer)
 
     def _fail(self, peer: Peer, reason: str, *, late: bool = False) -> None:
         """Give up on one receiver, and see to those around it."""
         peer.stage, peer.reason, peer.late = "failed", reason, late
         peer.line.send(wire.Abort(f"the sender gave up on this rank: {reason}"))
-        for stream in self._streams:
-            if stream.rank == peer.rank:
-                stream.alive = False
+        self._out.cut(peer.rank)
         for hop in self._hops:
             if hop.downstream == peer.rank:
                 self._detach(hop.rank)
@@ -474,6 +469,10 @@ class Sending:
         line, rank = peer.line, peer.rank
         line.listen(lambda message: self._events.put(_Message(rank, line, message)))
 
+    def _by(self, *routes: str) -> list[Peer]:
+        """The receivers that are served by one of these routes."""
+        return [peer for peer in self._in("accepted") if peer.route in routes]
+
     def _in(self, *stages: str) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.stage in stages]
 
@@ -485,5 +484,4 @@ class Sending:
         for peer in absent:
             peer.stage, peer.reason = "failed", reason
         self._hang_up(absent)
-        for stream in self._streams:
-            stream.watcher.close()
+        self._out.close()

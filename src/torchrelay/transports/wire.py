@@ -14,7 +14,7 @@ import msgspec
 
 from torchrelay.errors import RemoteProtocolError
 
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 
 PRELUDE_TAG = 1  # shared with torch's protocol
 ID_BITS = 26
@@ -61,6 +61,57 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     """Fields travel in order; new ones go at the end."""
 
 
+# What the two tell each other about where they are, to find the fastest way (docs/routes.md).
+
+
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """Where a process is. Two with the same place can ask the kernel for each other's memory."""
+
+    machine: str = ""  # id of this boot of this machine; empty where a system has none
+    user: int = -1
+    pids: int = 0  # PID namespace
+    pid: int = 0
+    devices: tuple[str, ...] = ()  # ids of the GPUs that this process sees
+
+
+class Export(msgspec.Struct, array_like=True, frozen=True):
+    """An allocation of device memory that another process can open."""
+
+    id: int  # never given again by the process
+    device: str
+    handle: bytes
+
+
+class Piece(msgspec.Struct, array_like=True, frozen=True):
+    """Bytes of the stream that lie in an exported allocation."""
+
+    position: int
+    nbytes: int
+    export: int  # index in `Memory.exports`
+    offset: int
+
+
+class Memory(msgspec.Struct, array_like=True, frozen=True):
+    """Where the bytes of a state lie in the sender's memory.
+
+    `token` stands at address `beacon` and at the start of file `fd` of the process: a receiver that
+    reads it there reads the right process.
+    """
+
+    place: Place
+    token: bytes
+    beacon: int
+    fd: int
+    host: bytes = b""  # `state.runs.Runs.pack`
+    apart: tuple[int, ...] = ()  # chunks that have bytes elsewhere: on a device, or strided
+    verify: bool = False  # digests come with the trailer on this way too
+    sums: bool = False  # sums of device memory do
+    exports: tuple[Export, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    strays: tuple[int, ...] = ()  # chunks that have bytes elsewhere which no export reaches
+    no_exports: str = ""  # why there are none
+
+
 # From the receiver to the sender.
 
 
@@ -69,16 +120,33 @@ class Join(_Message, tag="join", frozen=True):
 
     minor: int
     step: int | None = None
+    place: Place = Place()
 
 
 class Accept(_Message, tag="accept", frozen=True):
-    """The state fits; I am ready for data."""
+    """The state fits; I am ready for data, by this route."""
+
+    route: str = "group"
+    ring: bool = False  # I need a ring of shared buffers: not all can be read where it lies
+    instead: dict[str, str] = {}  # faster routes, and why each was not taken
+    hashed: tuple[int, ...] = ()  # chunks whose digests I compare, not by the group
+
+
+class Fill(_Message, tag="fill", frozen=True):
+    """Put this chunk into this slot of the ring."""
+
+    chunk: int
+    slot: int
+
+
+class Pulled(_Message, tag="pulled", frozen=True):
+    """I have read everything. Is it still what you sent?"""
 
 
 class Refuse(_Message, tag="refuse", frozen=True):
     """The state does not fit. Ends the transfer with me."""
 
-    kind: str  # "step", "mismatch" (also: no memory), "unsupported" or "manifest"
+    kind: str  # "step", "mismatch" (also: no memory), "unsupported", "manifest" or "route"
     message: str
     path: str | None = None
 
@@ -122,6 +190,18 @@ class Offer(_Message, tag="offer", frozen=True):
     manifest: bytes
     verify: bool = True
     device: str = "cpu"  # whose memory carries the data; another kind: nccl, xccl and their like
+    memory: Memory | None = None  # for a receiver on the same machine
+    route: str | None = None  # the only one I take
+    threads: int = 0  # not 0: you are the only receiver, and may read with so many at once
+
+
+class Ring(msgspec.Struct, array_like=True, frozen=True):
+    """Buffers in memory that both map: file `fd` of the sender's process."""
+
+    id: int  # never given again by the process
+    fd: int
+    slots: int
+    slot_bytes: int
 
 
 class Go(_Message, tag="go", frozen=True):
@@ -131,6 +211,8 @@ class Go(_Message, tag="go", frozen=True):
     downstream: int | None = None
     downstream_id: int = 0
     patience: float = 0.0  # seconds without progress before you tell me
+    threads: int = 0  # that you may copy with on this machine
+    ring: Ring | None = None
 
 
 class Knock(_Message, tag="knock", frozen=True):
@@ -145,10 +227,19 @@ class Reroute(_Message, tag="reroute", frozen=True):
     """Your upstream is gone or stuck: ask me for what you lack."""
 
 
+class Filled(_Message, tag="filled", frozen=True):
+    """The chunk that you asked for is in the slot."""
+
+    chunk: int
+    slot: int
+
+
 class Trailer(_Message, tag="trailer", frozen=True):
-    """Digests of all chunks in order; empty if the transfer is not verified."""
+    """Digests of all chunks in order; empty if the transfer is not verified. Those of chunks that
+    were not asked for may be empty."""
 
     digests: tuple[bytes, ...]
+    sums: bytes = b""  # of the words of each of `Memory.pieces`, little-endian, 64 bits each
 
 
 class Fin(_Message, tag="fin", frozen=True):
@@ -161,8 +252,8 @@ class Abort(_Message, tag="abort", frozen=True):
     message: str
 
 
-ToSender = Join | Accept | Refuse | Blocked | Stalled | Need | Done | Leave
-ToReceiver = Offer | Go | Knock | Detach | Reroute | Trailer | Fin | Abort
+ToSender = Join | Accept | Refuse | Fill | Pulled | Blocked | Stalled | Need | Done | Leave
+ToReceiver = Offer | Go | Filled | Knock | Detach | Reroute | Trailer | Fin | Abort
 Message = ToSender | ToReceiver
 
 TERMINAL = (Refuse, Done, Leave, Fin, Abort)

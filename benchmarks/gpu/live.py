@@ -1,0 +1,281 @@
+"""Live transfers on one GPU machine: `python -m benchmarks.gpu.live [--small] [--out F]`.
+
+Two processes on one GPU, 8 GB of bf16 in 320 tensors. Every result is compared bit for bit, NaNs
+with random payloads included. torch's own PGTransport runs beside them, on half the bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.harness import SECONDS, Ranks, machine
+from torchrelay import Relay
+from torchrelay.demo.versus import IN_PLACE, Course
+
+GB = 1e9
+RESULTS = Path(__file__).parent / "results"
+
+# In the ranks -----------------------------------------------------------------------------------
+
+_state: dict[str, torch.Tensor] = {}
+_relays: dict[str, Relay] = {}
+
+
+def _make(group: Any, count: int, nbytes: int, devices: list[str]) -> int:
+    """Rank 0 has random bits, the others zeros; each on its device."""
+    _state.clear()
+    _relays.clear()
+    gc.collect()
+    device = devices[group.rank()]
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    for index in range(count):
+        shape = (nbytes // 2,)
+        if group.rank() == 0:
+            bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device)
+            _state[f"w{index}"] = bits.view(torch.bfloat16)
+        else:
+            _state[f"w{index}"] = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    _sync()
+    return count * nbytes
+
+
+def _sync() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _print_of(state: dict[str, torch.Tensor]) -> list[int]:
+    """Sums of words and of words times their place: the same for the same bits alone."""
+    found = []
+    for tensor in state.values():
+        words = tensor.view(torch.int16).cuda().to(torch.int64)
+        place = torch.arange(1, words.numel() + 1, device=words.device)
+        found += [int(words.sum()), int((words * place).sum())]
+    return found
+
+
+def _zero(group: Any) -> None:
+    if group.rank():
+        for tensor in _state.values():
+            tensor.zero_()
+    _sync()
+
+
+def _lap(
+    group: Any, name: str, options: dict[str, Any], fresh: bool, atomic: bool
+) -> dict[str, Any]:
+    relay = _relays.get(name)
+    if relay is None:
+        relay = _relays[name] = Relay(group, timeout=SECONDS, **options)
+    _sync()
+    group.barrier().wait()
+    begun = time.perf_counter()
+    if group.rank() == 0:
+        report = relay.send(_state, to=1)
+        state: Any = _state
+    elif fresh:
+        got = relay.recv(0)
+        report, state = got.report, got.state
+    else:
+        report = relay.recv(0, into=_state, atomic=atomic).report
+        state = _state
+    seconds = time.perf_counter() - begun
+    return {
+        "seconds": seconds,
+        "route": report.route,
+        "instead": report.instead,
+        "verified": report.verified,
+        "phases": report.seconds,
+        "print": _print_of(state),
+    }
+
+
+def _close(group: Any) -> None:
+    for relay in _relays.values():
+        relay.close()
+    _relays.clear()
+
+
+def _stock(group: Any) -> float:
+    course = Course("torch", IN_PLACE, group, _state, SECONDS)
+    course.lap()
+    return min(course.lap().seconds for _ in range(2))
+
+
+def _matmul(group: Any, transfers: int, pause: float) -> dict[str, float]:
+    """A matmul loop on rank 0's default stream: alone, beside plain copies, beside transfers.
+
+    The plain copies are rank 1's, of the same bytes at the same pace, with the same sums: they show
+    what the memory's bandwidth costs, whoever uses it.
+    """
+    relay = Relay(group, timeout=SECONDS)
+    done = threading.Event()
+    spare = [torch.empty_like(tensor) for tensor in _state.values()] if group.rank() else []
+
+    def copy_plainly() -> None:
+        if not group.rank():
+            return
+        for to, tensor in zip(spare, _state.values(), strict=True):
+            to.copy_(tensor)
+        for tensors in (spare, _state.values()):
+            for tensor in tensors:
+                tensor.view(torch.int64).sum()
+        torch.cuda.synchronize()
+
+    def transfer() -> None:
+        if group.rank() == 0:
+            relay.send(_state, to=1)
+        else:
+            relay.recv(0, into=_state, atomic=False)
+
+    def repeat(act: Any) -> None:
+        for _ in range(transfers):
+            begun = time.perf_counter()
+            act()
+            time.sleep(max(0.0, pause - (time.perf_counter() - begun)))
+        group.barrier().wait()
+        done.set()
+
+    transfer()
+    if group.rank():
+        for act in (copy_plainly, transfer) * 2:
+            group.barrier().wait()
+            repeat(act)
+        return {}
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def rate(until: Any) -> float:
+        torch.cuda.synchronize()
+        count, begun = 0, time.perf_counter()
+        while not until(time.perf_counter() - begun):
+            for _ in range(8):
+                a @ a
+            torch.cuda.current_stream().synchronize()
+            count += 8
+        return count / (time.perf_counter() - begun)
+
+    rate(lambda seconds: seconds > 1)
+    found: dict[str, list[float]] = {"alone": [], "copies": [], "transfers": []}
+    for act in (copy_plainly, transfer) * 2:
+        found["alone"].append(rate(lambda seconds: seconds > 1))
+        group.barrier().wait()
+        done.clear()
+        thread = threading.Thread(target=repeat, args=(act,))
+        thread.start()
+        name = "copies" if act is copy_plainly else "transfers"
+        found[name].append(rate(lambda seconds: done.is_set()))
+        thread.join()
+    return {name: median(rates) for name, rates in found.items()}
+
+
+# In the parent ----------------------------------------------------------------------------------
+
+
+def _case(
+    ranks: Ranks, name: str, nbytes: int, laps: int, *, fresh: bool = False, atomic: bool = False,
+    bar: float | None = None, first_bar: float | None = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    found = []
+    for _ in range(laps):
+        if not fresh:
+            ranks.run(_zero)
+        sender, receiver = ranks.run(_lap, name, options, fresh, atomic)
+        if sender["print"] != receiver["print"]:
+            raise SystemExit(f"{name}: WRONG BITS")
+        found.append(receiver)
+    ranks.run(_close)
+    later = median(lap["seconds"] for lap in found[1:])
+    row = {
+        "case": name,
+        "route": found[-1]["route"],
+        "verified": found[-1]["verified"],
+        "instead": found[-1]["instead"],
+        "first_gb_s": round(nbytes / GB / found[0]["seconds"], 2),
+        "gb_s": round(nbytes / GB / later, 2),
+        "bar": bar,
+        "first_bar": first_bar,
+        "seconds": [round(lap["seconds"], 5) for lap in found],
+        "phases": {k: round(v, 5) for k, v in found[-1]["phases"].items()},
+        "exact": True,
+    }
+    bars = f"(bar {bar:g})" if bar else ""
+    firsts = f"(bar {first_bar:g})" if first_bar else ""
+    print(
+        f"{name:44s} {row['route']:9s} first {row['first_gb_s']:8.2f} GB/s {firsts:10s} later "
+        f"{row['gb_s']:8.2f} GB/s {bars:10s} verified={row['verified']} {row['phases']}",
+        flush=True,
+    )
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.live", description=__doc__)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("skipped: no GPU")
+        return 0
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    count, each = (16, 1_000_000) if options.small else (320, 25_000_000)
+    laps = 3 if options.small else 6
+    rows: list[dict[str, Any]] = []
+    matmul: dict[str, float] = {}
+    lost = speed = 0.0
+
+    def case(name: str, **how: Any) -> None:
+        if options.only in name:
+            rows.append(_case(ranks, name, total, laps, **how))
+
+    with Ranks(2) as ranks:
+        total = ranks.run(_make, count, each, ["cuda", "cuda"])[0]
+        case("GPU to GPU, in place, atomic=False", bar=600, first_bar=25)
+        case("GPU to GPU, in place, atomic", atomic=True)
+        case("GPU to GPU, in place, atomic=False, verify=True", verify=True)
+        case("GPU to GPU, in place, atomic=False, verify=False", verify=False)
+        case("GPU to GPU, new tensors", fresh=True)
+        case("GPU to GPU by host, atomic=False", route="host", bar=15)
+        case("GPU to GPU by host, atomic", atomic=True, route="host")
+        if not options.only:
+            matmul = ranks.run(_matmul, 3 if options.small else 30, 0.1)[0]
+            lost = 1 - matmul["transfers"] / matmul["copies"]
+            print(f"matmul loop beside transfers: {lost:.1%} less than beside copies; {matmul}")
+        ranks.run(_make, count, each, ["cuda", "cpu"])
+        case("GPU to a CPU process", bar=10)
+        case("GPU to a CPU process, atomic", atomic=True)
+        ranks.run(_make, count, each, ["cpu", "cuda"])
+        case("CPU to a GPU process", bar=10)
+        case("CPU to a GPU process, atomic", atomic=True)
+        if not options.only:
+            half = ranks.run(_make, count // 2, each, ["cuda", "cuda"])[0]
+            speed = half / GB / max(ranks.run(_stock))
+            print(f"torch PGTransport over gloo, GPU to GPU: {speed:.2f} GB/s", flush=True)
+    result = {
+        "benchmark": "gpu live",
+        "machine": {**machine(), "gpu": torch.cuda.get_device_name()},
+        "bytes": total,
+        "rows": rows,
+        "matmul": {**matmul, "lost": round(lost, 4)},
+        "torch_pgtransport_gb_s": round(speed, 3),
+    }
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

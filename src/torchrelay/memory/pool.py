@@ -1,0 +1,162 @@
+"""Memory that outlives the tensors in it: the next receive does not fault its pages in again.
+
+Tensors over it are ordinary ones, each with a storage of its own: keeping one keeps no other's
+memory. When the last reference to one goes, its range comes back here, is kept while no more than
+`limit` bytes lie idle, and goes to the next tensor of the same size. What does not fit there is
+given back to the system, oldest first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchrelay.errors import MismatchError
+from torchrelay.memory import vectors
+from torchrelay.memory.kernels import Piece, Tables, copy_and_sum
+from torchrelay.memory.pages import PAGE, Mapping, populate, release
+from torchrelay.state.means import LARGE_BYTES, Pairs, Plainly, allocate
+from torchrelay.state.runs import Moves
+
+
+class _Range(NamedTuple):
+    mapping: Mapping  # unmapped when none of its ranges is in use or idle any more
+    address: int
+    nbytes: int
+
+
+class Pool:
+    """Host memory for received states. Bounded when idle, not in use. Thread-safe."""
+
+    def __init__(self, limit: int, *, threads: int | None = None) -> None:
+        self.limit = limit
+        self._threads = threads or cores()
+        self._lock = threading.Lock()
+        self._idle: dict[int, deque[_Range]] = {}  # by size; what came back last stands last
+        self._idle_bytes = 0
+        self._returned: deque[_Range] = deque()
+        self._closed = False
+
+    @property
+    def idle_bytes(self) -> int:
+        with self._lock:
+            self._settle()
+            return self._idle_bytes
+
+    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """A buffer for each size, in order. `MemoryError` if there is no memory."""
+        wanted = [-(-max(size, 1) // PAGE) * PAGE for size in sizes]
+        with self._lock:
+            self._settle()
+            found = [self._reuse(nbytes) for nbytes in wanted]
+            fresh = sum(n for n, one in zip(wanted, found, strict=True) if one is None)
+            self._evict(self.limit - fresh)  # what fitted nothing makes room for what is new
+        if fresh:
+            mapping = Mapping(fresh)
+            populate(mapping.address, fresh, self._threads)
+            at = mapping.address
+            for index, nbytes in enumerate(wanted):
+                if found[index] is None:
+                    found[index] = _Range(mapping, at, nbytes)
+                    at += nbytes
+        return [self._lend(one, n) for one, n in zip(found, sizes, strict=True) if one is not None]
+
+    def close(self) -> None:
+        """Keep nothing from now on. Tensors that are in use stay as they are."""
+        with self._lock:
+            self._closed = True
+            self._settle()
+
+    def _reuse(self, nbytes: int) -> _Range | None:
+        same = self._idle.get(nbytes)
+        if not same:
+            return None
+        self._idle_bytes -= nbytes
+        return same.pop()  # the newest: its pages are the warmest
+
+    def _lend(self, one: _Range, nbytes: int) -> torch.Tensor:
+        block = (ctypes.c_ubyte * max(nbytes, 1)).from_address(one.address)
+        weakref.finalize(block, self._give_back, one).atexit = False
+        return torch.frombuffer(block, dtype=torch.uint8)[:nbytes]
+
+    def _give_back(self, one: _Range) -> None:
+        # Runs wherever the last reference goes, perhaps in a thread that holds the lock.
+        self._returned.append(one)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def _settle(self) -> None:
+        while self._returned:
+            one = self._returned.popleft()
+            same = self._idle.pop(one.nbytes, None) or deque()
+            same.append(one)
+            self._idle[one.nbytes] = same
+            self._idle_bytes += one.nbytes
+        self._evict(0 if self._closed else self.limit)
+
+    def _evict(self, keep: int) -> None:
+        while self._idle_bytes > max(keep, 0):
+            size, same = next(iter(self._idle.items()))
+            if not same:
+                del self._idle[size]
+                continue
+            one = same.popleft()
+            release(one.address, one.nbytes)
+            self._idle_bytes -= size
+
+
+class Pooled(Plainly):
+    """Memory from a pool, copies on several threads or by one kernel."""
+
+    def __init__(self, pool: Pool | None, threads: int | None = None) -> None:
+        self._pool = pool
+        self._tables = Tables()
+        self._threads = threads or cores()
+
+    def room(
+        self, sizes: Sequence[int], device: torch.device | str = "cpu"
+    ) -> list[torch.Tensor] | None:
+        if self._pool is None or torch.device(device).type != "cpu":
+            return None
+        try:
+            return self._pool.take(sizes)
+        except MemoryError as fault:
+            raise MismatchError(f"no memory for {sum(sizes)} bytes: {fault}") from None
+
+    def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        found = self.room([nbytes], device) if nbytes >= LARGE_BYTES else None
+        return allocate(nbytes, device) if found is None else found[0]
+
+    def copy(self, moves: Moves) -> None:
+        vectors.copy(moves, self._threads)
+
+    def copy_on_device(self, pairs: Pairs) -> None:
+        here: dict[int, list[Piece]] = {}
+        for tensor, data in pairs:
+            if not tensor.is_cuda or tensor.device != data.device:
+                super().copy_on_device([(tensor, data)])
+                continue
+            piece = Piece(data.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            here.setdefault(tensor.get_device(), []).append(piece)
+        for device, pieces in here.items():
+            copy_and_sum(pieces, device, self._tables, sums=False)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usual_limit() -> int:
+    """A quarter of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

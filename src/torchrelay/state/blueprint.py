@@ -1,0 +1,259 @@
+"""What planning a state found out, to be used again while the state stays as it was.
+
+A blueprint holds records, addresses and sizes, and none of the tensors: it keeps no memory of a
+state alive. Whether it still holds is asked of the tensors themselves each time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from torchrelay.errors import RelayError
+from torchrelay.state import codec, plan
+from torchrelay.state import manifest as m
+from torchrelay.state.containers import Flat, leaf_paths
+from torchrelay.state.images import Image, Images
+from torchrelay.state.leaves import Finish, describe, finished
+from torchrelay.state.memory import Region
+from torchrelay.state.pieces import Indices, Pieces, lay
+from torchrelay.state.plain import look
+from torchrelay.state.runs import Column, Runs
+from torchrelay.state.stream import Stream
+
+# Tree, receivers and chunk size: what a blueprint was asked to be for.
+Order = tuple[bytes, int, int | None]
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def order_of(flat: Flat, receivers: int, chunk_bytes: int | None) -> Order:
+    # Encoded trees are compared: in Python, a key 1 is equal to a key True.
+    return _encode(flat.tree), receivers, chunk_bytes
+
+
+class Others(NamedTuple):
+    """Leaves that are no pieces, described tensor by tensor. Made anew for each capture."""
+
+    leaves: Sequence[int]
+    described: list[int | Finish]
+    images: Images
+    found: list[Image]
+    owners: list[int]  # of each tensor taken in, its leaf
+    facts: list[tuple[int, int, str]]  # of each image: its first leaf, bytes, device
+
+
+def others(flat: Flat, leaves: Sequence[int]) -> Others:
+    """Describe these leaves. `UnsupportedLeafError` names what cannot travel."""
+    images = Images()
+    described: list[int | Finish] = []
+    owners: list[int] = []
+    for index in leaves:
+        leaf = flat.leaves[index]
+        try:
+            described.append(describe(leaf, (), images.add))
+        except RelayError:
+            describe(leaf, leaf_paths(flat.tree)[index], images.add)  # with its path this time
+            raise
+        owners += [index] * (len(images) - len(owners))
+    found = images.resolve()
+    facts = [
+        (owners[ticket], image.nbytes, image.device)
+        for ticket, image in zip(images.firsts, found, strict=True)
+    ]
+    return Others(leaves, described, images, found, owners, facts)
+
+
+class Blueprint:
+    """The records of a state, and where in memory and in the stream its bytes are."""
+
+    def __init__(self, order: Order, flat: Flat, pieces: Pieces, some: Others) -> None:
+        self.order = order
+        self.tree = flat.tree
+        self.pieces = pieces
+        self.facts = some.facts
+        self._encoded: bytes | None = None
+        # Host memory of the last stream, and what it had besides pieces. Replaced as one: threads
+        # may share a blueprint.
+        self._last: tuple[list[tuple[int, int, int]], Runs] | None = None
+        self._arrange(some)
+        self._describe(some)
+
+    @classmethod
+    def draw(cls, order: Order, flat: Flat) -> tuple[Blueprint, Others]:
+        """Plan a state from the beginning."""
+        plains = look(flat.leaves)
+        some = others(flat, _except(plains.leaves, plains.count))
+        pieces = lay(plains, flat.leaves, some.images.origins)
+        if len(pieces.plains) < len(plains):
+            some = others(flat, _except(pieces.plains.leaves, plains.count))
+        return cls(order, flat, pieces, some), some
+
+    def again(self, order: Order, flat: Flat) -> tuple[Blueprint, Others] | None:
+        """This blueprint for a state that differs in plain values at most, and what it consists of
+        besides its pieces. None where there may be another difference.
+
+        The same object if no value differs either.
+        """
+        if order != self.order:
+            return None
+        some = others(flat, _except(self.pieces.plains.leaves, len(flat.leaves)))
+        if some.facts != self.facts or not self.pieces.hold(flat.leaves, some.images.origins):
+            return None
+        records = self._records(some)
+        if _encode(records) == _encode([self.leaves[index] for index in some.leaves]):
+            return self, some
+        other = copy.copy(self)
+        other._put(records, some)
+        return other, some
+
+    def _arrange(self, some: Others) -> None:
+        """Where each image stands in the stream, and how that is cut."""
+        _, receivers, chunk_bytes = self.order
+        firsts, sizes = self.pieces.firsts, self.pieces.sizes
+        if some.facts:
+            firsts = np.append(firsts, np.array([fact[0] for fact in some.facts], np.intp))
+            sizes = np.append(sizes, np.array([fact[1] for fact in some.facts], np.uint64))
+        used = np.argsort(firsts, kind="stable")
+        order = used[plan.stream_order(sizes[used])]
+        # Of each image, those of pieces first, its place in the stream.
+        self.places: Indices = np.empty(len(order), np.intp)
+        self.places[order] = np.arange(len(order))
+        sizes = sizes[order]
+        size = chunk_bytes or plan.chunk_size(plan.stream_bytes(sizes), receivers)
+        self.chunks = plan.Chunks(sizes, plan.cut(sizes, size))
+        ordered = sizes.tolist()
+        known = {nbytes: m.Storage(nbytes, "cpu") for nbytes in set(ordered)}
+        storages = [known[nbytes] for nbytes in ordered]
+        pieces, plains = self.pieces, self.pieces.plains
+        for row in np.flatnonzero(~plains.on_host).tolist():
+            place = int(self.places[pieces.image[row]])
+            device = plains.sorts[plains.numbers[row]].device
+            if storages[place].device != device:
+                storages[place] = m.Storage(ordered[place], device)
+        for place, (_, nbytes, device) in zip(self.others_at, some.facts, strict=True):
+            storages[place] = m.Storage(nbytes, device)
+        self.storages = tuple(storages)
+
+    @property
+    def others_at(self) -> list[int]:
+        """The places of images that are not made up of pieces."""
+        places: list[int] = self.places[len(self.pieces.sizes) :].tolist()
+        return places
+
+    def _describe(self, some: Others) -> None:
+        plains, Leaf = self.pieces.plains, m.TensorLeaf
+        sorts = [(sort.dtype, sort.shape, sort.flags) for sort in plains.sorts]
+        where = self.places[self.pieces.image].tolist()
+        records: list[Any] = [
+            Leaf(dtype, shape, None, place, at, flags)
+            for (dtype, shape, flags), place, at in zip(
+                map(sorts.__getitem__, plains.numbers), where, self.pieces.at.tolist(), strict=True
+            )
+        ]
+        if len(plains) == plains.count:
+            self.leaves: tuple[m.Leaf, ...] = tuple(records)
+            return
+        leaves: list[Any] = [None] * plains.count
+        for index, record in zip(plains.leaves, records, strict=True):
+            leaves[index] = record
+        self.leaves = tuple(leaves)
+        self._put(self._records(some), some)
+
+    def _records(self, some: Others) -> list[m.Leaf]:
+        places = self.others_at
+
+        def part(ticket: int) -> m.TensorLeaf:
+            return some.images.leaf(ticket, places)
+
+        return [finished(item, part) for item in some.described]
+
+    def _put(self, records: list[m.Leaf], some: Others) -> None:
+        leaves = list(self.leaves)
+        for index, record in zip(some.leaves, records, strict=True):
+            leaves[index] = record
+        self.leaves = tuple(leaves)
+        self._encoded = None
+
+    def manifest(self, step: int | None) -> m.Manifest:
+        return m.Manifest(m.VERSION, step, self.tree, self.leaves, self.storages, self.chunks.sizes)
+
+    def encoded(self, step: int | None) -> bytes:
+        """`codec.encode(self.manifest(step))`, remembered."""
+        if self._encoded is None:
+            self._encoded = codec.encode(self.manifest(None))
+        return codec.with_step(self._encoded, step)
+
+    def stream(self, some: Others, plain: Sequence[Any]) -> Stream:
+        """The bytes, as they lie in memory now. `plain` are the tensors of the pieces."""
+        runs: list[tuple[int, int, int]] = []
+        regions: list[tuple[int, Region]] = []  # not in host memory, or not in one run
+        for place, image in sorted(zip(self.others_at, some.found, strict=True), key=_first):
+            start = self.chunks.starts[place]
+            if image.address:
+                runs.append((start, image.address, image.nbytes))
+                continue
+            for at, region in image.placed:
+                if region.address:
+                    runs.append((start + at, region.address, region.nbytes))
+                else:
+                    regions.append((start + at, region))
+        last = self._last
+        if last is not None and last[0] == runs:
+            host = last[1]
+        else:
+            host = self._host(runs)
+            self._last = runs, host
+        far = [(at, plain[row]) for at, row in self._far]
+        return Stream(host, regions, self.chunks.stream_bytes, far)
+
+    @cached_property
+    def _starts(self) -> Column:
+        """Where in the stream each piece stands."""
+        return self.chunks.places[self.places[self.pieces.image]] + self.pieces.at
+
+    @cached_property
+    def _far(self) -> list[tuple[int, int]]:
+        """Where pieces on devices stand in the stream, in that order, and which they are."""
+        rows = np.flatnonzero(~self.pieces.plains.on_host)
+        rows = rows[np.argsort(self._starts[rows])]
+        return list(zip(self._starts[rows].tolist(), rows.tolist(), strict=True))
+
+    def _host(self, runs: list[tuple[int, int, int]]) -> Runs:
+        here = self.pieces.plains.on_host
+        columns: list[Column] = [
+            self._starts[here],
+            self.pieces.plains.places[here],
+            self.pieces.nbytes[here],
+        ]
+        if runs:
+            more = np.array(runs, np.uint64).T
+            columns = [np.concatenate(pair) for pair in zip(columns, more, strict=True)]
+        order = np.argsort(columns[0])
+        return Runs(*(column[order] for column in columns))
+
+    @cached_property
+    def large(self) -> dict[int, int]:
+        """By place, the one piece of each large image that has one."""
+        pieces = self.pieces
+        whole = pieces.nbytes == pieces.sizes[pieces.image]
+        alone = np.flatnonzero(whole & (pieces.nbytes >= plan.MIB))
+        places = self.places[pieces.image[alone]]
+        return dict(zip(places.tolist(), alone.tolist(), strict=True))
+
+
+def _first(pair: tuple[int, Image]) -> int:
+    return pair[0]
+
+
+def _except(leaves: Sequence[int], count: int) -> list[int]:
+    if len(leaves) == count:
+        return []
+    rest = np.ones(count, bool)
+    rest[np.array(leaves, np.intp)] = False
+    found: list[int] = np.flatnonzero(rest).tolist()
+    return found

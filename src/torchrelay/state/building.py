@@ -1,0 +1,64 @@
+"""Leaves made of landed bytes, and copies that wait until a landing commits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrelay.errors import UnsupportedLeafError
+from torchrelay.state import manifest as m
+from torchrelay.state import tensors as t
+from torchrelay.state.containers import Path, show
+from torchrelay.state.fitting import ArrayFit, Fit
+from torchrelay.state.leaves import Part, build, check_buildable
+from torchrelay.state.spans import contiguous_strides
+
+_UNBUILT = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    MemoryError,
+)
+
+
+def make_leaf(leaf: m.Leaf, path: Path, part: Part, rank: int) -> object:
+    try:
+        return build(leaf, part, rank)
+    except _UNBUILT as fault:
+        raise UnsupportedLeafError(f"cannot be rebuilt here: {fault}", path=show(path)) from fault
+
+
+def check_leaf(leaf: m.Leaf, path: Path) -> None:
+    try:
+        check_buildable(leaf)
+    except UnsupportedLeafError as fault:
+        fault.path = show(path)
+        raise
+
+
+def strides_of(part: m.TensorLeaf) -> tuple[int, ...]:
+    return contiguous_strides(part.shape) if part.strides is None else part.strides
+
+
+def late_copy(
+    pair: Fit | ArrayFit, part: Part
+) -> tuple[torch.Tensor | np.ndarray[Any, Any], object]:
+    if isinstance(pair, ArrayFit):
+        return pair.destination, build(pair.leaf, part, 0)
+    return pair.destination, part(pair.part)
+
+
+def copy_late(destination: object, source: object) -> None:
+    if isinstance(destination, np.ndarray) and isinstance(source, np.ndarray):
+        np.copyto(destination, source, casting="no")
+        return
+    assert isinstance(destination, torch.Tensor) and isinstance(source, torch.Tensor)
+    for dim, stride in enumerate(destination.stride()):
+        if stride == 0:  # expanded on both sides: one element is all
+            destination, source = destination.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    t.copy_bits(destination.detach(), source.detach())

@@ -1,0 +1,177 @@
+"""Chunks on their way out over the group, and their digests.
+
+Chunks are sent from where they lie, or from a buffer that they are packed into; each is hashed
+beside the transfer, once, whoever it goes to.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchrelay.memory.side import on_side_stream
+from torchrelay.state.digest import digest
+from torchrelay.state.snapshot import Snapshot
+from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
+from torchrelay.transports.c10d import ProcessGroup, Watcher
+from torchrelay.transports.worker import Worker
+
+
+@dataclass
+class Stream:
+    """Chunks on their way to one receiver on one lane."""
+
+    rank: int
+    tag: int
+    todo: deque[int]
+    watcher: Watcher
+    in_flight: int = 0
+    moved_at: float = field(default_factory=time.monotonic)
+    alive: bool = True
+
+
+class Lease:
+    """A packed chunk's buffer, given back when it is both sent and hashed."""
+
+    def __init__(self, buffer: torch.Tensor, uses: int) -> None:
+        self.buffer, self.uses = buffer, uses
+
+
+@dataclass(frozen=True)
+class Hashed:
+    chunk: int
+    digest: bytes
+    lease: Lease | None
+
+
+@dataclass(frozen=True)
+class Sent:
+    stream: Stream
+    chunk: int
+    lease: Lease | None
+    fault: Exception | None
+
+
+class Outflow:
+    """Streams to the receivers that are fed from here. Reports to `events`; the owner of those
+    hands `Sent` and `Hashed` back to `sent` and `hashed`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        snapshot: Snapshot,
+        device: str,
+        buffers: BufferPool,
+        events: queue.SimpleQueue[object],
+        worker: Worker,
+    ) -> None:
+        self._group, self._snapshot, self._device = group, snapshot, device
+        self._buffers, self._events, self._worker = buffers, events, worker
+        self._chunks = snapshot.chunks
+        self._digests: list[bytes | None] = [None] * len(self._chunks)
+        self._hashing: set[int] = set()
+        self.verify = False  # hash what is posted
+        self.streams: list[Stream] = []
+        self.wire_bytes = 0
+        self.messages = 0
+
+    def open(self, rank: int, tag: int, chunks: Sequence[int]) -> None:
+        self.streams.append(Stream(rank, tag, deque(chunks), Watcher("data-out")))
+
+    def cut(self, rank: int) -> None:
+        """Post no more chunks to a receiver."""
+        for stream in self.streams:
+            if stream.rank == rank:
+                stream.alive = False
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.watcher.close()
+
+    @property
+    def busy(self) -> bool:
+        return any(s.alive and (s.todo or s.in_flight) for s in self.streams)
+
+    def pump(self) -> None:
+        """Post chunks on every stream that has room."""
+        for stream in self.streams:
+            while stream.alive and stream.todo and stream.in_flight < IN_FLIGHT:
+                self._post(stream, stream.todo.popleft())
+
+    def _post(self, stream: Stream, index: int) -> None:
+        hashing = self.verify and index not in self._hashing
+        data, lease = self._bytes_of(index, self._device, uses=2 if hashing else 1)
+        if stream.in_flight == 0:
+            stream.moved_at = time.monotonic()
+        stream.in_flight += 1
+        self.wire_bytes += data.numel()
+        self.messages += 1
+
+        events = self._events  # alone: a send that never ends must not keep the state alive
+
+        def report(fault: Exception | None) -> None:
+            events.put(Sent(stream, index, lease, fault))
+
+        try:
+            stream.watcher.watch(self._group.send([data], stream.rank, stream.tag), data, report)
+        except RuntimeError as fault:
+            report(fault)
+        if hashing:
+            self._hashing.add(index)
+            self._worker.submit(lambda: self._events.put(Hashed(index, digest(data), lease)))
+
+    def _bytes_of(self, index: int, device: str, uses: int) -> tuple[torch.Tensor, Lease | None]:
+        data = self._snapshot.view(index, device)
+        if data is not None:
+            return data, None
+        lease = Lease(self._buffers.take(max(self._chunks.sizes), device), uses)
+        data = lease.buffer[: self._chunks.sizes[index]]
+        with on_side_stream():
+            self._snapshot.read(index, data)
+        return data, lease
+
+    def sent(self, event: Sent) -> None:
+        event.stream.in_flight -= 1
+        event.stream.moved_at = time.monotonic()
+        if event.fault is None:
+            self._release(event.lease)
+
+    # Digests
+
+    def hash(self, chunks: Iterable[int]) -> None:
+        """Hash those that have not been, for receivers that take the bytes themselves."""
+        for index in chunks:
+            if index not in self._hashing and 0 <= index < len(self._chunks):
+                self._hashing.add(index)
+                self._worker.submit(lambda index=index: self._hash(index))  # type: ignore[misc]
+
+    def _hash(self, index: int) -> None:
+        try:
+            data, lease = self._bytes_of(index, "cpu", uses=1)
+            self._events.put(Hashed(index, digest(data), lease))
+        except Exception as fault:
+            self._events.put(fault)
+
+    def hashed(self, event: Hashed) -> None:
+        self._digests[event.chunk] = event.digest
+        self._release(event.lease)
+
+    def digests(self, chunks: Iterable[int] | None = None) -> tuple[bytes, ...] | None:
+        """Of all chunks, once those of `chunks` (all by default) are known; others may be empty."""
+        wanted = range(len(self._chunks)) if chunks is None else chunks
+        known = self._digests
+        if any(known[index] is None for index in wanted if 0 <= index < len(known)):
+            return None
+        return tuple([found or b"" for found in known])
+
+    def _release(self, lease: Lease | None) -> None:
+        if lease is not None:
+            lease.uses -= 1
+            if not lease.uses:
+                self._buffers.give(lease.buffer)

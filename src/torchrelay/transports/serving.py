@@ -1,0 +1,155 @@
+"""The sender's part where receivers on its machine take the bytes themselves.
+
+It says where they lie and keeps them there. What a receiver cannot read where it lies is put into a
+ring of shared buffers, a chunk at a time, as the receiver asks for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from functools import cached_property
+
+import torch
+
+from torchrelay.memory.pool import cores
+from torchrelay.memory.side import in_use, on_side_stream, side_stream
+from torchrelay.state.snapshot import Snapshot
+from torchrelay.transports import place, wire
+from torchrelay.transports.cuda_ipc import Exports, IpcError, packed_sums, word_sums
+from torchrelay.transports.group import Line
+from torchrelay.transports.ring import Ring, Rings
+from torchrelay.transports.routes import compares
+from torchrelay.transports.worker import Worker
+
+FILLERS = 8  # threads that fill slots, at most
+
+
+class Serving:
+    """One state, offered to the receivers of one `send`."""
+
+    def __init__(
+        self, snapshot: Snapshot, rings: Rings, exports: Exports, *, verify: bool | None
+    ) -> None:
+        self._snapshot, self._rings, self._exports = snapshot, rings, exports
+        self.verify = compares("host", verify)
+        self._sum_up = compares("cuda_ipc", verify)
+        self._chunks = snapshot.chunks
+        self._lent: dict[int, Ring] = {}
+        self._here = place.here()
+        self._worker: Worker | None = None
+        self._sums: list[torch.Tensor] | None = None
+        self.filled_bytes = 0
+
+    def get_ready(self) -> None:
+        """Find out where things are, while nobody has asked yet."""
+        self._host, self._apart, self._exported  # noqa: B018
+
+    def memory(self, theirs: wire.Place) -> wire.Memory | None:
+        """Where the bytes lie, for a receiver at that place; the least where it is elsewhere."""
+        beacon = place.beacon()
+        if beacon is None:
+            return None
+        if place.apart(self._here, theirs):
+            return wire.Memory(self._here, b"", 0, -1)
+        return wire.Memory(
+            self._here,
+            beacon.token,
+            beacon.address,
+            beacon.fd,
+            self._host,
+            self._apart,
+            self.verify,
+            self._sum_up,
+            *self._exported,
+        )
+
+    @cached_property
+    def _host(self) -> bytes:
+        return self._snapshot.stream.host.pack()
+
+    @cached_property
+    def _apart(self) -> tuple[int, ...]:
+        """The chunks that have bytes where no address leads to them."""
+        stream = self._snapshot.stream
+        far = ((at, tensor.nbytes) for at, tensor in stream.far)
+        return self._chunks_of([*far, *((at, region.nbytes) for at, region in stream.regions)])
+
+    def _chunks_of(self, stretches: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        found: set[int] = set()
+        offsets = self._chunks.offsets
+        for at, nbytes in stretches:
+            first = max(bisect_right(offsets, at) - 1, 0)
+            found.update(range(first, bisect_left(offsets, at + nbytes)))
+        return tuple(sorted(found))
+
+    @cached_property
+    def _exported(
+        self,
+    ) -> tuple[tuple[wire.Export, ...], tuple[wire.Piece, ...], tuple[int, ...], str]:
+        """Device memory for receivers to open: exports, pieces, strays, or why there are none."""
+        stream = self._snapshot.stream
+        strays = self._chunks_of((at, region.nbytes) for at, region in stream.regions)
+        if not stream.far:
+            return (), (), strays, "no contiguous tensor of the state is on a GPU"
+        try:
+            exports, pieces = self._exports.of(stream.far)
+        except IpcError as fault:
+            return (), (), strays, str(fault)
+        return exports, pieces, strays, ""
+
+    def start_sums(self) -> None:
+        """Sum up device memory, for receivers that open it. Beside everything else."""
+        if self._sum_up and self._sums is None:
+            with side_stream():
+                self._sums = word_sums(self._far, self._exports.tables)
+
+    def sums(self) -> bytes:
+        """Of each piece; waits for the device."""
+        if self._sums is None:
+            return b""
+        with side_stream():
+            return packed_sums(self._far, self._sums)
+
+    @property
+    def _far(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor in self._snapshot.stream.far]
+
+    def open_ring(self, rank: int) -> wire.Ring:
+        """A ring for one receiver. `MemoryError` if there is no memory for it."""
+        ring = self._rings.take(max(self._chunks.sizes), len(self._chunks), pinned=in_use())
+        self._lent[rank] = ring
+        return ring.record
+
+    def fill(self, line: Line, wanted: wire.Fill) -> bool:
+        """Put a chunk into a slot and say so; whether both exist."""
+        ring = self._lent.get(line.peer)
+        if ring is None or not (
+            0 <= wanted.slot < ring.record.slots and 0 <= wanted.chunk < len(self._chunks)
+        ):
+            return False
+        if self._worker is None:
+            self._worker = Worker(min(cores(), FILLERS), niceness=0)
+        size = self._chunks.sizes[wanted.chunk]
+        slot = ring.slot(wanted.slot, size)
+
+        def put() -> None:
+            try:
+                with on_side_stream():
+                    self._snapshot.read(wanted.chunk, slot)
+            except Exception as fault:
+                line.send(wire.Abort(f"a chunk could not be read: {fault}"))
+            else:
+                line.send(wire.Filled(wanted.chunk, wanted.slot))
+
+        self.filled_bytes += size
+        self._worker.submit(put)
+        return True
+
+    def close(self) -> None:
+        """Nobody is served any more."""
+        if self._worker is not None:
+            self._worker.stop()
+        for ring in self._lent.values():
+            self._rings.give(ring)
+        self._lent.clear()

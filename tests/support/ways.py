@@ -1,0 +1,50 @@
+"""The ways that bytes take between ranks of one machine, each forced in turn.
+
+`group`: messages over the process group. `host`: the receiver reads the sender's memory. `ring`:
+reading is refused, and all goes through shared buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+import torchrelay as tr
+from torchrelay.memory import vectors
+from torchrelay.transports import place, pull
+
+WAYS = ("group", "host", "ring")
+NEARBY = ("host", "ring")
+every_way = pytest.mark.parametrize("way", WAYS)
+
+PIECE = 64 << 10
+"""Bytes of one read, so that a state of a megabyte takes several."""
+
+
+def route_of(way: str) -> str:
+    return "group" if way == "group" else "host"
+
+
+def refused(memory: object) -> str:
+    return "reading is refused by this test"
+
+
+@contextlib.contextmanager
+def taking(way: str) -> Iterator[None]:
+    """Within: what relays of this process send and receive takes this way, and no other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tr.Relay.__init__.__kwdefaults__, "route", route_of(way))
+        patch.setattr(pull, "batches", partial(vectors.batches, piece=PIECE))
+        if way == "ring":
+            patch.setattr(place, "cannot_read", refused)
+        yield
+
+
+def by(rank: int, group: Any, way: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """A function of a rank, run with its relays on this way: `pool.run(by, way, fn, *args)`."""
+    with taking(way):
+        return fn(rank, group, *args)

@@ -1,0 +1,96 @@
+"""Slow links: what several receivers cost where the network, not the machine, is the limit."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.links import SIDES, STATE_BYTES, measure
+from tests.support import netns
+from tests.support.netns import HostFailed, Hosts, Switch, Unavailable
+from torchrelay.demo.versus import IN_PLACE
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST_SECONDS = 100  # hosts start in seconds; a machine that is busy takes longer
+
+pytestmark = pytest.mark.timeout(2 * HOST_SECONDS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def network() -> Iterator[Switch]:
+    try:
+        switch = Switch(2)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with switch:
+        yield switch
+
+
+def test_three_receivers_take_as_long_as_one() -> None:
+    stock, ours = measure([("torch", IN_PLACE), ("torchrelay", IN_PLACE)], STATE_BYTES, 5)
+    assert stock.exact and ours.exact
+    link = STATE_BYTES * 8 / netns.GIGABIT
+    assert min(ours.one.laps + stock.one.laps) >= link  # else these are no slow links
+    assert ours.ratio <= 1.1, (ours.one.laps, ours.all.laps)
+    assert stock.ratio > 2, (stock.one.laps, stock.all.laps)
+    # What a port counts has headers and what is sent again, too.
+    assert min(ours.all.sent) >= STATE_BYTES and max(ours.all.sent) <= 1.1 * STATE_BYTES
+    assert min(stock.all.sent) >= 3 * STATE_BYTES
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("links") / "small.json"
+    command = [sys.executable, "-m", "benchmarks.links", "--small", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HOST_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_the_benchmark_writes_a_whole_record(result: dict[str, Any]) -> None:
+    assert [(row["who"], row["mode"]) for row in result["rows"]] == SIDES
+    assert result["machine"]["cores"] >= 1
+    for row in result["rows"]:
+        for side in (row["one"], row["3"]):
+            assert side["bit_exact"] and len(side["seconds"]) == 1
+            assert side["sender_port_bytes"] >= result["state_bytes"]
+
+
+def own_namespace() -> str:
+    return str(Path("/proc/self/ns/net").readlink())
+
+
+def where(rank: int) -> tuple[str, list[str]]:
+    return own_namespace(), sorted(name for _, name in socket.if_nameindex())
+
+
+def fails(rank: int) -> None:
+    if rank:
+        raise ValueError("no such luck")
+
+
+def test_hosts_are_apart_and_end_together(network: Switch) -> None:
+    before = own_namespace(), socket.if_nameindex()
+    with Hosts(network) as hosts:
+        one, two = hosts.run(where)
+        assert len({one[0], two[0], before[0]}) == 3
+        assert one[1] == two[1] == ["eth0", "lo"]
+        assert (own_namespace(), socket.if_nameindex()) == before
+        with pytest.raises(HostFailed, match="rank 1 failed") as failed:
+            hosts.run(fails)
+        assert "no such luck" in str(failed.value)
+        assert not any(process.is_alive() for process in hosts._processes)
+
+
+def test_a_machine_without_namespaces_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyroute2", None)
+    with pytest.raises(Unavailable, match="pyroute2"):
+        Switch(2)

@@ -1,0 +1,474 @@
+"""Planning a state, the fast ways: what is used again is right, and is not worked out twice."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrelay.errors import ManifestError, UnsupportedLeafError
+from torchrelay.state import blueprint, codec, plan, prepared, tensors
+from torchrelay.state import manifest as m
+from torchrelay.state.containers import flatten
+from torchrelay.state.landing import land
+from torchrelay.state.plain import look, survey
+from torchrelay.state.prepared import prepare, split, split_columns
+from torchrelay.state.snapshot import Snapshot, capture
+
+State = dict[Any, Any]
+Mutation = Callable[[State], object]
+
+
+def build() -> State:
+    flat = torch.arange(40.0)
+    tied = torch.arange(6.0)
+    many = {f"m{n}": torch.full((3,), float(n)) for n in range(70)}
+    return {
+        "a": torch.arange(12.0).reshape(3, 4),
+        "b": torch.ones(3, 4),
+        "half": torch.ones(3, 4, dtype=torch.bfloat16),
+        "weight": torch.nn.Parameter(torch.ones(2, 2)),
+        "column": torch.arange(12.0).reshape(3, 4)[:, 1],
+        "views": [flat[:8], flat[24:], flat[8:16]],
+        "tied": [tied, tied],
+        "same memory": [many["m0"].view(3, 1)],
+        "many": many,
+        "array": np.arange(5),
+        "empty": torch.empty(0, 3),
+        "z": torch.ones(2, dtype=torch.complex64).conj(),
+        "step": 1,
+        "rate": 0.5,
+        True: torch.zeros(2),
+    }
+
+
+def swap_key(state: State) -> None:
+    value = state.pop(True, None)
+    state[1] = torch.zeros(2) if value is None else value  # equal to True, and another key
+
+
+def new_data(state: State) -> None:
+    state["a"].data = torch.zeros(3, 4)
+
+
+def other_storage(state: State) -> None:
+    """The same memory in another storage, which others then do not share."""
+    state["views"][0] = torch.from_numpy(state["views"][0].detach().numpy())
+
+
+def one_storage(state: State) -> None:
+    flat = torch.zeros(24)
+    state["a"], state["b"] = flat[:12].view(3, 4), flat[12:].view(3, 4)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "nothing": lambda s: None,
+    "value": lambda s: s.update(step=s["step"] + 1 if type(s["step"]) is int else 7),
+    "bool for int": lambda s: s.update(step=True),
+    "negative zero": lambda s: s.update(rate=-0.0),
+    "zero": lambda s: s.update(rate=0.0),
+    "bytes": lambda s: s["a"].detach().fill_(5),
+    "swapped": lambda s: s.update(a=s["b"], b=s["a"]),
+    "replaced": lambda s: s.update(b=torch.full((3, 4), 9.0)),
+    "resized": lambda s: s["many"]["m1"].resize_(2),
+    "transposed": lambda s: s["half"].t_(),
+    "unsqueezed": lambda s: s["b"].unsqueeze_(0),
+    "data": new_data,
+    "other storage": other_storage,
+    "one storage": one_storage,
+    "gradient": lambda s: s["b"].requires_grad_(not s["b"].requires_grad),
+    "frozen": lambda s: s["weight"].requires_grad_(not s["weight"].requires_grad),
+    "parameter": lambda s: s.update(b=torch.nn.Parameter(s["b"].detach(), False)),
+    "dtype": lambda s: s.update(a=s["a"].detach().view(torch.int32)),
+    "negated": lambda s: s.update(a=torch._neg_view(s["a"].detach())),
+    "key": lambda s: s.update(new=torch.ones(1)),
+    "key of another type": swap_key,
+    "reordered": lambda s: s.update(a=s.pop("a")),
+    "tie": lambda s: s.update(b=s["a"]),
+    "view": lambda s: s.update(b=s["a"].detach()[1:]),
+    "overlap": lambda s: s["views"].append(s["views"][0].detach()[4:]),
+    "view apart": lambda s: s["many"].update(m3=s["many"]["m2"].detach()[1:]),
+    "array": lambda s: s["array"].__setitem__(0, 77),
+    "new array": lambda s: s.update(array=np.arange(6)),
+    "column written": lambda s: s["column"].fill_(3),
+    "new column": lambda s: s.update(column=torch.arange(9.0).reshape(3, 3)[:, 2]),
+    "tensor for value": lambda s: s.update(step=torch.ones(2)),
+    "inference": lambda s: s.update(b=_inference()),
+}
+
+
+def _inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3, 4)
+
+
+def content(snapshot: Snapshot) -> bytes:
+    out = b""
+    for index, size in enumerate(snapshot.chunks.sizes):
+        chunk = torch.full((size,), 255, dtype=torch.uint8)
+        snapshot.read(index, chunk)
+        out += chunk.numpy().tobytes()
+    return out
+
+
+def assert_same(found: Snapshot, wanted: Snapshot) -> None:
+    assert found.manifest == wanted.manifest
+    assert codec.encode(found.manifest) == codec.encode(wanted.manifest) == found.encoded()
+    assert content(found) == content(wanted)
+    assert found.changed() is None
+
+
+@pytest.fixture(params=["guards", "questions"], autouse=True)
+def likeness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways in which torch is asked whether tensors are as they were."""
+    assert tensors._guards_tell()
+    if request.param == "questions":
+        monkeypatch.setattr(tensors, "_guards_tell", lambda: False)
+
+
+class TestCapture:
+    @given(st.lists(st.sampled_from(sorted(MUTATIONS)), min_size=1, max_size=5))
+    @settings(max_examples=150, deadline=None)
+    def test_like_gives_what_a_fresh_capture_gives(self, names: list[str]) -> None:
+        state = build()
+        before: Snapshot | None = None
+        for step, name in enumerate(("nothing", *names)):
+            try:
+                MUTATIONS[name](state)
+            except (KeyError, RuntimeError, AttributeError, IndexError, ValueError):
+                continue  # does not go together with one before
+            found = capture(state, step, like=before)
+            assert_same(found, capture(state, step))
+            before = found
+
+    @pytest.mark.parametrize("name", sorted(MUTATIONS))
+    def test_each_change_alone(self, name: str) -> None:
+        state = build()
+        before = capture(state, 1)
+        MUTATIONS[name](state)
+        assert_same(capture(state, 2, like=before.plan), capture(state, 2))
+
+    def test_nothing_is_planned_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        state = build()
+        first = capture(state, 1)
+
+        def refuse(*args: object) -> object:
+            raise AssertionError("planned again")
+
+        monkeypatch.setattr(blueprint, "look", refuse)
+        monkeypatch.setattr(blueprint, "lay", refuse)
+        monkeypatch.setattr(plan, "cut", refuse)
+        second = capture(state, 2, like=first)
+        assert second.plan is first.plan
+        assert second.manifest.leaves is first.manifest.leaves
+        assert second.manifest.step == 2
+        state["step"] = 9
+        third = capture(state, 3, like=second)
+        assert third.plan is not second.plan
+        assert third.manifest.storages is first.manifest.storages
+        assert third.chunks is first.chunks
+        with pytest.raises(AssertionError, match="planned again"):
+            capture(state, 3, like=second, receivers=2)
+
+    def test_the_stream_of_host_memory_is_used_again(self) -> None:
+        state = {"a": torch.ones(3), "b": np.arange(4), "n": 1}
+        first = capture(state)
+        assert capture(state, like=first).stream.host is first.stream.host
+        state["b"] = np.arange(4)
+        second = capture(state, like=first)
+        assert second.stream.host is not first.stream.host
+        assert_same(second, capture(state))
+
+    def test_a_plan_keeps_no_tensor_alive(self) -> None:
+        state = build()
+        kept = capture(state).plan
+        gone = [weakref.ref(leaf) for leaf in flatten(state).leaves if torch.is_tensor(leaf)]
+        state.clear()
+        gc.collect()
+        assert [ref() for ref in gone] == [None] * len(gone)
+        assert capture({}, like=kept).manifest.leaves == ()
+
+    def test_changes_after_a_second_capture_are_seen(self) -> None:
+        state = build()
+        first = capture(state)
+        state["many"]["m5"].add_(1)
+        second = capture(state, like=first)
+        assert first.changed() == "['many']['m5']"
+        assert second.changed() is None
+        state["column"].add_(1)
+        assert second.changed() == "['column']"
+
+    def test_what_cannot_travel_is_named(self) -> None:
+        state: State = {"a": torch.ones(2), "x": [1, {"y": 2}]}
+        first = capture(state)
+        state["x"][1]["y"] = object()
+        with pytest.raises(UnsupportedLeafError) as caught:
+            capture(state, like=first)
+        assert caught.value.path == "['x'][1]['y']"
+
+    def test_large_tensors_are_seen_where_they_lie(self) -> None:
+        big = torch.arange(1 << 19, dtype=torch.int32)
+        state = {"small": torch.ones(3), "big": big.repeat(4), "odd": big.repeat(4).view(2, -1).t()}
+        first = capture(state)
+        again = capture(state, like=first.plan)
+        for snapshot in (first, again):
+            views = [snapshot.view(index) for index in range(len(snapshot.chunks))]
+            assert sum(view is not None for view in views) >= 4
+            for index, view in enumerate(views):
+                read = torch.empty(snapshot.chunks.sizes[index], dtype=torch.uint8)
+                snapshot.read(index, read)
+                assert view is None or torch.equal(view, read)
+
+
+class TestPrepare:
+    @given(st.lists(st.sampled_from(sorted(MUTATIONS)), min_size=1, max_size=4))
+    @settings(max_examples=80, deadline=None)
+    def test_like_gives_what_a_fresh_look_gives(self, names: list[str]) -> None:
+        state = build()
+        before = None
+        for name in ("nothing", *names):
+            try:
+                MUTATIONS[name](state)
+            except (KeyError, RuntimeError, AttributeError, IndexError, ValueError):
+                continue
+            found, fresh = prepare(state, before), prepare(state)
+            assert found.flat.tree == fresh.flat.tree
+            assert not found.moved
+            known, wanted = found.plan.by_leaf, fresh.plan.by_leaf
+            assert known.items() <= wanted.items()  # what became plain may go the general way
+            before = found
+
+    def test_the_plan_is_the_same_object(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        state = build()
+        first = prepare(state)
+        assert prepare(state).plan is not first.plan
+        monkeypatch.setattr(prepared, "look", lambda leaves: pytest.fail("looked again"))
+        state["step"], state["column"] = 5, torch.ones(1)
+        second = prepare(state, like=first.plan)
+        assert second.plan is first.plan
+        assert second.flat.leaves[-2] == 0.5
+
+    def test_a_plan_keeps_no_tensor_alive(self) -> None:
+        state = build()
+        kept = prepare(state).plan
+        gone = weakref.ref(state["many"]["m7"])
+        state.clear()
+        gc.collect()
+        assert gone() is None and len(kept.plains)
+
+    @given(st.lists(st.sampled_from(sorted(MUTATIONS)), max_size=3), st.booleans())
+    @settings(max_examples=80, deadline=None)
+    def test_columns_are_those_of_split(self, names: list[str], offer: bool) -> None:
+        source, into = build(), build()
+        for name in names:
+            try:
+                MUTATIONS[name](source if offer else into)
+            except (KeyError, RuntimeError, AttributeError, IndexError, ValueError):
+                continue
+        snapshot, destination = capture(source), prepare(into)
+        matched = destination.match(snapshot.manifest.tree, strict=False)
+        pieces, rest = split(matched.pairs, snapshot.manifest, destination, snapshot.chunks.starts)
+        found = split_columns(matched, snapshot.manifest, destination, snapshot.chunks)
+        columns = [column.tolist() for column in found.pieces[:5]]
+        assert list(zip(*columns, strict=True)) == pieces
+        assert found.rest == rest
+
+    def test_a_landing_takes_it(self) -> None:
+        source, into = build(), build()
+        for leaf in into["many"].values():
+            leaf.zero_()
+        first = prepare(into)
+        for _ in range(2):
+            snapshot = capture(source)
+            landing = land(snapshot.manifest, into=prepare(into, like=first))
+            for index, size in enumerate(snapshot.chunks.sizes):
+                chunk = torch.empty(size, dtype=torch.uint8)
+                snapshot.read(index, chunk)
+                landing.write(index, chunk)
+            landing.commit()
+            assert content(capture(into)) == content(snapshot)
+            source["a"].add_(1)
+
+
+class TestLook:
+    def test_survey_tells_what_look_found(self) -> None:
+        leaves = flatten(build()).leaves
+        plains = look(leaves)
+        known = {n: found for n, found in enumerate(survey(leaves)) if found is not None}
+        assert list(known) == list(plains.leaves)
+        for (kind, address, flags), at in zip(known.values(), plains.addresses, strict=True):
+            assert address == at
+            leaf: Any = leaves[next(n for n in known if known[n] == (kind, address, flags))]
+            assert kind[1] == tuple(leaf.shape) and kind[4] == leaf.nbytes
+            assert flags == tensors.flags_of(leaf)
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            torch.ones(3).to_sparse(),
+            torch.ones(3, 3).to_sparse_csr(),
+            torch.empty(3, device="meta"),
+            torch.ones(2, 3).t(),
+            torch.ones(2, dtype=torch.complex64),
+            torch._neg_view(torch.ones(3)),
+            torch.empty(0),
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            "text",
+        ],
+        ids=str,
+    )
+    def test_odd_leaves_are_not_plain(self, odd: object) -> None:
+        fine = [torch.ones(3), torch.ones(3, requires_grad=True), torch.ones(3).double()]
+        assert list(look([fine[0], odd, *fine[1:]]).leaves) == [0, 2, 3]
+        assert list(look([odd]).leaves) == []
+
+    def test_memory_that_was_freed_is_not_plain(self) -> None:
+        freed = torch.ones(3)
+        freed.untyped_storage().resize_(0)
+        assert list(look([torch.ones(3), freed]).leaves) == [0]
+
+
+class TestFlatten:
+    @given(st.lists(st.integers(0, 200), min_size=60, max_size=140), st.booleans())
+    def test_many_tensors_are_found_once_each(self, picks: list[int], more: bool) -> None:
+        pool = [torch.ones(1) for _ in range(201)]
+        state = {
+            "list": [pool[n] for n in picks],
+            "one": pool[picks[0]],
+            "dict": {str(n): pool[n] for n in range(0, 201, 2 if more else 40)},
+            "last": [pool[picks[-1]], 3],
+        }
+        tree, leaves = flatten(state)
+        assert len({id(leaf) for leaf in leaves}) == len(leaves)
+        assert isinstance(tree, m.DictNode)
+        there = [node for node in tree.items if isinstance(node, (m.DictNode, m.SequenceNode))]
+        assert [leaves[n] for n in there[0].items] == state["list"]  # type: ignore[index]
+        assert leaves[tree.items[1]] is state["one"]  # type: ignore[index]
+        assert [leaves[n] for n in there[1].items] == list(state["dict"].values())  # type: ignore
+        assert leaves[there[2].items[0]] is pool[picks[-1]]  # type: ignore[index]
+
+
+def cut_one_by_one(sizes: list[int], chunk_bytes: int, small_bytes: int) -> tuple[int, ...]:
+    chunk_bytes = m.aligned(chunk_bytes)
+    chunks: list[int] = []
+    bucket = 0
+    for exact in sizes:
+        size = m.aligned(exact)
+        own = exact >= small_bytes or size > chunk_bytes
+        if bucket and (own or bucket + size > chunk_bytes):
+            chunks.append(bucket)
+            bucket = 0
+        if own:
+            chunks += [chunk_bytes] * (size // chunk_bytes) + [size % chunk_bytes]
+        else:
+            bucket += size
+    return tuple(size for size in (*chunks, bucket) if size)
+
+
+@given(st.lists(st.integers(1, 400), max_size=30), st.integers(1, 200), st.integers(1, 500))
+def test_a_stream_is_cut_as_if_storage_by_storage(sizes: list[int], chunk: int, small: int) -> None:
+    assert plan.cut(sizes, chunk, small) == cut_one_by_one(sizes, chunk, small)
+
+
+class TestRecall:
+    @pytest.mark.parametrize("step", [None, 0, 127, 128, 255, 256, 65536, 1 << 32, (1 << 62) - 1])
+    def test_the_same_manifest_is_decoded_once(
+        self, step: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        snapshot = capture(build(), 5)
+        recall = codec.Recall()
+        first = recall.decode(snapshot.encoded())
+        assert first == snapshot.manifest
+        monkeypatch.setattr(codec, "decode", lambda data: pytest.fail("decoded again"))
+        wanted = msgspec.structs.replace(first, step=step)
+        for data in (codec.encode(wanted), codec.with_step(snapshot.encoded(), step)):
+            for kind in (bytes, bytearray, memoryview):
+                found = recall.decode(kind(data))
+                assert found == wanted
+                assert found.leaves is first.leaves and found.tree is first.tree
+
+    def test_another_manifest_is_another(self) -> None:
+        recall = codec.Recall()
+        for value in (1, True, 2, 1, True):
+            manifest = capture({"a": torch.ones(2), "n": value}, 3).manifest
+            found = recall.decode(codec.encode(manifest))
+            assert codec.encode(found) == codec.encode(manifest)
+
+    def test_what_is_wrong_is_refused_as_ever(self) -> None:
+        data = capture(build(), 5).encoded()
+        recall = codec.Recall()
+        recall.decode(data)
+        for bad in (
+            codec.with_step(data, 1 << 62),
+            codec.with_step(data, (1 << 64) - 1),
+            data[:4],
+            data[:5],
+            data[:-1],
+            data + b"\x00",
+            b"",
+            b"\x97\x92\x09\x00" + data[4:],
+            data[:4] + b"\xd9\x05hello" + data[5:],
+            data[:4] + b"\xff" + data[5:],
+            data[:4] + b"\xcf\x00",
+        ):
+            with pytest.raises(ManifestError):
+                recall.decode(bad)
+
+    def test_what_it_keeps_is_bounded(self) -> None:
+        offers = [codec.encode(capture({"n": n}).manifest) for n in range(6)]
+        recall = codec.Recall(count=3)
+        first = [recall.decode(data).leaves for data in offers]
+        assert [recall.decode(offers[n]).leaves is first[n] for n in (5, 4, 3, 0)] == [
+            *[True] * 3,
+            False,
+        ]
+        small = codec.Recall(limit=10)
+        assert small.decode(offers[0]).leaves is not small.decode(offers[0]).leaves
+        recall.clear()
+        assert recall.decode(offers[5]).leaves is not first[5]
+
+
+HUGE = (1 << 63) - 1
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        m.TensorLeaf("float32", (4,), None, 0, HUGE),
+        m.TensorLeaf("float32", (4,), None, 0, HUGE - 15),
+        m.TensorLeaf("float32", (4,), None, 0, 1 << 63),
+        m.TensorLeaf("float32", (4,), None, 0, -4),
+        m.TensorLeaf("float32", (4,), None, 0, 2),
+        m.TensorLeaf("float32", (4,), None, 1),
+        m.TensorLeaf("float32", (4,), None, -2),
+        m.TensorLeaf("float32", (4,), None, 1 << 64),
+        m.TensorLeaf("float32", (3,), None, 0),
+        m.TensorLeaf("float32", (5,), None, 0),
+        m.TensorLeaf("float32", (1 << 61,), None, 0),
+        m.TensorLeaf("complex128", (2, 2), (1 << 61, 1 << 61), 0),
+        m.TensorLeaf("float32", (0,), None, 0),
+        m.TensorLeaf("float32", (4,), None, 0, 0, m.META),
+        m.TensorLeaf("float32", (4,), None, -1),
+        m.TensorLeaf("float33", (4,), None, 0),
+    ],
+    ids=str,
+)
+def test_tensors_that_are_not_in_order_are_refused(leaf: m.TensorLeaf) -> None:
+    fine = m.TensorLeaf("float32", (4,), None, 1)
+    tree = m.SequenceNode("list", (0, 1))
+    storages = (m.Storage(16), m.Storage(16))
+    good = m.TensorLeaf("float32", (4,), None, 0)
+    codec.decode(codec.encode(m.Manifest(m.VERSION, 1, tree, (good, fine), storages, (32,))))
+    if leaf.storage == 1:
+        storages = (m.Storage(16),)
+    with pytest.raises(ManifestError):
+        manifest = m.Manifest(m.VERSION, 1, tree, (leaf, fine), storages, (16 * len(storages),))
+        codec.check(manifest)
