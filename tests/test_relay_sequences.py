@@ -554,16 +554,22 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
     if rank == 0:
         return sent(relay, 1, 1, LONG)
     owner: Any = Intake if way == "group" else Pull
-    name = "_arrived" if way == "group" else "_land"
+    name = {"group": "_arrived", "host": "_read_and_hash", "ring": "_land"}[way]
     original, count, lock = getattr(owner, name), [0], threading.Lock()
 
-    def spoiled(self: Any, *args: Any) -> None:
-        data = args[0].data if way == "group" else args[1]
+    def spoiled(self: Any, *args: Any) -> Any:
         with lock:
             count[0] += 1
-            if count[0] in bad:
-                data[data.numel() // 2] ^= 0x10
-        original(self, *args)
+            spoil = count[0] in bad
+        if way == "host":  # hashed where it has come to lie: what was read was something else
+            done = original(self, *args)
+            if spoil:
+                self._digests[args[0]] = bytes(16)
+            return done
+        data = args[0].data if way == "group" else args[1]
+        if spoil:
+            data[data.numel() // 2] ^= 0x10
+        return original(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, spoiled)

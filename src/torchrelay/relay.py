@@ -22,11 +22,13 @@ from torchrelay.memory.side import in_use, settle
 from torchrelay.state.blueprint import Blueprint
 from torchrelay.state.codec import Recall
 from torchrelay.state.landing import land
+from torchrelay.state.manifest import Manifest
 from torchrelay.state.prepared import Layout, prepare
 from torchrelay.state.snapshot import capture
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.costs import Costs
 from torchrelay.transports.cuda_ipc import Exports, Openings
 from torchrelay.transports.group import Post, post_of
 from torchrelay.transports.receiver import Receiving, answer
@@ -112,6 +114,7 @@ class Relay:
         self._drawn: Blueprint | None = None
         self._layout: Layout | None = None
         self._recall = Recall()
+        self._costs = Costs()
         self._closed = False
 
     @property
@@ -173,13 +176,15 @@ class Relay:
             peers = sending.peers.values()
             routes = {peer.rank: peer.route for peer in peers if peer.stage == "done"}
             taken = set(routes.values()) or {route or "group"}
+            by = next(iter(taken)) if len(taken) == 1 else "mixed"
             return Report(
                 step=step,
                 bytes=snapshot.manifest.nbytes,
                 wire_bytes=sending.wire_bytes,
                 messages=sending.messages,
                 seconds=watch.seconds,
-                route=next(iter(taken)) if len(taken) == 1 else "mixed",
+                predicted=self._expected("send", by, snapshot.manifest, watch.seconds),
+                route=by,
                 routes=routes,
                 instead={k: v for peer in peers for k, v in peer.instead.items()},
                 verified=all(compares(name, self._verify) for name in taken),
@@ -299,6 +304,13 @@ class Relay:
             wire_bytes=intake.wire_bytes,
             messages=intake.messages,
             seconds=watch.seconds,
+            predicted=self._expected(
+                "recv",
+                receiving.choice.route,
+                manifest,
+                watch.seconds,
+                staged=atomic and into is not None,
+            ),
             route=receiving.choice.route,
             routes={self.rank: receiving.choice.route},
             instead=receiving.choice.instead,
@@ -308,6 +320,21 @@ class Relay:
             extra=tuple(landed.extra),
         )
         return Received(landed.state, manifest.step, report)
+
+    def _expected(
+        self,
+        side: str,
+        route: str,
+        manifest: Manifest,
+        actual: dict[str, float],
+        *,
+        staged: bool = False,
+    ) -> dict[str, float]:
+        """What this transfer should have cost, by all that was known before it."""
+        leaves, nbytes = len(manifest.leaves), manifest.nbytes
+        found = self._costs.predict(side, route, leaves=leaves, nbytes=nbytes, staged=staged)
+        self._costs.learn(side, route, found, actual)
+        return found
 
     def prepared(self, into: object) -> object:
         """What can be known of a destination before a sender has come."""

@@ -68,6 +68,9 @@ def others(flat: Flat, leaves: Sequence[int]) -> Others:
     return Others(leaves, described, images, found, owners, facts)
 
 
+Drawn = tuple["Blueprint", Others]
+
+
 class Blueprint:
     """The records of a state, and where in memory and in the stream its bytes are."""
 
@@ -93,16 +96,18 @@ class Blueprint:
             some = others(flat, _except(pieces.plains.leaves, plains.count))
         return cls(order, flat, pieces, some), some
 
-    def again(self, order: Order, flat: Flat) -> tuple[Blueprint, Others] | None:
+    def again(self, order: Order, flat: Flat, versions: list[int]) -> Drawn | None:
         """This blueprint for a state that differs in plain values at most, and what it consists of
         besides its pieces. None where there may be another difference.
 
-        The same object if no value differs either.
+        The same object if no value differs either. `versions`: as `Plains.hold` takes it.
         """
         if order != self.order:
             return None
         some = others(flat, _except(self.pieces.plains.leaves, len(flat.leaves)))
-        if some.facts != self.facts or not self.pieces.hold(flat.leaves, some.images.origins):
+        if some.facts != self.facts or not self.pieces.hold(
+            flat.leaves, some.images.origins, versions
+        ):
             return None
         records = self._records(some)
         if _encode(records) == _encode([self.leaves[index] for index in some.leaves]):

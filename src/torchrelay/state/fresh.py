@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class NewTensors:
         return owners, hosted
 
     def _make(self, owners: list[int], where: list[Any], means: Means) -> list[torch.Tensor]:
-        storages, leaves, ready = self._manifest.storages, self._manifest.leaves, self._ready
+        storages, leaves = self._manifest.storages, self._manifest.leaves
         large = [
             index
             for index, storage in enumerate(storages)
@@ -95,44 +96,49 @@ class NewTensors:
         rooms = means.room([storages[index].nbytes for index in large]) if large else None
         kept = dict(zip(large, rooms, strict=True)) if rooms is not None else {}
         homes: list[torch.Tensor] = []
-        like: dict[object, torch.Tensor] = {}  # one of each kind: the next takes half the time
-        dtype: str
-        shape: tuple[int, ...]
-        place: Any
-        model: torch.Tensor | None
-        conj_or_neg = m.CONJ | m.NEG
-        alike, whole = torch.empty_like, self._whole.add
-        dtype, shape, place, model = "", (), None, None  # of the tensor before: mostly the same
+        run = _Run()
+        odd = m.CONJ | m.NEG
         for index, storage in enumerate(storages):
-            if kept and index in kept:
-                homes.append(kept[index])
-                continue
             owner = owners[index]
-            leaf = leaves[owner] if owner >= 0 else None
+            leaf: Any = leaves[owner] if owner >= 0 else None
             if (
-                type(leaf) is not m.TensorLeaf
-                or leaf.strides is not None
-                or leaf.offset
-                or leaf.flags & conj_or_neg
+                type(leaf) is m.TensorLeaf
+                and leaf.strides is None
+                and not leaf.offset
+                and not leaf.flags & odd
+                and not (kept and index in kept)
             ):
-                homes.append(allocate(storage.nbytes, where[index]))
+                # The tensor itself: cheaper than a view, and the common case by far.
+                if run.takes(leaf, where[index]):
+                    run.owners.append(owner)
+                    continue
+                self._flush(run, homes)
+                run.begin(leaf, where[index], owner)
                 continue
-            # The tensor itself: cheaper than a view, and the common case by far.
-            if leaf.shape != shape or leaf.dtype != dtype or where[index] is not place:
-                dtype, shape, place = leaf.dtype, leaf.shape, where[index]
-                model = like.get((dtype, shape, place))
-            try:
-                if model is None:
-                    tensor = model = _first((dtype, shape, place), like)
-                else:
-                    tensor = alike(model)
-            except (RuntimeError, MemoryError) as fault:
-                raise MismatchError(f"no memory for {leaf.dtype} {leaf.shape}: {fault}") from None
-            homes.append(tensor)
-            whole(index)
-            if leaf.flags == 0:
-                ready[owner] = tensor
+            self._flush(run, homes)
+            homes.append(kept[index] if index in kept else allocate(storage.nbytes, where[index]))
+        self._flush(run, homes)
         return homes
+
+    def _flush(self, run: _Run, homes: list[torch.Tensor]) -> None:
+        """Make the tensors of a run."""
+        count = len(run.owners)
+        if not count:
+            return
+        try:
+            tensors = run.make(count)
+        except (RuntimeError, MemoryError) as fault:
+            raise MismatchError(f"no memory for {run.dtype} {run.shape}: {fault}") from None
+        self._whole.update(range(len(homes), len(homes) + count))
+        homes += tensors
+        if run.flags == 0:
+            first = run.owners[0]
+            if run.owners == list(range(first, first + count)):
+                self._ready[first : first + count] = tensors
+            else:
+                for owner, tensor in zip(run.owners, tensors, strict=True):
+                    self._ready[owner] = tensor
+        run.owners = []
 
     @cached_property
     def _paths(self) -> dict[int, Path]:
@@ -180,12 +186,31 @@ class NewTensors:
         return t.over_storage(home.untyped_storage(), part.offset, part, strides_of(part))
 
 
-def _first(
-    kind: tuple[str, tuple[int, ...], Any], like: dict[object, torch.Tensor]
-) -> torch.Tensor:
-    dtype, shape, device = kind
-    like[kind] = torch.empty(shape, dtype=t.DTYPES[dtype], device=device)
-    return like[kind]
+class _Run:
+    """Tensors of one kind that follow each other. Made together they take half the time."""
+
+    def __init__(self) -> None:
+        self.dtype, self.flags = "", 0
+        self.shape: tuple[int, ...] = ()
+        self._device: Any = None
+        self.owners: list[int] = []  # their leaves
+
+    def takes(self, leaf: m.TensorLeaf, device: object) -> bool:
+        return (
+            leaf.shape == self.shape
+            and leaf.dtype == self.dtype
+            and leaf.flags == self.flags
+            and device is self._device
+            and bool(self.owners)
+        )
+
+    def begin(self, leaf: m.TensorLeaf, device: object, owner: int) -> None:
+        self.dtype, self.shape, self.flags = leaf.dtype, leaf.shape, leaf.flags
+        self._device, self.owners = device, [owner]
+
+    def make(self, count: int) -> list[torch.Tensor]:
+        one = torch.empty(self.shape, dtype=t.DTYPES[self.dtype], device=self._device)
+        return [one, *map(torch.empty_like, repeat(one, count - 1))]
 
 
 def _local_device(kind: str) -> str:

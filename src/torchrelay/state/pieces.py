@@ -29,18 +29,18 @@ class Pieces(NamedTuple):
     firsts: Indices  # of each image, the first leaf in it
     sizes: Column  # of each image
 
-    def hold(self, leaves: Sequence[Any], touched: Collection[int]) -> bool:
-        """Whether these leaves make the same pieces. `touched`: as `lay` takes it."""
-        if not self.plains.hold(leaves):
+    def hold(self, leaves: Sequence[Any], touched: Collection[int], versions: list[int]) -> bool:
+        """Whether these leaves make the same pieces. `touched`: as `lay` takes it; `versions`: as
+        `Plains.hold` does."""
+        if not self.plains.hold(leaves, versions):
             return False
-        now = origins(self.plains, self.plains.of(leaves))
-        return np.array_equal(now, self.origins) and not _within(now, touched).any()
+        return not _within(self.origins, touched).any()
 
 
 def lay(plains: Plains, leaves: Sequence[Any], touched: Collection[int]) -> Pieces:
     """Lay plain tensors out, without those that share a storage with a tensor that they overlap
     or that is not plain. `touched`: where the storages of such tensors start."""
-    starts = origins(plains, plains.of(leaves))
+    starts = origins(plains)
     nbytes = plains.each(NBYTES)
     addresses = plains.places
     order = _sharing(starts, addresses)

@@ -21,11 +21,12 @@ import torch
 from torchrelay.state import manifest as m
 from torchrelay.state.runs import Column
 from torchrelay.state.spans import contiguous_strides
-from torchrelay.state.tensors import NAMES, Likeness
+from torchrelay.state.tensors import NAMES, Likeness, blocks, versions_of
 
 _Tensor = torch.Tensor
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-_data_ptr, _size, _storage_offset = _Tensor.data_ptr, _Tensor.size, _Tensor.storage_offset
+_data_ptr, _size = _Tensor.data_ptr, _Tensor.size
+_storage_offset: Any = _Tensor.storage_offset
 _is_contiguous, _is_neg = _Tensor.is_contiguous, _Tensor.is_neg
 _SAMPLE = 16  # of so many tensors one is asked before a guess
 FLAGS, ITEMSIZE, NBYTES = 2, 3, 4  # fields of a `Sort`
@@ -62,6 +63,7 @@ class Plains:
         sorts: list[Sort],
         numbers: list[int],
         addresses: list[int],
+        offsets: list[int],
         likeness: Likeness,
     ) -> None:
         self.count = count  # of leaves that were looked at
@@ -69,6 +71,7 @@ class Plains:
         self.sorts = sorts
         self.numbers = numbers  # of each, its sort
         self.addresses = addresses
+        self.offsets = offsets  # in their storages, in elements
         self.likeness = likeness
 
     def __len__(self) -> int:
@@ -100,12 +103,24 @@ class Plains:
         """The plain ones of these leaves."""
         return leaves if len(self) == self.count else [leaves[n] for n in self.leaves]
 
-    def hold(self, leaves: Sequence[Any]) -> bool:
-        """Whether these leaves have tensors like those, and in the same places of memory."""
+    def hold(self, leaves: Sequence[Any], versions: list[int] | None = None) -> bool:
+        """Whether these leaves have tensors like those, and in the same places of memory.
+
+        `versions` is given what autograd counts of them, as long as they are.
+        """
         if len(leaves) != self.count:
             return False
-        tensors = self.of(leaves)
-        return self.likeness.holds(tensors) and self.lie(tensors)
+
+        def lie(at: int, some: Sequence[Any]) -> bool:
+            if versions is not None:
+                versions.extend(versions_of(some))
+            end = at + len(some)
+            return (
+                list(map(_data_ptr, some)) == self.addresses[at:end]
+                and list(map(_storage_offset, some)) == self.offsets[at:end]
+            )
+
+        return self.likeness.holds(self.of(leaves), lie)
 
     def lie(self, tensors: Sequence[Any]) -> bool:
         """Whether the tensors, which are those looked at or like them, lie where they did."""
@@ -113,10 +128,10 @@ class Plains:
 
     def some(self, keep: list[bool], leaves: Sequence[Any]) -> Plains:
         """Those marked in `keep` alone. `leaves` are those looked at."""
-        columns = (self.leaves, self.numbers, self.addresses)
-        places, numbers, addresses = (list(compress(column, keep)) for column in columns)
+        columns = (self.leaves, self.numbers, self.addresses, self.offsets)
+        places, numbers, addresses, offsets = (list(compress(column, keep)) for column in columns)
         likeness = Likeness([leaves[n] for n in places])
-        return Plains(self.count, places, self.sorts, numbers, addresses, likeness)
+        return Plains(self.count, places, self.sorts, numbers, addresses, offsets, likeness)
 
 
 def look(leaves: Sequence[object]) -> Plains:
@@ -131,21 +146,35 @@ def look(leaves: Sequence[object]) -> Plains:
         places = [n for n, leaf in enumerate(leaves) if type(leaf) in _TYPES]
         tensors = [leaves[n] for n in places]
     try:
-        addresses, shapes = list(map(_data_ptr, tensors)), list(map(_size, tensors))
+        addresses, shapes, offsets = _first_look(tensors)
     except RuntimeError:
         places = [n for n in places if _shows(leaves[n])]
         tensors = [leaves[n] for n in places]
-        addresses, shapes = list(map(_data_ptr, tensors)), list(map(_size, tensors))
+        addresses, shapes, offsets = _first_look(tensors)
     guess = None if 0 in addresses else _guess(tensors, shapes)
     if guess is not None:
-        return Plains(len(leaves), places, guess[0], guess[1], addresses, guess[2])
+        return Plains(len(leaves), places, guess[0], guess[1], addresses, offsets, guess[2])
     found, numbers, _ = _sorted(tensors, list(map(type, tensors)), shapes, *_asked(tensors))
     fine = [sort is not None for sort in found]
     keep = [fine[n] and at != 0 for n, at in zip(numbers, addresses, strict=True)]
-    columns = (places, tensors, numbers, addresses)
-    places, tensors, numbers, addresses = (list(compress(column, keep)) for column in columns)
+    columns = (places, tensors, numbers, addresses, offsets)
+    places, tensors, numbers, addresses, offsets = (
+        list(compress(column, keep)) for column in columns
+    )
     sorts = [sort or _NO_SORT for sort in found]
-    return Plains(len(leaves), places, sorts, numbers, addresses, Likeness(tensors))
+    return Plains(len(leaves), places, sorts, numbers, addresses, offsets, Likeness(tensors))
+
+
+def _first_look(tensors: Sequence[Any]) -> tuple[list[int], list[torch.Size], list[int]]:
+    """Address, shape and place in its storage of each."""
+    addresses: list[int] = []
+    shapes: list[torch.Size] = []
+    offsets: list[int] = []
+    for some in blocks(tensors):
+        addresses += map(_data_ptr, some)
+        shapes += map(_size, some)
+        offsets += map(_storage_offset, some)
+    return addresses, shapes, offsets
 
 
 def _shows(leaf: Any) -> bool:
@@ -229,10 +258,9 @@ def _sort(tensor: torch.Tensor) -> Sort | None:
     return Sort(name, shape, flags, size, prod(shape) * size, device)
 
 
-def origins(plains: Plains, tensors: Sequence[Any]) -> Column:
+def origins(plains: Plains) -> Column:
     """The address at which the storage of each plain tensor starts."""
-    offsets = np.fromiter(map(_storage_offset, tensors), np.uint64, len(plains))
-    return plains.places - offsets * plains.each(ITEMSIZE)
+    return plains.places - np.array(plains.offsets, np.uint64) * plains.each(ITEMSIZE)
 
 
 def survey(leaves: Sequence[object]) -> Iterator[Plain | None]:

@@ -6,6 +6,7 @@ time by `prepare`, and `landing.land` takes the result in place of the destinati
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,6 +22,7 @@ from torchrelay.state.plain import NBYTES, Plains, Sort, look
 from torchrelay.state.plan import Chunks
 from torchrelay.state.runs import Column
 
+JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Indices = np.ndarray[Any, np.dtype[np.intp]]
 Marks = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -89,6 +91,7 @@ class Prepared:
         self.into = into
         self.flat = flat
         self.plan = plan
+        self._looked_at = time.monotonic()
 
     def reached(self, low: int, high: int) -> list[int]:
         """The plain leaves that have some of the host's bytes [low, high)."""
@@ -97,7 +100,9 @@ class Prepared:
 
     @property
     def moved(self) -> bool:
-        """Whether a plain tensor no longer lies where it did."""
+        """Whether a plain tensor no longer lies where it did, if there was time for that."""
+        if time.monotonic() < self._looked_at + JUST_NOW:
+            return False
         plains = self.plan.plains
         return not plains.lie(plains.of(self.flat.leaves))
 
@@ -173,23 +178,7 @@ def split_columns(
         return Split(straight(found, prepared), rest)
     plains, leaves = prepared.plan.plains, manifest.leaves
     offered: Sequence[Any] = plains.of(leaves)
-    kinds = [(sort.dtype, sort.shape) for sort in plains.sorts]
-    tensor = m.TensorLeaf
-    storages = np.array(
-        [
-            leaf.storage
-            if type(leaf) is tensor
-            and leaf.shape == shape
-            and leaf.dtype == dtype
-            and leaf.strides is None
-            and not leaf.flags & _ODD
-            else -1
-            for leaf, (dtype, shape) in zip(
-                offered, map(kinds.__getitem__, plains.numbers), strict=True
-            )
-        ],
-        np.intp,
-    )
+    storages = np.array(_fitting(offered, plains), np.intp)
     fits = np.flatnonzero(storages >= 0)
     if len(fits) < len(plains):
         offered = [offered[n] for n in fits.tolist()]
@@ -215,6 +204,26 @@ def split_columns(
         prepared.plan.last = leaves, found_all
         return found_all
     return Split(pieces, matched.some(set(range(len(leaves))).difference(numbers[fits].tolist())))
+
+
+def _fitting(offered: Sequence[Any], plains: Plains) -> list[int]:
+    """The storage of each leaf that fits the plain tensor it is offered to, -1 for the others."""
+    found: list[int] = []
+    note, tensor, sorts = found.append, m.TensorLeaf, plains.sorts
+    before, dtype = -1, ""
+    shape: tuple[int, ...] = ()
+    for leaf, number in zip(offered, plains.numbers, strict=True):
+        if number != before:  # mostly it is of the sort of the one before
+            before, dtype, shape = number, sorts[number].dtype, sorts[number].shape
+        fits = (
+            type(leaf) is tensor
+            and leaf.shape == shape
+            and leaf.dtype == dtype
+            and leaf.strides is None
+            and not leaf.flags & _ODD
+        )
+        note(leaf.storage if fits else -1)
+    return found
 
 
 def straight(pieces: list[Piece], prepared: Prepared) -> Straight:

@@ -20,7 +20,14 @@ class Snapshot:
     later capture.
     """
 
-    def __init__(self, flat: Flat, planned: Blueprint, others: Others, step: int | None) -> None:
+    def __init__(
+        self,
+        flat: Flat,
+        planned: Blueprint,
+        others: Others,
+        step: int | None,
+        versions: list[int] | None,
+    ) -> None:
         self.plan = planned
         self.manifest = planned.manifest(step)
         self.chunks = planned.chunks
@@ -28,7 +35,9 @@ class Snapshot:
         self._others = others
         self._plain = planned.pieces.plains.of(flat.leaves)
         self.stream = planned.stream(others, self._plain)
-        self._versions = self._now()
+        # Of the plain ones they may have been asked for with other things.
+        plain = versions_of(self._plain) if versions is None else versions
+        self._versions = plain, versions_of(others.images.tensors)
         self._images = dict(zip(planned.others_at, others.found, strict=True))
 
     def encoded(self) -> bytes:
@@ -102,6 +111,7 @@ def capture(
         flat = flatten(state)
         order = order_of(flat, receivers, chunk_bytes)
         before = like.plan if isinstance(like, Snapshot) else like
-        found = None if before is None else before.again(order, flat)
+        versions: list[int] = []
+        found = None if before is None else before.again(order, flat, versions)
         planned, others = found or Blueprint.draw(order, flat)
-        return Snapshot(flat, planned, others, step)
+        return Snapshot(flat, planned, others, step, versions if found else None)

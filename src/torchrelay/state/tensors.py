@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -179,22 +179,47 @@ class Likeness:
     __slots__ = ("_guards", "_traits")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._guards = _tensor_guards(tensors) if _guards_tell() else None
-        self._traits = None if self._guards is not None else list(map(_traits, tensors))
+        self._guards: list[Any] | None = None
+        self._traits: list[tuple[object, ...]] | None = None
+        if _guards_tell():
+            found = [_tensor_guards(some) for some in blocks(tensors)]
+            self._guards = found if None not in found else None
+        if self._guards is None:
+            self._traits = list(map(_traits, tensors))
 
-    def holds(self, tensors: Sequence[Any]) -> bool:
-        """Whether these objects are tensors like those, one by one, each here but once.
+    def holds(
+        self, tensors: Sequence[Any], also: Callable[[int, Sequence[Any]], bool] | None = None
+    ) -> bool:
+        """Whether these objects, each another one, are tensors like those, one by one.
 
-        False may also mean that it was asked in another mode of torch (inference, functorch).
+        `also` is asked about a few of them at a time, with the place of the first. False may also
+        mean that it was asked in another mode of torch (inference, functorch).
         """
+        at = 0
+        for number, some in enumerate(blocks(tensors)):
+            if not self._like(number, at, some) or (also is not None and not also(at, some)):
+                return False
+            at += len(some)
+        return at == len(tensors)
+
+    def _like(self, number: int, at: int, some: Sequence[Any]) -> bool:
         if self._guards is not None:
-            return bool(self._guards.check(*tensors))
-        if len(set(map(id, tensors))) != len(tensors):
-            return False
+            return number < len(self._guards) and bool(self._guards[number].check(*some))
+        assert self._traits is not None
         try:
-            return list(map(_traits, tensors)) == self._traits
+            return list(map(_traits, some)) == self._traits[at : at + len(some)]
         except (AttributeError, RuntimeError, TypeError):  # something else than strided tensors
             return False
+
+
+BLOCK = 512  # tensors that are asked several questions before the next: few fit into a cache
+
+
+def blocks(tensors: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Some tensors at a time. What torch keeps of a tensor lies here and there in memory, and
+    fetching it takes longer than looking at it."""
+    for at in range(0, len(tensors), BLOCK):
+        yield tensors[at : at + BLOCK]
 
 
 def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:

@@ -92,10 +92,7 @@ def _fine(
     storages = np.array([leaf.storage for leaf in tensors], np.int64)
     starts = [leaf.offset for leaf in tensors]
     offsets = np.array(starts, np.int64) if any(starts) else np.zeros(len(starts), np.int64)
-    kinds: dict[tuple[str, tuple[int, ...], tuple[int, ...] | None], int] = {}
-    numbers = [
-        kinds.setdefault((leaf.dtype, leaf.shape, leaf.strides), len(kinds)) for leaf in tensors
-    ]
+    kinds, numbers = _kinds(tensors)
     known = [_geometry(*kind) for kind in kinds]
     itemsizes = np.array([size for _, size, _ in known], np.int64)
     nbytes = np.array([min(nbytes, _TOO_MUCH) for _, _, nbytes in known], np.int64)
@@ -111,6 +108,24 @@ def _fine(
     if any(some & m.META for some in set(flags)):
         fine &= np.array([not some & m.META for some in flags], bool)
     return fine, storages, ends
+
+
+Kind = tuple[str, tuple[int, ...], "tuple[int, ...] | None"]
+
+
+def _kinds(tensors: Sequence[Any]) -> tuple[dict[Kind, int], list[int]]:
+    """The kinds there are, and the kind of each by number. Most are of the kind of the one before,
+    and comparing is cheaper than hashing."""
+    kinds: dict[Kind, int] = {}
+    numbers: list[int] = []
+    note = numbers.append
+    dtype, shape, strides, number = "", None, None, -1
+    for leaf in tensors:
+        if leaf.shape != shape or leaf.dtype != dtype or leaf.strides != strides:
+            dtype, shape, strides = kind = (leaf.dtype, leaf.shape, leaf.strides)
+            number = kinds.setdefault(kind, len(kinds))
+        note(number)
+    return kinds, numbers
 
 
 def check_outline(tree: m.Node, leaves: tuple[m.Leaf, ...], sizes: Sequence[int]) -> None:

@@ -7,8 +7,8 @@ on feeding those behind it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, TypeVar
 
 
 class Hop(NamedTuple):
@@ -17,6 +17,15 @@ class Hop(NamedTuple):
     rank: int
     upstream: int
     downstream: int | None
+
+
+Receiver = TypeVar("Receiver")
+
+
+def by_machine(receivers: Sequence[Receiver], machine: Callable[[Receiver], str]) -> list[Receiver]:
+    """Receivers of one machine next to each other, machines in the order of their first."""
+    order = list(dict.fromkeys(map(machine, receivers)))
+    return sorted(receivers, key=lambda receiver: order.index(machine(receiver)))
 
 
 def chain(sender: int, receivers: Sequence[int]) -> list[Hop]:

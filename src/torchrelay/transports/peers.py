@@ -27,6 +27,7 @@ class Peer:
     reason: str = ""
     late: bool = False  # failed for want of time
     refusal: wire.Refuse | None = None
+    machine: str = ""
     route: str = "group"
     instead: dict[str, str] = field(default_factory=dict)  # faster routes: why not
     needs_ring: bool = False

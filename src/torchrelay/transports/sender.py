@@ -188,6 +188,7 @@ class Sending:
 
     def _joined(self, peer: Peer, join: wire.Join) -> None:
         peer.stage, peer.joined_at = "joined", time.monotonic()
+        peer.machine = join.place.machine
         memory = None if self._route == "group" else self._serving.memory(join.place)
         peer.line.send(
             wire.Offer(
@@ -206,6 +207,8 @@ class Sending:
 
     def _transfer(self) -> None:
         accepted, nearby = self._by("group"), self._by("host", "cuda_ipc")
+        # Bytes cross to a machine once: receivers of one machine follow each other.
+        accepted = fanout.by_machine(accepted, lambda peer: peer.machine)
         self._hops = fanout.chain(self._me, [peer.rank for peer in accepted])
         # With one receiver there is nobody to protect from a slow one: the deadline alone counts.
         if len(accepted) + len(nearby) > 1:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from functools import cached_property
+from operator import itemgetter
 
 import torch
 
 from torchrelay.memory.pool import cores
 from torchrelay.memory.side import in_use, on_side_stream, side_stream
+from torchrelay.state.memory import Region
 from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports import place, wire
 from torchrelay.transports.cuda_ipc import Exports, IpcError, packed_sums, word_sums
@@ -88,12 +90,11 @@ class Serving:
         self,
     ) -> tuple[tuple[wire.Export, ...], tuple[wire.Piece, ...], tuple[int, ...], str]:
         """Device memory for receivers to open: exports, pieces, strays, or why there are none."""
-        stream = self._snapshot.stream
-        strays = self._chunks_of((at, region.nbytes) for at, region in stream.regions)
-        if not stream.far:
+        strays = self._chunks_of((at, region.nbytes) for at, region in self._pieces[1])
+        if not self._pieces[0]:
             return (), (), strays, "no contiguous tensor of the state is on a GPU"
         try:
-            exports, pieces = self._exports.of(stream.far)
+            exports, pieces = self._exports.of(self._pieces[0])
         except IpcError as fault:
             return (), (), strays, str(fault)
         return exports, pieces, strays, ""
@@ -113,7 +114,21 @@ class Serving:
 
     @property
     def _far(self) -> list[torch.Tensor]:
-        return [tensor for _, tensor in self._snapshot.stream.far]
+        return [tensor for _, tensor in self._pieces[0]]
+
+    @cached_property
+    def _pieces(self) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, Region]]]:
+        """Contiguous memory of GPUs, in the order of the stream, and what else no address on this
+        host leads to."""
+        stream = self._snapshot.stream
+        found, others = list(stream.far), []
+        for at, region in stream.regions:
+            run = region.run(0, region.nbytes) if region.keep.is_cuda else None
+            if run is None:
+                others.append((at, region))
+            else:
+                found.append((at, run))
+        return sorted(found, key=itemgetter(0)), others
 
     def open_ring(self, rank: int) -> wire.Ring:
         """A ring for one receiver. `MemoryError` if there is no memory for it."""
