@@ -25,6 +25,7 @@ def played(out: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # what it checks on the CPU, the tests of the relay check too
 def test_every_case_that_needs_no_gpu(tmp_path: Path) -> None:
     found = played(tmp_path / "routes.json", "--device", "cpu", "--tiny", "300")
     ran = [row for row in found["rows"] if row["result"] != "skipped"]

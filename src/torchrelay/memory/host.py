@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import torch
 
-HUGE_PAGE = 2 << 20
+from torchrelay.memory.pages import HUGE_PAGE
 
 
 def host_block(nbytes: int) -> torch.Tensor:
@@ -19,7 +19,8 @@ def host_block(nbytes: int) -> torch.Tensor:
     if nbytes < HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8)
     try:
-        block = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
+        size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as fault:
         raise MemoryError(str(fault)) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
