@@ -120,11 +120,6 @@ class Moves(NamedTuple):
     destinations: Column
     nbytes: Column
 
-    def within(self, start: int, stop: int) -> Moves:
-        """The moves that begin in the stream's bytes [start, stop)."""
-        low, high = np.searchsorted(self.positions, np.array([start, stop], np.uint64))
-        return Moves(*(column[low:high] for column in self))
-
     def cut(self, most: int) -> Moves:
         """The same copies, none of them longer than `most`."""
         if not len(self.nbytes) or int(self.nbytes.max()) <= most:
