@@ -50,8 +50,10 @@ def _pass_on(crew: Crew, settings: Settings, console: Console) -> bool:
         else f"{_mark(exact)} The states differ: {fingerprints}",
         highlight=False,
     )
+    sent = moved[0][1] / size
     console.print(
-        f"Rank 0 sent {moved[0][1] / size:.2f} times the state's bytes to give it to three ranks.",
+        f"Rank 0 sent {sent:.2f} times the state's bytes to give it to three ranks"
+        + (": they read its memory themselves." if sent < 0.5 else "."),
         highlight=False,
     )
     return _show_losses(crew, settings, console) and exact
