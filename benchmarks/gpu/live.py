@@ -117,8 +117,8 @@ def _stock(group: Any) -> float:
 def _matmul(group: Any, transfers: int, pause: float) -> dict[str, float]:
     """A matmul loop on rank 0's default stream: alone, beside plain copies, beside transfers.
 
-    The plain copies are rank 1's, of the same bytes at the same pace, with the same sums: they show
-    what the memory's bandwidth costs, whoever uses it.
+    The plain copies are rank 1's, of the same bytes at the same pace, with full sums of both ends
+    by torch. That is more work for the device than a transfer is: a lower bound, not its share.
     """
     relay = Relay(group, timeout=SECONDS)
     done = threading.Event()
