@@ -1,4 +1,6 @@
-"""Makes copy_and_sum.ptx of copy_and_sum.cu, and measures it: `python -m benchmarks.gpu.kernels`.
+"""Makes copy_and_sum.ptx of copy_and_sum.cu, and measures it.
+
+    python -m benchmarks.gpu.kernels --out benchmarks/gpu/results/kernels.json
 
 Needs a GPU and NVRTC, which comes with torch for CUDA. The text is made for compute capability 7.0
 and an old version of the PTX language, so that older drivers and all later GPUs can load it.
@@ -8,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import re
 import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
+from benchmarks.harness import machine
 from torchrelay.memory import kernels
 
 SOURCE = Path(kernels.__file__).with_name("copy_and_sum.cu")
@@ -45,8 +50,8 @@ def compiled(source: bytes) -> str:
     return HEAD + re.sub(r"\.target sm_\d+", ".target sm_70", ptx) + "\n"
 
 
-def measure(count: int, nbytes: int) -> bool:
-    """Copy and sum pieces of all alignments; print rates of aligned ones."""
+def measure(count: int, nbytes: int) -> tuple[bool, list[dict[str, Any]]]:
+    """Copy and sum pieces of all alignments: whether all are right. Rates of aligned ones."""
     good = True
     tables = kernels.Tables()
     for shift in (0, 1, 4, 8, 16):
@@ -72,6 +77,7 @@ def measure(count: int, nbytes: int) -> bool:
         ),
         "torch copy_, one by one": lambda: [y.copy_(x) for x, y in pairs],
     }
+    rows = []
     for name, job in jobs.items():
         seconds = []
         for _ in range(9):
@@ -80,25 +86,43 @@ def measure(count: int, nbytes: int) -> bool:
             job()
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
-        print(f"{name:24s} {count * nbytes / 1e9 / median(seconds):8.0f} GB/s")
-    return good and all(torch.equal(x, y) for x, y in pairs)
+        speed = count * nbytes / 1e9 / median(seconds)
+        print(f"{name:24s} {speed:8.0f} GB/s")
+        rows.append(
+            {"case": name, "gb_s": round(speed, 1), "seconds": [round(s, 6) for s in seconds]}
+        )
+    return good and all(torch.equal(x, y) for x, y in pairs), rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kernels", description=__doc__)
     parser.add_argument("--write", action="store_true", help="replace the file in the package")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("skipped: no GPU")
         return 0
     target = SOURCE.with_suffix(".ptx")
     made = compiled(SOURCE.read_bytes())
-    print("the file in the package is", "what is made" if made == target.read_text() else "another")
+    same = made == target.read_text()
+    print("the file in the package is", "what is made" if same else "another")
     if options.write:
         target.write_text(made)
-    good = measure(8 if options.small else 320, 1_000_000 if options.small else 25_000_000)
+    count, each = (8, 1_000_000) if options.small else (320, 25_000_000)
+    good, rows = measure(count, each)
     print("exact" if good else "WRONG BITS")
+    result = {
+        "benchmark": "gpu kernels",
+        "machine": {**machine(), "gpu": torch.cuda.get_device_name()},
+        "bytes": count * each,
+        "package_has_what_is_made": same,
+        "exact": good,
+        "rows": rows,
+    }
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if good else 1
 
 

@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import matmul
 from benchmarks.harness import SECONDS, Ranks, machine
 from torchrelay import Relay
 from torchrelay.demo.versus import IN_PLACE, Course
@@ -114,70 +114,8 @@ def _stock(group: Any) -> float:
     return min(course.lap().seconds for _ in range(2))
 
 
-def _matmul(group: Any, transfers: int, pause: float) -> dict[str, float]:
-    """A matmul loop on rank 0's default stream: alone, beside plain copies, beside transfers.
-
-    The plain copies are rank 1's, of the same bytes at the same pace, with full sums of both ends
-    by torch. That is more work for the device than a transfer is: a lower bound, not its share.
-    """
-    relay = Relay(group, timeout=SECONDS)
-    done = threading.Event()
-    spare = [torch.empty_like(tensor) for tensor in _state.values()] if group.rank() else []
-
-    def copy_plainly() -> None:
-        if not group.rank():
-            return
-        for to, tensor in zip(spare, _state.values(), strict=True):
-            to.copy_(tensor)
-        for tensors in (spare, _state.values()):
-            for tensor in tensors:
-                tensor.view(torch.int64).sum()
-        torch.cuda.synchronize()
-
-    def transfer() -> None:
-        if group.rank() == 0:
-            relay.send(_state, to=1)
-        else:
-            relay.recv(0, into=_state, atomic=False)
-
-    def repeat(act: Any) -> None:
-        for _ in range(transfers):
-            begun = time.perf_counter()
-            act()
-            time.sleep(max(0.0, pause - (time.perf_counter() - begun)))
-        group.barrier().wait()
-        done.set()
-
-    transfer()
-    if group.rank():
-        for act in (copy_plainly, transfer) * 2:
-            group.barrier().wait()
-            repeat(act)
-        return {}
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-
-    def rate(until: Any) -> float:
-        torch.cuda.synchronize()
-        count, begun = 0, time.perf_counter()
-        while not until(time.perf_counter() - begun):
-            for _ in range(8):
-                a @ a
-            torch.cuda.current_stream().synchronize()
-            count += 8
-        return count / (time.perf_counter() - begun)
-
-    rate(lambda seconds: seconds > 1)
-    found: dict[str, list[float]] = {"alone": [], "copies": [], "transfers": []}
-    for act in (copy_plainly, transfer) * 2:
-        found["alone"].append(rate(lambda seconds: seconds > 1))
-        group.barrier().wait()
-        done.clear()
-        thread = threading.Thread(target=repeat, args=(act,))
-        thread.start()
-        name = "copies" if act is copy_plainly else "transfers"
-        found[name].append(rate(lambda seconds: done.is_set()))
-        thread.join()
-    return {name: median(rates) for name, rates in found.items()}
+def _matmul(group: Any, rounds: int, count: int, pause: float) -> matmul.Windows:
+    return matmul.measure(group, _state, rounds, count, pause)
 
 
 # In the parent ----------------------------------------------------------------------------------
@@ -233,8 +171,8 @@ def main() -> int:
     count, each = (16, 1_000_000) if options.small else (320, 25_000_000)
     laps = 3 if options.small else 7
     rows: list[dict[str, Any]] = []
-    matmul: dict[str, float] = {}
-    lost = speed = 0.0
+    beside: dict[str, Any] | None = None
+    speed = 0.0
 
     def case(name: str, **how: Any) -> None:
         if options.only in name:
@@ -249,10 +187,10 @@ def main() -> int:
         case("GPU to GPU, new tensors", fresh=True)
         case("GPU to GPU by host, atomic=False", route="host", bar=15)
         case("GPU to GPU by host, atomic", atomic=True, route="host")
-        if not options.only:
-            matmul = ranks.run(_matmul, 3 if options.small else 30, 0.1)[0]
-            lost = 1 - matmul["transfers"] / matmul["copies"]
-            print(f"matmul loop beside transfers: {lost:.1%} less than beside copies; {matmul}")
+        if options.only in matmul.NAME:
+            rounds, transfers = (2, 3) if options.small else (5, 20)
+            beside = matmul.judged(*ranks.run(_matmul, rounds, transfers, 0.1))
+            print(matmul.row(beside), flush=True)
         ranks.run(_make, count, each, ["cuda", "cpu"])
         case("GPU to a CPU process", bar=10)
         case("GPU to a CPU process, atomic", atomic=True)
@@ -268,7 +206,7 @@ def main() -> int:
         "machine": {**machine(), "gpu": torch.cuda.get_device_name()},
         "bytes": total,
         "rows": rows,
-        "matmul": {**matmul, "lost": round(lost, 4)},
+        "matmul": beside,
         "torch_pgtransport_gb_s": round(speed, 3),
     }
     if options.out is not None:
