@@ -22,8 +22,7 @@ from torchrelay.memory.side import in_use, settle
 from torchrelay.state.blueprint import Blueprint
 from torchrelay.state.codec import Recall
 from torchrelay.state.landing import land
-from torchrelay.state.manifest import Manifest
-from torchrelay.state.prepared import Layout, prepare
+from torchrelay.state.prepared import Layout, Prepared, prepare
 from torchrelay.state.snapshot import capture
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import BufferPool
@@ -179,11 +178,13 @@ class Relay:
             by = next(iter(taken)) if len(taken) == 1 else "mixed"
             return Report(
                 step=step,
-                bytes=snapshot.manifest.nbytes,
+                bytes=snapshot.chunks.nbytes,
                 wire_bytes=sending.wire_bytes,
                 messages=sending.messages,
                 seconds=watch.seconds,
-                predicted=self._expected("send", by, snapshot.manifest, watch.seconds),
+                predicted=self._expected(
+                    "send", by, len(snapshot.manifest.leaves), snapshot.chunks.nbytes, watch.seconds
+                ),
                 route=by,
                 routes=routes,
                 instead={k: v for peer in peers for k, v in peer.instead.items()},
@@ -291,6 +292,7 @@ class Relay:
             rings=self._mapped,
             openings=self._openings,
             recall=self._recall,
+            known=into.plan.known_tree if isinstance(into, Prepared) else None,
             route=route or self._route,
             watch=watch,
             progress=_reporter(progress),
@@ -300,14 +302,15 @@ class Relay:
         assert manifest is not None and intake is not None
         report = Report(
             step=manifest.step,
-            bytes=manifest.nbytes,
+            bytes=receiving.nbytes,
             wire_bytes=intake.wire_bytes,
             messages=intake.messages,
             seconds=watch.seconds,
             predicted=self._expected(
                 "recv",
                 receiving.choice.route,
-                manifest,
+                len(manifest.leaves),
+                receiving.nbytes,
                 watch.seconds,
                 staged=atomic and into is not None,
             ),
@@ -325,13 +328,13 @@ class Relay:
         self,
         side: str,
         route: str,
-        manifest: Manifest,
+        leaves: int,
+        nbytes: int,
         actual: dict[str, float],
         *,
         staged: bool = False,
     ) -> dict[str, float]:
         """What this transfer should have cost, by all that was known before it."""
-        leaves, nbytes = len(manifest.leaves), manifest.nbytes
         found = self._costs.predict(side, route, leaves=leaves, nbytes=nbytes, staged=staged)
         self._costs.learn(side, route, found, actual)
         return found

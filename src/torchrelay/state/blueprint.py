@@ -15,8 +15,10 @@ import msgspec
 import numpy as np
 
 from torchrelay.errors import RelayError
-from torchrelay.state import codec, plan
+from torchrelay.state import codec, compact, plan
 from torchrelay.state import manifest as m
+from torchrelay.state.columns import Kind, Leaves, Storages, Table
+from torchrelay.state.compact import manifest_of
 from torchrelay.state.containers import Flat, leaf_paths
 from torchrelay.state.images import Image, Images
 from torchrelay.state.leaves import Finish, describe, finished
@@ -79,20 +81,21 @@ class Blueprint:
         self.tree = flat.tree
         self.pieces = pieces
         self.facts = some.facts
-        self._encoded: bytes | None = None
         # Host memory of the last stream, and what it had besides pieces. Replaced as one: threads
         # may share a blueprint.
         self._last: tuple[list[tuple[int, int, int]], Runs] | None = None
         self._arrange(some)
-        self._describe(some)
+        self._describe(some, self._records(some))
 
     @classmethod
-    def draw(cls, order: Order, flat: Flat) -> tuple[Blueprint, Others]:
-        """Plan a state from the beginning."""
-        plains = look(flat.leaves)
+    def draw(cls, order: Order, flat: Flat, versions: list[int]) -> Drawn:
+        """Plan a state from the beginning. `versions` is given what autograd counts of its pieces,
+        where it is known without asking again."""
+        plains = look(flat.leaves, versions)
         some = others(flat, _except(plains.leaves, plains.count))
         pieces = lay(plains, flat.leaves, some.images.origins)
         if len(pieces.plains) < len(plains):
+            versions.clear()
             some = others(flat, _except(pieces.plains.leaves, plains.count))
         return cls(order, flat, pieces, some), some
 
@@ -110,10 +113,10 @@ class Blueprint:
         ):
             return None
         records = self._records(some)
-        if _encode(records) == _encode([self.leaves[index] for index in some.leaves]):
+        if _encode(records) == _encode(self._other_records):
             return self, some
         other = copy.copy(self)
-        other._put(records, some)
+        other._describe(some, records)
         return other, some
 
     def _arrange(self, some: Others) -> None:
@@ -131,18 +134,23 @@ class Blueprint:
         sizes = sizes[order]
         size = chunk_bytes or plan.chunk_size(plan.stream_bytes(sizes), receivers)
         self.chunks = plan.Chunks(sizes, plan.cut(sizes, size))
-        ordered = sizes.tolist()
-        known = {nbytes: m.Storage(nbytes, "cpu") for nbytes in set(ordered)}
-        storages = [known[nbytes] for nbytes in ordered]
-        pieces, plains = self.pieces, self.pieces.plains
-        for row in np.flatnonzero(~plains.on_host).tolist():
-            place = int(self.places[pieces.image[row]])
-            device = plains.sorts[plains.numbers[row]].device
-            if storages[place].device != device:
-                storages[place] = m.Storage(ordered[place], device)
-        for place, (_, nbytes, device) in zip(self.others_at, some.facts, strict=True):
-            storages[place] = m.Storage(nbytes, device)
-        self.storages = tuple(storages)
+        self.storages = self._on_devices(sizes, some)
+
+    def _on_devices(self, sizes: Column, some: Others) -> Storages:
+        devices, on = ["cpu"], np.zeros(len(sizes), np.int64)
+
+        def number(device: str) -> int:
+            if device not in devices:
+                devices.append(device)
+            return devices.index(device)
+
+        plains = self.pieces.plains
+        if not plains.on_host.all():
+            sorts = np.array([number(sort.device) for sort in plains.sorts], np.int64)
+            on[self.places[self.pieces.image]] = sorts[plains.sort_of_each]
+        for place, (_, _, device) in zip(self.others_at, some.facts, strict=True):
+            on[place] = number(device)
+        return Storages(sizes.astype(np.int64), devices, on if on.any() else None)
 
     @property
     def others_at(self) -> list[int]:
@@ -150,24 +158,22 @@ class Blueprint:
         places: list[int] = self.places[len(self.pieces.sizes) :].tolist()
         return places
 
-    def _describe(self, some: Others) -> None:
-        plains, Leaf = self.pieces.plains, m.TensorLeaf
-        sorts = [(sort.dtype, sort.shape, sort.flags) for sort in plains.sorts]
-        where = self.places[self.pieces.image].tolist()
-        records: list[Any] = [
-            Leaf(dtype, shape, None, place, at, flags)
-            for (dtype, shape, flags), place, at in zip(
-                map(sorts.__getitem__, plains.numbers), where, self.pieces.at.tolist(), strict=True
-            )
-        ]
-        if len(plains) == plains.count:
-            self.leaves: tuple[m.Leaf, ...] = tuple(records)
-            return
-        leaves: list[Any] = [None] * plains.count
-        for index, record in zip(plains.leaves, records, strict=True):
-            leaves[index] = record
-        self.leaves = tuple(leaves)
-        self._put(self._records(some), some)
+    def _describe(self, some: Others, records: list[m.Leaf]) -> None:
+        self._other_records = records
+        self._encoded: bytes | None = None
+        self.leaves = Leaves.of(self._table, dict(zip(some.leaves, records, strict=True)))
+
+    @cached_property
+    def _table(self) -> Table:
+        """The pieces, as leaves."""
+        plains = self.pieces.plains
+        return Table(
+            plains.leaf_of_each,
+            [Kind(sort.dtype, sort.shape, None, sort.flags) for sort in plains.sorts],
+            plains.sort_of_each,
+            self.places[self.pieces.image],
+            self.pieces.at.astype(np.int64),
+        )
 
     def _records(self, some: Others) -> list[m.Leaf]:
         places = self.others_at
@@ -177,20 +183,13 @@ class Blueprint:
 
         return [finished(item, part) for item in some.described]
 
-    def _put(self, records: list[m.Leaf], some: Others) -> None:
-        leaves = list(self.leaves)
-        for index, record in zip(some.leaves, records, strict=True):
-            leaves[index] = record
-        self.leaves = tuple(leaves)
-        self._encoded = None
-
     def manifest(self, step: int | None) -> m.Manifest:
-        return m.Manifest(m.VERSION, step, self.tree, self.leaves, self.storages, self.chunks.sizes)
+        return manifest_of(step, self.tree, self.leaves, self.storages, self.chunks.sizes)
 
     def encoded(self, step: int | None) -> bytes:
-        """`codec.encode(self.manifest(step))`, remembered."""
+        """The manifest in columns (`compact.encode`), remembered."""
         if self._encoded is None:
-            self._encoded = codec.encode(self.manifest(None))
+            self._encoded = compact.encode(self.manifest(None), self.order[0])
         return codec.with_step(self._encoded, step)
 
     def stream(self, some: Others, plain: Sequence[Any]) -> Stream:

@@ -1,4 +1,4 @@
-"""Manifests as bytes: MessagePack on the wire, JSON on disk, the same records.
+"""Manifests as bytes: MessagePack on the wire, in records or in columns; JSON on disk.
 
 Decoding is total: any byte string gives a manifest whose every number is in range and whose
 records agree with each other, or a `ManifestError`; time and memory are bounded by its length.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from torchrelay.errors import ManifestError
+from torchrelay.state import compact
+from torchrelay.state.compact import KnownTree
 from torchrelay.state.manifest import MAX_ENCODED_BYTES, VERSION, Manifest
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.validation import check, check_step
@@ -34,16 +36,22 @@ _json_version = msgspec.json.Decoder(_Version)
 
 
 def encode(manifest: Manifest) -> bytes:
-    return msgspec.msgpack.encode(manifest)
+    """In records. `compact.encode` is the same manifest in columns."""
+    return msgspec.msgpack.encode(manifest, enc_hook=tuple)
 
 
 def encode_json(manifest: Manifest) -> bytes:
-    return msgspec.json.encode(manifest)
+    return msgspec.json.encode(manifest, enc_hook=tuple)
 
 
-def decode(data: Buffer) -> Manifest:
-    """The manifest in MessagePack `data`, validated whole, or `ManifestError`."""
+def decode(data: Buffer, known: KnownTree | None = None) -> Manifest:
+    """The manifest in MessagePack `data`, validated whole, or `ManifestError`.
+
+    Where it is in columns and has the tree of `known`, it is given that object.
+    """
     with gc_paused():
+        if _in_columns(data):
+            return _decode_columns(data, known)
         return _decode(data, _manifest, _version)
 
 
@@ -51,6 +59,29 @@ def decode_json(data: Buffer) -> Manifest:
     """The manifest in JSON `data`, validated whole, or `ManifestError`."""
     with gc_paused():
         return _decode(data, _json_manifest, _json_version)
+
+
+def _in_columns(data: Buffer) -> bool:
+    """By the third field. Both start with version and step."""
+    try:
+        _, stop = _step_span(data)
+    except ValueError:
+        return False
+    return bytes(data[stop : stop + len(_COLUMNS)]) == _COLUMNS
+
+
+def _decode_columns(data: Buffer, known: KnownTree | None) -> Manifest:
+    _check_length(data)
+    try:
+        manifest, same_tree = compact.decode(data, known)
+    except ManifestError:
+        raise
+    except (msgspec.MsgspecError, RecursionError, ValueError) as fault:
+        _check_version(_version_in(data, _version))
+        raise ManifestError(f"not a manifest: {fault}") from None
+    _check_version(manifest.version)
+    check(manifest, tree=not same_tree)
+    return manifest
 
 
 def with_step(data: bytes, step: int | None) -> bytes:
@@ -63,6 +94,9 @@ def with_step(data: bytes, step: int | None) -> bytes:
 _STEP_AT = 4
 # Bytes of a step, by its first one: nothing, or an unsigned number. Small numbers are one byte.
 _STEP_BYTES = {0xC0: 1, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, **dict.fromkeys(range(0x80), 1)}
+
+
+_COLUMNS = msgspec.msgpack.encode(compact.FORM)
 
 
 def _step_span(data: Buffer) -> tuple[int, int]:
@@ -88,16 +122,16 @@ class Recall:
         # replaced: threads that do so at once may forget an entry, and nothing else.
         self._known: tuple[tuple[bytes, Manifest], ...] = ()
 
-    def decode(self, data: Buffer) -> Manifest:
-        """The manifest in MessagePack `data`, validated whole, or `ManifestError`."""
+    def decode(self, data: Buffer, known: KnownTree | None = None) -> Manifest:
+        """As the function `decode`."""
         try:
             start, stop = _step_span(data)
         except ValueError:
-            return decode(data)
+            return decode(data, known)
         rest = b"".join((memoryview(data)[:start], memoryview(data)[stop:]))
         found = next((entry for entry in self._known if entry[0] == rest), None)
         if found is None:
-            found = rest, decode(data)
+            found = rest, decode(data, known)
             manifest = found[1]
         else:
             step = msgspec.msgpack.decode(memoryview(data)[start:stop])
@@ -131,8 +165,7 @@ def _decode(
     decoder: msgspec.msgpack.Decoder[Manifest] | msgspec.json.Decoder[Manifest],
     version_decoder: msgspec.msgpack.Decoder[_Version] | msgspec.json.Decoder[_Version],
 ) -> Manifest:
-    if len(data) > MAX_ENCODED_BYTES:
-        raise ManifestError(f"manifest of {len(data)} bytes, the cap is {MAX_ENCODED_BYTES}")
+    _check_length(data)
     try:
         manifest = decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError) as fault:
@@ -141,6 +174,11 @@ def _decode(
     _check_version(manifest.version)
     check(manifest)
     return manifest
+
+
+def _check_length(data: Buffer) -> None:
+    if len(data) > MAX_ENCODED_BYTES:
+        raise ManifestError(f"manifest of {len(data)} bytes, the cap is {MAX_ENCODED_BYTES}")
 
 
 def _version_in(

@@ -6,17 +6,19 @@ keeps the memory of another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.building import check_leaf, make_leaf, strides_of
+from torchrelay.state.columns import Numbers, by_device, others_of, sizes_of, table_of
 from torchrelay.state.containers import Path, check_types, leaf_paths, unflatten
 from torchrelay.state.landed import Landed, Places, chunks_of
 from torchrelay.state.leaves import parts
@@ -25,6 +27,7 @@ from torchrelay.state.pause import gc_paused
 from torchrelay.state.runs import Runs
 
 _data_ptr = torch.Tensor.data_ptr
+_HOST = torch.device("cpu")
 _SHARED = -1  # storages of several leaves, or of parts of one
 
 
@@ -39,119 +42,117 @@ class NewTensors:
         self._rank = rank
         self.chunks = chunks_of(manifest)
         self._ready: list[object] = [None] * len(manifest.leaves)
-        owners, hosted = self._owners()
-        devices: dict[str, Any] = {
-            kind: device or _local_device(kind)
-            for kind in {storage.device for storage in manifest.storages}
-        }
-        where = [devices[storage.device] for storage in manifest.storages]
+        self._table = table_of(manifest.leaves)
+        self._sizes = sizes_of(manifest.storages)
+        self._owner, hosted = self._owners()
+        where = by_device(manifest.storages, lambda kind: _place(device or _local_device(kind)))
         for index in hosted:
-            where[index] = "cpu"
+            where[index] = _HOST
+        self._on_host = {_HOST}.issuperset(where)
         self._whole: set[int] = set()
-        self._homes = self._make(owners, where, means)
-        if all(torch.device(kind).type == "cpu" for kind in {*where}):
-            host: Sequence[int] = range(len(self._homes))
-        else:
-            host = [index for index, home in enumerate(self._homes) if home.is_cpu]
-        self._on_host = len(host) == len(self._homes)
+        self._homes = self._make(where, means)
+        host: Any = slice(None)
+        homes = self._homes
+        if not self._on_host:
+            host = [index for index, home in enumerate(homes) if home.is_cpu]
+            homes = [homes[index] for index in host]
         self._host = Runs(
-            self.chunks.starts if self._on_host else [self.chunks.starts[n] for n in host],
-            list(map(_data_ptr, self._homes if self._on_host else [self._homes[n] for n in host])),
-            [manifest.storages[index].nbytes for index in host],
+            self.chunks.places[host],
+            list(map(_data_ptr, homes)),
+            self._sizes[host].astype(np.uint64),
         )
         self.on_device = not self._on_host
 
-    def _owners(self) -> tuple[list[int], set[int]]:
-        """The leaf that each storage belongs to, if it is one tensor; storages of numpy arrays."""
-        storages = self._manifest.storages
-        owners = [_SHARED] * len(storages)
-        seen = [False] * len(storages)
+    def _owners(self) -> tuple[Numbers, set[int]]:
+        """The tensor (its row) that each storage is of, if of one alone; storages of arrays."""
+        table, leaves = self._table, self._manifest.leaves
+        for number, kind in enumerate(table.kinds):
+            if kind.dtype not in t.DTYPES:
+                for row in np.flatnonzero(table.numbers == number)[:1].tolist():
+                    check_leaf(table.record(row), self._paths[int(table.rows[row])])
+        rows = np.flatnonzero(table.storages >= 0)
+        storages = table.storages[rows]
+        owners: Numbers = np.full(len(self._sizes), _SHARED, np.int64)
+        owners[storages] = rows
+        owners[np.bincount(storages, minlength=len(owners)) > 1] = _SHARED
         hosted = set()
-        tensor, known = m.TensorLeaf, t.DTYPES
-        for index, leaf in enumerate(self._manifest.leaves):
-            if type(leaf) is tensor:
-                if leaf.dtype not in known:
-                    check_leaf(leaf, self._paths[index])
-                at = leaf.storage
-                if at >= 0:
-                    owners[at] = _SHARED if seen[at] else index
-                    seen[at] = True
-                continue
+        for index, leaf in others_of(leaves).items():
             check_leaf(leaf, self._paths[index])
             for part in parts(leaf):
                 if part.storage >= 0:
                     owners[part.storage] = _SHARED
-                    seen[part.storage] = True
                     if isinstance(leaf, m.ArrayLeaf):
                         hosted.add(part.storage)
         return owners, hosted
 
-    def _make(self, owners: list[int], where: list[Any], means: Means) -> list[torch.Tensor]:
-        storages, leaves = self._manifest.storages, self._manifest.leaves
+    def _make(self, where: list[Any], means: Means) -> list[torch.Tensor]:
         large = [
-            index
-            for index, storage in enumerate(storages)
-            if storage.nbytes >= LARGE_BYTES and torch.device(where[index]).type == "cpu"
+            n for n in np.flatnonzero(self._sizes >= LARGE_BYTES).tolist() if where[n] == _HOST
         ]
-        rooms = means.room([storages[index].nbytes for index in large]) if large else None
+        rooms = means.room([int(self._sizes[index]) for index in large]) if large else None
         kept = dict(zip(large, rooms, strict=True)) if rooms is not None else {}
+        kinds = self._kinds()
+        kinds[list(kept)] = -1
         homes: list[torch.Tensor] = []
-        run = _Run()
-        odd = m.CONJ | m.NEG
-        for index, storage in enumerate(storages):
-            owner = owners[index]
-            leaf: Any = leaves[owner] if owner >= 0 else None
-            if (
-                type(leaf) is m.TensorLeaf
-                and leaf.strides is None
-                and not leaf.offset
-                and not leaf.flags & odd
-                and not (kept and index in kept)
-            ):
-                # The tensor itself: cheaper than a view, and the common case by far.
-                if run.takes(leaf, where[index]):
-                    run.owners.append(owner)
-                    continue
-                self._flush(run, homes)
-                run.begin(leaf, where[index], owner)
+        for start, stop in _runs(kinds, where):
+            if kinds[start] >= 0:
+                homes += self._tensors(start, stop, int(kinds[start]), where[start])
                 continue
-            self._flush(run, homes)
-            homes.append(kept[index] if index in kept else allocate(storage.nbytes, where[index]))
-        self._flush(run, homes)
+            for index in range(start, stop):
+                nbytes = int(self._sizes[index])
+                homes.append(kept[index] if index in kept else allocate(nbytes, where[index]))
         return homes
 
-    def _flush(self, run: _Run, homes: list[torch.Tensor]) -> None:
-        """Make the tensors of a run."""
-        count = len(run.owners)
-        if not count:
-            return
+    def _kinds(self) -> Numbers:
+        """The kind of tensor that each storage is, -1 where it takes a view to make one of it.
+
+        A tensor itself is cheaper than a view, and the common case by far.
+        """
+        table, odd = self._table, m.CONJ | m.NEG
+        plain = np.array([k.strides is None and not k.flags & odd for k in table.kinds], bool)
+        row = np.maximum(self._owner, 0)
+        if not len(table.rows):
+            return np.full(len(row), -1, np.int64)
+        number = table.numbers[row]
+        fine = (self._owner >= 0) & plain[number] & (table.offsets[row] == 0)
+        return np.where(fine, number, -1)
+
+    def _tensors(self, start: int, stop: int, number: int, device: Any) -> list[torch.Tensor]:
+        """The tensors of storages [start, stop), which are all of one kind: made together they take
+        half the time."""
+        kind = self._table.kinds[number]
         try:
-            tensors = run.make(count)
+            one = torch.empty(kind.shape, dtype=t.DTYPES[kind.dtype], device=device)
+            tensors = [one, *map(torch.empty_like, repeat(one, stop - start - 1))]
         except (RuntimeError, MemoryError) as fault:
-            raise MismatchError(f"no memory for {run.dtype} {run.shape}: {fault}") from None
-        self._whole.update(range(len(homes), len(homes) + count))
-        homes += tensors
-        if run.flags == 0:
-            first = run.owners[0]
-            if run.owners == list(range(first, first + count)):
-                self._ready[first : first + count] = tensors
+            raise MismatchError(f"no memory for {kind.dtype} {kind.shape}: {fault}") from None
+        self._whole.update(range(start, stop))
+        if kind.flags == 0:
+            leaves = self._table.rows[self._owner[start:stop]]
+            first, last = int(leaves[0]), int(leaves[-1])
+            if last - first == stop - start - 1 and (leaves[1:] > leaves[:-1]).all():
+                self._ready[first : last + 1] = tensors
             else:
-                for owner, tensor in zip(run.owners, tensors, strict=True):
-                    self._ready[owner] = tensor
-        run.owners = []
+                for leaf, tensor in zip(leaves.tolist(), tensors, strict=True):
+                    self._ready[leaf] = tensor
+        return tensors
 
     @cached_property
     def _paths(self) -> dict[int, Path]:
         return leaf_paths(self._manifest.tree)
 
     def places(self) -> Places:
-        device = [
-            (start, t.flat_bytes(home.untyped_storage(), 0, storage.nbytes))
-            for start, home, storage in zip(
-                self.chunks.starts, self._homes, self._manifest.storages, strict=True
-            )
-            if not (self._on_host or home.is_cpu)
-        ]
+        device = (
+            []
+            if self._on_host
+            else [
+                (start, t.flat_bytes(home.untyped_storage(), 0, nbytes))
+                for start, home, nbytes in zip(
+                    self.chunks.starts, self._homes, self._sizes.tolist(), strict=True
+                )
+                if not home.is_cpu
+            ]
+        )
         return Places(self._host, device, frozenset())
 
     def write(self, index: int, data: torch.Tensor) -> None:
@@ -168,12 +169,15 @@ class NewTensors:
                 piece = t.flat_bytes(home.untyped_storage(), start, stop - start)
                 piece.copy_(data[at : at + stop - start])
 
+    def arrived(self) -> None:
+        pass
+
     def commit(self) -> Landed:
         with gc_paused():
             leaves = self._ready
-            for index, leaf in enumerate(self._manifest.leaves):
-                if leaves[index] is None:
-                    leaves[index] = make_leaf(leaf, self._paths[index], self._part, self._rank)
+            for index in [index for index, leaf in enumerate(leaves) if leaf is None]:
+                leaf = self._manifest.leaves[index]
+                leaves[index] = make_leaf(leaf, self._paths[index], self._part, self._rank)
             return Landed(unflatten(self._manifest.tree, leaves), [], [])
 
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:
@@ -186,31 +190,18 @@ class NewTensors:
         return t.over_storage(home.untyped_storage(), part.offset, part, strides_of(part))
 
 
-class _Run:
-    """Tensors of one kind that follow each other. Made together they take half the time."""
+def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:
+    """Storages [start, stop) that follow each other and are of one kind, on one device."""
+    ends = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
+    if len(set(where)) > 1:
+        moves = [n for n in range(1, len(where)) if where[n] != where[n - 1]]
+        ends = np.union1d(ends, np.array(moves, np.int64))
+    yield from pairwise([0, *ends.tolist(), len(kinds)] if len(kinds) else [])
 
-    def __init__(self) -> None:
-        self.dtype, self.flags = "", 0
-        self.shape: tuple[int, ...] = ()
-        self._device: Any = None
-        self.owners: list[int] = []  # their leaves
 
-    def takes(self, leaf: m.TensorLeaf, device: object) -> bool:
-        return (
-            leaf.shape == self.shape
-            and leaf.dtype == self.dtype
-            and leaf.flags == self.flags
-            and device is self._device
-            and bool(self.owners)
-        )
-
-    def begin(self, leaf: m.TensorLeaf, device: object, owner: int) -> None:
-        self.dtype, self.shape, self.flags = leaf.dtype, leaf.shape, leaf.flags
-        self._device, self.owners = device, [owner]
-
-    def make(self, count: int) -> list[torch.Tensor]:
-        one = torch.empty(self.shape, dtype=t.DTYPES[self.dtype], device=self._device)
-        return [one, *map(torch.empty_like, repeat(one, count - 1))]
+def _place(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    return _HOST if device.type == "cpu" else device
 
 
 def _local_device(kind: str) -> str:

@@ -23,7 +23,7 @@ from torchrelay.state.memory import Region, copy_boxes
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.plan import aligned_sizes
 from torchrelay.state.prepared import Pair, Prepared, Straight, split_columns, straight
-from torchrelay.state.runs import Runs, moves
+from torchrelay.state.runs import Moves, Runs, moves
 from torchrelay.state.spans import packed
 from torchrelay.state.ties import check_ties, host_spans
 
@@ -103,7 +103,7 @@ class ExistingTensors:
         self.on_device = bool(self._near) or any(
             not region.keep.is_cpu for placed in self._direct.values() for _, region in placed
         )
-        self._by_address = set(plain.storage.tolist())
+        self._by_address = plain.storage
         self._elsewhere = {*self._direct, *self._near}
         self._stage()
 
@@ -150,13 +150,16 @@ class ExistingTensors:
         self._held: dict[int, torch.Tensor] = {}  # bytes of each image that is held back
         self._far: dict[int, torch.Tensor] = {}  # those of them that lie on a device
         on_host = set(read_back)
+        held = np.zeros(len(self._manifest.storages), bool)
         if self._atomic:
             for device, storages in self._by_device(read_back).items():
                 if not self._hold_on(device, storages):
                     on_host |= storages
             others = self._direct.keys() | self._near.keys()
-            on_host |= self._by_address | (others - self._far.keys())
-        self._order = np.array(sorted(on_host), np.intp)
+            on_host |= others - self._far.keys()
+            held[self._by_address] = True
+        held[list(on_host)] = True
+        self._order = np.flatnonzero(held)
         sizes = self.chunks.rooms[self._order]
         ends = np.cumsum(sizes)
         self._slab = self._means.stage(int(ends[-1]) if len(ends) else 0)
@@ -211,7 +214,8 @@ class ExistingTensors:
             device = [(starts[storage], held) for storage, held in sorted(self._far.items())]
             return Places(self._staged, device, frozenset())
         device = []
-        twice = self._by_address & self._at.keys()  # written, and held back for something else
+        # Written, and held back for something else.
+        twice: set[int] = set(np.intersect1d(self._by_address, self._order).tolist())
         twice |= self._near.keys() & self._at.keys()
         for storage, near in sorted(self._near.items()):
             device += [(starts[storage] + at, one) for at, one in near if storage not in twice]
@@ -277,13 +281,13 @@ class ExistingTensors:
                 whole, path, self._held_part, self._rank
             )  # indices that point nowhere end here
         late = [late_copy(pair, self._held_part) for pair in self._late]
-        self.torn = bool(self._written or late)
+        self.torn = self.torn or bool(self._written or late)
         if self._atomic:
-            self._means.copy(moves(self._staged, self._host))
+            self._means.copy(self._last_copies)
             self._write_regions()
         for destination, source in late:
             copy_late(destination, source)
-        t.note_written(self._written)
+        self._note_written()
         if self._made is None:
             state = write_back(self._into.into, self._manifest.tree, plain)
         else:
@@ -291,6 +295,21 @@ class ExistingTensors:
             state = unflatten(self._manifest.tree, [leaves[i] for i in range(len(leaves))])
         self.torn = False
         return Landed(state, self._missing, self._extra)
+
+    def arrived(self) -> None:
+        if self._atomic:
+            self._last_copies  # noqa: B018
+        else:
+            self._note_written()
+
+    @cached_property
+    def _last_copies(self) -> Moves:
+        return moves(self._staged, self._host)
+
+    def _note_written(self) -> None:
+        """Once: autograd does not care how often, and it takes a while."""
+        written, self._written = self._written, []
+        t.note_written(written)
 
     def _write_regions(self) -> None:
         boxes: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from torchrelay.state import manifest as m
+from torchrelay.state.columns import sizes_of
 from torchrelay.state.plan import Chunks
 from torchrelay.state.runs import Runs
 
@@ -31,7 +32,7 @@ class Places(NamedTuple):
 
 
 def chunks_of(manifest: m.Manifest) -> Chunks:
-    return Chunks([storage.nbytes for storage in manifest.storages], manifest.chunks)
+    return Chunks(sizes_of(manifest.storages), manifest.chunks)
 
 
 def reaching(manifest: m.Manifest, chunks: Chunks, storages: Iterable[int]) -> frozenset[int]:

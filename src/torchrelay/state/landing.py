@@ -38,6 +38,10 @@ class Landing(Protocol):
     def places(self) -> Places:
         """Where chunks go, for a transport that writes to memory itself instead of `write`."""
 
+    def arrived(self) -> None:
+        """All bytes are in their places; whether they hold is not known yet. What can be done
+        before it is, is done while the transport waits to hear."""
+
     def commit(self) -> Landed:
         """All chunks have arrived and hold: make them the state."""
 

@@ -55,8 +55,7 @@ def lay(plains: Plains, leaves: Sequence[Any], touched: Collection[int]) -> Piec
         plains = plains.some(keep.tolist(), leaves)
         starts, nbytes, addresses = starts[keep], nbytes[keep], addresses[keep]
         order = _sharing(starts, addresses)
-    whole = len(plains) == plains.count
-    numbers = np.arange(plains.count) if whole else np.array(plains.leaves, np.intp)
+    numbers = plains.leaf_of_each
     if order is None:
         image, at = np.arange(len(starts)), np.zeros(len(starts), np.uint64)
         return Pieces(plains, starts, nbytes, image, at, numbers, nbytes)

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 
 from torchrelay.state import manifest as m
+from torchrelay.state.columns import Numbers
 from torchrelay.state.runs import Column
 from torchrelay.state.spans import contiguous_strides
-from torchrelay.state.tensors import NAMES, Likeness, blocks, versions_of
+from torchrelay.state.tensors import NAMES, Like, Likeness, blocks, versions_of
 
 _Tensor = torch.Tensor
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _data_ptr, _size = _Tensor.data_ptr, _Tensor.size
 _storage_offset: Any = _Tensor.storage_offset
-_is_contiguous, _is_neg = _Tensor.is_contiguous, _Tensor.is_neg
 _SAMPLE = 16  # of so many tensors one is asked before a guess
 FLAGS, ITEMSIZE, NBYTES = 2, 3, 4  # fields of a `Sort`
 
@@ -49,7 +49,6 @@ class Sort(NamedTuple):
     device: str
 
 
-_NO_SORT = Sort("", (), 0, 0, 0, "")
 _DEVICES = ("cpu", "cuda")
 
 
@@ -78,8 +77,15 @@ class Plains:
         return len(self.addresses)
 
     @cached_property
-    def _numbers(self) -> np.ndarray[Any, np.dtype[np.intp]]:
-        return np.array(self.numbers, np.intp)
+    def sort_of_each(self) -> Numbers:
+        """The numbers, as a column."""
+        return np.array(self.numbers, np.int64)
+
+    @cached_property
+    def leaf_of_each(self) -> Numbers:
+        """The leaves, as a column."""
+        whole = len(self) == self.count
+        return np.arange(self.count) if whole else np.array(self.leaves, np.int64)
 
     @cached_property
     def places(self) -> Column:
@@ -89,14 +95,14 @@ class Plains:
     def each(self, field: int) -> Column:
         """A number that is a field of `Sort`, of each tensor."""
         table: Column = np.array([sort[field] for sort in self.sorts], np.uint64)
-        column: Column = table[self._numbers]
+        column: Column = table[self.sort_of_each]
         return column
 
     @cached_property
     def on_host(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether each lies in host memory."""
         marks = np.array([sort.device == "cpu" for sort in self.sorts], bool)
-        column: np.ndarray[Any, np.dtype[np.bool_]] = marks[self._numbers]
+        column: np.ndarray[Any, np.dtype[np.bool_]] = marks[self.sort_of_each]
         return column
 
     def of(self, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -130,15 +136,16 @@ class Plains:
         """Those marked in `keep` alone. `leaves` are those looked at."""
         columns = (self.leaves, self.numbers, self.addresses, self.offsets)
         places, numbers, addresses, offsets = (list(compress(column, keep)) for column in columns)
-        likeness = Likeness([leaves[n] for n in places])
+        likeness = Likeness.of([leaves[n] for n in places])
         return Plains(self.count, places, self.sorts, numbers, addresses, offsets, likeness)
 
 
-def look(leaves: Sequence[object]) -> Plains:
+def look(leaves: Sequence[object], versions: list[int] | None = None) -> Plains:
     """Find the plain tensors among leaves, each of which is another object.
 
     Memory that torch cannot show never passes: asked for the address of a sparse, functional or
-    functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0.
+    functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. `versions`
+    is given what autograd counts of those that are plain, where nothing else is among them.
     """
     places: Sequence[int] = range(len(leaves))
     tensors: Any = leaves
@@ -146,35 +153,135 @@ def look(leaves: Sequence[object]) -> Plains:
         places = [n for n, leaf in enumerate(leaves) if type(leaf) in _TYPES]
         tensors = [leaves[n] for n in places]
     try:
-        addresses, shapes, offsets = _first_look(tensors)
+        found = _look_at_blocks(tensors, versions)
     except RuntimeError:
-        places = [n for n in places if _shows(leaves[n])]
-        tensors = [leaves[n] for n in places]
-        addresses, shapes, offsets = _first_look(tensors)
-    guess = None if 0 in addresses else _guess(tensors, shapes)
-    if guess is not None:
-        return Plains(len(leaves), places, guess[0], guess[1], addresses, offsets, guess[2])
-    found, numbers, _ = _sorted(tensors, list(map(type, tensors)), shapes, *_asked(tensors))
-    fine = [sort is not None for sort in found]
-    keep = [fine[n] and at != 0 for n, at in zip(numbers, addresses, strict=True)]
-    columns = (places, tensors, numbers, addresses, offsets)
-    places, tensors, numbers, addresses, offsets = (
-        list(compress(column, keep)) for column in columns
-    )
-    sorts = [sort or _NO_SORT for sort in found]
-    return Plains(len(leaves), places, sorts, numbers, addresses, offsets, Likeness(tensors))
+        found = None
+    if found is not None:
+        return Plains(len(leaves), places, *found)
+    if versions is not None:
+        versions.clear()
+    places = [n for n in places if _shows(leaves[n])]
+    tensors = [leaves[n] for n in places]
+    return _look_at_each(len(leaves), places, tensors)
 
 
-def _first_look(tensors: Sequence[Any]) -> tuple[list[int], list[torch.Size], list[int]]:
-    """Address, shape and place in its storage of each."""
+Found = tuple[list[Sort], list[int], list[int], list[int], Likeness]
+
+
+def _look_at_blocks(tensors: Sequence[Any], versions: list[int] | None) -> Found | None:
+    """What `Plains` has of tensors that are all plain; None where some may not be."""
+    sorts, likes = _Sorts(), []
+    numbers: list[int] = []
     addresses: list[int] = []
-    shapes: list[torch.Size] = []
     offsets: list[int] = []
     for some in blocks(tensors):
         addresses += map(_data_ptr, some)
-        shapes += map(_size, some)
         offsets += map(_storage_offset, some)
-    return addresses, shapes, offsets
+        if versions is not None:
+            versions += versions_of(some)
+        found = sorts.of(some)
+        if found is None:
+            return None
+        numbers += found[0]
+        likes.append(found[1])
+    if 0 in addresses:
+        return None
+    return sorts.found, numbers, addresses, offsets, Likeness(likes)
+
+
+class _Sorts:
+    """The sorts of tensors, numbered. Tensors that look alike are taken to be of one sort, and then
+    compared, all at once: that is cheaper than two questions to each."""
+
+    def __init__(self) -> None:
+        self.found: list[Sort] = []
+        self._firsts: list[Any] = []
+        self._numbers: dict[tuple[object, ...], int | None] = {}
+        self._likes: dict[tuple[int, int], Like] = {}
+
+    def of(self, some: Sequence[Any]) -> tuple[list[int], Like] | None:
+        """The sort of each, by number, and what they are like; None if some may not be plain."""
+        count = len(some)
+        # Mostly they are all of one sort.
+        number = self._number(some[0])
+        if number is None:
+            return None
+        if number == self._number(some[count // 2]) == self._number(some[-1]):
+            like = self._likes.get((number, count))
+            if like is None:
+                like = self._likes[number, count] = Like([some[0]] * count)
+            if like.holds(some):
+                return [number] * count, like
+        traits: list[Sequence[object]] = [list(map(type, some)), list(map(_size, some))]
+        numbers = self._by(some, traits)
+        if numbers is not None and any(
+            one.dtype is not self._firsts[n].dtype
+            or one.requires_grad != self._firsts[n].requires_grad
+            for n, one in zip(numbers[::_SAMPLE], some[::_SAMPLE], strict=True)
+        ):
+            traits += [[one.dtype for one in some], [one.requires_grad for one in some]]
+            numbers = self._by(some, traits)
+        if numbers is None:
+            return None
+        like = Like([self._firsts[n] for n in numbers])
+        return (numbers, like) if like.holds(some) else None
+
+    def _by(self, some: Sequence[Any], traits: Sequence[Sequence[object]]) -> list[int] | None:
+        known: dict[tuple[object, ...], int] = {}
+        numbers: list[int] = []
+        for key, one in zip(zip(*traits, strict=True), some, strict=True):
+            number = known.get(key)
+            if number is None:
+                number = self._number(one)
+                if number is None:
+                    return None
+                known[key] = number
+            numbers.append(number)
+        return numbers
+
+    def _number(self, tensor: Any) -> int | None:
+        key = (type(tensor), tensor.size(), tensor.dtype, tensor.requires_grad, tensor.device)
+        if key not in self._numbers:
+            sort = _sort(tensor)
+            self._numbers[key] = None if sort is None else len(self.found)
+            if sort is not None:
+                self.found.append(sort)
+                self._firsts.append(tensor)
+        return self._numbers[key]
+
+
+def _look_at_each(count: int, places: Sequence[int], tensors: Sequence[Any]) -> Plains:
+    """Where tensors of all kinds may be among them."""
+    known: dict[tuple[object, ...], int] = {}
+    sorts: list[Sort] = []
+    columns: tuple[list[int], ...] = ([], [], [], [])
+    kept: list[Any] = []
+    for place, tensor in zip(places, tensors, strict=True):
+        address = tensor.data_ptr()
+        if not address:
+            continue
+        key = (  # what sets tensors apart
+            type(tensor),
+            tensor.size(),
+            tensor.dtype,
+            tensor.requires_grad,
+            tensor.device,
+            tensor.is_contiguous(),
+            tensor.is_neg(),
+        )
+        number = known.get(key)
+        if number is None:
+            sort = _sort(tensor)
+            number = known[key] = -1 if sort is None else len(sorts)
+            if sort is not None:
+                sorts.append(sort)
+        if number >= 0:
+            kept.append(tensor)
+            found = (place, number, address, tensor.storage_offset())
+            for column, value in zip(columns, found, strict=True):
+                column.append(value)
+    places, numbers, addresses, offsets = columns
+    return Plains(count, places, sorts, numbers, addresses, offsets, Likeness.of(kept))
 
 
 def _shows(leaf: Any) -> bool:
@@ -183,63 +290,6 @@ def _shows(leaf: Any) -> bool:
         return isinstance(leaf.data_ptr(), int) and isinstance(leaf.size(), tuple)
     except RuntimeError:
         return False
-
-
-def _asked(tensors: Sequence[Any]) -> Iterator[list[Any]]:
-    """What sets tensors of one type and shape apart."""
-    yield [tensor.dtype for tensor in tensors]
-    yield [tensor.requires_grad for tensor in tensors]
-    yield [tensor.device for tensor in tensors]
-    yield list(map(_is_contiguous, tensors))
-    yield list(map(_is_neg, tensors))
-
-
-class _Numbers(dict[object, int]):
-    """Numbers for keys, in order of first use."""
-
-    def __missing__(self, key: object) -> int:
-        number = self[key] = len(self)
-        return number
-
-
-def _sorted(
-    tensors: Sequence[Any], *traits: Sequence[object]
-) -> tuple[list[Sort | None], list[int], list[Any]]:
-    """The sorts there are if tensors of the same traits are of one sort, None for those that are
-    not plain; the sort of each tensor, by number; the first tensor of each sort."""
-    known = _Numbers()
-    keys = traits[0] if len(traits) == 1 else zip(*traits, strict=True)
-    numbers = [known[key] for key in keys]
-    firsts: list[Any] = []
-    at = 0
-    for number in range(len(known)):
-        at = numbers.index(number, at)
-        firsts.append(tensors[at])
-    return list(map(_sort, firsts)), numbers, firsts
-
-
-def _guess(
-    tensors: Sequence[Any], shapes: list[torch.Size]
-) -> tuple[list[Sort], list[int], Likeness] | None:
-    """Take all tensors of one type and shape for equal, and see whether they are.
-
-    One comparison of all of them is cheaper than two questions to each.
-    """
-    traits: list[Sequence[object]] = [shapes]
-    if len(set(map(type, tensors))) > 1:
-        traits.append(list(map(type, tensors)))
-    found, numbers, firsts = _sorted(tensors, *traits)
-    for number, tensor in zip(numbers[::_SAMPLE], tensors[::_SAMPLE], strict=True):
-        first = firsts[number]
-        if tensor.dtype is not first.dtype or tensor.requires_grad != first.requires_grad:
-            traits += [[x.dtype for x in tensors], [x.requires_grad for x in tensors]]
-            found, numbers, firsts = _sorted(tensors, *traits)
-            break
-    sorts = [sort for sort in found if sort is not None]
-    if len(sorts) < len(found):
-        return None
-    likeness = Likeness([firsts[number] for number in numbers])
-    return (sorts, numbers, likeness) if likeness.holds(tensors) else None
 
 
 def _sort(tensor: torch.Tensor) -> Sort | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,13 +17,14 @@ import numpy as np
 from torchrelay.state.manifest import ALIGN, MAX_CHUNK_BYTES, aligned
 from torchrelay.state.runs import Column
 
+Sizes = Sequence[int] | Column | np.ndarray[Any, np.dtype[np.int64]]
 MIB = 1 << 20
 SMALL_BYTES = 4 * MIB  # a copy this long costs less than a message of its own
 MIN_CHUNK_BYTES = 1 * MIB
 
 
 def stream_order(
-    nbytes: Sequence[int] | Column, small_bytes: int = SMALL_BYTES
+    nbytes: Sizes, small_bytes: int = SMALL_BYTES
 ) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Indices of storages in stream order: small ones first, so that they share chunks."""
     return np.argsort(np.asarray(nbytes, np.int64) >= small_bytes, kind="stable")
@@ -41,9 +43,7 @@ def chunk_size(stream_bytes: int, receivers: int) -> int:
     return aligned(max(MIN_CHUNK_BYTES, min(most, wanted)))
 
 
-def cut(
-    nbytes: Sequence[int] | Column, chunk_bytes: int, small_bytes: int = SMALL_BYTES
-) -> tuple[int, ...]:
+def cut(nbytes: Sizes, chunk_bytes: int, small_bytes: int = SMALL_BYTES) -> tuple[int, ...]:
     """Sizes of the chunks of a stream of storages of `nbytes`, in order."""
     chunk_bytes = min(aligned(chunk_bytes), MAX_CHUNK_BYTES)
     chunks: list[int] = []
@@ -64,11 +64,11 @@ def cut(
     return tuple(chunks)
 
 
-def _aligned(nbytes: Sequence[int] | Column) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _aligned(nbytes: Sizes) -> np.ndarray[Any, np.dtype[np.int64]]:
     return -(-np.asarray(nbytes, np.int64) // ALIGN) * ALIGN
 
 
-def stream_bytes(nbytes: Sequence[int] | Column) -> int:
+def stream_bytes(nbytes: Sizes) -> int:
     """Bytes of a stream of storages of `nbytes`."""
     return int(_aligned(nbytes).sum())
 
@@ -89,13 +89,11 @@ def aligned_sizes(nbytes: Sequence[int]) -> list[int]:
 class Chunks:
     """Where the chunks of a stream are, and which parts of which storages they hold."""
 
-    def __init__(self, nbytes: Sequence[int] | Column, chunks: Sequence[int]) -> None:
+    def __init__(self, nbytes: Sizes, chunks: Sequence[int]) -> None:
         self._nbytes = nbytes
         # Where each storage's image starts in the stream, and each chunk.
         sizes = _aligned(nbytes)
-        places = np.cumsum(sizes) - sizes
-        self.starts: list[int] = places.tolist()
-        self.places: Column = places.astype(np.uint64)  # the starts, as a column
+        self.places: Column = (np.cumsum(sizes) - sizes).astype(np.uint64)
         self.rooms: Column = sizes.astype(np.uint64)  # bytes that each image takes there
         self.sizes = tuple(chunks)
         self.offsets = list(accumulate(self.sizes, initial=0))
@@ -103,6 +101,17 @@ class Chunks:
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The places, as a list."""
+        starts: list[int] = self.places.tolist()
+        return starts
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the state itself, without alignment."""
+        return int(np.sum(self._nbytes))
 
     def start_of(self, storage: int) -> int:
         return self.starts[storage]

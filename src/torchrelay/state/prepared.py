@@ -13,9 +13,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from torchrelay.state import manifest as m
+from torchrelay.state.columns import Kind, Table, table_of
+from torchrelay.state.compact import KnownTree
 from torchrelay.state.containers import Flat, Matched, Path, flatten, match, slots
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.plain import NBYTES, Plains, Sort, look
@@ -25,6 +28,7 @@ from torchrelay.state.runs import Column
 JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Indices = np.ndarray[Any, np.dtype[np.intp]]
 Marks = np.ndarray[Any, np.dtype[np.bool_]]
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Layout:
@@ -43,14 +47,18 @@ class Layout:
             order = np.argsort(lows)
         # Those whose memory no other one of them shares.
         self.plains: Plains = plains
-        # What was offered last and found to fit: records that are the same objects fit again.
+        # What was offered last and found to fit: leaves that are the same object fit again.
         self.same_tree: m.Node | None = None
-        self.last: tuple[tuple[m.Leaf, ...], Split] | None = None
+        self.last: tuple[Sequence[m.Leaf], Split] | None = None
         self._spans = lows[order], highs[order], order
 
     def holds(self, flat: Flat) -> bool:
         """Whether a destination has this tree, and tensors like these in the same memory."""
         return flat.tree == self.tree and self.plains.hold(flat.leaves)
+
+    @cached_property
+    def known_tree(self) -> KnownTree:
+        return KnownTree(_encode(self.tree), self.tree, self.plains.count)
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int], list[int]]:
@@ -108,7 +116,7 @@ class Prepared:
 
     def match(self, tree: m.Node, *, strict: bool) -> Matched:
         """Pair the slots of an offered tree with those here."""
-        if tree is self.plan.same_tree or tree == self.flat.tree:
+        if tree is self.flat.tree or tree is self.plan.same_tree or tree == self.flat.tree:
             self.plan.same_tree = tree
             return Matched([], [], [], self.flat.tree)
         return match(slots(tree), slots(self.flat.tree), strict=strict)
@@ -177,53 +185,62 @@ def split_columns(
         found, rest = split(matched.pairs, manifest, prepared, chunks.starts)
         return Split(straight(found, prepared), rest)
     plains, leaves = prepared.plan.plains, manifest.leaves
-    offered: Sequence[Any] = plains.of(leaves)
-    storages = np.array(_fitting(offered, plains), np.intp)
-    fits = np.flatnonzero(storages >= 0)
-    if len(fits) < len(plains):
-        offered = [offered[n] for n in fits.tolist()]
-    offsets = np.array([leaf.offset for leaf in offered], np.uint64)
-    whole = len(plains) == plains.count
-    numbers = np.arange(plains.count) if whole else np.array(plains.leaves, np.intp)
-    some = storages[fits]
-    at = chunks.places[some] + offsets
-    order = np.argsort(at)
-    taken = fits[order]
+    table = table_of(leaves)
+    here, there = _paired(plains, table)
+    fits = _fitting(plains, here, table, there)
+    here, there = here[fits], there[fits]
+    storages = table.storages[there]
+    at = chunks.places[storages] + table.offsets[there].astype(np.uint64)
+    order = np.argsort(at, kind="stable")
+    here = here[order]
     pieces = Straight(
         at[order],
-        plains.places[taken],
-        plains.each(NBYTES)[taken],
-        some[order],
-        numbers[taken],
-        plains.on_host[taken],
+        plains.places[here],
+        plains.each(NBYTES)[here],
+        storages[order],
+        plains.leaf_of_each[here],
+        plains.on_host[here],
     )
     if (pieces.at[1:] < pieces.at[:-1] + pieces.nbytes[:-1]).any():
         return Split(straight([], prepared), matched.pairs)
-    if len(fits) == len(leaves):
+    if len(here) == len(leaves):
         found_all = Split(pieces, [])
         prepared.plan.last = leaves, found_all
         return found_all
-    return Split(pieces, matched.some(set(range(len(leaves))).difference(numbers[fits].tolist())))
+    return Split(pieces, matched.some(set(range(len(leaves))).difference(pieces.leaf.tolist())))
 
 
-def _fitting(offered: Sequence[Any], plains: Plains) -> list[int]:
-    """The storage of each leaf that fits the plain tensor it is offered to, -1 for the others."""
-    found: list[int] = []
-    note, tensor, sorts = found.append, m.TensorLeaf, plains.sorts
-    before, dtype = -1, ""
-    shape: tuple[int, ...] = ()
-    for leaf, number in zip(offered, plains.numbers, strict=True):
-        if number != before:  # mostly it is of the sort of the one before
-            before, dtype, shape = number, sorts[number].dtype, sorts[number].shape
-        fits = (
-            type(leaf) is tensor
-            and leaf.shape == shape
-            and leaf.dtype == dtype
-            and leaf.strides is None
-            and not leaf.flags & _ODD
-        )
-        note(leaf.storage if fits else -1)
-    return found
+def _paired(plains: Plains, table: Table) -> tuple[Indices, Indices]:
+    """Which of the plain tensors, and which row of the table it is offered."""
+    if len(plains) == plains.count == len(table.rows):
+        return np.arange(plains.count), np.arange(plains.count)
+    _, here, there = np.intersect1d(
+        plains.leaf_of_each, table.rows, assume_unique=True, return_indices=True
+    )
+    return here, there
+
+
+def _fitting(plains: Plains, here: Indices, table: Table, there: Indices) -> Marks:
+    """Whether what each plain tensor is offered can be copied to it as it is."""
+    sorts, kinds = plains.sorts, table.kinds
+    pairs = plains.sort_of_each[here] * len(kinds) + table.numbers[there]
+    # Each pair of sort and kind is looked at once.
+    if len(sorts) * len(kinds) > len(pairs):
+        found, pairs = np.unique(pairs, return_inverse=True)
+    else:
+        found = np.arange(len(sorts) * len(kinds))
+    marks = [_same(sorts[pair // len(kinds)], kinds[pair % len(kinds)]) for pair in found.tolist()]
+    fits: Marks = np.array(marks, bool)[pairs]
+    return fits & (table.storages[there] >= 0)
+
+
+def _same(sort: Sort, kind: Kind) -> bool:
+    return (
+        kind.shape == sort.shape
+        and kind.dtype == sort.dtype
+        and kind.strides is None
+        and not kind.flags & _ODD
+    )
 
 
 def straight(pieces: list[Piece], prepared: Prepared) -> Straight:

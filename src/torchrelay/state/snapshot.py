@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from torchrelay.state import plan
+from torchrelay.state import codec, plan
 from torchrelay.state.blueprint import Blueprint, Others, order_of
 from torchrelay.state.containers import Flat, flatten, leaf_paths, show
 from torchrelay.state.pause import gc_paused
@@ -40,9 +40,10 @@ class Snapshot:
         self._versions = plain, versions_of(others.images.tensors)
         self._images = dict(zip(planned.others_at, others.found, strict=True))
 
-    def encoded(self) -> bytes:
-        """The manifest in MessagePack, made once for all captures that share a plan."""
-        return self.plan.encoded(self.manifest.step)
+    def encoded(self, *, columns: bool = True) -> bytes:
+        """The manifest in MessagePack: in columns, made once for all captures that share a plan, or
+        in records."""
+        return self.plan.encoded(self.manifest.step) if columns else codec.encode(self.manifest)
 
     def _now(self) -> tuple[list[int], list[int]]:
         return versions_of(self._plain), versions_of(self._others.images.tensors)
@@ -113,5 +114,9 @@ def capture(
         before = like.plan if isinstance(like, Snapshot) else like
         versions: list[int] = []
         found = None if before is None else before.again(order, flat, versions)
-        planned, others = found or Blueprint.draw(order, flat)
-        return Snapshot(flat, planned, others, step, versions if found else None)
+        if found is None:
+            versions.clear()
+            found = Blueprint.draw(order, flat, versions)
+        planned, others = found
+        known = len(versions) == len(planned.pieces.plains)
+        return Snapshot(flat, planned, others, step, versions if known else None)

@@ -169,47 +169,60 @@ def note_written(tensors: list[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(counted)
 
 
-class Likeness:
-    """What tensors were like: type, dtype, device, shape, strides, gradient, conj and neg bits.
+class Like:
+    """What a few tensors were like: type, dtype, device, shape, strides, gradient, conj and neg
+    bits. Holds no tensor.
 
-    Holds no tensor. torch.compile has code for this question, which costs less for all of them
-    than any other question does; where this torch has it not, each tensor is asked one by one.
+    torch.compile has code for this question, which costs less for all of them than any other
+    question does; where this torch has it not, each tensor is asked one by one.
     """
 
     __slots__ = ("_guards", "_traits")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._guards: list[Any] | None = None
-        self._traits: list[tuple[object, ...]] | None = None
-        if _guards_tell():
-            found = [_tensor_guards(some) for some in blocks(tensors)]
-            self._guards = found if None not in found else None
-        if self._guards is None:
-            self._traits = list(map(_traits, tensors))
+        self._guards = _tensor_guards(tensors) if _guards_tell() else None
+        self._traits = list(map(_traits, tensors)) if self._guards is None else None
+
+    def holds(self, some: Sequence[Any]) -> bool:
+        """Whether these objects, each another one, are tensors like those, one by one.
+
+        False may also mean that it was asked in another mode of torch (inference, functorch).
+        """
+        if self._guards is not None:
+            return bool(self._guards.check(*some))
+        try:
+            return list(map(_traits, some)) == self._traits
+        except (AttributeError, RuntimeError, TypeError):  # something else than strided tensors
+            return False
+
+
+class Likeness:
+    """What many tensors were like, a block at a time."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, likes: Sequence[Like]) -> None:
+        self._blocks = likes
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Likeness:
+        return cls([Like(some) for some in blocks(tensors)])
 
     def holds(
         self, tensors: Sequence[Any], also: Callable[[int, Sequence[Any]], bool] | None = None
     ) -> bool:
-        """Whether these objects, each another one, are tensors like those, one by one.
+        """Whether these objects, each another one, are as many tensors like those, one by one.
 
-        `also` is asked about a few of them at a time, with the place of the first. False may also
-        mean that it was asked in another mode of torch (inference, functorch).
+        `also` is asked about a few of them at a time, with the place of the first.
         """
         at = 0
         for number, some in enumerate(blocks(tensors)):
-            if not self._like(number, at, some) or (also is not None and not also(at, some)):
+            if number >= len(self._blocks) or not self._blocks[number].holds(some):
+                return False
+            if also is not None and not also(at, some):
                 return False
             at += len(some)
-        return at == len(tensors)
-
-    def _like(self, number: int, at: int, some: Sequence[Any]) -> bool:
-        if self._guards is not None:
-            return number < len(self._guards) and bool(self._guards[number].check(*some))
-        assert self._traits is not None
-        try:
-            return list(map(_traits, some)) == self._traits[at : at + len(some)]
-        except (AttributeError, RuntimeError, TypeError):  # something else than strided tensors
-            return False
+        return at == len(tensors) and len(self._blocks) == -(-at // BLOCK)
 
 
 BLOCK = 512  # tensors that are asked several questions before the next: few fit into a cache

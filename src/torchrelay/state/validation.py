@@ -18,6 +18,7 @@ import numpy as np
 from torchrelay.errors import ManifestError
 from torchrelay.state import manifest as m
 from torchrelay.state.arrays import dtype_from_text
+from torchrelay.state.columns import Numbers, Table, devices_of, others_of, sizes_of, table_of
 from torchrelay.state.digest import DIGEST_BYTES
 from torchrelay.state.plan import stream_bytes
 from torchrelay.state.spans import contiguous_strides, extent
@@ -38,13 +39,10 @@ SUB_BYTE = {"quint4x2": 2, "quint2x4": 4}
 PLACEMENTS = ("shard", "replicate", "partial", "strided")
 
 
-_Numbers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-def check(manifest: m.Manifest) -> None:
-    """Raise `ManifestError` unless the manifest is valid."""
+def check(manifest: m.Manifest, *, tree: bool = True) -> None:
+    """Raise `ManifestError` unless the manifest is valid. `tree=False`: its tree is known to be."""
     try:
-        _check(manifest)
+        _check(manifest, tree)
     except ManifestError:
         raise
     except (ValueError, TypeError, OverflowError, UnicodeDecodeError, RecursionError) as fault:
@@ -56,27 +54,25 @@ def check_step(step: int | None) -> None:
         raise ManifestError(f"step {step} is out of range")
 
 
-def _check(manifest: m.Manifest) -> None:
+def _check(manifest: m.Manifest, tree: bool) -> None:
     check_step(manifest.step)
     if len(manifest.leaves) > m.MAX_LEAVES:
         raise ManifestError(f"{len(manifest.leaves)} leaves, the cap is {m.MAX_LEAVES}")
-    _check_tree(manifest.tree, len(manifest.leaves))
-    sizes = np.array([storage.nbytes for storage in manifest.storages], np.int64)
+    if tree:
+        _check_tree(manifest.tree, len(manifest.leaves))
+    sizes = sizes_of(manifest.storages)
     _check_stream(manifest, sizes)
     # Tensors are most of the leaves: those that are in order are checked together, the rest and
     # what is not in order one by one.
-    tensors: Sequence[m.Leaf] = manifest.leaves
+    table = table_of(manifest.leaves)
     reach = [0] * len(sizes)
-    if not {m.TensorLeaf}.issuperset(map(type, tensors)):
-        tensors = [leaf for leaf in tensors if type(leaf) is m.TensorLeaf]
-        for leaf in manifest.leaves:
-            if type(leaf) is not m.TensorLeaf:
-                _check_leaf(leaf, manifest.storages, reach)
-    fine, storages, ends = _fine(tensors, sizes)
+    for leaf in others_of(manifest.leaves).values():
+        _check_leaf(leaf, manifest.storages, reach)
+    fine, ends = _fine(table, sizes)
     for index in np.flatnonzero(~fine).tolist():
-        _check_leaf(tensors[index], manifest.storages, reach)
+        _check_leaf(table.record(index), manifest.storages, reach)
     reached = np.array(reach, np.int64)
-    np.maximum.at(reached, storages[fine], ends[fine])
+    np.maximum.at(reached, table.storages[fine], ends[fine])
     short = np.flatnonzero(reached != sizes).tolist()
     for index in short[:1]:
         raise ManifestError(
@@ -84,48 +80,20 @@ def _check(manifest: m.Manifest) -> None:
         )
 
 
-def _fine(
-    tensors: Sequence[Any], sizes: _Numbers
-) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], _Numbers, _Numbers]:
-    """`_check_tensor` for many at once: which of them have a storage and lie in it, the storage of
-    each and the last byte that it reaches. `sizes` are those of storages, in range."""
-    storages = np.array([leaf.storage for leaf in tensors], np.int64)
-    starts = [leaf.offset for leaf in tensors]
-    offsets = np.array(starts, np.int64) if any(starts) else np.zeros(len(starts), np.int64)
-    kinds, numbers = _kinds(tensors)
-    known = [_geometry(*kind) for kind in kinds]
-    itemsizes = np.array([size for _, size, _ in known], np.int64)
-    nbytes = np.array([min(nbytes, _TOO_MUCH) for _, _, nbytes in known], np.int64)
-    if len(kinds) > 1:
-        column = np.array(numbers, np.intp)
-        itemsizes, nbytes = itemsizes[column], nbytes[column]
+def _fine(table: Table, sizes: Numbers) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], Numbers]:
+    """`_check_tensor` for many at once: which of them have a storage and lie in it, and the last
+    byte of it that each reaches. `sizes` are those of storages, in range."""
+    storages, offsets, numbers = table.storages, table.offsets, table.numbers
+    known = [_geometry(kind.dtype, kind.shape, kind.strides) for kind in table.kinds]
+    itemsizes = np.array([size for _, size, _ in known], np.int64)[numbers]
+    nbytes = np.array([min(nbytes, _TOO_MUCH) for _, _, nbytes in known], np.int64)[numbers]
     ends = np.minimum(offsets, _TOO_MUCH) + nbytes
     there = (storages >= 0) & (storages < len(sizes))
-    room = np.zeros(len(tensors), np.int64)
+    room = np.zeros(len(storages), np.int64)
     room[there] = sizes[storages[there]]
     fine = there & (nbytes > 0) & (offsets >= 0) & (offsets % itemsizes == 0) & (ends <= room)
-    flags = [leaf.flags for leaf in tensors]
-    if any(some & m.META for some in set(flags)):
-        fine &= np.array([not some & m.META for some in flags], bool)
-    return fine, storages, ends
-
-
-Kind = tuple[str, tuple[int, ...], "tuple[int, ...] | None"]
-
-
-def _kinds(tensors: Sequence[Any]) -> tuple[dict[Kind, int], list[int]]:
-    """The kinds there are, and the kind of each by number. Most are of the kind of the one before,
-    and comparing is cheaper than hashing."""
-    kinds: dict[Kind, int] = {}
-    numbers: list[int] = []
-    note = numbers.append
-    dtype, shape, strides, number = "", None, None, -1
-    for leaf in tensors:
-        if leaf.shape != shape or leaf.dtype != dtype or leaf.strides != strides:
-            dtype, shape, strides = kind = (leaf.dtype, leaf.shape, leaf.strides)
-            number = kinds.setdefault(kind, len(kinds))
-        note(number)
-    return kinds, numbers
+    fine &= ~np.array([bool(kind.flags & m.META) for kind in table.kinds], bool)[numbers]
+    return fine, ends
 
 
 def check_outline(tree: m.Node, leaves: tuple[m.Leaf, ...], sizes: Sequence[int]) -> None:
@@ -150,8 +118,8 @@ def check_leaves(leaves: Iterable[m.Leaf], sizes: Sequence[int]) -> None:
         raise ManifestError(f"invalid outline: {fault}") from None
 
 
-def _check_stream(manifest: m.Manifest, sizes: _Numbers) -> None:
-    for device in {storage.device for storage in manifest.storages}:
+def _check_stream(manifest: m.Manifest, sizes: Numbers) -> None:
+    for device in devices_of(manifest.storages):
         if not (device.isascii() and device.isidentifier()):
             raise ManifestError(f"device type {device[:40]!r}")
     for nbytes in (int(sizes.min()), int(sizes.max())) if len(sizes) else ():
@@ -246,7 +214,7 @@ def _is_name(name: str) -> bool:
 
 
 def _check_leaf(
-    leaf: m.Leaf, storages: tuple[m.Storage, ...], reach: list[int], depth: int = 0
+    leaf: m.Leaf, storages: Sequence[m.Storage], reach: list[int], depth: int = 0
 ) -> None:
     if isinstance(leaf, m.TensorLeaf):
         _check_tensor(leaf, storages, reach)
@@ -351,7 +319,7 @@ def _geometry(
     return numel, size, extent(shape, strides) * size
 
 
-def _check_tensor(leaf: m.TensorLeaf, storages: tuple[m.Storage, ...], reach: list[int]) -> None:
+def _check_tensor(leaf: m.TensorLeaf, storages: Sequence[m.Storage], reach: list[int]) -> None:
     numel, size, nbytes = _geometry(leaf.dtype, leaf.shape, leaf.strides)
     if leaf.storage == -1:
         if leaf.offset or (numel and not leaf.flags & m.META):
@@ -364,7 +332,7 @@ def _check_tensor(leaf: m.TensorLeaf, storages: tuple[m.Storage, ...], reach: li
     _reach(leaf.storage, leaf.offset, leaf.offset + nbytes, storages, reach)
 
 
-def _check_array(leaf: m.ArrayLeaf, storages: tuple[m.Storage, ...], reach: list[int]) -> None:
+def _check_array(leaf: m.ArrayLeaf, storages: Sequence[m.Storage], reach: list[int]) -> None:
     numel = _check_shape(leaf.shape)
     dtype = dtype_from_text(leaf.descr)
     if leaf.scalar and leaf.shape:
@@ -378,7 +346,7 @@ def _check_array(leaf: m.ArrayLeaf, storages: tuple[m.Storage, ...], reach: list
 
 
 def _reach(
-    index: int, first: int, last: int, storages: tuple[m.Storage, ...], reach: list[int]
+    index: int, first: int, last: int, storages: Sequence[m.Storage], reach: list[int]
 ) -> None:
     if not 0 <= index < len(storages):
         raise ManifestError(f"storage {index} of {len(storages)}")

@@ -276,6 +276,7 @@ class Pull:
     def _confirm(self) -> None:
         self._trailer = None
         self._line.send(wire.Pulled())
+        self._landing.arrived()
         while self._trailer is None:
             self._handle(self._next())
 

@@ -20,6 +20,7 @@ from torchrelay.errors import (
 from torchrelay.memory.pool import cores
 from torchrelay.memory.side import in_use, settle
 from torchrelay.state import codec
+from torchrelay.state.compact import KnownTree
 from torchrelay.state.landed import Landed
 from torchrelay.state.landing import Landing
 from torchrelay.state.manifest import Manifest
@@ -73,6 +74,7 @@ class Receiving:
         rings: MappedRings,
         openings: cuda_ipc.Openings,
         recall: codec.Recall,
+        known: KnownTree | None,
         route: str | None,
         watch: Stopwatch,
         progress: Callable[[int, int], None],
@@ -88,7 +90,7 @@ class Receiving:
         self._rings = rings
         self._openings = openings
         self._ways: Ways | None = None
-        self._recall = recall
+        self._recall, self._known = recall, known
         self._route = route
         self._watch = watch
         self._progress = progress
@@ -98,6 +100,11 @@ class Receiving:
         self.intake: Intake | Pull | None = None
         self.choice = Choice("group")
         self.verified = False  # whether digests were compared
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return self._landing.chunks.nbytes if self._landing is not None else 0
 
     def run(self) -> Landed:
         self._line.listen(self._events.put)
@@ -247,7 +254,7 @@ class Receiving:
     def _consider(self, offer: wire.Offer) -> Landing:
         """Look at the offer; refuse it with a reason, or prepare to land it."""
         try:
-            self.manifest = self._recall.decode(offer.manifest)
+            self.manifest = self._recall.decode(offer.manifest, self._known)
             step = self.manifest.step
             if self._step is not None and step != self._step:
                 raise StepMismatchError(

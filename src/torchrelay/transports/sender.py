@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torchrelay.errors import StateError, TransferTimeoutError
 from torchrelay.memory.pool import cores
+from torchrelay.state.columns import devices_of
 from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports import fanout, wire
 from torchrelay.transports.buffers import BufferPool
@@ -63,7 +64,7 @@ class Sending:
         self._snapshot = snapshot
         self._chunks = snapshot.chunks
         self._step = snapshot.manifest.step
-        self._device = post.carrier({storage.device for storage in snapshot.manifest.storages})
+        self._device = post.carrier(devices_of(snapshot.manifest.storages))
         self._deadline = deadline
         self._window = window
         self._join_timeout = join_timeout
@@ -192,7 +193,7 @@ class Sending:
         memory = None if self._route == "group" else self._serving.memory(join.place)
         peer.line.send(
             wire.Offer(
-                self._snapshot.encoded(),
+                self._snapshot.encoded(columns=join.minor >= wire.COLUMNS),
                 self._verify,
                 self._device,
                 memory,

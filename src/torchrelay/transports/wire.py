@@ -14,7 +14,8 @@ import msgspec
 
 from torchrelay.errors import RemoteProtocolError
 
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 2
+COLUMNS = 2  # minor version from which on manifests in columns are read
 
 PRELUDE_TAG = 1  # shared with torch's protocol
 ID_BITS = 26
