@@ -145,20 +145,27 @@ class Relay:
         deadline = Deadline(self._timeout if timeout is None else timeout)
         watch = Stopwatch()
         route = check_route(route) or self._route
-        with watch("capture"):
-            settle()  # whoever reads a GPU's memory next does not wait for its streams
-            snapshot = capture(
-                state,
-                step,
-                receivers=len(ranks),
-                chunk_bytes=self._chunk_bytes,
-                like=self._drawn,
-            )
-            self._drawn = snapshot.plan
+        # Receivers are called before the state is looked at: they answer meanwhile.
+        lines = {rank: self._post.call(rank) for rank in ranks}
+        try:
+            with watch("capture"):
+                settle()  # whoever reads a GPU's memory next does not wait for its streams
+                snapshot = capture(
+                    state,
+                    step,
+                    receivers=len(ranks),
+                    chunk_bytes=self._chunk_bytes,
+                    like=self._drawn,
+                )
+                self._drawn = snapshot.plan
+        except BaseException:
+            for line in lines.values():
+                self._post.hang_up(line)
+            raise
         sending = Sending(
             self._post,
             snapshot,
-            ranks,
+            lines,
             deadline=deadline,
             window=self._join_window,
             join_timeout=deadline.seconds if join_timeout is None else join_timeout,

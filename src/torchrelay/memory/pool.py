@@ -137,8 +137,8 @@ class Pooled(Plainly):
         found = self.room([nbytes], device) if nbytes >= LARGE_BYTES else None
         return allocate(nbytes, device) if found is None else found[0]
 
-    def copy(self, moves: Moves) -> None:
-        vectors.copy(moves, self._threads)
+    def copy(self, moves: Moves, *, alone: bool = True) -> None:
+        vectors.copy(moves, self._threads if alone else 1)
 
     def copy_on_device(self, pairs: Pairs) -> None:
         here: dict[int, list[Piece]] = {}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchrelay.memory import vectors
 from torchrelay.memory.crew import share_out
 from torchrelay.state.stream import Stream
 
@@ -32,6 +33,6 @@ def stage(copies: Sequence[Copy], arena: torch.Tensor, *, threads: int = 2) -> N
 
     def copy_piece(piece: tuple[Copy, int, int]) -> None:
         copy, low, high = piece
-        copy.stream.read(low, high, arena[copy.at + low - copy.start :])
+        copy.stream.read(low, high, arena[copy.at + low - copy.start :], vectors.copy)
 
     share_out(pieces, lambda: copy_piece, threads)

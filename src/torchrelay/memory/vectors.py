@@ -98,7 +98,7 @@ def read_bytes(pid: int, address: int, nbytes: int) -> bytes:
     return buffer.raw
 
 
-def copy(moves: Moves, threads: int) -> None:
+def copy(moves: Moves, threads: int = 1) -> None:
     """Copy within this process, on a few threads."""
     short = moves.nbytes < np.uint64(_LONG)
     jobs: list[Callable[[], object]] = []

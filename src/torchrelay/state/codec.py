@@ -28,6 +28,12 @@ class _Step(_Version):
     step: int | None
 
 
+class _Form(_Step):
+    form: msgspec.Raw
+
+
+_form = msgspec.msgpack.Decoder(_Form)
+_text = msgspec.msgpack.Decoder(str)
 _step = msgspec.msgpack.Decoder(_Step)
 _manifest = msgspec.msgpack.Decoder(Manifest)
 _version = msgspec.msgpack.Decoder(_Version)
@@ -65,9 +71,15 @@ def _in_columns(data: Buffer) -> bool:
     """By the third field. Both start with version and step."""
     try:
         _, stop = _step_span(data)
+        third = bytes(data[stop : stop + len(_COLUMNS)])
+        if third == _COLUMNS or third[:1] in _ARRAYS:
+            return third == _COLUMNS
     except ValueError:
+        pass  # more fields than there are today, or numbers that another encoder wrote
+    try:
+        return _text.decode(_form.decode(data).form) == compact.FORM
+    except (msgspec.MsgspecError, RecursionError, ValueError):
         return False
-    return bytes(data[stop : stop + len(_COLUMNS)]) == _COLUMNS
 
 
 def _decode_columns(data: Buffer, known: KnownTree | None) -> Manifest:
@@ -75,6 +87,7 @@ def _decode_columns(data: Buffer, known: KnownTree | None) -> Manifest:
     try:
         manifest, same_tree = compact.decode(data, known)
     except ManifestError:
+        _check_version(_version_in(data, _version))
         raise
     except (msgspec.MsgspecError, RecursionError, ValueError) as fault:
         _check_version(_version_in(data, _version))
@@ -97,6 +110,7 @@ _STEP_BYTES = {0xC0: 1, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, **dict.fromkeys(rang
 
 
 _COLUMNS = msgspec.msgpack.encode(compact.FORM)
+_ARRAYS = [bytes([head]) for head in (*range(0x90, 0xA0), 0xDC, 0xDD)]  # how a tree starts
 
 
 def _step_span(data: Buffer) -> tuple[int, int]:

@@ -90,6 +90,8 @@ def decode(
     """The manifest, not validated, and whether its tree is the known one. `ManifestError` for
     columns that do not go together; msgspec's errors for what is nothing like it."""
     found = _compact.decode(data)
+    if len(found.storages) // 4 + len(found.others) > m.MAX_LEAVES:
+        raise ManifestError(f"more leaves than the cap of {m.MAX_LEAVES}")
     storages = _unpack(found.storages, _SIGNED)
     count = len(storages)
     leaves = count + len(found.others)
@@ -108,7 +110,7 @@ def decode(
     if len(sizes) and (0 if on is None else int(on.max())) >= len(found.devices):
         raise ManifestError("a storage on no device")
     table = Table(rows, found.kinds, numbers, storages, offsets)
-    others = np.setdiff1d(np.arange(leaves), rows, assume_unique=True).tolist()
+    others = np.setdiff1d(np.arange(leaves), rows).tolist() if found.others else []
     same = known is not None and known.leaves == leaves and known.encoded == bytes(found.tree)
     manifest = manifest_of(
         found.step,

@@ -7,7 +7,7 @@ keeps the memory of another.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise, repeat
 from typing import Any
 
@@ -40,6 +40,7 @@ class NewTensors:
         check_types(manifest.tree)
         self._manifest = manifest
         self._rank = rank
+        self._put = partial(means.copy, alone=False)
         self.chunks = chunks_of(manifest)
         self._ready: list[object] = [None] * len(manifest.leaves)
         self._table = table_of(manifest.leaves)
@@ -160,7 +161,7 @@ class NewTensors:
         end = begin + self.chunks.sizes[index]
         if self._host.reaches(begin, end):
             host = data.cpu()
-            self._host.scatter(begin, end, host.data_ptr())
+            self._host.scatter(begin, end, host.data_ptr(), self._put)
         if self._on_host:
             return
         for storage, start, stop, at in self.chunks.extents(index):

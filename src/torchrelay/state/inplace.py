@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ class ExistingTensors:
         self._rank = rank
         self._atomic = atomic
         self._means = means
+        self._put = partial(means.copy, alone=False)
         self.torn = False
         self.chunks = chunks_of(manifest)
         matched = into.match(manifest.tree, strict=strict)
@@ -240,7 +241,7 @@ class ExistingTensors:
         end = begin + self.chunks.sizes[index]
         if self._staged.reaches(begin, end) or self._host.reaches(begin, end):
             host = data.cpu()
-            self._staged.scatter(begin, end, host.data_ptr())
+            self._staged.scatter(begin, end, host.data_ptr(), self._put)
         if self._atomic:
             for storage, start, stop, at in self.chunks.extents(index) if self._far else ():
                 if storage in self._far:
@@ -248,7 +249,7 @@ class ExistingTensors:
             return
         if self._host.reaches(begin, end):
             self.torn = True
-            self._host.scatter(begin, end, host.data_ptr())
+            self._host.scatter(begin, end, host.data_ptr(), self._put)
         for storage, start, stop, at in self.chunks.extents(index) if self._elsewhere else ():
             if storage in self._elsewhere:
                 self.torn = True

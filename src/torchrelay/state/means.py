@@ -30,8 +30,8 @@ class Means(Protocol):
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """One buffer for a staged copy."""
 
-    def copy(self, moves: Moves) -> None:
-        """Copy memory by address."""
+    def copy(self, moves: Moves, *, alone: bool = True) -> None:
+        """Copy memory by address. `alone=False`: other threads do the same at the time."""
 
     def copy_on_device(self, pairs: Pairs) -> None:
         """Copy to each first, a contiguous tensor on a device, the bytes of the second."""
@@ -48,7 +48,7 @@ class Plainly:
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         return allocate(nbytes, device)
 
-    def copy(self, moves: Moves) -> None:
+    def copy(self, moves: Moves, *, alone: bool = True) -> None:
         copy_one_by_one(moves)
 
     def copy_on_device(self, pairs: Pairs) -> None:

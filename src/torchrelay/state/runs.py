@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 
 Column = np.ndarray[Any, np.dtype[np.uint64]]
 Numbers = Sequence[int] | Column
+Copy = Callable[["Moves"], None]  # copies by address
 
 _LARGE_BYTES = 1 << 18
 
@@ -99,17 +100,25 @@ class Runs:
         starts, stops, _ = self._lists
         return bisect_right(stops, start) < bisect_left(starts, stop)
 
-    def gather(self, start: int, stop: int, buffer: int) -> None:
-        """Copy what the runs have of [start, stop) to the address `buffer` of byte `start`."""
-        shift = buffer - start
-        for position, address, nbytes in self.within(start, stop):
-            _move(shift + position, address, nbytes)
+    def between(self, start: int, stop: int) -> tuple[Column, Column, Column]:
+        """`within`, in columns."""
+        some = self._some(start, stop)
+        low, high = np.uint64(start), np.uint64(stop)
+        positions = np.maximum(self.starts[some], low)
+        addresses = self.addresses[some] + (positions - self.starts[some])
+        return positions, addresses, np.minimum(self.stops[some], high) - positions
 
-    def scatter(self, start: int, stop: int, buffer: int) -> None:
+    def gather(self, start: int, stop: int, buffer: int, copy: Copy | None = None) -> None:
+        """Copy what the runs have of [start, stop) to the address `buffer` of byte `start`."""
+        positions, addresses, nbytes = self.between(start, stop)
+        there = positions - np.uint64(start) + np.uint64(buffer)
+        (copy or copy_one_by_one)(Moves(positions, addresses, there, nbytes))
+
+    def scatter(self, start: int, stop: int, buffer: int, copy: Copy | None = None) -> None:
         """The other way: from the address `buffer` of byte `start` to where the runs lie."""
-        shift = buffer - start
-        for position, address, nbytes in self.within(start, stop):
-            _move(address, shift + position, nbytes)
+        positions, addresses, nbytes = self.between(start, stop)
+        there = positions - np.uint64(start) + np.uint64(buffer)
+        (copy or copy_one_by_one)(Moves(positions, there, addresses, nbytes))
 
 
 class Moves(NamedTuple):

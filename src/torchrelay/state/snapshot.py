@@ -10,6 +10,7 @@ from torchrelay.state import codec, plan
 from torchrelay.state.blueprint import Blueprint, Others, order_of
 from torchrelay.state.containers import Flat, flatten, leaf_paths, show
 from torchrelay.state.pause import gc_paused
+from torchrelay.state.runs import Copy
 from torchrelay.state.tensors import flat_bytes, versions_of
 
 
@@ -87,10 +88,13 @@ class Snapshot:
         origin = keep.untyped_storage()
         return flat_bytes(origin, address - origin.data_ptr() + start, stop - start)
 
-    def read(self, index: int, out: torch.Tensor) -> None:
-        """Write the chunk's bytes to the buffer `out`, zeros where the stream has gaps."""
+    def read(self, index: int, out: torch.Tensor, copy: Copy | None = None) -> None:
+        """Write the chunk's bytes to the buffer `out`, zeros where the stream has gaps.
+
+        `copy` is as for `Stream.read`.
+        """
         start = self.chunks.offsets[index]
-        self.stream.read(start, start + self.chunks.sizes[index], out)
+        self.stream.read(start, start + self.chunks.sizes[index], out, copy)
 
 
 def capture(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchrelay.state.memory import Region
-from torchrelay.state.runs import Runs
+from torchrelay.state.runs import Copy, Runs
 
 
 class Stream:
@@ -74,14 +74,17 @@ class Stream:
                 return
             yield max(start, at), min(stop, at + region.nbytes), at, region
 
-    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Copy bytes [start, stop) to the buffer `out`, on the host or a device."""
+    def read(self, start: int, stop: int, out: torch.Tensor, copy: Copy | None = None) -> None:
+        """Copy bytes [start, stop) to the buffer `out`, on the host or a device.
+
+        `copy` is used for host memory, if there is a better way than one piece after the other.
+        """
         base = out.data_ptr()
         if out.is_cpu:
-            self.host.gather(start, stop, base)
+            self.host.gather(start, stop, base, copy)
         elif self.host.reaches(start, stop):
             host = torch.empty_like(out, device="cpu")
-            self.read(start, stop, host)
+            self.read(start, stop, host, copy)
             out.copy_(host)
             return
         for low, high, at, region in self.pieces(start, stop):

@@ -253,6 +253,8 @@ class Intake:
             raise event.fault
         self._digests[event.chunk] = event.digest
         self._missing.discard(event.chunk)
+        if not self._missing:
+            self._landing.arrived()
         self._done_bytes = min(self._done_bytes + event.data.numel(), self._chunks.stream_bytes)
         self._progress(self._done_bytes, self._chunks.stream_bytes)
         slot = event.slot

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchrelay.memory import vectors
 from torchrelay.memory.side import on_side_stream
 from torchrelay.state.digest import digest
 from torchrelay.state.snapshot import Snapshot
@@ -133,7 +134,7 @@ class Outflow:
         lease = Lease(self._buffers.take(max(self._chunks.sizes), device), uses)
         data = lease.buffer[: self._chunks.sizes[index]]
         with on_side_stream():
-            self._snapshot.read(index, data)
+            self._snapshot.read(index, data, vectors.copy)
         return data, lease
 
     def sent(self, event: Sent) -> None:

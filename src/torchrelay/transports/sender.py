@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,13 +39,14 @@ class _Message:
 
 
 class Sending:
-    """One `send` call. `run` returns when every receiver is done or known to have failed."""
+    """One `send` call, with lines to its receivers. `run` returns when each is done or known to
+    have failed."""
 
     def __init__(
         self,
         post: Post,
         snapshot: Snapshot,
-        receivers: Sequence[int],
+        receivers: Mapping[int, Line],
         *,
         deadline: Deadline,
         window: float,
@@ -79,7 +80,7 @@ class Sending:
         self._out = Outflow(
             self._group, snapshot, self._device, buffers, self._events, self._worker
         )
-        self.peers = {rank: Peer(rank, post.call(rank)) for rank in receivers}
+        self.peers = {rank: Peer(rank, line) for rank, line in receivers.items()}
         self._hops: list[fanout.Hop] = []
         self._patience = 0.0
         self._joining = True

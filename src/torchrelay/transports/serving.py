@@ -13,6 +13,7 @@ from operator import itemgetter
 
 import torch
 
+from torchrelay.memory import vectors
 from torchrelay.memory.pool import cores
 from torchrelay.memory.side import in_use, on_side_stream, side_stream
 from torchrelay.state.memory import Region
@@ -151,7 +152,7 @@ class Serving:
         def put() -> None:
             try:
                 with on_side_stream():
-                    self._snapshot.read(wanted.chunk, slot)
+                    self._snapshot.read(wanted.chunk, slot, vectors.copy)
             except Exception as fault:
                 line.send(wire.Abort(f"a chunk could not be read: {fault}"))
             else:
