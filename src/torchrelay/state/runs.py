@@ -102,8 +102,9 @@ class Runs:
 
     def between(self, start: int, stop: int) -> tuple[Column, Column, Column]:
         """`within`, in columns."""
-        some = self._some(start, stop)
         low, high = np.uint64(start), np.uint64(stop)
+        first = int(np.searchsorted(self.stops, low, side="right"))
+        some = slice(first, max(first, int(np.searchsorted(self.starts, high))))
         positions = np.maximum(self.starts[some], low)
         addresses = self.addresses[some] + (positions - self.starts[some])
         return positions, addresses, np.minimum(self.stops[some], high) - positions
@@ -155,6 +156,12 @@ def moves(sources: Runs, destinations: Runs) -> Moves:
     if np.array_equal(theirs.starts, ours.starts) and np.array_equal(theirs.stops, ours.stops):
         # Cut alike on both sides: the common case where there are many.
         return Moves(theirs.starts, theirs.addresses, ours.addresses, ours.stops - ours.starts)
+    for one, many in ((ours, theirs), (theirs, ours)):
+        if len(one.starts) == 1:
+            at, addresses, nbytes = many.between(int(one.starts[0]), int(one.stops[0]))
+            there = one.addresses[0] + (at - one.starts[0])
+            source, destination = (addresses, there) if one is ours else (there, addresses)
+            return Moves(at, source, destination, nbytes)
     # Four ascending columns: a sort that finds that out is done with them at once.
     edges = np.concatenate((theirs.starts, theirs.stops, ours.starts, ours.stops))
     edges.sort(kind="stable")
