@@ -377,7 +377,7 @@ def test_messages_are_as_described(side: str) -> None:
 
 
 def test_flags_and_dtypes_are_as_described() -> None:
-    for name in ("REQUIRES_GRAD", "PARAMETER", "CONJ", "NEG", "COALESCED", "META"):
+    for name in ("REQUIRES_GRAD", "PARAMETER", "CONJ", "NEG", "COALESCED", "META", "ON_DEVICE"):
         assert f"| `{name}` | {getattr(manifest, name)} |" in WIRE
     sizes = {
         name: int(row[0])

@@ -10,6 +10,7 @@ import struct
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -892,10 +893,21 @@ def test_versions() -> None:
 
 
 def test_a_later_minor_version_may_add_fields() -> None:
-    import msgspec
-
     plain = msgspec.msgpack.decode(codec.encode(_manifest()))
     plain[0] = [m.VERSION[0], m.VERSION[1] + 1]
     plain.append({"new": 1})
     plain[3][0].append("new")
     assert codec.decode(msgspec.msgpack.encode(plain)).leaves == _manifest().leaves
+
+
+def test_an_empty_tensor_of_a_device_that_is_not_here_is_made_on_the_host() -> None:
+    manifest = capture({"e": torch.empty(0, 3), "x": torch.ones(2)}).manifest
+    empty, other = manifest.leaves
+    assert isinstance(empty, m.TensorLeaf) and not empty.flags
+    flagged = msgspec.structs.replace(empty, flags=m.ON_DEVICE)
+    offered = msgspec.structs.replace(manifest, leaves=(flagged, other))
+    landing = land(codec.decode(codec.encode(offered)))
+    landing.write(0, torch.zeros(16, dtype=torch.uint8))
+    state: Any = landing.commit().state
+    wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    assert state["e"].device.type == wanted and state["e"].shape == (0, 3)

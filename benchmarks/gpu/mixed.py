@@ -146,9 +146,7 @@ def _plain(value: Any) -> Any:
 
 def _check_tensor(path: str, one: torch.Tensor, other: Any, where: str, in_place: bool) -> None:
     _check(isinstance(other, torch.Tensor), path, "no tensor")
-    # An empty tensor has no memory, and comes without word of where it had none.
-    at_home = other.device.type == where or not other.numel()
-    _check(at_home, path, f"on {other.device}, not {where}")
+    _check(other.device.type == where, path, f"on {other.device}, not {where}")
     same = (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout)
     _check(same, path, f"{other.dtype} {tuple(other.shape)}")
     _check(one.requires_grad == other.requires_grad, path, "requires_grad is another")

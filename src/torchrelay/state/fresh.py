@@ -18,7 +18,7 @@ from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.building import check_leaf, make_leaf, strides_of
-from torchrelay.state.columns import Numbers, by_device, others_of, sizes_of, table_of
+from torchrelay.state.columns import Numbers, by_device, devices_of, others_of, sizes_of, table_of
 from torchrelay.state.containers import Path, check_types, leaf_paths, unflatten
 from torchrelay.state.landed import Landed, Places, chunks_of
 from torchrelay.state.leaves import parts
@@ -40,6 +40,7 @@ class NewTensors:
         check_types(manifest.tree)
         self._manifest = manifest
         self._rank = rank
+        self._device = device
         self._put = partial(means.copy, alone=False)
         self.chunks = chunks_of(manifest)
         self._ready: list[object] = [None] * len(manifest.leaves)
@@ -183,12 +184,21 @@ class NewTensors:
 
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:
         if part.storage < 0:
-            device = "meta" if part.flags & m.META else "cpu"
-            return t.without_storage(part, strides_of(part), device)
+            return t.without_storage(part, strides_of(part), self._place_of_empty(part.flags))
         home = self._homes[part.storage]
         if part.storage in self._whole:
             return t.with_flags(home, part.flags)
         return t.over_storage(home.untyped_storage(), part.offset, part, strides_of(part))
+
+    def _place_of_empty(self, flags: int) -> torch.device | str:
+        if flags & m.META:
+            return "meta"
+        if self._device is not None:
+            return self._device
+        if not flags & m.ON_DEVICE:
+            return _HOST
+        kinds = devices_of(self._manifest.storages) - {"cpu"}
+        return _local_device(min(kinds, default="cuda"))
 
 
 def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:

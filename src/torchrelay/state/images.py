@@ -91,7 +91,7 @@ class Images:
         dtype, flags = NAMES[tensor.dtype], flags_of(tensor)
         nbytes = extent(shape, strides) * size
         if nbytes == 0 or tensor.is_meta:
-            flags |= m.META if tensor.is_meta else 0
+            flags |= m.META if tensor.is_meta else 0 if tensor.is_cpu else m.ON_DEVICE
             self._views.append(_View(tensor, shape, strides, size, 0, 0, dtype, flags, False))
             return ticket
         dense = tensor.is_contiguous()

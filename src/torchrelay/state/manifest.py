@@ -65,6 +65,7 @@ Node = int | DictNode | SequenceNode | NamedTupleNode | RecordNode
 # Leaves.
 
 REQUIRES_GRAD, PARAMETER, CONJ, NEG, COALESCED, META = 1, 2, 4, 8, 16, 32
+ON_DEVICE = 64  # an empty tensor on a device: it has no storage that would say so
 
 
 class TensorLeaf(_Record, tag="t", frozen=True):

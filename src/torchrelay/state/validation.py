@@ -277,7 +277,7 @@ def _check_quantized(leaf: m.QuantizedLeaf) -> None:
     for part in leaf.tensors:
         if not 0 <= leaf.axis < len(shape) or part.shape != (shape[leaf.axis],):
             raise ManifestError(f"a parameter a channel is needed on axis {leaf.axis}")
-        if part.dtype not in ("float32", "float64", "int64") or part.flags:
+        if part.dtype not in ("float32", "float64", "int64") or part.flags & ~m.ON_DEVICE:
             raise ManifestError(f"quantization parameters of dtype {part.dtype[:40]!r}")
     for scalar in leaf.scalars:
         decode_value(scalar)
