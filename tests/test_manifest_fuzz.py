@@ -477,8 +477,8 @@ def recolumn(rng: random.Random, base: int) -> bytes:
     for _ in range(rng.choice((1, 1, 2, 3))):
         try:
             rng.choice(CHANGES)(rng, plain)
-        except (IndexError, TypeError, KeyError, AttributeError):
-            continue  # an earlier change took this place away
+        except (IndexError, TypeError, KeyError, AttributeError, RecursionError):
+            continue  # an earlier change took this place away, or put it into itself
     try:
         return msgspec.msgpack.encode(plain)
     except (RecursionError, OverflowError, ValueError, TypeError):

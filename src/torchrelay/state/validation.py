@@ -37,6 +37,8 @@ SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_
 QUANTIZED = ("qint8", "quint8", "qint32")
 SUB_BYTE = {"quint4x2": 2, "quint2x4": 4}
 PLACEMENTS = ("shard", "replicate", "partial", "strided")
+_REAL = ("float", "bfloat", "complex")  # how the names of dtypes start that have gradients
+_NEGATED = ("int8", "int16", "int32", "int64", "uint8")  # besides those
 
 
 def check(manifest: m.Manifest, *, tree: bool = True) -> None:
@@ -84,6 +86,8 @@ def _fine(table: Table, sizes: Numbers) -> tuple[np.ndarray[Any, np.dtype[np.boo
     """`_check_tensor` for many at once: which of them have a storage and lie in it, and the last
     byte of it that each reaches. `sizes` are those of storages, in range."""
     storages, offsets, numbers = table.storages, table.offsets, table.numbers
+    for kind in table.kinds:
+        _check_flags(kind.dtype, kind.flags)
     known = [_geometry(kind.dtype, kind.shape, kind.strides) for kind in table.kinds]
     itemsizes = np.array([size for _, size, _ in known], np.int64)[numbers]
     nbytes = np.array([min(nbytes, _TOO_MUCH) for _, _, nbytes in known], np.int64)[numbers]
@@ -321,6 +325,7 @@ def _geometry(
 
 def _check_tensor(leaf: m.TensorLeaf, storages: Sequence[m.Storage], reach: list[int]) -> None:
     numel, size, nbytes = _geometry(leaf.dtype, leaf.shape, leaf.strides)
+    _check_flags(leaf.dtype, leaf.flags)
     if leaf.storage == -1:
         if leaf.offset or (numel and not leaf.flags & m.META):
             raise ManifestError("a tensor without its storage")
@@ -330,6 +335,15 @@ def _check_tensor(leaf: m.TensorLeaf, storages: Sequence[m.Storage], reach: list
     if leaf.offset % size:
         raise ManifestError(f"offset {leaf.offset} is not a multiple of the item size {size}")
     _reach(leaf.storage, leaf.offset, leaf.offset + nbytes, storages, reach)
+
+
+def _check_flags(dtype: str, flags: int) -> None:
+    """What torch has no tensors of, it would refuse in the middle of a landing."""
+    real = dtype.startswith(_REAL)
+    if flags & m.REQUIRES_GRAD and not real:
+        raise ManifestError(f"a gradient of dtype {dtype[:40]!r}")
+    if flags & m.NEG and not (real or dtype in _NEGATED):
+        raise ManifestError(f"a negation of dtype {dtype[:40]!r}")
 
 
 def _check_array(leaf: m.ArrayLeaf, storages: Sequence[m.Storage], reach: list[int]) -> None:
