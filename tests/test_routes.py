@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ import torch
 import torchrelay as tr
 from tests.support.faults import CHUNK, attempt, received, verdict, weights
 from tests.support.ranks import run_ranks
-from tests.support.ways import by, every_way, refused
+from tests.support.ways import by, elsewhere, every_way, patched, refused
 from torchrelay.state.runs import Runs
 from torchrelay.transports import place, routes, wire
 from torchrelay.transports.group import Line
@@ -162,20 +162,6 @@ def test_nonsense_is_not_read(lie: dict[str, Any]) -> None:
 
 
 # The choice, between processes
-
-
-@contextlib.contextmanager
-def patched(owner: Any, **names: Any) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in names.items():
-            patch.setattr(owner, name, value)
-        yield
-
-
-def elsewhere(**lies: Any) -> contextlib.AbstractContextManager[None]:
-    """Within: this process says that it is somewhere else."""
-    true = place.here()
-    return patched(place, here=lambda: msgspec.structs.replace(true, **lies))
 
 
 def no_opening(memory: object) -> str:

@@ -19,6 +19,7 @@ MESSAGES: list[wire.Message] = [
     wire.Join(wire.MINOR, None),
     wire.Join(wire.MINOR, 1 << 60),
     wire.Join(wire.MINOR, 5, PLACE),
+    wire.Join(wire.MINOR, None, PLACE, b"t" * 16, 1 << 47),
     wire.Accept(),
     wire.Accept("host", True, {"cuda_ipc": "no GPU"}),
     wire.Fill(3, 1),
@@ -36,6 +37,7 @@ MESSAGES: list[wire.Message] = [
     wire.Go(0, 2, (1 << wire.ID_BITS) - 1, 2.5),
     wire.Go(1),
     wire.Go(0, patience=1.0, threads=4, ring=wire.Ring(1, 12, 8, 1 << 26)),
+    wire.Go(3, 2, 7, 1.0, memory=wire.Memory(PLACE, b"t" * 16, 1 << 47, -1), notes=True),
     wire.Filled(3, 1),
     wire.Knock(),
     wire.Detach(),
@@ -135,17 +137,19 @@ def test_the_cap_itself_is_allowed():
 
 
 def test_a_newer_minor_versions_extra_fields_are_skipped():
-    newer = msgspec.msgpack.encode(["join", 9, None, ["m", 1, 2, 3, [], "more"], "what is to come"])
-    assert wire.read_message(newer) == wire.Join(9, None, wire.Place("m", 1, 2, 3))
+    newer = msgspec.msgpack.encode(
+        ["join", 9, None, ["m", 1, 2, 3, [], "more"], b"t", 4, "to come"]
+    )
+    assert wire.read_message(newer) == wire.Join(9, None, wire.Place("m", 1, 2, 3), b"t", 4)
 
 
 def test_an_older_minor_versions_messages_lack_the_fields_since_added():
     older = [["join", 0, 7], ["accept"], ["offer", b"m", True, "cpu"], ["go", 0, None, 0, 0.0]]
     join, accept, offer, go = (wire.read_message(msgspec.msgpack.encode(one)) for one in older)
-    assert join == wire.Join(0, 7) and join.place == wire.Place()
+    assert join == wire.Join(0, 7) and join.place == wire.Place() and not join.token
     assert accept == wire.Accept("group", False)
     assert offer == wire.Offer(b"m") and offer.memory is None
-    assert go == wire.Go(0) and go.ring is None
+    assert go == wire.Go(0) and go.ring is None and go.memory is None and not go.notes
 
 
 def test_twenty_thousand_mutations():

@@ -325,6 +325,7 @@ class Relay:
             routes={self.rank: receiving.choice.route},
             instead=receiving.choice.instead,
             verified=receiving.verified,
+            handed_bytes=receiving.handed_bytes,
             receivers=(self.rank,),
             missing=tuple(landed.missing),
             extra=tuple(landed.extra),

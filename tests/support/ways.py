@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 import torchrelay as tr
@@ -42,6 +43,20 @@ def taking(way: str) -> Iterator[None]:
         if way == "ring":
             patch.setattr(place, "cannot_read", refused)
         yield
+
+
+@contextlib.contextmanager
+def patched(owner: Any, **names: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setattr(owner, name, value)
+        yield
+
+
+def elsewhere(**lies: Any) -> contextlib.AbstractContextManager[None]:
+    """Within: this process says that it is somewhere else."""
+    true = place.here()
+    return patched(place, here=lambda: msgspec.structs.replace(true, **lies))
 
 
 def by(rank: int, group: Any, way: str, fn: Callable[..., Any], *args: Any) -> Any:

@@ -86,16 +86,15 @@ def read(pid: int, batch: Batch) -> None:
 def read_bytes(pid: int, address: int, nbytes: int) -> bytes:
     """A few bytes of another process's memory."""
     buffer = ctypes.create_string_buffer(nbytes)
-    size = np.uint64(nbytes)
-    read(
-        pid,
-        Batch(
-            np.array([[ctypes.addressof(buffer), size]], np.uint64),
-            np.array([[address, size]], np.uint64),
-            nbytes,
-        ),
-    )
+    read_run(pid, address, ctypes.addressof(buffer), nbytes)
     return buffer.raw
+
+
+def read_run(pid: int, address: int, destination: int, nbytes: int) -> None:
+    """Copy one run of bytes from the memory of process `pid` to an address of this one."""
+    size = np.uint64(nbytes)
+    here = np.array([[destination, size]], np.uint64)
+    read(pid, Batch(here, np.array([[address, size]], np.uint64), nbytes))
 
 
 def copy(moves: Moves, threads: int = 1) -> None:

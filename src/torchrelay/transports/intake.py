@@ -23,10 +23,10 @@ from torchrelay.state.digest import digest
 from torchrelay.state.landing import Landing
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
-from torchrelay.transports.c10d import Watcher
 from torchrelay.transports.clock import Deadline
 from torchrelay.transports.events import RETRIES, failure
 from torchrelay.transports.group import CLOSED, Line
+from torchrelay.transports.handing import Way, way_in, way_on
 from torchrelay.transports.worker import Worker
 
 
@@ -46,13 +46,12 @@ class _Slot:
 
 
 class _Flow:
-    """Chunks from one upstream on one lane, in a known order."""
+    """Chunks from one upstream, in a known order."""
 
-    def __init__(self, upstream: int, tag: int, order: Sequence[int]) -> None:
-        self.upstream, self.tag, self.order = upstream, tag, order
+    def __init__(self, upstream: int, order: Sequence[int]) -> None:
+        self.upstream, self.order = upstream, order
         self.posted = 0
         self.arrived = 0
-        self.watcher = Watcher("data-in")
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Arrived:
     flow: _Flow
     slot: _Slot
     fault: Exception | None
+    read: bool  # out of the upstream's memory
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Forwarded:
     slot: _Slot
     data: torch.Tensor
     fault: Exception | None
+    read: bool
 
 
 class Intake:
@@ -109,20 +110,24 @@ class Intake:
         self._trailer: tuple[bytes, ...] | None = None
         self._patience = go.patience
         self._downstream = go.downstream
-        self._downstream_tag = wire.tag(go.downstream_id, 1)
-        self._forwarder = None if go.downstream is None else Watcher("data-on")
         self._largest = max(self._chunks.sizes, default=0)
         slots = min(self._count, IN_FLIGHT * (1 if go.downstream is None else 2))
         self._slots = [_Slot(buffers.take(self._largest, self._device)) for _ in range(slots)]
         self._free = list(self._slots)
         self._lane = 1
-        self._flow = _Flow(go.upstream, wire.tag(line.transfer, self._lane), range(self._count))
+        self._flow = _Flow(go.upstream, range(self._count))
+        self._way_in = self._from(go.upstream, go.memory)
+        self._way_on: Way | None = None
+        if go.downstream is not None:
+            tag = wire.tag(go.downstream_id, 1)
+            self._way_on = way_on(self._group, go.downstream, tag, notes=go.notes)
         self._heard_at = self._passed_at = time.monotonic()
         self._done_bytes = 0
         self._lost: PeerLostError | None = None
         self._worker = Worker()
         self.wire_bytes = 0
-        self.forwarded_bytes = 0
+        self.handed_bytes = 0  # of those, read out of the upstream's memory
+        self.forwarded_bytes = 0  # sent on; what the next one reads is not
         self.messages = 0
         self.retried: list[int] = []
 
@@ -163,9 +168,9 @@ class Intake:
     def close(self) -> None:
         """Nothing is written after this; watchers end with what they still wait for."""
         self._worker.stop()
-        self._flow.watcher.close()
-        if self._forwarder is not None:
-            self._forwarder.close()
+        self._way_in.close()
+        if self._way_on is not None:
+            self._way_on.close()
 
     def _complete(self) -> bool:
         return not self._missing and self._trailer is not None and self._holds(self._trailer)
@@ -186,7 +191,7 @@ class Intake:
             if event.fault is not None:
                 self._change_upstream(str(event.fault))
             else:
-                self._arrived(event.slot)
+                self._arrived(event.slot, event.read)
         elif isinstance(event, Taken):
             self._taken(event)
         elif isinstance(event, Forwarded):
@@ -205,6 +210,9 @@ class Intake:
 
     # Chunks in
 
+    def _from(self, upstream: int, memory: wire.Memory | None = None) -> Way:
+        return way_in(self._group, upstream, wire.tag(self._line.transfer, self._lane), memory)
+
     def _post_receives(self) -> None:
         flow, events = self._flow, self._events  # a receive that never ends keeps those alone
         while self._free and flow.posted < len(flow.order):
@@ -214,22 +222,18 @@ class Intake:
             slot.posted, slot.processed, slot.forwarding = True, False, False
             flow.posted += 1
 
-            def report(fault: Exception | None, flow: _Flow = flow, slot: _Slot = slot) -> None:
-                events.put(Arrived(flow, slot, fault))
+            def report(fault: Exception | None, read: bool, slot: _Slot = slot) -> None:
+                events.put(Arrived(flow, slot, fault, read))
 
-            try:
-                work = self._group.recv([slot.data], flow.upstream, flow.tag)
-                flow.watcher.watch(work, slot.data, report)
-            except RuntimeError as fault:
-                report(fault)
-                return
+            self._way_in.put(slot.data, report)
 
-    def _arrived(self, slot: _Slot) -> None:
+    def _arrived(self, slot: _Slot, read: bool) -> None:
         data = slot.data
         self._flow.arrived += 1
         self._heard_at = time.monotonic()
         self.messages += 1
         self.wire_bytes += data.numel()
+        self.handed_bytes += data.numel() if read else 0
         # Before hashing and landing, so that the next receiver waits for neither.
         if slot.chunk not in self.retried:
             self._pass_on(slot)
@@ -308,33 +312,30 @@ class Intake:
         self._lane += 1
         if self._lane >= wire.LANES:
             raise PeerLostError("too many interruptions", rank=self._sender, phase="data")
-        self._flow.watcher.close()
+        self._way_in.close()
         for slot in self._slots:
             if slot.posted:
                 slot.renew(self._buffers.take(self._largest, self._device))
                 self._free.append(slot)
-        self._flow = _Flow(self._sender, wire.tag(self._line.transfer, self._lane), chunks)
+        self._flow = _Flow(self._sender, chunks)
+        self._way_in = self._from(self._sender)
         self._heard_at = time.monotonic()
         self._line.send(wire.Need(tuple(chunks), self._lane))
 
     # Chunks on
 
     def _pass_on(self, slot: _Slot) -> None:
-        if self._downstream is None or self._forwarder is None:
+        if self._downstream is None or self._way_on is None:
             return
         data, events = slot.data, self._events
         if not any(other.forwarding for other in self._slots):
             self._passed_at = time.monotonic()
 
-        def report(fault: Exception | None) -> None:
-            events.put(Forwarded(slot, data, fault))
+        def report(fault: Exception | None, read: bool) -> None:
+            events.put(Forwarded(slot, data, fault, read))
 
         slot.forwarding = True
-        try:
-            work = self._group.send([data], self._downstream, self._downstream_tag)
-            self._forwarder.watch(work, data, report)
-        except RuntimeError as fault:
-            report(fault)
+        self._way_on.put(data, report)
 
     def _forwarded(self, event: Forwarded) -> None:
         slot = event.slot
@@ -344,7 +345,7 @@ class Intake:
         slot.forwarding = False
         if event.fault is not None:
             self._downstream = None  # the sender sees to it
-        else:
+        elif not event.read:
             self.forwarded_bytes += event.data.numel()
         if slot.processed:
             self._free.append(slot)

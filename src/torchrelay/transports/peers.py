@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchrelay.errors import (
@@ -13,7 +13,7 @@ from torchrelay.errors import (
     StepMismatchError,
     TransferTimeoutError,
 )
-from torchrelay.transports import wire
+from torchrelay.transports import fanout, place, wire
 from torchrelay.transports.group import Line
 
 
@@ -27,7 +27,8 @@ class Peer:
     reason: str = ""
     late: bool = False  # failed for want of time
     refusal: wire.Refuse | None = None
-    machine: str = ""
+    place: wire.Place = field(default_factory=wire.Place)
+    memory: wire.Memory | None = None  # how another receiver may read it
     route: str = "group"
     instead: dict[str, str] = field(default_factory=dict)  # faster routes: why not
     needs_ring: bool = False
@@ -36,6 +37,26 @@ class Peer:
     trailed: bool = False  # has it
     joined_at: float = 0.0
     knocked_at: float = 0.0
+
+
+def go(hop: fanout.Hop, peers: Mapping[int, Peer], patience: float, *, may_read: bool) -> wire.Go:
+    """What a receiver is told of its place in the chain; `may_read`: memory of one another."""
+    me, before = peers[hop.rank], peers.get(hop.upstream)  # none where it is the sender
+    behind = None if hop.downstream is None else peers[hop.downstream]
+    return wire.Go(
+        hop.upstream,
+        hop.downstream,
+        behind.line.transfer if behind else 0,
+        patience,
+        memory=before.memory if before and may_read and _can_try(me, before) else None,
+        notes=behind is not None and may_read and _can_try(behind, me),
+    )
+
+
+def _can_try(reader: Peer, owner: Peer) -> bool:
+    """Whether one can try to read the other: they are in one place, and neither is against it."""
+    willing = reader.memory is not None and owner.memory is not None
+    return willing and not place.apart(reader.place, owner.place)
 
 
 def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -> RelayError | None:

@@ -6,6 +6,8 @@ import queue
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from torchrelay.errors import (
     ManifestError,
     MismatchError,
@@ -127,7 +129,7 @@ class Receiving:
 
     def _run(self) -> Landed:
         with self._watch("join"):
-            self._line.send(wire.Join(wire.MINOR, self._step, place.here()))
+            self._line.send(self._join())
             offer = self._exchange(self._expect(wire.Offer))
             landing = self._consider(offer)
             ring = self._ways is not None and bool(self._ways.shares.ringed)
@@ -158,7 +160,20 @@ class Receiving:
             self._line.ended.wait(GRACE)
         return landed
 
+    @property
+    def handed_bytes(self) -> int:
+        """Read out of the memory of the receiver before this one."""
+        return self.intake.handed_bytes if isinstance(self.intake, Intake) else 0
+
+    def _join(self) -> wire.Join:
+        beacon = None if self._route == "group" else place.beacon()
+        token, address = (beacon.token, beacon.address) if beacon else (b"", 0)
+        return wire.Join(wire.MINOR, self._step, place.here(), token, address)
+
     def _take_in(self, offer: wire.Offer, landing: Landing, go: wire.Go) -> None:
+        if go.memory is not None and self._route == "group":
+            # Meant for a call that this one has traded offers with: it reads at no place.
+            go = msgspec.structs.replace(go, memory=wire.Memory(wire.Place(), b"", 0, -1))
         self.intake = Intake(
             self._line,
             self._events,

@@ -24,6 +24,7 @@ class Report:
     rerouted: tuple[int, ...] = ()  # served directly after their upstream was lost
     missing: tuple[str, ...] = ()  # offered, not in the destination (strict=False)
     extra: tuple[str, ...] = ()  # in the destination, not offered (strict=False)
+    handed_bytes: int = 0  # of `wire_bytes`, read from the receiver before this one in the chain
 
     @property
     def total_seconds(self) -> float:
@@ -36,6 +37,8 @@ class Report:
         """
         rate = f", {self.bytes / self.total_seconds / 1e9:.2f} GB/s" if self.total_seconds else ""
         lines = [f"{self.bytes} bytes by route {self.route}{rate}"]
+        if self.handed_bytes:
+            lines.append(f"  {self.handed_bytes} of them read from the receiver before this one")
         lines += [f"  not by {name}: {why}" for name, why in self.instead.items()]
         lines.append(f"  {'phase':10s} {'predicted':>10s} {'actual':>10s}  seconds")
         for phase, actual in self.seconds.items():

@@ -22,7 +22,7 @@ from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
 from torchrelay.transports.outflow import Hashed, Outflow, Sent
-from torchrelay.transports.peers import Peer, outcome
+from torchrelay.transports.peers import Peer, go, outcome
 from torchrelay.transports.ring import Rings
 from torchrelay.transports.routes import ROUTES
 from torchrelay.transports.serving import Serving
@@ -190,7 +190,8 @@ class Sending:
 
     def _joined(self, peer: Peer, join: wire.Join) -> None:
         peer.stage, peer.joined_at = "joined", time.monotonic()
-        peer.machine = join.place.machine
+        peer.place = join.place
+        peer.memory = wire.Memory(join.place, join.token, join.beacon, -1) if join.token else None
         memory = None if self._route == "group" else self._serving.memory(join.place)
         peer.line.send(
             wire.Offer(
@@ -210,21 +211,16 @@ class Sending:
     def _transfer(self) -> None:
         accepted, nearby = self._by("group"), self._by("host", "cuda_ipc")
         # Bytes cross to a machine once: receivers of one machine follow each other.
-        accepted = fanout.by_machine(accepted, lambda peer: peer.machine)
+        accepted = fanout.by_machine(accepted, lambda peer: peer.place.machine)
         self._hops = fanout.chain(self._me, [peer.rank for peer in accepted])
         # With one receiver there is nobody to protect from a slow one: the deadline alone counts.
         if len(accepted) + len(nearby) > 1:
             self._patience = min(self._window, self._deadline.seconds / 4)
+        # Memory that is read late may have changed: there must be digests to notice.
+        reads = self._verify and self._device == "cpu" and self._route is None
         for hop in self._hops:
-            behind = None if hop.downstream is None else self.peers[hop.downstream]
-            self.peers[hop.rank].line.send(
-                wire.Go(
-                    hop.upstream,
-                    hop.downstream,
-                    behind.line.transfer if behind else 0,
-                    self._patience,
-                )
-            )
+            word = go(hop, self.peers, self._patience, may_read=reads)
+            self.peers[hop.rank].line.send(word)
         for peer in nearby:
             self._let_read(peer, share=len(nearby))
         if accepted:

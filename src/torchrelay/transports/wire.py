@@ -9,6 +9,7 @@ is never taken for one of another.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import msgspec
 
@@ -122,6 +123,9 @@ class Join(_Message, tag="join", frozen=True):
     minor: int
     step: int | None = None
     place: Place = Place()
+    # As in `Memory`, for the receiver behind me; empty where others may not read me.
+    token: bytes = b""
+    beacon: int = 0
 
 
 class Accept(_Message, tag="accept", frozen=True):
@@ -214,6 +218,8 @@ class Go(_Message, tag="go", frozen=True):
     patience: float = 0.0  # seconds without progress before you tell me
     threads: int = 0  # that you may copy with on this machine
     ring: Ring | None = None
+    memory: Memory | None = None  # of your upstream: read chunks there, as its notes tell
+    notes: bool = False  # your downstream reads: send it notes in place of chunks
 
 
 class Knock(_Message, tag="knock", frozen=True):
@@ -251,6 +257,28 @@ class Abort(_Message, tag="abort", frozen=True):
     """I give up on you, or altogether. Ends the transfer with you."""
 
     message: str
+
+
+# From one receiver to the next, on the lane of its chunks, where it reads them: 64-bit numbers.
+
+NOTE_CHUNKS = 6  # that one note can tell of
+NOTE_NUMBERS = 1 + 2 * NOTE_CHUNKS
+
+
+def note(chunks: Sequence[tuple[int, int]]) -> list[int]:
+    """Where chunks lie: how many, then address and size of each; zeros at the end."""
+    numbers = [len(chunks), *(number for chunk in chunks for number in chunk)]
+    return numbers + [0] * (NOTE_NUMBERS - len(numbers))
+
+
+def read_note(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    count = numbers[0]
+    if not 0 < count <= NOTE_CHUNKS:
+        raise RemoteProtocolError(f"a note of {count} chunks")
+    chunks = list(zip(numbers[1::2], numbers[2::2], strict=True))[:count]
+    if any(address <= 0 or size <= 0 for address, size in chunks):
+        raise RemoteProtocolError("a note of memory that cannot be")
+    return chunks
 
 
 ToSender = Join | Accept | Refuse | Fill | Pulled | Blocked | Stalled | Need | Done | Leave
