@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import compress
 from math import prod
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +28,6 @@ _Tensor = torch.Tensor
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _data_ptr, _size = _Tensor.data_ptr, _Tensor.size
 _storage_offset: Any = _Tensor.storage_offset
-_is_nested = attrgetter("is_nested")  # of such a one `Like` must not be asked: torch would abort
 _SAMPLE = 16  # of so many tensors one is asked before a guess
 FLAGS, ITEMSIZE, NBYTES = 2, 3, 4  # fields of a `Sort`
 
@@ -128,12 +126,7 @@ class Plains:
                 and list(map(_storage_offset, some)) == self.offsets[at:end]
             )
 
-        tensors = self.of(leaves)
-        try:
-            nested = any(map(_is_nested, tensors))
-        except AttributeError:  # something else than tensors
-            return False
-        return not nested and self.likeness.holds(tensors, lie)
+        return self.likeness.holds(self.of(leaves), lie)
 
     def lie(self, tensors: Sequence[Any]) -> bool:
         """Whether the tensors, which are those looked at or like them, lie where they did."""
@@ -182,8 +175,6 @@ def _look_at_blocks(tensors: Sequence[Any], versions: list[int] | None) -> Found
     addresses: list[int] = []
     offsets: list[int] = []
     for some in blocks(tensors):
-        if any(map(_is_nested, some)):
-            return None
         addresses += map(_data_ptr, some)
         offsets += map(_storage_offset, some)
         if versions is not None:

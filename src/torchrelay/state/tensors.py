@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -169,6 +170,9 @@ def note_written(tensors: list[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(counted)
 
 
+_is_nested = attrgetter("is_nested")
+
+
 class Like:
     """What a few tensors were like: type, dtype, device, shape, strides, gradient, conj and neg
     bits. Holds no tensor.
@@ -188,9 +192,10 @@ class Like:
 
         False may also mean that it was asked in another mode of torch (inference, functorch).
         """
-        if self._guards is not None:
-            return bool(self._guards.check(*some))
         try:
+            if self._guards is not None:
+                # Asked about a nested tensor they would end the process.
+                return not any(map(_is_nested, some)) and bool(self._guards.check(*some))
             return list(map(_traits, some)) == self._traits
         except (AttributeError, RuntimeError, TypeError):  # something else than strided tensors
             return False
