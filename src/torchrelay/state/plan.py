@@ -116,6 +116,14 @@ class Chunks:
     def start_of(self, storage: int) -> int:
         return self.starts[storage]
 
+    def within_one(self, index: int) -> tuple[int, int, int] | None:
+        """The storage whose bytes [start, stop) chunk `index` consists of, if it is one alone."""
+        begin = self.offsets[index]
+        storage = int(np.searchsorted(self.places, np.uint64(begin), side="right")) - 1
+        start = begin - int(self.places[storage])
+        stop = start + self.sizes[index]
+        return (storage, start, stop) if stop <= int(self._nbytes[storage]) else None
+
     def extents(self, index: int) -> Iterator[Extent]:
         """The parts of storages in chunk `index`, in order. Padding belongs to none."""
         begin = self.offsets[index]

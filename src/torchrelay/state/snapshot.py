@@ -65,12 +65,10 @@ class Snapshot:
 
     def view(self, index: int, device: str = "cpu") -> torch.Tensor | None:
         """The chunk's bytes where they lie, if they are one run of that device's memory."""
-        extents = list(self.chunks.extents(index)) if self.chunks.sizes[index] >= plan.MIB else []
-        if len(extents) != 1:
+        whole = self.chunks.within_one(index) if self.chunks.sizes[index] >= plan.MIB else None
+        if whole is None:
             return None
-        storage, start, stop, _ = extents[0]
-        if stop - start != self.chunks.sizes[index]:
-            return None
+        storage, start, stop = whole
         image = self._images.get(storage)
         if image is None:
             piece = self.plan.large.get(storage)
