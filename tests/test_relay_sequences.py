@@ -16,6 +16,7 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, verdict, weights
 from tests.support.ranks import run_ranks
 from tests.support.ways import by, every_way
+from torchrelay.memory.threads import IDLE
 from torchrelay.transports import outflow
 from torchrelay.transports.buffers import IN_FLIGHT
 from torchrelay.transports.intake import Intake
@@ -33,14 +34,18 @@ def meet(group: Any) -> None:
 
 
 class Threads:
-    """The relay's threads of this process that were not there when this was made."""
+    """The relay's threads of this process that were not busy when this was made."""
 
     def __init__(self) -> None:
-        self._before = set(threading.enumerate())
+        self._before = self._busy()
+
+    @staticmethod
+    def _busy() -> set[threading.Thread]:
+        ours = {one for one in threading.enumerate() if one.name.startswith("torchrelay")}
+        return {one for one in ours if one.name != IDLE}
 
     def _new(self) -> list[str]:
-        new = set(threading.enumerate()) - self._before
-        return [thread.name for thread in new if thread.name.startswith("torchrelay")]
+        return [thread.name for thread in self._busy() - self._before]
 
     def left(self, seconds: float = 1.0) -> list[str]:
         """Those that are still there after a while."""

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from torchrelay.memory import threads
+
 Task = TypeVar("Task")
 
 
@@ -32,14 +34,9 @@ def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]],
         except BaseException as fault:
             failures.append(fault)
 
-    others = [
-        threading.Thread(target=work, name="torchrelay-crew", daemon=True)
-        for _ in range(min(most, len(todo)) - 1)
-    ]
-    for thread in others:
-        thread.start()
+    others = [threads.run(work, "crew") for _ in range(min(most, len(todo)) - 1)]
     work()
-    for thread in others:
-        thread.join()
+    for running in others:
+        running.wait()
     if failures:
         raise failures[0]

@@ -215,9 +215,10 @@ class ExistingTensors:
             device = [(starts[storage], held) for storage, held in sorted(self._far.items())]
             return Places(self._staged, device, frozenset())
         device = []
-        # Written, and held back for something else.
-        twice: set[int] = set(np.intersect1d(self._by_address, self._order).tolist())
-        twice |= self._near.keys() & self._at.keys()
+        twice: set[int] = set()  # written, and held back for something else
+        if len(self._order):
+            twice |= set(np.intersect1d(self._by_address, self._order).tolist())
+            twice |= self._near.keys() & self._at.keys()
         for storage, near in sorted(self._near.items()):
             device += [(starts[storage] + at, one) for at, one in near if storage not in twice]
         for storage, placed in sorted(self._direct.items()):
@@ -229,7 +230,9 @@ class ExistingTensors:
                 twice.add(storage)
             else:
                 device.append((starts[storage] + at, run))
-        host = Runs.merged(self._host, self._staged) if not twice else self._host
+        host = self._host
+        if len(self._order) and not twice:
+            host = Runs.merged(host, self._staged)
         indirect = reaching(
             self._manifest, self.chunks, twice | (self._at.keys() if twice else set())
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,8 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+
+from torchrelay.memory import threads
 
 FOREVER = timedelta(days=365)
 _LAST_TAG = (1 << 31) - 1  # of a message that never comes
@@ -45,21 +46,23 @@ def wait_for(work: Work, tensor: torch.Tensor) -> None:
         getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
 
 
-_lock = threading.Lock()
-_inside: set[threading.Thread] = set()
+_changed = threading.Condition()
+_inside: set[int] = set()  # threads
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
 def inside_backend() -> Iterator[None]:
     """Note that this thread waits in a backend's code, or frees what belongs to it."""
-    with _lock:
-        _inside.add(threading.current_thread())
+    me = threading.get_ident()
+    with _changed:
+        _inside.add(me)
     try:
         yield
     finally:
-        with _lock:
-            _inside.discard(threading.current_thread())
+        with _changed:
+            _inside.discard(me)
+            _changed.notify_all()
 
 
 def use(group: ProcessGroup) -> None:
@@ -87,12 +90,8 @@ def _settle() -> None:
 
 def _returned(seconds: float) -> bool:
     """Whether all threads have come back, within that time."""
-    ends = time.monotonic() + seconds
-    with _lock:
-        threads = list(_inside)
-    for thread in threads:
-        thread.join(max(0.0, ends - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
+    with _changed:
+        return _changed.wait_for(lambda: not _inside, seconds)
 
 
 class Watcher:
@@ -106,8 +105,7 @@ class Watcher:
         self._posted: queue.SimpleQueue[tuple[Work, torch.Tensor, Callable[..., None]] | None] = (
             queue.SimpleQueue()
         )
-        thread = threading.Thread(target=self._run, name=f"torchrelay-{name}", daemon=True)
-        thread.start()
+        threads.run(self._run, name)
 
     def watch(
         self, work: Work, tensor: torch.Tensor, report: Callable[[Exception | None], None]

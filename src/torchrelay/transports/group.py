@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from torchrelay.errors import PeerLostError, RemoteProtocolError, UsageError
+from torchrelay.memory import threads
 from torchrelay.state.tensors import device_backends
 from torchrelay.transports import wire
 from torchrelay.transports.c10d import ProcessGroup, Watcher, inside_backend, use, wait_for
@@ -50,7 +51,7 @@ class Line:
         self.ended = threading.Event()  # set once the peer has said its last word, or is lost
         self.broken = False
         self.adopted = False  # left by an earlier call, maybe on connections since replaced
-        threading.Thread(target=self._read, name="torchrelay-line", daemon=True).start()
+        threads.run(self._read, "line")
 
     def listen(self, sink: Sink | None) -> None:
         """Hand messages to `sink`, those that came before included; None keeps them for later."""

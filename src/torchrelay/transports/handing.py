@@ -8,7 +8,6 @@ answered. A reader that cannot read says so once, and gets messages from there o
 from __future__ import annotations
 
 import queue
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Protocol
 import torch
 
 from torchrelay.errors import RemoteProtocolError
+from torchrelay.memory import threads
 from torchrelay.memory.vectors import OtherMemoryError, read_run
 from torchrelay.transports import place, wire
 from torchrelay.transports.c10d import ProcessGroup, Watcher, Work, inside_backend, wait_for
@@ -75,7 +75,7 @@ class _Thread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._messages: _Messages | None = None  # once chunks cannot be read
         self._said: tuple[Work, torch.Tensor] | None = None
-        threading.Thread(target=self._run, name=f"torchrelay-{name}", daemon=True).start()
+        threads.run(self._run, name)
 
     def put(self, data: torch.Tensor, report: Report) -> None:
         self._jobs.put((data, report))

@@ -47,6 +47,8 @@ def share(
         raise ValueError("chunks that do not exist")
     if exported and _all_opened(count, places, sources, memory):
         return Shares(list(range(count)), [], [], frozenset(range(count)))
+    if reads and not (verify or exported or memory.apart or places.device or places.indirect):
+        return Shares(list(range(count)), [], [])  # host memory at both ends
     device = _stretches(places.device)
     to_device = _bytes_in(chunks, device)
     apart, strays = _mask(count, memory.apart), _mask(count, memory.strays)

@@ -6,11 +6,11 @@ must not hold up the one that is on its way: it runs on a thread that yields to 
 
 from __future__ import annotations
 
-import os
 import queue
-import threading
 from collections.abc import Callable
 from contextlib import suppress
+
+from torchrelay.memory import threads
 
 NICENESS = 5  # added to the process's own; measured 4 to 5 % on two cores
 
@@ -18,36 +18,29 @@ NICENESS = 5  # added to the process's own; measured 4 to 5 % on two cores
 class Worker:
     """Runs jobs in the order they come, on a thread of lower priority or on several."""
 
-    def __init__(self, threads: int = 1, niceness: int = NICENESS) -> None:
+    def __init__(self, most: int = 1, niceness: int = NICENESS) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._niceness = niceness
-        self._most = threads
-        self._threads: list[threading.Thread] = []
+        self._most = most
+        self._running: list[threads.Running] = []
 
     def submit(self, job: Callable[[], None]) -> None:
         """`job` reports its own result and faults."""
         self._jobs.put(job)
-        if len(self._threads) < self._most:
-            thread = threading.Thread(target=self._run, name="torchrelay-work", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        if len(self._running) < self._most:
+            self._running.append(threads.run(self._run, "work", self._niceness))
 
     def stop(self) -> None:
         """Drop what has not begun; returns when no job runs any more."""
         while not self._jobs.empty():
             with suppress(queue.Empty):
                 self._jobs.get_nowait()
-        for _ in self._threads:
+        for _ in self._running:
             self._jobs.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        for running in self._running:
+            if not running.here:
+                running.wait()
 
     def _run(self) -> None:
-        # A process of another system, or in a sandbox, may not change priorities; nothing is lost.
-        if self._niceness:
-            with suppress(OSError, AttributeError):
-                nice = os.getpriority(os.PRIO_PROCESS, 0) + self._niceness
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         while (job := self._jobs.get()) is not None:
             job()

@@ -1,0 +1,103 @@
+"""Threads that are used again.
+
+Starting one takes a fifth of a millisecond, and several where every core is busy: the new thread
+waits for its turn there, and whoever starts it waits with it. A transfer needs about ten.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+KEPT_SECONDS = 60.0  # that a thread waits for more to do before it ends
+IDLE = "torchrelay-idle"
+
+_lock = threading.Lock()
+_idle: dict[int, list[_Thread]] = {}  # by niceness: a thread cannot get its priority back
+
+
+class Running:
+    """Something that runs on a thread."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._thread = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether it is what the calling thread runs."""
+        return threading.get_ident() == self._thread
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is over, or for so long; whether it is."""
+        return self._over.wait(seconds)
+
+
+def run(target: Callable[[], object], name: str, niceness: int = 0) -> Running:
+    """Have a daemon thread call `target`, at once. What that raises is lost with a traceback."""
+    running = Running()
+    with _lock:
+        waiting = _idle.get(niceness)
+        thread = waiting.pop() if waiting else None
+    if thread is None:
+        thread = _Thread(niceness)
+    thread.jobs.put((target, f"torchrelay-{name}", running))
+    return running
+
+
+class _Thread:
+    def __init__(self, niceness: int) -> None:
+        self.jobs: queue.SimpleQueue[tuple[Callable[[], object], str, Running]]
+        self.jobs = queue.SimpleQueue()
+        self._niceness = niceness
+        threading.Thread(target=self._serve, name=IDLE, daemon=True).start()
+
+    def _serve(self) -> None:
+        me = threading.current_thread()
+        if self._niceness:
+            # A process of another system, or in a sandbox, may not change priorities; nothing is
+            # lost.
+            with suppress(OSError, AttributeError):
+                nice = os.getpriority(os.PRIO_PROCESS, 0) + self._niceness
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+        while True:
+            try:
+                target, me.name, running = self.jobs.get(timeout=KEPT_SECONDS)
+            except queue.Empty:
+                if self._leave():
+                    return
+                continue
+            running._thread = threading.get_ident()
+            try:
+                target()
+            except BaseException:
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), me)))
+            running._over.set()
+            del target, running  # nothing is kept alive while waiting for the next
+            me.name = IDLE
+            with _lock:
+                _idle.setdefault(self._niceness, []).append(self)
+
+    def _leave(self) -> bool:
+        """Whether nobody has something to do for it."""
+        with _lock:
+            waiting = _idle[self._niceness]
+            if self in waiting:
+                waiting.remove(self)
+                return True
+        return False
+
+
+def _forget() -> None:
+    """In a child process, which has none of the threads, and maybe a lock that one of them held."""
+    global _lock
+    _lock = threading.Lock()
+    _idle.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
