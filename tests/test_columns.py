@@ -518,7 +518,7 @@ def likeness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def told(plains: Plains) -> list[tuple[object, ...]]:
-    sorts = [plains.sorts[number] for number in plains.numbers]
+    sorts = [plains.sorts[number] for number in plains.sort_of_each.tolist()]
     return list(zip(plains.leaves, sorts, plains.addresses, plains.offsets, strict=True))
 
 

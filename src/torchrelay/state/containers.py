@@ -293,7 +293,9 @@ def _has_records(tree: m.Node) -> bool:
         return False
     if isinstance(tree, m.RecordNode):
         return True
-    return any(type(child) is not int and _has_records(child) for child in tree.items)
+    if {int}.issuperset(map(type, tree.items)):
+        return False  # leaves alone, as most containers
+    return any(_has_records(child) for child in tree.items)
 
 
 def _write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> object:

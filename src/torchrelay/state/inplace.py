@@ -84,7 +84,8 @@ class ExistingTensors:
         # What goes to plain tensors in host memory is known by address; what goes to others, by
         # region.
         mine: list[Any] = into.flat.leaves
-        self._written += [mine[n] for n in plain.leaf.tolist()]
+        whole = len(plain.leaf) == len(mine)
+        self._written += mine if whole else [mine[n] for n in plain.leaf.tolist()]
         self._near = self._plain_on_devices(plain)
         if self._near:
             plain = plain.in_host_memory()

@@ -60,7 +60,7 @@ class Plains:
         count: int,
         leaves: Sequence[int],
         sorts: list[Sort],
-        numbers: list[int],
+        sort_of_each: Numbers,
         addresses: list[int],
         offsets: list[int],
         likeness: Likeness,
@@ -68,18 +68,13 @@ class Plains:
         self.count = count  # of leaves that were looked at
         self.leaves = leaves  # which of them are plain, in order
         self.sorts = sorts
-        self.numbers = numbers  # of each, its sort
+        self.sort_of_each = sort_of_each  # by number
         self.addresses = addresses
         self.offsets = offsets  # in their storages, in elements
         self.likeness = likeness
 
     def __len__(self) -> int:
         return len(self.addresses)
-
-    @cached_property
-    def sort_of_each(self) -> Numbers:
-        """The numbers, as a column."""
-        return np.array(self.numbers, np.int64)
 
     @cached_property
     def leaf_of_each(self) -> Numbers:
@@ -134,10 +129,11 @@ class Plains:
 
     def some(self, keep: list[bool], leaves: Sequence[Any]) -> Plains:
         """Those marked in `keep` alone. `leaves` are those looked at."""
-        columns = (self.leaves, self.numbers, self.addresses, self.offsets)
-        places, numbers, addresses, offsets = (list(compress(column, keep)) for column in columns)
+        columns = (self.leaves, self.addresses, self.offsets)
+        places, addresses, offsets = (list(compress(column, keep)) for column in columns)
         likeness = Likeness.of([leaves[n] for n in places])
-        return Plains(self.count, places, self.sorts, numbers, addresses, offsets, likeness)
+        sorts = self.sort_of_each[np.array(keep, bool)]
+        return Plains(self.count, places, self.sorts, sorts, addresses, offsets, likeness)
 
 
 def look(leaves: Sequence[object], versions: list[int] | None = None) -> Plains:
@@ -165,13 +161,13 @@ def look(leaves: Sequence[object], versions: list[int] | None = None) -> Plains:
     return _look_at_each(len(leaves), places, tensors)
 
 
-Found = tuple[list[Sort], list[int], list[int], list[int], Likeness]
+Found = tuple[list[Sort], Numbers, list[int], list[int], Likeness]
 
 
 def _look_at_blocks(tensors: Sequence[Any], versions: list[int] | None) -> Found | None:
     """What `Plains` has of tensors that are all plain; None where some may not be."""
     sorts, likes = _Sorts(), []
-    numbers: list[int] = []
+    numbers: list[Numbers] = [np.zeros(0, np.int64)]
     addresses: list[int] = []
     offsets: list[int] = []
     for some in blocks(tensors):
@@ -182,11 +178,11 @@ def _look_at_blocks(tensors: Sequence[Any], versions: list[int] | None) -> Found
         found = sorts.of(some)
         if found is None:
             return None
-        numbers += found[0]
+        numbers.append(found[0])
         likes.append(found[1])
     if 0 in addresses:
         return None
-    return sorts.found, numbers, addresses, offsets, Likeness(likes)
+    return sorts.found, np.concatenate(numbers), addresses, offsets, Likeness(likes)
 
 
 class _Sorts:
@@ -199,7 +195,7 @@ class _Sorts:
         self._numbers: dict[tuple[object, ...], int | None] = {}
         self._likes: dict[tuple[int, int], Like] = {}
 
-    def of(self, some: Sequence[Any]) -> tuple[list[int], Like] | None:
+    def of(self, some: Sequence[Any]) -> tuple[Numbers, Like] | None:
         """The sort of each, by number, and what they are like; None if some may not be plain."""
         count = len(some)
         # Mostly they are all of one sort.
@@ -211,7 +207,7 @@ class _Sorts:
             if like is None:
                 like = self._likes[number, count] = Like([some[0]] * count)
             if like.holds(some):
-                return [number] * count, like
+                return np.full(count, number), like
         traits: list[Sequence[object]] = [list(map(type, some)), list(map(_size, some))]
         numbers = self._by(some, traits)
         if numbers is not None and any(
@@ -224,7 +220,7 @@ class _Sorts:
         if numbers is None:
             return None
         like = Like([self._firsts[n] for n in numbers])
-        return (numbers, like) if like.holds(some) else None
+        return (np.array(numbers, np.int64), like) if like.holds(some) else None
 
     def _by(self, some: Sequence[Any], traits: Sequence[Sequence[object]]) -> list[int] | None:
         known: dict[tuple[object, ...], int] = {}
@@ -281,7 +277,8 @@ def _look_at_each(count: int, places: Sequence[int], tensors: Sequence[Any]) -> 
             for column, value in zip(columns, found, strict=True):
                 column.append(value)
     places, numbers, addresses, offsets = columns
-    return Plains(count, places, sorts, numbers, addresses, offsets, Likeness.of(kept))
+    by_number = np.array(numbers, np.int64)
+    return Plains(count, places, sorts, by_number, addresses, offsets, Likeness.of(kept))
 
 
 def _shows(leaf: Any) -> bool:
@@ -310,6 +307,8 @@ def _sort(tensor: torch.Tensor) -> Sort | None:
 
 def origins(plains: Plains) -> Column:
     """The address at which the storage of each plain tensor starts."""
+    if not any(plains.offsets):
+        return plains.places
     return plains.places - np.array(plains.offsets, np.uint64) * plains.each(ITEMSIZE)
 
 
@@ -321,7 +320,8 @@ def survey(leaves: Sequence[object]) -> Iterator[Plain | None]:
         for dtype, shape, _, size, nbytes, _ in plains.sorts
     ]
     found: list[Plain | None] = [None] * len(leaves)
-    for place, number, address in zip(plains.leaves, plains.numbers, plains.addresses, strict=True):
+    numbers = plains.sort_of_each.tolist()
+    for place, number, address in zip(plains.leaves, numbers, plains.addresses, strict=True):
         if plains.sorts[number].device == "cpu":
             found[place] = kinds[number], address, plains.sorts[number].flags
     return iter(found)

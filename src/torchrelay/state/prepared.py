@@ -71,7 +71,7 @@ class Layout:
     def by_leaf(self) -> dict[int, tuple[Sort, int]]:
         """What is known of each plain tensor, and its address."""
         plains = self.plains
-        sorts = map(plains.sorts.__getitem__, plains.numbers)
+        sorts = map(plains.sorts.__getitem__, plains.sort_of_each.tolist())
         return dict(zip(plains.leaves, zip(sorts, plains.addresses, strict=True), strict=True))
 
 
