@@ -247,7 +247,12 @@ def unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) -> 
             raise UnsupportedLeafError(
                 f"registered type {tree.name!r} cannot be rebuilt: {fault!r}"
             ) from fault
-    values = [leaves[n] if type(n) is int else unflatten(n, leaves) for n in tree.items]
+    items = tree.items
+    first = items[0] if items and type(items[0]) is int else -1
+    if first >= 0 and isinstance(leaves, list) and items == tuple(range(first, first + len(items))):
+        values = leaves[first : first + len(items)]  # mostly they follow each other
+    else:
+        values = [leaves[n] if type(n) is int else unflatten(n, leaves) for n in items]
     if isinstance(tree, m.SequenceNode):
         return values if tree.kind == "list" else tuple(values)
     if isinstance(tree, m.NamedTupleNode):
@@ -282,12 +287,12 @@ def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> obje
     Dicts and lists are changed in place; immutable containers are rebuilt where a part of them
     changed. Slots of other leaves keep what the caller has.
     """
-    if not leaves and not _has_records(tree):
+    if not leaves and not has_records(tree):
         return into
     return _write_back(into, tree, leaves)
 
 
-def _has_records(tree: m.Node) -> bool:
+def has_records(tree: m.Node) -> bool:
     """Whether a registered type is among the containers: what it decodes to is its own affair."""
     if isinstance(tree, int):
         return False
@@ -295,7 +300,7 @@ def _has_records(tree: m.Node) -> bool:
         return True
     if {int}.issuperset(map(type, tree.items)):
         return False  # leaves alone, as most containers
-    return any(_has_records(child) for child in tree.items)
+    return any(has_records(child) for child in tree.items)
 
 
 def _write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> object:

@@ -6,6 +6,7 @@ keeps the memory of another.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from functools import cached_property, partial
 from itertools import pairwise, repeat
@@ -19,7 +20,7 @@ from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.building import check_leaf, make_leaf, strides_of
 from torchrelay.state.columns import Numbers, by_device, devices_of, others_of, sizes_of, table_of
-from torchrelay.state.containers import Path, check_types, leaf_paths, unflatten
+from torchrelay.state.containers import Path, check_types, has_records, leaf_paths, unflatten
 from torchrelay.state.landed import Landed, Places, chunks_of
 from torchrelay.state.leaves import parts
 from torchrelay.state.means import LARGE_BYTES, Means, allocate
@@ -28,6 +29,8 @@ from torchrelay.state.runs import Runs
 
 _data_ptr = torch.Tensor.data_ptr
 _HOST = torch.device("cpu")
+_NOT_YET = object()
+_PART = 2048  # storages whose homes are made at a time
 _SHARED = -1  # storages of several leaves, or of parts of one
 
 
@@ -50,20 +53,17 @@ class NewTensors:
         where = by_device(manifest.storages, lambda kind: _place(device or _local_device(kind)))
         for index in hosted:
             where[index] = _HOST
+        self._where = where
         self._on_host = {_HOST}.issuperset(where)
-        self._whole: set[int] = set()
-        self._homes = self._make(where, means)
-        host: Any = slice(None)
-        homes = self._homes
-        if not self._on_host:
-            host = [index for index, home in enumerate(homes) if home.is_cpu]
-            homes = [homes[index] for index in host]
-        self._host = Runs(
-            self.chunks.places[host],
-            list(map(_data_ptr, homes)),
-            self._sizes[host].astype(np.uint64),
-        )
         self.on_device = not self._on_host
+        self._rooms = self._large_rooms(means)
+        self._kinds = self._kind_of_each()
+        self._whole: set[int] = set()
+        self._homes: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._host = Places(self._made_by_and_by(), [])
+        if self.on_device:
+            self._complete()
 
     def _owners(self) -> tuple[Numbers, set[int]]:
         """The tensor (its row) that each storage is of, if of one alone; storages of arrays."""
@@ -87,25 +87,42 @@ class NewTensors:
                         hosted.add(part.storage)
         return owners, hosted
 
-    def _make(self, where: list[Any], means: Means) -> list[torch.Tensor]:
-        large = [
-            n for n in np.flatnonzero(self._sizes >= LARGE_BYTES).tolist() if where[n] == _HOST
-        ]
+    def _large_rooms(self, means: Means) -> dict[int, torch.Tensor]:
+        large = np.flatnonzero(self._sizes >= LARGE_BYTES).tolist()
+        large = [index for index in large if self._where[index] == _HOST]
         rooms = means.room([int(self._sizes[index]) for index in large]) if large else None
-        kept = dict(zip(large, rooms, strict=True)) if rooms is not None else {}
-        kinds = self._kinds()
-        kinds[list(kept)] = -1
-        homes: list[torch.Tensor] = []
+        return {} if rooms is None else dict(zip(large, rooms, strict=True))
+
+    def _made_by_and_by(self) -> Iterator[Runs]:
+        """Make the homes of storages, some at a time; tells of those in host memory."""
+        for low in range(0, len(self._sizes), _PART):
+            high = min(low + _PART, len(self._sizes))
+            addresses = np.array(list(self._make(low, high)), np.uint64)
+            host = np.flatnonzero(addresses)
+            sizes = self._sizes[low:high].astype(np.uint64)
+            yield Runs(self.chunks.places[low:high][host], addresses[host], sizes[host])
+
+    def _complete(self) -> Runs:
+        """Make what is left to make; all that is in host memory."""
+        with self._lock:
+            return self._host.host
+
+    def _make(self, low: int, high: int) -> Iterator[int]:
+        """Make the homes of these storages. The address of each, 0 for those on devices."""
+        kinds, where = self._kinds[low:high], self._where[low:high]
         for start, stop in _runs(kinds, where):
             if kinds[start] >= 0:
-                homes += self._tensors(start, stop, int(kinds[start]), where[start])
-                continue
-            for index in range(start, stop):
-                nbytes = int(self._sizes[index])
-                homes.append(kept[index] if index in kept else allocate(nbytes, where[index]))
-        return homes
+                homes = self._tensors(low + start, low + stop, int(kinds[start]), where[start])
+            else:
+                homes = [self._room(index) for index in range(low + start, low + stop)]
+            self._homes += homes
+            yield from map(_data_ptr, homes) if where[start] == _HOST else [0] * len(homes)
 
-    def _kinds(self) -> Numbers:
+    def _room(self, index: int) -> torch.Tensor:
+        room = self._rooms.get(index)
+        return allocate(int(self._sizes[index]), self._where[index]) if room is None else room
+
+    def _kind_of_each(self) -> Numbers:
         """The kind of tensor that each storage is, -1 where it takes a view to make one of it.
 
         A tensor itself is cheaper than a view, and the common case by far.
@@ -117,6 +134,7 @@ class NewTensors:
             return np.full(len(row), -1, np.int64)
         number = table.numbers[row]
         fine = (self._owner >= 0) & plain[number] & (table.offsets[row] == 0)
+        fine[list(self._rooms)] = False
         return np.where(fine, number, -1)
 
     def _tensors(self, start: int, stop: int, number: int, device: Any) -> list[torch.Tensor]:
@@ -144,25 +162,23 @@ class NewTensors:
         return leaf_paths(self._manifest.tree)
 
     def places(self) -> Places:
-        device = (
-            []
-            if self._on_host
-            else [
-                (start, t.flat_bytes(home.untyped_storage(), 0, nbytes))
-                for start, home, nbytes in zip(
-                    self.chunks.starts, self._homes, self._sizes.tolist(), strict=True
-                )
-                if not home.is_cpu
-            ]
-        )
-        return Places(self._host, device, frozenset())
+        if self._on_host:
+            return self._host
+        columns = (self.chunks.starts, self._homes, self._sizes.tolist())
+        device = [
+            (start, t.flat_bytes(home.untyped_storage(), 0, nbytes))
+            for start, home, nbytes in zip(*columns, strict=True)
+            if not home.is_cpu
+        ]
+        return Places([self._complete()], device)
 
     def write(self, index: int, data: torch.Tensor) -> None:
         begin = self.chunks.offsets[index]
         end = begin + self.chunks.sizes[index]
-        if self._host.reaches(begin, end):
+        places = self._complete()
+        if places.reaches(begin, end):
             host = data.cpu()
-            self._host.scatter(begin, end, host.data_ptr(), self._put)
+            places.scatter(begin, end, host.data_ptr(), self._put)
         if self._on_host:
             return
         for storage, start, stop, at in self.chunks.extents(index):
@@ -172,15 +188,29 @@ class NewTensors:
                 piece.copy_(data[at : at + stop - start])
 
     def arrived(self) -> None:
-        pass
+        with gc_paused():
+            self._state  # noqa: B018
+
+    @cached_property
+    def _state(self) -> Any:
+        """The state, where no byte of it has a say in what it is made of."""
+        self._complete()
+        if any(leaf is None for leaf in self._ready) or has_records(self._manifest.tree):
+            return _NOT_YET
+        return unflatten(self._manifest.tree, self._ready)
 
     def commit(self) -> Landed:
         with gc_paused():
-            leaves = self._ready
-            for index in [index for index, leaf in enumerate(leaves) if leaf is None]:
-                leaf = self._manifest.leaves[index]
-                leaves[index] = make_leaf(leaf, self._paths[index], self._part, self._rank)
-            return Landed(unflatten(self._manifest.tree, leaves), [], [])
+            if self._state is _NOT_YET:
+                return Landed(self._built(), [], [])
+            return Landed(self._state, [], [])
+
+    def _built(self) -> object:
+        leaves = self._ready
+        for index in [index for index, leaf in enumerate(leaves) if leaf is None]:
+            leaf = self._manifest.leaves[index]
+            leaves[index] = make_leaf(leaf, self._paths[index], self._part, self._rank)
+        return unflatten(self._manifest.tree, leaves)
 
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:
         if part.storage < 0:

@@ -214,7 +214,7 @@ class ExistingTensors:
         starts = self.chunks.starts
         if self._atomic:
             device = [(starts[storage], held) for storage, held in sorted(self._far.items())]
-            return Places(self._staged, device, frozenset())
+            return Places([self._staged], device)
         device = []
         twice: set[int] = set()  # written, and held back for something else
         if len(self._order):
@@ -238,7 +238,7 @@ class ExistingTensors:
             self._manifest, self.chunks, twice | (self._at.keys() if twice else set())
         )
         device.sort(key=_position)
-        return Places(host, device, indirect, live=bool(self._written))
+        return Places([host], device, indirect, live=bool(self._written))
 
     def write(self, index: int, data: torch.Tensor) -> None:
         begin = self.chunks.offsets[index]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,34 @@ class Landed(NamedTuple):
     extra: list[str]
 
 
-class Places(NamedTuple):
+class Places:
     """Memory that takes bytes of the stream as they are."""
 
-    host: Runs
-    device: list[tuple[int, torch.Tensor]]  # position in the stream, dense tensor on a device
-    indirect: frozenset[int]  # chunks that go by `write` all the same
-    live: bool = False  # the caller's own tensors: once one is written to, the landing is `torn`
+    def __init__(
+        self,
+        host: Iterable[Runs],
+        device: list[tuple[int, torch.Tensor]],
+        indirect: frozenset[int] = frozenset(),
+        live: bool = False,
+    ) -> None:
+        self.device = device  # position in the stream, dense tensor on a device
+        self.indirect = indirect  # chunks that go by `write` all the same
+        self.live = live  # the caller's own tensors: once one is written to, the landing is `torn`
+        self._made: list[Runs] = []
+        self._coming = iter(host)
+
+    def parts(self) -> Iterator[Runs]:
+        """Host memory, in the order of the stream. Some is made only when it is asked for: by then
+        bytes may come to what was there before."""
+        yield from self._made
+        for runs in self._coming:
+            self._made.append(runs)
+            yield runs
+
+    @cached_property
+    def host(self) -> Runs:
+        """All of the host memory."""
+        return Runs.merged(*self.parts())
 
 
 def chunks_of(manifest: m.Manifest) -> Chunks:

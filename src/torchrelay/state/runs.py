@@ -46,6 +46,8 @@ class Runs:
     @classmethod
     def merged(cls, *several: Runs) -> Runs:
         """One `Runs` of several that do not overlap in the stream."""
+        if len(several) < 2:
+            return several[0] if several else cls([], [], [])
         starts, stops, addresses = (
             np.concatenate([getattr(runs, name) for runs in several])
             for name in ("starts", "stops", "addresses")
@@ -108,6 +110,15 @@ class Runs:
         positions = np.maximum(self.starts[some], low)
         addresses = self.addresses[some] + (positions - self.starts[some])
         return positions, addresses, np.minimum(self.stops[some], high) - positions
+
+    def facing(self, other: Runs) -> Runs:
+        """What they have from the first to the last byte of another."""
+        if not len(other.starts):
+            return other
+        start, stop = int(other.starts[0]), int(other.stops[-1])
+        if len(self.starts) and start <= self.starts[0] and self.stops[-1] <= stop:
+            return self
+        return Runs(*self.between(start, stop))
 
     def gather(self, start: int, stop: int, buffer: int, copy: Copy | None = None) -> None:
         """Copy what the runs have of [start, stop) to the address `buffer` of byte `start`."""

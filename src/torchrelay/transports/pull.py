@@ -22,6 +22,7 @@ from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, read
 from torchrelay.state.digest import RollingDigest, digest
 from torchrelay.state.landed import Places
 from torchrelay.state.landing import Landing
+from torchrelay.state.pause import gc_paused
 from torchrelay.state.runs import Runs, moves
 from torchrelay.transports import cuda_ipc, wire
 from torchrelay.transports.buffers import BufferPool
@@ -171,8 +172,10 @@ class Pull:
         if len(straight) < len(self._chunks):
             offsets, sizes = self._chunks.offsets, self._chunks.sizes
             sources = sources.only([offsets[i] for i in straight], [sizes[i] for i in straight])
-        for batch in batches(moves(sources, places.host)):
-            self._submit(partial(self._read_batch, batch))
+        with gc_paused():  # memory may be made as it goes
+            for part in places.parts():
+                for batch in batches(moves(sources.facing(part), part)):
+                    self._submit(partial(self._read_batch, batch))
 
     def _read_buffered(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:
