@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,8 +137,10 @@ class Pooled(Plainly):
         found = self.room([nbytes], device) if nbytes >= LARGE_BYTES else None
         return allocate(nbytes, device) if found is None else found[0]
 
-    def copy(self, moves: Moves, *, alone: bool = True) -> None:
-        vectors.copy(moves, self._threads if alone else 1)
+    def copy(
+        self, moves: Moves, *, alone: bool = True, beside: Callable[[], object] | None = None
+    ) -> None:
+        vectors.copy(moves, self._threads if alone else 1, beside)
 
     def copy_on_device(self, pairs: Pairs) -> None:
         here: dict[int, list[Piece]] = {}

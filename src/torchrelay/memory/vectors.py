@@ -12,17 +12,21 @@ import errno
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from torchrelay.memory.crew import share_out
-from torchrelay.state.runs import Column, Moves, copy_one_by_one
+from torchrelay.state.runs import Moves, copy_one_by_one
 
 PIECE = 8 << 20  # bytes of one call: large, because each may wait for the interpreter's lock
 MOST_VECTORS = 1024  # that the kernel takes in one call
+_GAP = 1024  # bytes between pieces that cost less than a piece of its own. Less than a page: where
+# both pieces can be read, what lies between can.
 _LONG = 64 << 10  # bytes from which a memcpy of its own is as fast
 
+_nowhere = ctypes.create_string_buffer(_GAP)
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = getattr(_libc, "process_vm_readv", None)  # Linux has it
 if _readv is not None:
@@ -41,43 +45,82 @@ class OtherMemoryError(OSError):
     """Another process's memory could not be read; `errno` says why."""
 
 
+Ends = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
+
 class Batch(NamedTuple):
-    """Copies of one call, as the kernel wants them: address and length of each end."""
+    """Copies of one call, and address and length of each end as the kernel wants them."""
 
-    here: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
-    there: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+    copies: Moves
     nbytes: int
-    positions: Column | None = None  # in the stream
+    here: Ends
+    there: Ends
+    total: int  # bytes, with those between pieces
 
 
-def batches(moves: Moves, piece: int = PIECE) -> list[Batch]:
-    """Cut copies into calls of about `piece` bytes each."""
+def batches(moves: Moves, piece: int = PIECE, *, bridge: bool = False) -> list[Batch]:
+    """Cut copies into calls of about `piece` bytes each. `bridge`: small gaps between the pieces
+    that are read are read with them, and thrown away."""
     moves = moves.cut(piece)
     count = len(moves.nbytes)
     if not count:
         return []
-    here = np.stack([moves.destinations, moves.nbytes], axis=1)
-    there = np.stack([moves.sources, moves.nbytes], axis=1)
+    most = MOST_VECTORS // 2 if bridge else MOST_VECTORS
     ends = np.cumsum(moves.nbytes)
-    found = []
-    first, before = 0, 0
-    while first < count:
+    edges, before = [0], 0
+    while edges[-1] < count:
+        first = edges[-1]
         last = int(np.searchsorted(ends, np.uint64(before + piece), side="right"))
-        last = min(max(last, first + 1), first + MOST_VECTORS, count)
-        end = int(ends[last - 1])
-        positions = moves.positions[first:last]
-        found.append(Batch(here[first:last], there[first:last], end - before, positions))
-        first, before = last, end
+        last = min(max(last, first + 1), first + most, count)
+        before = int(ends[last - 1])
+        edges.append(last)
+    here, there = _vectors(moves, edges, bridge)
+    found = []
+    for (first, last), mine, theirs in zip(pairwise(edges), here, there, strict=True):
+        copies = Moves(*(column[first:last] for column in moves))
+        size, total = int(copies.nbytes.sum()), int(mine[:, 1].sum())
+        found.append(Batch(copies, size, mine, theirs, total))
     return found
+
+
+def _vectors(moves: Moves, edges: list[int], bridge: bool) -> tuple[list[Ends], list[Ends]]:
+    """Both ends of the copies between each two edges."""
+    sources, sizes = moves.sources, moves.nbytes
+    gaps = np.full(len(sizes), _GAP, np.uint64)  # after each piece, up to the next
+    if bridge:
+        gaps[:-1] = sources[1:] - (sources + sizes)[:-1]  # far too much where that lies before
+        gaps[np.array(edges[1:]) - 1] = _GAP
+    near = gaps < np.uint64(_GAP)
+    if not near.any():
+        here, there = (np.stack([end, sizes], axis=1) for end in (moves.destinations, sources))
+        return _cut(here, edges), _cut(there, edges)
+    first = np.ones(len(sizes), bool)
+    first[1:] = ~near[:-1]
+    there = np.stack([sources[first], (sources + sizes)[~near] - sources[first]], axis=1)
+    here = np.empty((2 * len(sizes), 2), np.uint64)
+    here[::2, 0], here[::2, 1] = moves.destinations, sizes
+    here[1::2, 0], here[1::2, 1] = ctypes.addressof(_nowhere), np.where(near, gaps, 0)
+    full = here[:, 1] > 0
+    counted = np.concatenate([[0], np.cumsum(full)])
+    pieces = np.concatenate([[0], np.cumsum(first)])
+    bounds = np.array(edges)
+    return _cut(here[full], counted[2 * bounds].tolist()), _cut(there, pieces[bounds].tolist())
+
+
+def _cut(rows: Ends, edges: list[int]) -> list[Ends]:
+    return [rows[first:last] for first, last in pairwise(edges)]
 
 
 def read(pid: int, batch: Batch) -> None:
     """Copy a batch from the memory of process `pid` to this one's, whole, or raise."""
+    _read(pid, batch.here, batch.there, batch.total)
+
+
+def _read(pid: int, here: Ends, there: Ends, nbytes: int) -> None:
     if _readv is None:
         raise OtherMemoryError(errno.ENOSYS, "this system has no process_vm_readv")
-    count = len(batch.here)
-    got = _readv(pid, batch.here.ctypes.data, count, batch.there.ctypes.data, count, 0)
-    if got == batch.nbytes:
+    got = _readv(pid, here.ctypes.data, len(here), there.ctypes.data, len(there), 0)
+    if got == nbytes:
         return
     code = ctypes.get_errno() if got < 0 else errno.EFAULT
     raise OtherMemoryError(code, os.strerror(code))
@@ -92,18 +135,17 @@ def read_bytes(pid: int, address: int, nbytes: int) -> bytes:
 
 def read_run(pid: int, address: int, destination: int, nbytes: int) -> None:
     """Copy one run of bytes from the memory of process `pid` to an address of this one."""
-    size = np.uint64(nbytes)
-    here = np.array([[destination, size]], np.uint64)
-    read(pid, Batch(here, np.array([[address, size]], np.uint64), nbytes))
+    here, there = (np.array([[end, nbytes]], np.uint64) for end in (destination, address))
+    _read(pid, here, there, nbytes)
 
 
-def copy(moves: Moves, threads: int = 1) -> None:
-    """Copy within this process, on a few threads."""
+def copy(moves: Moves, threads: int = 1, beside: Callable[[], object] | None = None) -> None:
+    """Copy within this process, on a few threads; `beside` is called meanwhile, by one of them."""
     short = moves.nbytes < np.uint64(_LONG)
-    jobs: list[Callable[[], object]] = []
+    jobs: list[Callable[[], object]] = [] if beside is None else [beside]
     if np.any(short):
         pid = os.getpid()
-        for batch in batches(_where(moves, short), PIECE // 8):
+        for batch in batches(_where(moves, short), PIECE // 4, bridge=True):
             jobs.append(partial(_copy_short, pid, batch))
     if not np.all(short):
         long = _where(moves, ~short).cut(PIECE)
@@ -125,6 +167,4 @@ def _copy_short(pid: int, batch: Batch) -> None:
     try:
         read(pid, batch)
     except OtherMemoryError:  # a sandbox that knows no such call
-        here, there = batch.here, batch.there
-        position: Column = np.zeros(len(here), np.uint64)
-        copy_one_by_one(Moves(position, there[:, 0], here[:, 0], here[:, 1]))
+        copy_one_by_one(batch.copies)

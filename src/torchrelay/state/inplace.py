@@ -288,7 +288,7 @@ class ExistingTensors:
         late = [late_copy(pair, self._held_part) for pair in self._late]
         self.torn = self.torn or bool(self._written or late)
         if self._atomic:
-            self._means.copy(self._last_copies)
+            self._means.copy(self._last_copies, beside=self._note_written)
             self._write_regions()
         for destination, source in late:
             copy_late(destination, source)

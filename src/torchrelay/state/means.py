@@ -5,7 +5,7 @@ The plain way is here. `memory.pool` has another, with memory that is kept and s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,8 +30,11 @@ class Means(Protocol):
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """One buffer for a staged copy."""
 
-    def copy(self, moves: Moves, *, alone: bool = True) -> None:
-        """Copy memory by address. `alone=False`: other threads do the same at the time."""
+    def copy(
+        self, moves: Moves, *, alone: bool = True, beside: Callable[[], object] | None = None
+    ) -> None:
+        """Copy memory by address. `alone=False`: other threads do the same at the time. `beside`
+        is to be done as well, in any order."""
 
     def copy_on_device(self, pairs: Pairs) -> None:
         """Copy to each first, a contiguous tensor on a device, the bytes of the second."""
@@ -48,8 +51,12 @@ class Plainly:
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         return allocate(nbytes, device)
 
-    def copy(self, moves: Moves, *, alone: bool = True) -> None:
+    def copy(
+        self, moves: Moves, *, alone: bool = True, beside: Callable[[], object] | None = None
+    ) -> None:
         copy_one_by_one(moves)
+        if beside is not None:
+            beside()
 
     def copy_on_device(self, pairs: Pairs) -> None:
         for tensor, data in pairs:

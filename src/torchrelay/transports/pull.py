@@ -174,7 +174,7 @@ class Pull:
             sources = sources.only([offsets[i] for i in straight], [sizes[i] for i in straight])
         with gc_paused():  # memory may be made as it goes
             for part in places.parts():
-                for batch in batches(moves(sources.facing(part), part)):
+                for batch in batches(moves(sources.facing(part), part), bridge=True):
                     self._submit(partial(self._read_batch, batch))
 
     def _read_buffered(self, chunks: Iterable[int]) -> None:
@@ -192,8 +192,7 @@ class Pull:
         rolling = RollingDigest(begin)
         for batch in batches(found, piece=IN_CACHE):
             read(self._pid, batch)
-            assert batch.positions is not None
-            rolling.add(batch.positions.tolist(), batch.here.tolist())
+            rolling.add(batch.copies.positions.tolist(), batch.here.tolist())
         self._digests[chunk] = rolling.end(begin + size)
         return Did(size)
 
