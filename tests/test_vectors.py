@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.memory import vectors
@@ -112,3 +112,41 @@ def test_faults_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OtherMemoryError) as fault:
         read(os.getpid(), whole)
     assert fault.value.errno == errno.ENOSYS
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 2500)), min_size=1, max_size=60),
+    st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=60)
+def test_gaps_between_pieces_are_read_and_dropped(
+    pieces: list[tuple[int, int]], chance: random.Random
+) -> None:
+    """Pieces of (bytes, gap after them), some of them out of order."""
+    source = np.frombuffer(chance.randbytes(sum(map(sum, pieces))), np.uint8)
+    at = np.cumsum([0, *map(sum, pieces)])[:-1].tolist()
+    rows = [(source.ctypes.data + a, size) for a, (size, _) in zip(at, pieces, strict=True)]
+    if chance.random() < 0.5:
+        chance.shuffle(rows)
+    destination = np.full(sum(size + 1 for _, size in rows), 7, np.uint8)
+    expected, copies, to = destination.copy(), [], 0
+    for address, size in rows:
+        first = address - source.ctypes.data
+        expected[to : to + size] = source[first : first + size]
+        copies.append((address, destination.ctypes.data + to, size))
+        to += size + 1  # a byte that stays as it was
+    found = batches(columns(copies), chance.choice([500, 4000, 1 << 20]), bridge=True)
+    for batch in found:
+        read(os.getpid(), batch)
+        assert len(batch.here) <= 1024 and len(batch.there) <= len(batch.copies.nbytes)
+        assert batch.total >= batch.nbytes == batch.copies.nbytes.sum()
+    assert (destination == expected).all()
+
+
+def test_many_pieces_with_gaps_are_few_for_the_kernel() -> None:
+    rows = [(n * 5000, n * 9000, 4096) for n in range(2000)]
+    found = batches(columns(rows), bridge=True)
+    assert all(len(batch.there) == 1 and len(batch.here) <= 1024 for batch in found)
+    assert sum(batch.nbytes for batch in found) == 2000 * 4096
+    apart = batches(columns([(n * 9000, n * 9000, 4096) for n in range(2000)]), bridge=True)
+    assert all(len(batch.there) == len(batch.here) for batch in apart)

@@ -132,9 +132,11 @@ class Blueprint:
         self.places: Indices = np.empty(len(order), np.intp)
         self.places[order] = np.arange(len(order))
         sizes = sizes[order]
-        size = chunk_bytes or plan.chunk_size(plan.stream_bytes(sizes), receivers)
-        self.chunks = plan.Chunks(sizes, plan.cut(sizes, size))
         self.storages = self._on_devices(sizes, some)
+        size = chunk_bytes or plan.chunk_size(
+            plan.stream_bytes(sizes), receivers, on_device=self.storages.numbers is not None
+        )
+        self.chunks = plan.Chunks(sizes, plan.cut(sizes, size))
 
     def _on_devices(self, sizes: Column, some: Others) -> Storages:
         devices, on = ["cpu"], np.zeros(len(sizes), np.int64)

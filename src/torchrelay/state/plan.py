@@ -30,15 +30,16 @@ def stream_order(
     return np.argsort(np.asarray(nbytes, np.int64) >= small_bytes, kind="stable")
 
 
-def chunk_size(stream_bytes: int, receivers: int) -> int:
+def chunk_size(stream_bytes: int, receivers: int, *, on_device: bool = False) -> int:
     """Bytes a chunk should have.
 
-    Large chunks cost fewer messages; about sixteen keep both ends busy on smaller states. In a
-    chain each hop is behind the one before it by a whole chunk: all of them together should be
-    behind by no more than a sixty-fourth of the transfer.
+    Large chunks cost fewer messages and keep a device's copies busy; in host memory small ones are
+    still in a cache when they are hashed and copied. About sixteen keep both ends busy on smaller
+    states. In a chain each hop is behind the one before it by a whole chunk: all of them together
+    should be behind by no more than a sixty-fourth of the transfer.
     """
     hops = max(receivers - 1, 0)
-    most = 16 * MIB if hops else 64 * MIB
+    most = 64 * MIB if on_device and not hops else 16 * MIB
     wanted = stream_bytes // (64 * hops or 16)
     return aligned(max(MIN_CHUNK_BYTES, min(most, wanted)))
 

@@ -1,0 +1,115 @@
+"""Threads that are used again."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from torchrelay.memory import threads
+
+SECONDS = 20.0
+
+
+def idle() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == threads.IDLE]
+
+
+def settled(running: threads.Running) -> threading.Thread:
+    """The thread that has done this, once it is idle."""
+    assert running.wait(SECONDS)
+    ends = threading.Event()
+    for _ in range(2000):
+        for one in idle():
+            if one.ident == running._thread:
+                return one
+        ends.wait(0.01)
+    raise AssertionError("it did not get idle")
+
+
+def test_one_that_is_done_does_the_next() -> None:
+    seen: list[tuple[int, str]] = []
+
+    def note() -> None:
+        seen.append((threading.get_ident(), threading.current_thread().name))
+
+    first = threads.run(note, "test", niceness=1)
+    thread = settled(first)
+    second = threads.run(note, "again", niceness=1)
+    assert second.wait(SECONDS)
+    assert [name for _, name in seen] == ["torchrelay-test", "torchrelay-again"]
+    assert seen[0][0] == seen[1][0] == thread.ident
+
+
+def test_one_that_is_busy_does_not_hold_up_the_next() -> None:
+    go = threading.Event()
+    blocked = [threads.run(lambda: go.wait(SECONDS), "test") for _ in range(5)]
+    assert threads.run(lambda: None, "test").wait(SECONDS)
+    assert not any(one.wait(0) for one in blocked)
+    go.set()
+    assert all(one.wait(SECONDS) for one in blocked)
+
+
+def test_it_knows_where_it_runs() -> None:
+    told: list[bool] = []
+    ready = threading.Event()
+
+    def look() -> None:
+        ready.wait(SECONDS)
+        told.append(running.here)
+
+    running = threads.run(look, "test")
+    ready.set()
+    assert running.wait(SECONDS)
+    assert told == [True] and not running.here
+
+
+def test_what_is_raised_is_told_and_the_thread_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
+
+    def fail() -> None:
+        raise ValueError("lost")
+
+    thread = settled(threads.run(fail, "test", niceness=2))
+    assert told == [ValueError]
+    again = threads.run(lambda: None, "test", niceness=2)
+    assert again.wait(SECONDS) and again._thread == thread.ident
+
+
+def test_nothing_is_kept_alive_by_one_that_waits() -> None:
+    import gc
+    import weakref
+
+    class Thing:
+        pass
+
+    thing = Thing()
+    gone = weakref.ref(thing)
+    settled(threads.run(lambda thing=thing: None, "test"))  # type: ignore[misc]
+    del thing
+    gc.collect()
+    assert gone() is None
+
+
+def test_one_that_waits_in_vain_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "KEPT_SECONDS", 0.05)
+    running = threads.run(lambda: None, "test", niceness=3)
+    assert running.wait(SECONDS)
+    thread = next((one for one in threading.enumerate() if one.ident == running._thread), None)
+    if thread is not None:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert threads.run(lambda: None, "test", niceness=3).wait(SECONDS)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_process_has_threads_of_its_own() -> None:
+    settled(threads.run(lambda: None, "test"))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if threads.run(lambda: None, "test").wait(SECONDS) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
