@@ -104,6 +104,7 @@ def measured(laps: list[list[Lap]], first: list[tuple[Lap, str]]) -> Measured:
         messages=max(ranks[0].messages for ranks in laps),
         exact=len({digest for _, digest in first}) == 1,
         route=" and ".join(sorted({lap.route for ranks in laps for lap in ranks[1:]})),
+        cpu_seconds=median(sum(lap.cpu_seconds for lap in ranks) for ranks in laps),
         sender_phases=_phases([ranks[0] for ranks in laps]),
         receiver_phases=_phases([ranks[-1] for ranks in laps]),
     )

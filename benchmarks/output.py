@@ -89,6 +89,7 @@ def record(
             "others_busy": "share of the cores that other processes had just before",
             "digests": "on for torchrelay where bytes cross a wire or with verify=True; the "
             "others have none",
+            "cpu_seconds": "of the processes of all ranks in a lap, user and system",
             "lap": "from a barrier until the slowest rank is done; the first is not counted",
             "plan": "made anew in each lap; kept from the lap before in rows 'again'",
             "processes": "each contender in processes of its own, laps in turn",
@@ -141,6 +142,7 @@ def _measured(side: Measured) -> dict[str, Any]:
         "median_seconds": round(side.seconds, 6),
         "seconds": [round(lap, 6) for lap in side.laps],
         "first_seconds": round(side.first, 6),
+        "cpu_seconds": round(side.cpu_seconds, 6),
         "sender_bytes": side.bytes,
         "sender_messages": side.messages,
         "bit_exact": side.exact,

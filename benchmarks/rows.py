@@ -70,6 +70,7 @@ class Measured:
     messages: int  # of the sender, through the group
     exact: bool
     route: str = ""
+    cpu_seconds: float = 0.0  # of all ranks together
     sender_phases: dict[str, float] = field(default_factory=dict)
     receiver_phases: dict[str, float] = field(default_factory=dict)
 

@@ -33,7 +33,7 @@ from torchrelay.transports import wire
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 thorough = settings(
-    max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 MANY = 20_000
 

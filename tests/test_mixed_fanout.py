@@ -390,6 +390,7 @@ def stops_one(rank: int, group: Any) -> list[Any]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_stopped_receiver_delays_nobody_else() -> None:
     with Ranks(stops_one, 4) as ranks:
         for victim, _ in STOPS:

@@ -151,6 +151,7 @@ class Lap:
     phases: dict[str, float] = field(default_factory=dict)
     route: str = ""
     read: int = 0  # bytes that this rank got by other ways than the group
+    cpu_seconds: float = 0.0  # of this rank's process, all threads
 
 
 class Course:
@@ -189,7 +190,7 @@ class Course:
         self._contender.rest()
         bytes_before, messages_before = count.bytes, count.messages
         count.group.barrier().wait()
-        begun = time.perf_counter()
+        begun, worked = time.perf_counter(), time.process_time()
         if self._sends:
             moved = self._contender.send(self._state, range(1, count.size()))
         else:
@@ -203,6 +204,7 @@ class Course:
             moved.phases,
             moved.route,
             moved.read,
+            time.process_time() - worked,
         )
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ keeps the memory of another.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from functools import cached_property, partial
 from itertools import pairwise, repeat
@@ -60,7 +59,6 @@ class NewTensors:
         self._kinds = self._kind_of_each()
         self._whole: set[int] = set()
         self._homes: list[torch.Tensor] = []
-        self._lock = threading.Lock()
         self._host = Places(self._made_by_and_by(), [])
         if self.on_device:
             self._complete()
@@ -104,8 +102,7 @@ class NewTensors:
 
     def _complete(self) -> Runs:
         """Make what is left to make; all that is in host memory."""
-        with self._lock:
-            return self._host.host
+        return self._host.host
 
     def _make(self, low: int, high: int) -> Iterator[int]:
         """Make the homes of these storages. The address of each, 0 for those on devices."""

@@ -32,7 +32,7 @@ class Landing(Protocol):
     def write(self, index: int, data: torch.Tensor) -> None:
         """Take chunk `index`, whose bytes are in the buffer `data`, on the host or a device.
 
-        Several threads may, each with another chunk.
+        Several threads may, each with another chunk, once `places().host` has been asked for.
         """
 
     def places(self) -> Places:

@@ -99,6 +99,7 @@ class Intake:
         progress: Callable[[int, int], None],
     ) -> None:
         self._line, self._events, self._landing = line, events, landing
+        landing.places().host  # noqa: B018  # made here, not by the thread that writes to it
         self._group, self._sender = line.group, line.peer
         self._verify, self._step, self._deadline = verify, step, deadline
         self._device = device

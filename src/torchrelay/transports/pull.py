@@ -139,6 +139,8 @@ class Pull:
         shares, places = self._ways.shares, self._ways.places
         if places.live:
             self._landing.torn = True
+        if self._verify or shares.buffered or shares.ringed:
+            places.host  # noqa: B018  # made here, not by the threads that write to it
         self._read_straight(places, shares)
         self._read_buffered(shares.buffered)
         self._ask_for(shares.ringed)
