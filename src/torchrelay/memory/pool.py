@@ -138,7 +138,7 @@ class Pooled(Plainly):
         return allocate(nbytes, device) if found is None else found[0]
 
     def copy(
-        self, moves: Moves, *, alone: bool = True, beside: Callable[[], object] | None = None
+        self, moves: Moves, *, alone: bool = True, beside: Sequence[Callable[[], object]] = ()
     ) -> None:
         vectors.copy(moves, self._threads if alone else 1, beside)
 

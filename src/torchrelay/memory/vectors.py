@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,7 @@ class OtherMemoryError(OSError):
     """Another process's memory could not be read; `errno` says why."""
 
 
+Job = Callable[[], object]
 Ends = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 
@@ -139,10 +140,10 @@ def read_run(pid: int, address: int, destination: int, nbytes: int) -> None:
     _read(pid, here, there, nbytes)
 
 
-def copy(moves: Moves, threads: int = 1, beside: Callable[[], object] | None = None) -> None:
-    """Copy within this process, on a few threads; `beside` is called meanwhile, by one of them."""
+def copy(moves: Moves, threads: int = 1, beside: Sequence[Job] = ()) -> None:
+    """Copy within this process, on a few threads; what is to do `beside` is done in between."""
     short = moves.nbytes < np.uint64(_LONG)
-    jobs: list[Callable[[], object]] = [] if beside is None else [beside]
+    jobs: list[Job] = []
     if np.any(short):
         pid = os.getpid()
         for batch in batches(_where(moves, short), PIECE // 4, bridge=True):
@@ -152,14 +153,16 @@ def copy(moves: Moves, threads: int = 1, beside: Callable[[], object] | None = N
         columns = (long.destinations, long.sources, long.nbytes)
         for one in zip(*(c.tolist() for c in columns), strict=True):
             jobs.append(partial(ctypes.memmove, *one))
-    share_out(jobs, lambda: _call, threads)
+    # One and the other: copies let other threads run, and what is beside them may not.
+    mixed = (job for pair in zip_longest(jobs, beside) for job in pair if job is not None)
+    share_out(mixed, lambda: _call, threads)
 
 
 def _where(moves: Moves, rows: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Moves:
     return Moves(*(column[rows] for column in moves))
 
 
-def _call(job: Callable[[], object]) -> None:
+def _call(job: Job) -> None:
     job()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -288,7 +288,7 @@ class ExistingTensors:
         late = [late_copy(pair, self._held_part) for pair in self._late]
         self.torn = self.torn or bool(self._written or late)
         if self._atomic:
-            self._means.copy(self._last_copies, beside=self._note_written)
+            self._means.copy(self._last_copies, beside=self._notes())
             self._write_regions()
         for destination, source in late:
             copy_late(destination, source)
@@ -312,9 +312,13 @@ class ExistingTensors:
         return moves(self._staged, self._host)
 
     def _note_written(self) -> None:
-        """Once: autograd does not care how often, and it takes a while."""
+        for note in self._notes():
+            note()
+
+    def _notes(self) -> list[Callable[[], None]]:
+        """Has autograd told, a block at a time. Once: it does not care how often."""
         written, self._written = self._written, []
-        t.note_written(written)
+        return [partial(t.note_written, list(some)) for some in t.blocks(written)]
 
     def _write_regions(self) -> None:
         boxes: list[tuple[torch.Tensor, torch.Tensor]] = []

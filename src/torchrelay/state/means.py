@@ -31,7 +31,7 @@ class Means(Protocol):
         """One buffer for a staged copy."""
 
     def copy(
-        self, moves: Moves, *, alone: bool = True, beside: Callable[[], object] | None = None
+        self, moves: Moves, *, alone: bool = True, beside: Sequence[Callable[[], object]] = ()
     ) -> None:
         """Copy memory by address. `alone=False`: other threads do the same at the time. `beside`
         is to be done as well, in any order."""
@@ -52,11 +52,11 @@ class Plainly:
         return allocate(nbytes, device)
 
     def copy(
-        self, moves: Moves, *, alone: bool = True, beside: Callable[[], object] | None = None
+        self, moves: Moves, *, alone: bool = True, beside: Sequence[Callable[[], object]] = ()
     ) -> None:
         copy_one_by_one(moves)
-        if beside is not None:
-            beside()
+        for job in beside:
+            job()
 
     def copy_on_device(self, pairs: Pairs) -> None:
         for tensor, data in pairs:
