@@ -39,7 +39,7 @@ def chunk_size(stream_bytes: int, receivers: int, *, on_device: bool = False) ->
     should be behind by no more than a sixty-fourth of the transfer.
     """
     hops = max(receivers - 1, 0)
-    most = 64 * MIB if on_device and not hops else 16 * MIB
+    most = 16 * MIB if hops else 64 * MIB if on_device else 32 * MIB
     wanted = stream_bytes // (64 * hops or 16)
     return aligned(max(MIN_CHUNK_BYTES, min(most, wanted)))
 
