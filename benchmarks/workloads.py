@@ -117,7 +117,7 @@ def suite(small: bool) -> list[Workload]:
             f"{count:,} tensors of 4 KB",
             lambda: many_small(count),
             [*three(28, 24, 22), case(DIRECT, 35, again), case(DIRECT, 12, group), http],
-            repeats=min(repeats, 3),  # torch takes seconds for each
+            repeats=repeats,
         ),
         Workload(
             "views",

@@ -59,7 +59,7 @@ class NewTensors:
         self._kinds = self._kind_of_each()
         self._whole: set[int] = set()
         self._homes: list[torch.Tensor] = []
-        self._host = Places(self._made_by_and_by(), [])
+        self._host = Places(self._made_by_and_by(), [], making=len(self._sizes) > _PART)
         if self.on_device:
             self._complete()
 

@@ -32,10 +32,12 @@ class Places:
         device: list[tuple[int, torch.Tensor]],
         indirect: frozenset[int] = frozenset(),
         live: bool = False,
+        making: bool = False,
     ) -> None:
         self.device = device  # position in the stream, dense tensor on a device
         self.indirect = indirect  # chunks that go by `write` all the same
         self.live = live  # the caller's own tensors: once one is written to, the landing is `torn`
+        self.making = making  # of host memory, while it is asked for, keeps a core busy
         self._made: list[Runs] = []
         self._coming = iter(host)
 

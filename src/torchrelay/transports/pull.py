@@ -118,6 +118,8 @@ class Pull:
         self._buffers, self._progress = buffers, progress
         self._chunks = landing.chunks
         self._digests: dict[int, bytes] = {}
+        if ways.places.making:
+            threads = max(1, threads - 1)
         if ways.shares.buffered:
             # Each thread has a buffer of its own.
             threads = min(threads, max(1, buffers.limit // max(self._chunks.sizes)))
