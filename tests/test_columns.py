@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -651,3 +653,18 @@ def test_the_example_is_as_described() -> None:
     assert codec.decode(data) == snapshot.manifest
     assert f"The same in columns, {len(data)} bytes" in docs.WIRE
     assert re.search(rf"`join.minor` is {wire.COLUMNS} or more", docs.WIRE)
+
+
+def test_a_landing_that_is_given_up_keeps_no_memory() -> None:
+    manifest = capture({f"t{n}": torch.ones(4) for n in range(5000)}).manifest
+    landing: Any = land(manifest)
+    parts = landing.places().parts()
+    next(parts)
+    assert 0 < len(landing._homes) < 5000  # some are made, others are to come
+    made, gone = weakref.ref(landing._homes[0]), weakref.ref(landing)
+    gc.disable()
+    try:
+        del parts, landing
+        assert gone() is None and made() is None
+    finally:
+        gc.enable()

@@ -6,6 +6,7 @@ keeps the memory of another.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import cached_property, partial
 from itertools import pairwise, repeat
@@ -59,7 +60,9 @@ class NewTensors:
         self._kinds = self._kind_of_each()
         self._whole: set[int] = set()
         self._homes: list[torch.Tensor] = []
-        self._host = Places(self._made_by_and_by(), [], making=len(self._sizes) > _PART)
+        # By a proxy: a landing that is given up goes at once, and its memory with it.
+        coming = NewTensors._made_by_and_by(weakref.proxy(self))
+        self._host = Places(coming, [], making=len(self._sizes) > _PART)
         if self.on_device:
             self._complete()
 
