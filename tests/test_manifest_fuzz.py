@@ -31,7 +31,7 @@ from torchrelay.state.validation import ITEM_SIZES, check
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 SEED = 20240229
-TOTAL = 120_000
+TOTAL = 150_000
 LANDED_BYTES = 1 << 20  # larger claims are legal, and not worth the memory of a test
 
 decoded: list[object] = []
@@ -612,7 +612,7 @@ def _land(manifest: m.Manifest, index: int) -> None:
 def test_what_is_made_of_valid_mutants_is_bounded() -> None:
     """Bytes follow the manifest: all the same, or random. The state comes out, or an error."""
     made = 0
-    for index in range(0, 8_000, 2):
+    for index in range(0, 12_000, 2):
         manifest = decode(index)
         if manifest is None or manifest.nbytes > LANDED_BYTES:
             continue

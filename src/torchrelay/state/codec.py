@@ -213,3 +213,5 @@ def _check_version(version: tuple[int, int]) -> None:
             f"manifest of version {major}.{minor}, this library reads {VERSION[0]}.x: "
             "use the same major version of torchrelay on both sides"
         )
+    if minor < 0:
+        raise ManifestError(f"manifest of version {major}.{minor}")

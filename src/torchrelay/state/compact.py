@@ -66,7 +66,7 @@ def encode(manifest: m.Manifest, tree: bytes | None = None) -> bytes:
     devices, on = _devices(manifest.storages)
     return _encode(
         _Compact(
-            m.VERSION,
+            manifest.version,
             manifest.step,
             FORM,
             msgspec.Raw(_encode(manifest.tree) if tree is None else tree),

@@ -229,16 +229,5 @@ class Manifest(_Record, frozen=True):
         return sum(self.chunks)
 
 
-def stream_offsets(manifest: Manifest) -> list[int]:
-    """Where each storage's image starts in the stream; one more entry for the stream's end."""
-    offsets = []
-    at = 0
-    for storage in manifest.storages:
-        offsets.append(at)
-        at += aligned(storage.nbytes)
-    offsets.append(at)
-    return offsets
-
-
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
