@@ -61,7 +61,7 @@ def told(places: dict[int, wire.Place], silent: tuple[int, ...] = (), **how: Any
         memory = None if rank in silent else wire.Memory(where, b"%d" % rank, rank, -1)
         peers[rank] = Peer(rank, line, place=where, memory=memory)
     hops = fanout.chain(0, list(places))
-    return [go(hop, peers, 2.0, may_read=how.get("may_read", True)) for hop in hops]
+    return [go(hop, peers, 2.0, may_read=how.get("may_read", True), channel=False) for hop in hops]
 
 
 def pairs(words: list[wire.Go]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ import torch
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, Outcome, received, same, sent, weights
-from tests.support.ways import by, every_way, route_of
+from tests.support.ways import by, every_way_to_several, route_of
 
 TIMEOUT = 30.0
 
@@ -84,7 +84,7 @@ def check_three(results: list[Any], nbytes: int, way: str) -> None:
         assert {"call", "join", "data", "commit"} <= set(theirs.seconds)
 
 
-@every_way
+@every_way_to_several
 def test_three_receivers_cost_the_sender_the_state_once_at_most(pool4, way):
     nbytes = 24 << 20 if way == "group" else 8 << 20
     for atomic in (True, False):
@@ -98,7 +98,7 @@ def new_tensors(rank: int, group: Any) -> Any:
     return same(relay.recv(0).state, weights(3))
 
 
-@every_way
+@every_way_to_several
 def test_new_tensors_in_any_order_of_receivers(pool4, way):
     report, *right = pool4.run(by, way, new_tensors)
     assert report.receivers == (3, 1, 2) and report.step is None
@@ -136,7 +136,7 @@ def empty(rank: int, group: Any) -> Any:
     return [str(relay.recv(0).state) for _ in states]
 
 
-@every_way
+@every_way_to_several
 def test_states_without_bytes(pool4, way):
     ours, *theirs = pool4.run(by, way, empty)
     assert ours == [0, 0, 0]
@@ -203,7 +203,7 @@ def one_gives_up(rank: int, group: Any) -> Any:
     return outcomes
 
 
-@every_way
+@every_way_to_several
 def test_a_receiver_that_gives_up_holds_up_nobody(pool4, way):
     ours, *theirs = pool4.run(by, way, one_gives_up, fresh_group=True)
     for victim in (1, 2, 3):
@@ -254,7 +254,7 @@ def turmoil(rank: int, group: Any, rounds: int, seed: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(4))
-@every_way
+@every_way_to_several
 def test_turmoil(pool4, way, seed):
     ours, *theirs = pool4.run(by, way, turmoil, 25, seed, fresh_group=True, timeout=350)
     assert ours[1].error is None and ours[1].failed == (), ours[1]

@@ -15,10 +15,11 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, verdict, weights
 from tests.support.ranks import run_ranks
-from tests.support.ways import by, every_way
+from tests.support.ways import BY_MESSAGES, by, every_way
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports import outflow
 from torchrelay.transports.buffers import IN_FLIGHT
+from torchrelay.transports.channels import POSTED
 from torchrelay.transports.intake import Intake
 from torchrelay.transports.outflow import Outflow
 from torchrelay.transports.pull import Pull
@@ -458,19 +459,20 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
     """The sender's memory changes after it was hashed and before it has left.
 
     Over the group the receiver waits in its second chunk until that has happened. By then it has
-    buffers for one chunk more than are in flight; the one after that is still there. Where it takes
+    room for one chunk more than are in flight; the one after that is still there. Where it takes
     the bytes itself, it waits before the first.
     """
     threads = Threads()
-    relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG, verify=True)
-    size, chunks = 8 << 20, 8
+    relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG, verify=True, connections=2)
+    size, chunks = 16 << 20, 16
+    in_flight = IN_FLIGHT if way == "group" else 2 * POSTED
     if rank == 1:
         live = {"w": torch.zeros(size, dtype=torch.uint8)}
         seen, run = [], Pull.run
 
         def progress(done: tr.Progress) -> None:
             seen.append(done.done)
-            if len(seen) == 2 and way == "group":
+            if len(seen) == 2 and way in BY_MESSAGES:
                 wait_for_word(group)
 
         def run_later(self: Pull) -> None:
@@ -487,7 +489,7 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
     def digest(data: torch.Tensor) -> bytes:
         value = original(data)
         hashed.append(value)
-        if len(hashed) == (IN_FLIGHT + 2 if way == "group" else chunks):
+        if len(hashed) == (in_flight + 2 if way in BY_MESSAGES else chunks):
             data.numpy().fill(2)  # autograd does not hear of it
             group.send([torch.zeros(1)], 1, 5).wait()
         return value
@@ -515,7 +517,7 @@ def trained_while_sent(rank: int, group: Any, way: str, atomic: bool) -> Any:
         live = weights(OLD)
         return received(relay, 0, live, OLD, 1, LONG, atomic=atomic)
     state = weights(1)
-    owner, name = (Outflow, "pump") if way == "group" else (Sending, "_let_read")
+    owner, name = (Outflow, "pump") if way in BY_MESSAGES else (Sending, "_let_read")
     original = getattr(owner, name)
 
     def trained(*args: Any, **options: Any) -> None:
@@ -558,8 +560,8 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
     relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify=True)
     if rank == 0:
         return sent(relay, 1, 1, LONG)
-    owner: Any = Intake if way == "group" else Pull
-    name = {"group": "_arrived", "host": "_read_and_hash", "ring": "_land"}[way]
+    owner: Any = Intake if way in BY_MESSAGES else Pull
+    name = {"host": "_read_and_hash", "ring": "_land"}.get(way, "_arrived")
     original, count, lock = getattr(owner, name), [0], threading.Lock()
 
     def spoiled(self: Any, *args: Any) -> Any:
@@ -571,7 +573,7 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
             if spoil:
                 self._digests[args[0]] = bytes(16)
             return done
-        data = args[0].data if way == "group" else args[1]
+        data = args[0].data if way in BY_MESSAGES else args[1]
         if spoil:
             data[data.numel() // 2] ^= 0x10
         return original(self, *args)

@@ -17,7 +17,7 @@ import torch
 import torchrelay as tr
 from tests.support.faults import CHUNK, attempt, received, verdict, weights
 from tests.support.ranks import run_ranks
-from tests.support.ways import by, elsewhere, every_way, patched, refused
+from tests.support.ways import BY_MESSAGES, by, elsewhere, every_way, patched, refused
 from torchrelay.state.runs import Runs
 from torchrelay.transports import place, routes, wire
 from torchrelay.transports.group import Line
@@ -297,7 +297,7 @@ def with_digests(rank: int, group: Any, verify: bool | None) -> bool:
 
 @every_way
 def test_when_digests_are_compared(pool2: Any, way: str) -> None:
-    for verify, expected in ((None, way == "group"), (True, True), (False, False)):
+    for verify, expected in ((None, way in BY_MESSAGES), (True, True), (False, False)):
         assert pool2.run(by, way, with_digests, verify) == [expected] * 2
 
 

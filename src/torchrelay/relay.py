@@ -26,6 +26,7 @@ from torchrelay.state.prepared import Layout, Prepared, prepare
 from torchrelay.state.snapshot import capture
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import BufferPool
+from torchrelay.transports.channels import MOST_CONNECTIONS, usual_connections
 from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.costs import Costs
 from torchrelay.transports.cuda_ipc import Exports, Openings
@@ -69,6 +70,10 @@ class Relay:
     alone. `verify=None` compares digests of what crosses a wire; True, also of what the kernel
     copies on one machine; False, of nothing.
 
+    A large state to one receiver goes over `connections` of its own between the two (one for each
+    core, at most four, by default; 0: over the group's own, which is slower), made when they are
+    first needed and kept with the group.
+
     Calls from several threads at once are fine. The relay keeps its transfer buffers (at most
     `IN_FLIGHT` chunks each way, `BufferPool.limit` in all) and memory that received states were in
     (at most `pool` bytes while idle, a quarter of the machine's by default) until `close`.
@@ -84,6 +89,7 @@ class Relay:
         verify: bool | None = None,
         route: str | None = None,
         pool: int | None = None,
+        connections: int | None = None,
     ) -> None:
         if group is None:
             if not dist.is_initialized():
@@ -95,6 +101,8 @@ class Relay:
             raise UsageError(f"chunk_bytes is a positive number, not {chunk_bytes}")
         if pool is not None and pool < 0:
             raise UsageError(f"pool is a number of bytes, not {pool}")
+        if connections is not None and not 0 <= connections <= MOST_CONNECTIONS:
+            raise UsageError(f"connections is a number up to {MOST_CONNECTIONS}, not {connections}")
         Deadline(timeout)
         self._group = group
         self._post: Post = post_of(group)
@@ -103,6 +111,7 @@ class Relay:
         self._chunk_bytes = chunk_bytes
         self._verify = verify
         self._route = check_route(route)
+        self._connections = usual_connections() if connections is None else connections
         self._buffers = BufferPool()
         self._rings, self._mapped = Rings(), MappedRings()
         self._exports, self._openings = Exports(), Openings()
@@ -171,6 +180,7 @@ class Relay:
             join_timeout=deadline.seconds if join_timeout is None else join_timeout,
             verify=self._verify,
             route=route,
+            connections=self._connections,
             buffers=self._buffers,
             rings=self._rings,
             exports=self._exports,
@@ -194,11 +204,15 @@ class Relay:
                 ),
                 route=by,
                 routes=routes,
-                instead={k: v for peer in peers for k, v in peer.instead.items()},
+                instead={
+                    **{k: v for peer in peers for k, v in peer.instead.items()},
+                    **sending.berth.instead,
+                },
                 verified=all(compares(name, self._verify) for name in taken),
                 receivers=tuple(peer.rank for peer in peers if peer.stage == "done"),
                 failed={peer.rank: peer.reason for peer in peers if peer.stage != "done"},
                 rerouted=tuple(sending.rerouted),
+                connections=sending.berth.connections,
             )
 
         try:
@@ -301,6 +315,7 @@ class Relay:
             recall=self._recall,
             known=into.plan.known_tree if isinstance(into, Prepared) else None,
             route=route or self._route,
+            connections=self._connections,
             watch=watch,
             progress=_reporter(progress),
         )
@@ -323,9 +338,10 @@ class Relay:
             ),
             route=receiving.choice.route,
             routes={self.rank: receiving.choice.route},
-            instead=receiving.choice.instead,
+            instead={**receiving.choice.instead, **receiving.berth.instead},
             verified=receiving.verified,
             handed_bytes=receiving.handed_bytes,
+            connections=receiving.berth.connections,
             receivers=(self.rank,),
             missing=tuple(landed.missing),
             extra=tuple(landed.extra),

@@ -107,6 +107,7 @@ _SENDER = {
 }
 SENDER = {
     "group": {**_SENDER, "data": _Spot(Sending, "_sent", nth=5)},
+    "channel": {**_SENDER, "data": _Spot(Sending, "_sent", nth=5)},
     "host": {**_SENDER, "data": _Spot(Sending, "_let_read", after=True)},
     "ring": {**_SENDER, "data": _Spot(Serving, "fill", nth=5)},
 }
@@ -119,13 +120,15 @@ _RECEIVER = {
     "done": _Spot(Receiving, "_goodbye", when=lambda r, message: isinstance(message, wire.Done)),
 }
 _PULL = {**_RECEIVER, "commit": _Spot(Pull, "run", after=True), "pass on": _Spot(Pull, "finish")}
+_INTAKE = {
+    **_RECEIVER,
+    "data": _Spot(Intake, "_arrived", after=True, nth=5),
+    "commit": _Spot(Intake, "run", after=True),
+    "pass on": _Spot(Intake, "finish"),
+}
 RECEIVER = {
-    "group": {
-        **_RECEIVER,
-        "data": _Spot(Intake, "_arrived", after=True, nth=5),
-        "commit": _Spot(Intake, "run", after=True),
-        "pass on": _Spot(Intake, "finish"),
-    },
+    "group": _INTAKE,
+    "channel": _INTAKE,
     "host": {**_PULL, "data": _Spot(Pull, "_read_batch", nth=5)},
     "ring": {**_PULL, "data": _Spot(Pull, "_take_slot", nth=5)},
 }

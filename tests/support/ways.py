@@ -1,7 +1,8 @@
 """The ways that bytes take between ranks of one machine, each forced in turn.
 
-`group`: messages over the process group. `host`: the receiver reads the sender's memory. `ring`:
-reading is refused, and all goes through shared buffers.
+`group`: messages over the process group. `channel`: messages over connections of their own.
+`host`: the receiver reads the sender's memory. `ring`: reading is refused, and all goes through
+shared buffers.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import pytest
 
 import torchrelay as tr
 from torchrelay.memory import vectors
-from torchrelay.transports import place, pull
+from torchrelay.transports import place, pull, sender
 
-WAYS = ("group", "host", "ring")
+WAYS = ("group", "channel", "host", "ring")
 NEARBY = ("host", "ring")
+BY_MESSAGES = ("group", "channel")
 every_way = pytest.mark.parametrize("way", WAYS)
+every_way_to_several = pytest.mark.parametrize("way", [way for way in WAYS if way != "channel"])
 
 PIECE = 64 << 10
 """Bytes of one read, so that a state of a megabyte takes several."""
 
 
 def route_of(way: str) -> str:
-    return "group" if way == "group" else "host"
+    return "host" if way in NEARBY else "group"
 
 
 def refused(memory: object) -> str:
@@ -42,6 +45,8 @@ def taking(way: str) -> Iterator[None]:
         patch.setattr(pull, "batches", partial(vectors.batches, piece=PIECE))
         if way == "ring":
             patch.setattr(place, "cannot_read", refused)
+        if way == "channel":
+            patch.setattr(sender, "WORTH_BYTES", 0)
         yield
 
 

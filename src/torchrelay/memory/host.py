@@ -6,6 +6,7 @@ An allocator may or may not ask for huge pages, depending on size and history; t
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from contextlib import suppress
 
@@ -27,3 +28,8 @@ def host_block(nbytes: int) -> torch.Tensor:
         with suppress(OSError):  # a kernel without them
             block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.uint8)[:nbytes]
+
+
+def at_address(address: int, nbytes: int) -> torch.Tensor:
+    """Memory of this process as bytes. It does not stay alive by this."""
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)

@@ -102,6 +102,11 @@ class Runs:
         starts, stops, _ = self._lists
         return bisect_right(stops, start) < bisect_left(starts, stop)
 
+    def whole(self, start: int, stop: int) -> int | None:
+        """The address of the stream's bytes [start, stop), if they lie there in one piece."""
+        found = list(self.within(start, stop))
+        return found[0][1] if len(found) == 1 and found[0][2] == stop - start else None
+
     def between(self, start: int, stop: int) -> tuple[Column, Column, Column]:
         """`within`, in columns."""
         low, high = np.uint64(start), np.uint64(stop)

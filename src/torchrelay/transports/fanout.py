@@ -70,6 +70,36 @@ def culprits(hops: Sequence[Hop], blocked: Collection[int]) -> list[int]:
     return list(last.values())
 
 
+class Jury:
+    """Finds who holds up the others. One stall soon makes several, so all of them are heard first,
+    for `pause` seconds after the first."""
+
+    def __init__(self) -> None:
+        self._blocked: set[int] = set()
+        self._starving: set[int] = set()
+        self._due = float("inf")
+
+    def blocked(self, rank: int, now: float, pause: float) -> None:
+        """It takes no chunks."""
+        self._blocked.add(rank)
+        self._due = min(self._due, now + pause)
+
+    def starving(self, rank: int, now: float, pause: float) -> None:
+        """It gets none."""
+        self._starving.add(rank)
+        self._due = min(self._due, now + pause)
+
+    def verdict(
+        self, hops: Sequence[Hop], sender: int, now: float
+    ) -> tuple[list[int], int | None] | None:
+        """Whom to give up, and whom to feed, once it is time; then it starts anew."""
+        if now < self._due:
+            return None
+        found = culprits(hops, self._blocked), first_starving(hops, self._starving, sender)
+        self.__init__()  # type: ignore[misc]
+        return found
+
+
 def served_by(hops: Sequence[Hop], rank: int, upstream: int) -> list[Hop]:
     """The hops after `rank` has got another upstream; its old one no longer feeds anybody."""
     return [

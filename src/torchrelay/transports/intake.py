@@ -1,7 +1,8 @@
 """The data phase of a receive: chunks in, passed on, hashed, landed, and asked for again.
 
-Chunks arrive in private buffers. Those, not the caller's tensors, are what the backend writes to:
-a peer that wakes up after this side has given up cannot touch live weights.
+Chunks that come over the group arrive in private buffers. Those, not the caller's tensors, are what
+the backend writes to: a peer that wakes up after this side has given up cannot touch live weights.
+A channel can be cut, so what comes by one arrives where it belongs.
 """
 
 from __future__ import annotations
@@ -19,28 +20,32 @@ from torchrelay.errors import (
     RemoteProtocolError,
     TransferTimeoutError,
 )
+from torchrelay.memory.host import at_address
 from torchrelay.state.digest import digest
 from torchrelay.state.landing import Landing
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
+from torchrelay.transports.channels import Channel
 from torchrelay.transports.clock import Deadline
 from torchrelay.transports.events import RETRIES, failure
 from torchrelay.transports.group import CLOSED, Line
 from torchrelay.transports.handing import Way, way_in, way_on
 from torchrelay.transports.worker import Worker
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
 
 class _Slot:
-    """A buffer that takes one chunk at a time and is passed on from."""
+    """Takes one chunk at a time, which is passed on from there: in a buffer, or in its place."""
 
     __slots__ = ("buffer", "chunk", "data", "forwarding", "posted", "processed")
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.renew(buffer)
+    def __init__(self) -> None:
+        self.clear()
 
-    def renew(self, buffer: torch.Tensor) -> None:
-        """Start over with other memory: an abandoned operation may still use the old."""
-        self.buffer = self.data = buffer
+    def clear(self) -> None:
+        self.buffer: torch.Tensor | None = None  # none for a chunk that comes to its place
+        self.data = _NOTHING
         self.chunk = -1
         self.posted = self.forwarding = self.processed = False
 
@@ -51,7 +56,11 @@ class _Flow:
     def __init__(self, upstream: int, order: Sequence[int]) -> None:
         self.upstream, self.order = upstream, order
         self.posted = 0
-        self.arrived = 0
+        self.arrived: set[int] = set()
+
+    @property
+    def lacking(self) -> list[int]:
+        return [chunk for chunk in self.order if chunk not in self.arrived]
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,7 @@ class Intake:
         events: queue.SimpleQueue[object],
         landing: Landing,
         go: wire.Go,
+        channel: Channel | None,
         *,
         verify: bool,
         device: str,
@@ -99,7 +109,10 @@ class Intake:
         progress: Callable[[int, int], None],
     ) -> None:
         self._line, self._events, self._landing = line, events, landing
-        landing.places().host  # noqa: B018  # made here, not by the thread that writes to it
+        self._places = landing.places()
+        self._near = self._places.host  # made here, not by the thread that writes to it
+        # What the sender takes for granted, and what there is.
+        self._agreed, self._channel = go.channel, channel if go.channel else None
         self._group, self._sender = line.group, line.peer
         self._verify, self._step, self._deadline = verify, step, deadline
         self._device = device
@@ -112,12 +125,18 @@ class Intake:
         self._patience = go.patience
         self._downstream = go.downstream
         self._largest = max(self._chunks.sizes, default=0)
-        slots = min(self._count, IN_FLIGHT * (1 if go.downstream is None else 2))
-        self._slots = [_Slot(buffers.take(self._largest, self._device)) for _ in range(slots)]
+        self._buffers_left = slots = IN_FLIGHT * (1 if go.downstream is None else 2)
+        self._spare: list[torch.Tensor] = []
+        if self._channel is not None:
+            slots = self._channel.room
+        self._slots = [_Slot() for _ in range(min(self._count, slots))]
         self._free = list(self._slots)
         self._lane = 1
         self._flow = _Flow(go.upstream, range(self._count))
-        self._way_in = self._from(go.upstream, go.memory)
+        if self._channel is not None:
+            self._way_in = self._channel.way_in()
+        else:
+            self._way_in = self._from(go.upstream, go.memory)
         self._way_on: Way | None = None
         if go.downstream is not None:
             tag = wire.tag(go.downstream_id, 1)
@@ -137,6 +156,8 @@ class Intake:
         return f"{self._done_bytes} of {self._chunks.stream_bytes} bytes done"
 
     def run(self) -> None:
+        if self._agreed and self._channel is None:
+            self._ask_for(range(self._count))
         while not self._complete():
             self._post_receives()
             event = self._next(min(self._deadline.left(), self._tick()))
@@ -163,11 +184,13 @@ class Intake:
                 self._detach()
             elif event is None and self._deadline.passed:
                 break
-        for slot in self._free:
-            self._buffers.give(slot.buffer)
+        for buffer in self._spare:
+            self._buffers.give(buffer)
 
     def close(self) -> None:
         """Nothing is written after this; watchers end with what they still wait for."""
+        if self._channel is not None and any(slot.posted for slot in self._slots):
+            self._channel.cut()
         self._worker.stop()
         self._way_in.close()
         if self._way_on is not None:
@@ -217,10 +240,12 @@ class Intake:
     def _post_receives(self) -> None:
         flow, events = self._flow, self._events  # a receive that never ends keeps those alone
         while self._free and flow.posted < len(flow.order):
-            slot = self._free.pop(0)
-            slot.chunk = flow.order[flow.posted]
-            slot.data = slot.buffer[: self._chunks.sizes[slot.chunk]]
-            slot.posted, slot.processed, slot.forwarding = True, False, False
+            chunk = flow.order[flow.posted]
+            slot = self._free[0]
+            if not self._make_room(slot, chunk):
+                return
+            self._free.pop(0)
+            slot.chunk, slot.posted = chunk, True
             flow.posted += 1
 
             def report(fault: Exception | None, read: bool, slot: _Slot = slot) -> None:
@@ -228,9 +253,38 @@ class Intake:
 
             self._way_in.put(slot.data, report)
 
+    def _make_room(self, slot: _Slot, chunk: int) -> bool:
+        """Memory for a chunk: where it belongs, if that may be written to, or a buffer; whether
+        there is one."""
+        begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
+        if self._channel is not None and chunk not in self._places.indirect:
+            address = self._near.whole(begin, begin + size)
+            if address is not None:
+                self._landing.torn = self._landing.torn or self._places.live
+                slot.data = at_address(address, size)
+                return True
+        if self._spare:
+            slot.buffer = self._spare.pop()
+        elif self._buffers_left:
+            self._buffers_left -= 1
+            slot.buffer = self._buffers.take(self._largest, self._device)
+        else:
+            return False
+        slot.data = slot.buffer[:size]
+        return True
+
+    def _clear(self, slot: _Slot, *, abandoned: bool = False) -> None:
+        """Make a slot free. The buffer of an abandoned operation may still be written to."""
+        if abandoned:
+            self._buffers_left += slot.buffer is not None
+        elif slot.buffer is not None:
+            self._spare.append(slot.buffer)
+        slot.clear()
+        self._free.append(slot)
+
     def _arrived(self, slot: _Slot, read: bool) -> None:
-        data = slot.data
-        self._flow.arrived += 1
+        data, in_place = slot.data, slot.buffer is None
+        self._flow.arrived.add(slot.chunk)
         self._heard_at = time.monotonic()
         self.messages += 1
         self.wire_bytes += data.numel()
@@ -246,7 +300,8 @@ class Intake:
             try:
                 if self._verify:
                     mine = digest(data)
-                self._landing.write(chunk, data)
+                if not in_place:
+                    self._landing.write(chunk, data)
             except Exception as cause:
                 fault = cause
             self._events.put(Taken(slot, data, chunk, mine, fault))
@@ -267,7 +322,7 @@ class Intake:
             return  # given up by the next receiver, and renewed
         slot.processed = True
         if not slot.forwarding:
-            self._free.append(slot)
+            self._clear(slot)
 
     def _holds(self, trailer: tuple[bytes, ...]) -> bool:
         """Whether every chunk is the one that was sent; asks again for those that are not."""
@@ -297,15 +352,15 @@ class Intake:
     # Another upstream
 
     def _change_upstream(self, reason: str) -> None:
-        """Go on from the sender itself with what has not arrived."""
-        if self._flow.upstream == self._sender:
+        """Go on from the sender itself, over the group, with what has not arrived."""
+        if self._flow.upstream == self._sender and self._channel is None:
             raise PeerLostError(
                 f"connection lost: {reason}; {self.done}; {CLOSED}",
                 rank=self._sender,
                 step=self._step,
                 phase="data",
             )
-        self._ask_for(self._flow.order[self._flow.arrived :])
+        self._ask_for(self._flow.lacking)
 
     def _ask_for(self, chunks: Sequence[int]) -> None:
         if self._lost is not None:
@@ -313,11 +368,15 @@ class Intake:
         self._lane += 1
         if self._lane >= wire.LANES:
             raise PeerLostError("too many interruptions", rank=self._sender, phase="data")
+        if self._agreed:
+            self._trailer = None  # the sender looks again at what it sends again
+        if self._channel is not None:
+            self._channel.cut()
+            self._channel = None
         self._way_in.close()
         for slot in self._slots:
             if slot.posted:
-                slot.renew(self._buffers.take(self._largest, self._device))
-                self._free.append(slot)
+                self._clear(slot, abandoned=True)
         self._flow = _Flow(self._sender, chunks)
         self._way_in = self._from(self._sender)
         self._heard_at = time.monotonic()
@@ -349,20 +408,21 @@ class Intake:
         elif not event.read:
             self.forwarded_bytes += event.data.numel()
         if slot.processed:
-            self._free.append(slot)
+            self._clear(slot)
 
     def _detach(self) -> None:
         self._downstream = None
         for slot in self._slots:
             if slot.forwarding:
-                slot.renew(self._buffers.take(self._largest, self._device))
-                self._free.append(slot)
+                self._clear(slot, abandoned=True)
 
     def _check_stalls(self) -> None:
         if not self._patience:
             return
         now = time.monotonic()
-        starving = self._flow.posted > self._flow.arrived and self._flow.upstream != self._sender
+        starving = (
+            self._flow.posted > len(self._flow.arrived) and self._flow.upstream != self._sender
+        )
         if starving and now > self._heard_at + self._patience:
             self._heard_at = now
             if self._lost is not None:

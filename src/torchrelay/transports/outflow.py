@@ -19,19 +19,22 @@ from torchrelay.memory.side import on_side_stream
 from torchrelay.state.digest import digest
 from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
-from torchrelay.transports.c10d import ProcessGroup, Watcher
+from torchrelay.transports.channels import Channel
+from torchrelay.transports.handing import Way
 from torchrelay.transports.worker import Worker
 
 
 @dataclass
 class Stream:
-    """Chunks on their way to one receiver on one lane."""
+    """Chunks on their way to one receiver, by one way."""
 
     rank: int
-    tag: int
+    way: Way
     todo: deque[int]
-    watcher: Watcher
+    room: int  # for so many at a time
+    channel: bool  # beside the group: the receiver is not lost with it
     in_flight: int = 0
+    packed: int = 0  # of those, in buffers
     moved_at: float = field(default_factory=time.monotonic)
     alive: bool = True
 
@@ -65,25 +68,37 @@ class Outflow:
 
     def __init__(
         self,
-        group: ProcessGroup,
         snapshot: Snapshot,
         device: str,
         buffers: BufferPool,
         events: queue.SimpleQueue[object],
         worker: Worker,
     ) -> None:
-        self._group, self._snapshot, self._device = group, snapshot, device
+        self._snapshot, self._device = snapshot, device
         self._buffers, self._events, self._worker = buffers, events, worker
         self._chunks = snapshot.chunks
         self._digests: list[bytes | None] = [None] * len(self._chunks)
         self._hashing: set[int] = set()
         self.verify = False  # hash what is posted
         self.streams: list[Stream] = []
+        self._gone: set[int] = set()
+        self.gone_bytes = 0  # of the stream, that have left at least once
         self.wire_bytes = 0
         self.messages = 0
 
-    def open(self, rank: int, tag: int, chunks: Sequence[int]) -> None:
-        self.streams.append(Stream(rank, tag, deque(chunks), Watcher("data-out")))
+    def open(self, rank: int, way: Way, chunks: Sequence[int]) -> None:
+        """Send chunks over the group."""
+        self.streams.append(Stream(rank, way, deque(chunks), IN_FLIGHT, channel=False))
+
+    def open_channel(self, rank: int, channel: Channel) -> None:
+        """Send all chunks over a channel."""
+        todo = deque(range(len(self._chunks)))
+        self.streams.append(Stream(rank, channel.way_on(), todo, channel.room, channel=True))
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether a channel was used."""
+        return any(stream.channel for stream in self.streams)
 
     def cut(self, rank: int) -> None:
         """Post no more chunks to a receiver."""
@@ -93,7 +108,7 @@ class Outflow:
 
     def close(self) -> None:
         for stream in self.streams:
-            stream.watcher.close()
+            stream.way.close()
 
     @property
     def busy(self) -> bool:
@@ -102,7 +117,9 @@ class Outflow:
     def pump(self) -> None:
         """Post chunks on every stream that has room."""
         for stream in self.streams:
-            while stream.alive and stream.todo and stream.in_flight < IN_FLIGHT:
+            while stream.alive and stream.todo and stream.in_flight < stream.room:
+                if stream.packed == IN_FLIGHT:
+                    break
                 self._post(stream, stream.todo.popleft())
 
     def _post(self, stream: Stream, index: int) -> None:
@@ -111,18 +128,16 @@ class Outflow:
         if stream.in_flight == 0:
             stream.moved_at = time.monotonic()
         stream.in_flight += 1
+        stream.packed += lease is not None
         self.wire_bytes += data.numel()
         self.messages += 1
 
         events = self._events  # alone: a send that never ends must not keep the state alive
 
-        def report(fault: Exception | None) -> None:
+        def report(fault: Exception | None, read: bool) -> None:
             events.put(Sent(stream, index, lease, fault))
 
-        try:
-            stream.watcher.watch(self._group.send([data], stream.rank, stream.tag), data, report)
-        except RuntimeError as fault:
-            report(fault)
+        stream.way.put(data, report)
         if hashing:
             self._hashing.add(index)
             self._worker.submit(lambda: self._events.put(Hashed(index, digest(data), lease)))
@@ -139,9 +154,14 @@ class Outflow:
 
     def sent(self, event: Sent) -> None:
         event.stream.in_flight -= 1
+        event.stream.packed -= event.lease is not None
         event.stream.moved_at = time.monotonic()
-        if event.fault is None:
-            self._release(event.lease)
+        if event.fault is not None:
+            return
+        self._release(event.lease)
+        if event.chunk not in self._gone:
+            self._gone.add(event.chunk)
+            self.gone_bytes += self._chunks.sizes[event.chunk]
 
     # Digests
 

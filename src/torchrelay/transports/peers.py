@@ -39,7 +39,14 @@ class Peer:
     knocked_at: float = 0.0
 
 
-def go(hop: fanout.Hop, peers: Mapping[int, Peer], patience: float, *, may_read: bool) -> wire.Go:
+def go(
+    hop: fanout.Hop,
+    peers: Mapping[int, Peer],
+    patience: float,
+    *,
+    may_read: bool,
+    channel: bool,
+) -> wire.Go:
     """What a receiver is told of its place in the chain; `may_read`: memory of one another."""
     me, before = peers[hop.rank], peers.get(hop.upstream)  # none where it is the sender
     behind = None if hop.downstream is None else peers[hop.downstream]
@@ -50,6 +57,7 @@ def go(hop: fanout.Hop, peers: Mapping[int, Peer], patience: float, *, may_read:
         patience,
         memory=before.memory if before and may_read and _can_try(me, before) else None,
         notes=behind is not None and may_read and _can_try(behind, me),
+        channel=channel,
     )
 
 

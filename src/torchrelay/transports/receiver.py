@@ -28,6 +28,7 @@ from torchrelay.state.landing import Landing
 from torchrelay.state.manifest import Manifest
 from torchrelay.transports import cuda_ipc, place, wire
 from torchrelay.transports.buffers import BufferPool
+from torchrelay.transports.channels import Berth
 from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.events import failure
 from torchrelay.transports.group import CLOSED, GRACE, Line, Post
@@ -78,6 +79,7 @@ class Receiving:
         recall: codec.Recall,
         known: KnownTree | None,
         route: str | None,
+        connections: int,
         watch: Stopwatch,
         progress: Callable[[int, int], None],
     ) -> None:
@@ -93,11 +95,12 @@ class Receiving:
         self._openings = openings
         self._ways: Ways | None = None
         self._recall, self._known = recall, known
-        self._route = route
+        self._route, self._connections = route, connections
+        self.berth = Berth()
         self._watch = watch
         self._progress = progress
         self._landing: Landing | None = None
-        self._said_goodbye = False
+        self._said_goodbye = self._whole = False
         self.manifest: Manifest | None = None
         self.intake: Intake | Pull | None = None
         self.choice = Choice("group")
@@ -126,6 +129,7 @@ class Receiving:
         finally:
             if self.intake is not None:
                 self.intake.close()
+            self.berth.end(keep=self._whole)
 
     def _run(self) -> Landed:
         with self._watch("join"):
@@ -136,7 +140,15 @@ class Receiving:
             hashed: tuple[int, ...] = ()
             if self._ways is not None and offer.memory is not None and offer.memory.verify:
                 hashed = self._ways.hashed
-            self._line.send(wire.Accept(self.choice.route, ring, self.choice.instead, hashed))
+            if self._ways is None:
+                channels = self._post.channels
+                self.berth = channels.answer(self._sender, offer.channel, self._connections)
+            agreed = self.berth.record is not None
+            self._line.send(
+                wire.Accept(self.choice.route, ring, self.choice.instead, hashed, agreed)
+            )
+            if agreed:
+                self.berth.agreed(self._deadline)
             if offer.threads and self._ways is not None and not ring:
                 go = wire.Go(self._sender, threads=offer.threads)  # nobody else to wait for
             else:
@@ -150,6 +162,7 @@ class Receiving:
         with self._watch("commit"):
             landed = landing.commit()
             settle()
+        self._whole = True
         self._goodbye(wire.Done())
         with self._watch("pass on"):
             assert self.intake is not None
@@ -171,6 +184,8 @@ class Receiving:
         return wire.Join(wire.MINOR, self._step, place.here(), token, address)
 
     def _take_in(self, offer: wire.Offer, landing: Landing, go: wire.Go) -> None:
+        if not go.channel:
+            self.berth.end(keep=False)
         if go.memory is not None and self._route == "group":
             # Meant for a call that this one has traded offers with: it reads at no place.
             go = msgspec.structs.replace(go, memory=wire.Memory(wire.Place(), b"", 0, -1))
@@ -179,6 +194,7 @@ class Receiving:
             self._events,
             landing,
             go,
+            self.berth.channel(self._deadline) if go.channel else None,
             verify=offer.verify,
             device=offer.device,
             step=self.manifest.step if self.manifest else None,

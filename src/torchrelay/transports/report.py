@@ -17,7 +17,7 @@ class Report:
     predicted: dict[str, float] = field(default_factory=dict)  # the same, before it began
     route: str = "group"  # "cuda_ipc", "host" or "group"; "mixed" where receivers differ
     routes: dict[int, str] = field(default_factory=dict)  # of each receiver that has the state
-    instead: dict[str, str] = field(default_factory=dict)  # faster routes: why each was not taken
+    instead: dict[str, str] = field(default_factory=dict)  # faster ways: why each was not taken
     verified: bool = True  # whether digests were compared
     receivers: tuple[int, ...] = ()  # that have the state
     failed: dict[int, str] = field(default_factory=dict)  # rank: why it has not
@@ -25,6 +25,7 @@ class Report:
     missing: tuple[str, ...] = ()  # offered, not in the destination (strict=False)
     extra: tuple[str, ...] = ()  # in the destination, not offered (strict=False)
     handed_bytes: int = 0  # of `wire_bytes`, read from the receiver before this one in the chain
+    connections: int = 0  # beside those of the group, that carried the data
 
     @property
     def total_seconds(self) -> float:
@@ -37,6 +38,8 @@ class Report:
         """
         rate = f", {self.bytes / self.total_seconds / 1e9:.2f} GB/s" if self.total_seconds else ""
         lines = [f"{self.bytes} bytes by route {self.route}{rate}"]
+        if self.connections:
+            lines.append(f"  over {self.connections} connections beside the group's")
         if self.handed_bytes:
             lines.append(f"  {self.handed_bytes} of them read from the receiver before this one")
         lines += [f"  not by {name}: {why}" for name, why in self.instead.items()]

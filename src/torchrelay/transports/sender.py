@@ -18,9 +18,11 @@ from torchrelay.state.columns import devices_of
 from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports import fanout, wire
 from torchrelay.transports.buffers import BufferPool
+from torchrelay.transports.channels import WORTH_BYTES, Berth
 from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
+from torchrelay.transports.handing import way_on
 from torchrelay.transports.outflow import Hashed, Outflow, Sent
 from torchrelay.transports.peers import Peer, go, outcome
 from torchrelay.transports.ring import Rings
@@ -53,6 +55,7 @@ class Sending:
         join_timeout: float,
         verify: bool | None,
         route: str | None,
+        connections: int,
         buffers: BufferPool,
         rings: Rings,
         exports: Exports,
@@ -77,16 +80,14 @@ class Sending:
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._worker = Worker()
         self._serving = Serving(snapshot, rings, exports, verify=verify)
-        self._out = Outflow(
-            self._group, snapshot, self._device, buffers, self._events, self._worker
-        )
+        self._out = Outflow(snapshot, self._device, buffers, self._events, self._worker)
+        self._connections = connections
+        self.berth = Berth()
         self.peers = {rank: Peer(rank, line) for rank, line in receivers.items()}
         self._hops: list[fanout.Hop] = []
         self._patience = 0.0
         self._joining = True
-        self._blocked: set[int] = set()
-        self._starving: set[int] = set()
-        self._judge_at = float("inf")
+        self._jury = fanout.Jury()
         self.rerouted: list[int] = []
 
     @property
@@ -114,6 +115,7 @@ class Sending:
         finally:
             self._worker.stop()
             self._serving.close()
+            self.berth.end(keep=all(peer.stage == "done" for peer in self.peers.values()))
         sent = f"{self.wire_bytes} of {self._chunks.stream_bytes} bytes sent"
         fault = outcome(self.peers.values(), sent=sent, step=self._step, phase=self._watch.phase)
         if fault is not None:
@@ -193,6 +195,9 @@ class Sending:
         peer.place = join.place
         peer.memory = wire.Memory(join.place, join.token, join.beacon, -1) if join.token else None
         memory = None if self._route == "group" else self._serving.memory(join.place)
+        nbytes = self._chunks.stream_bytes if self._device == "cpu" else 0
+        if len(self.peers) == 1 and join.minor >= wire.CHANNELS and nbytes >= WORTH_BYTES:
+            self.berth = self._post.channels.propose(peer.rank, self._connections)
         peer.line.send(
             wire.Offer(
                 self._snapshot.encoded(columns=join.minor >= wire.COLUMNS),
@@ -201,6 +206,7 @@ class Sending:
                 memory,
                 self._route,
                 cores() if len(self.peers) == 1 else 0,
+                self.berth.record,
             )
         )
         if memory is not None and memory.pieces and join.place.devices:
@@ -218,14 +224,18 @@ class Sending:
             self._patience = min(self._window, self._deadline.seconds / 4)
         # Memory that is read late may have changed: there must be digests to notice.
         reads = self._verify and self._device == "cpu" and self._route is None
+        channel = self.berth.channel(self._deadline)
         for hop in self._hops:
-            word = go(hop, self.peers, self._patience, may_read=reads)
+            word = go(hop, self.peers, self._patience, may_read=reads, channel=channel is not None)
             self.peers[hop.rank].line.send(word)
         for peer in nearby:
             self._let_read(peer, share=len(nearby))
         if accepted:
             self._out.verify = self._verify
-            self._open_stream(accepted[0].rank, 1, range(len(self._chunks)))
+            if channel is not None:
+                self._out.open_channel(accepted[0].rank, channel)
+            else:
+                self._open_stream(accepted[0].rank, 1, range(len(self._chunks)))
         while self._in("accepted"):
             self._out.pump()
             self._send_trailers()
@@ -261,7 +271,8 @@ class Sending:
         return min(self._patience / 4, 0.25) if self._patience else 1.0
 
     def _open_stream(self, rank: int, lane: int, chunks: Sequence[int]) -> None:
-        self._out.open(rank, wire.tag(self.peers[rank].line.transfer, lane), chunks)
+        tag = wire.tag(self.peers[rank].line.transfer, lane)
+        self._out.open(rank, way_on(self._group, rank, tag, notes=False), chunks)
 
     def _send_trailers(self) -> None:
         """Tell those who have all bytes, or soon will, what they should be."""
@@ -315,25 +326,16 @@ class Sending:
         for stream in self._out.streams:
             if stream.alive and stream.in_flight and now > stream.moved_at + self._patience:
                 stream.moved_at = now
-                self._note(self._blocked, stream.rank)
-        if now >= self._judge_at:
-            self._judge()
-
-    def _note(self, stuck: set[int], rank: int) -> None:
-        stuck.add(rank)
-        self._judge_at = min(self._judge_at, time.monotonic() + GATHER * self._tick())
-
-    def _judge(self) -> None:
-        """Give up on whoever holds up others, and feed who starves."""
-        for rank in fanout.culprits(self._hops, self._blocked):
+                self._jury.blocked(stream.rank, now, GATHER * self._tick())
+        verdict = self._jury.verdict(self._hops, self._me, now)
+        if verdict is None:
+            return
+        culprits, starving = verdict
+        for rank in culprits:
             if self.peers[rank].stage == "accepted":
                 self._fail(self.peers[rank], f"took no data for {self._patience:.3g} s")
-        starving = fanout.first_starving(self._hops, self._starving, self._me)
         if starving is not None and self.peers[starving].stage == "accepted":
             self.peers[starving].line.send(wire.Reroute())
-        self._blocked.clear()
-        self._starving.clear()
-        self._judge_at = float("inf")
 
     # Events
 
@@ -381,6 +383,10 @@ class Sending:
             peer.stage = "accepted"
             peer.route, peer.needs_ring = message.route, message.ring
             peer.instead, peer.hashed = message.instead, message.hashed
+            if message.channel:
+                self.berth.agreed(self._deadline)
+            elif message.route == "group":
+                self.berth.refused()
         elif isinstance(message, wire.Fill) and peer.stage == "accepted":
             if not self._serving.fill(peer.line, message):
                 self._fail(peer, "asked for a chunk or slot that does not exist")
@@ -397,10 +403,10 @@ class Sending:
         elif isinstance(message, wire.Need) and any(hop.rank == peer.rank for hop in self._hops):
             self._need(peer, message)
         elif isinstance(message, wire.Stalled):
-            self._note(self._starving, peer.rank)
+            self._jury.starving(peer.rank, time.monotonic(), GATHER * self._tick())
         elif isinstance(message, wire.Blocked):
             if any(hop[:2] == (message.rank, peer.rank) for hop in self._hops):
-                self._note(self._blocked, message.rank)
+                self._jury.blocked(message.rank, time.monotonic(), GATHER * self._tick())
         else:
             self._fail(peer, f"sent {type(message).__name__} out of turn")
 
@@ -426,6 +432,9 @@ class Sending:
             return
         if self._serve(peer.rank):
             self.rerouted.append(peer.rank)
+        if self._out.by_channel:
+            self.berth.end(keep=False)
+            peer.trailed = False  # what it is sent now may have changed since
         self._out.cut(peer.rank)
         self._open_stream(peer.rank, need.lane, need.chunks)
 
@@ -446,11 +455,16 @@ class Sending:
         self._out.sent(event)
         if event.fault is not None:
             peer = self.peers[stream.rank]
-            if stream.alive and peer.stage == "accepted":
+            if not stream.alive or peer.stage != "accepted":
+                return
+            if stream.channel:
+                # The receiver notices too, and asks for what it lacks over the group.
+                stream.alive = False
+                self.berth.end(keep=False)
+            else:
                 self._fail(peer, f"connection lost: {event.fault}")
-        elif stream is self._out.streams[0]:
-            done = self._chunks.offsets[event.chunk] + self._chunks.sizes[event.chunk]
-            self._progress(done, self._chunks.stream_bytes)
+        else:
+            self._progress(self._out.gone_bytes, self._chunks.stream_bytes)
 
     def _fail(self, peer: Peer, reason: str, *, late: bool = False) -> None:
         """Give up on one receiver, and see to those around it."""

@@ -15,8 +15,9 @@ import msgspec
 
 from torchrelay.errors import RemoteProtocolError
 
-MAJOR, MINOR = 1, 2
+MAJOR, MINOR = 1, 3
 COLUMNS = 2  # minor version from which on manifests in columns are read
+CHANNELS = 3  # minor version from which on connections beside the group's are understood
 
 PRELUDE_TAG = 1  # shared with torch's protocol
 ID_BITS = 26
@@ -114,6 +115,14 @@ class Memory(msgspec.Struct, array_like=True, frozen=True):
     no_exports: str = ""  # why there are none
 
 
+class Channel(msgspec.Struct, array_like=True, frozen=True):
+    """Connections beside those of the group, for the chunks of one transfer."""
+
+    id: str
+    lanes: int
+    made: bool  # in an earlier transfer; else both sides connect once it is accepted
+
+
 # From the receiver to the sender.
 
 
@@ -135,6 +144,7 @@ class Accept(_Message, tag="accept", frozen=True):
     ring: bool = False  # I need a ring of shared buffers: not all can be read where it lies
     instead: dict[str, str] = {}  # faster routes, and why each was not taken
     hashed: tuple[int, ...] = ()  # chunks whose digests I compare, not by the group
+    channel: bool = False  # I agree to the one that was offered
 
 
 class Fill(_Message, tag="fill", frozen=True):
@@ -198,6 +208,7 @@ class Offer(_Message, tag="offer", frozen=True):
     memory: Memory | None = None  # for a receiver on the same machine
     route: str | None = None  # the only one I take
     threads: int = 0  # not 0: you are the only receiver, and may read with so many at once
+    channel: Channel | None = None  # that chunks can come by
 
 
 class Ring(msgspec.Struct, array_like=True, frozen=True):
@@ -220,6 +231,7 @@ class Go(_Message, tag="go", frozen=True):
     ring: Ring | None = None
     memory: Memory | None = None  # of your upstream: read chunks there, as its notes tell
     notes: bool = False  # your downstream reads: send it notes in place of chunks
+    channel: bool = False  # chunks come by the one that we agreed on
 
 
 class Knock(_Message, tag="knock", frozen=True):
