@@ -70,18 +70,6 @@ def use(group: ProcessGroup) -> None:
     _groups.add(group)
 
 
-def cut(group: ProcessGroup) -> None:
-    """Close every connection of a group for good; every posted operation fails.
-
-    A wait that times out does so before it returns: no thread of the backend is at the memory of
-    an operation any more, and none comes back to it.
-    """
-    scratch = torch.zeros(1)
-    peer = (group.rank() + 1) % group.size()
-    with suppress(RuntimeError):
-        group.recv([scratch], peer, _LAST_TAG).wait(timedelta(milliseconds=1))
-
-
 @atexit.register
 def _settle() -> None:
     """Let no thread return from a backend's code while the interpreter is being taken down.
@@ -93,7 +81,10 @@ def _settle() -> None:
     if not _returned(0.1):
         for group in list(_groups):
             if group.size() > 1 and group.rank() >= 0:
-                cut(group)
+                scratch = torch.zeros(1)
+                with suppress(RuntimeError):
+                    peer = (group.rank() + 1) % group.size()
+                    group.recv([scratch], peer, _LAST_TAG).wait(timedelta(milliseconds=1))
         _returned(1.0)
 
 

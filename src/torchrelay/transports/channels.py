@@ -1,39 +1,45 @@
-"""Connections of our own between two ranks, for the chunks of one transfer at a time.
+"""TCP connections of our own between two ranks, for the chunks of one transfer at a time.
 
 A process group has one connection to each rank and one thread that serves all of them, and what is
-posted there can never be taken back. A channel is a few more connections of the same kind (gloo),
-which find each other through the group's store. They share the work, and they can be cut: after
-that nothing is written to memory that was posted. So chunks come straight to where they belong,
-and a peer that wakes up late finds nobody.
+posted there can never be taken back. A channel is a few more connections. They share the work, and
+they can be cut: after that nothing is written to memory that was put in. So chunks come straight to
+where they belong, and a peer that wakes up late finds nobody.
+
+The sender listens where gloo would, for as long as it takes; a receiver shows the token that it was
+told over the group.
 """
 
 from __future__ import annotations
 
+import hmac
+import queue
 import secrets
+import socket
+import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchrelay.memory import threads
 from torchrelay.memory.pool import cores
-from torchrelay.transports import c10d, wire
-from torchrelay.transports.c10d import ProcessGroup, inside_backend
+from torchrelay.transports import wire
+from torchrelay.transports.addresses import listen_here
 from torchrelay.transports.clock import Deadline
-from torchrelay.transports.handing import Report, Way, way_in, way_on
+from torchrelay.transports.handing import Report, Way
 
 WORTH_BYTES = 64 << 20  # of a state, from which on it gains more than connecting costs
-CONNECT_SECONDS = 5.0
-KEPT = 4  # idle ones of each peer; the other end may have cut the oldest
-POSTED = 4  # chunks at a time on each connection
-SENDER, RECEIVER = 0, 1
-_TAG = 1
 MOST_CONNECTIONS = 16
-_MOST_ID = 64  # characters
+CONNECT_SECONDS = 3.0
+TRY_AGAIN_SECONDS = 60.0  # after a receiver could not connect
+POSTED = 4  # chunks at a time on each connection
+KEPT = 4  # idle channels of each peer
+TOKEN_BYTES = 16
+
+_NUMBER = struct.Struct("<I")
+_Job = tuple[torch.Tensor, Report]
 
 
 def usual_connections() -> int:
@@ -42,13 +48,11 @@ def usual_connections() -> int:
 
 
 class Channel:
-    """One end of some connections. Its ways carry chunks in order, each connection some of them."""
+    """One end of some connections. A way over it carries chunks in order, each connection some."""
 
-    def __init__(self, id: str, lanes: list[ProcessGroup], side: int) -> None:
-        self.id, self._lanes, self._peer = id, lanes, 1 - side
+    def __init__(self, id: str, lanes: list[socket.socket]) -> None:
+        self.id, self._lanes = id, [_Lane(lane) for lane in lanes]
         self.whole = True  # until it is cut from here
-        for lane in lanes:
-            c10d.use(lane)
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -58,26 +62,111 @@ class Channel:
         """Chunks that should be under way."""
         return POSTED * len(self._lanes)
 
-    def way_in(self) -> Way:
-        return _Spread([way_in(lane, self._peer, _TAG, None) for lane in self._lanes])
+    def way_in(self, transfer: int) -> Way:
+        return _Spread([_Receiving(lane, transfer) for lane in self._lanes])
 
-    def way_on(self) -> Way:
-        return _Spread([way_on(lane, self._peer, _TAG, notes=False) for lane in self._lanes])
+    def way_on(self, transfer: int) -> Way:
+        return _Spread([_Sending(lane, transfer) for lane in self._lanes])
 
     def cut(self) -> None:
-        """Close the connections: what is posted fails, and its memory is not touched from here on.
-
-        The other end notices.
-        """
+        """Close the connections: what is under way fails, here and at the other end. No memory that
+        was put in is touched from here on."""
         self.whole = False
         for lane in self._lanes:
-            c10d.cut(lane)
+            lane.cut()
+
+
+class _Lane:
+    """One connection. Nothing is moved on it once `cut` has returned."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(None)
+        self._connection = connection
+        self._moving = threading.Lock()
+
+    def send(self, data: memoryview) -> None:
+        with self._moving:
+            while data.nbytes:
+                data = data[self._connection.send(data) :]
+
+    def fill(self, memory: memoryview) -> None:
+        with self._moving:
+            while memory.nbytes:
+                count = self._connection.recv_into(memory, 0, socket.MSG_WAITALL)
+                if not count:
+                    raise ConnectionResetError("closed by the other side")
+                memory = memory[count:]
+
+    def cut(self) -> None:
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes up whoever waits in it
+        with self._moving:
+            self._connection.close()
+
+
+class _Thread:
+    """Chunks through one connection, one after the other, on a thread of their own."""
+
+    def __init__(self, lane: _Lane, transfer: int) -> None:
+        self._lane, self._transfer = lane, transfer
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._started = False
+
+    def put(self, data: torch.Tensor, report: Report) -> None:
+        self._jobs.put((data, report))
+        if not self._started:
+            self._started = True
+            threads.run(self._run, "channel")
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        fault: Exception | None = None
+        begun = False
+        while (job := self._jobs.get()) is not None:
+            data, report = job
+            try:
+                if fault is None and not begun:
+                    begun = True
+                    self._begin()
+                if fault is None:
+                    self._move(memoryview(data.numpy()))  # type: ignore[arg-type]
+            except OSError as cause:
+                fault = cause
+            report(fault, False)
+            del job, data, report  # not kept alive while waiting for the next
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _move(self, data: memoryview) -> None:
+        raise NotImplementedError
+
+
+class _Sending(_Thread):
+    def _begin(self) -> None:
+        self._lane.send(memoryview(_NUMBER.pack(self._transfer)))
+
+    def _move(self, data: memoryview) -> None:
+        self._lane.send(data)
+
+
+class _Receiving(_Thread):
+    def _begin(self) -> None:
+        number = bytearray(_NUMBER.size)
+        self._lane.fill(memoryview(number))
+        if _NUMBER.unpack(number)[0] != self._transfer:
+            raise ConnectionError("bytes of another transfer")
+
+    def _move(self, data: memoryview) -> None:
+        self._lane.fill(data)
 
 
 class _Spread:
     """Chunks dealt out to several ways, in turn."""
 
-    def __init__(self, ways: list[Way]) -> None:
+    def __init__(self, ways: list[_Thread]) -> None:
         self._ways, self._next = ways, 0
 
     def put(self, data: torch.Tensor, report: Report) -> None:
@@ -91,113 +180,121 @@ class _Spread:
 
 
 class Berth:
-    """A transfer's place for a channel: none, one that is there, or one to make."""
+    """A transfer's place for a channel: none, or one that may yet have to be connected."""
 
     def __init__(
         self,
         record: wire.Channel | None = None,
         channel: Channel | None = None,
         give: Callable[[Channel], None] | None = None,
-        make: Callable[[float], Channel] | None = None,
+        listener: socket.socket | None = None,
+        far: Callable[[], None] | None = None,
     ) -> None:
         self.record = record
-        self.instead: dict[str, str] = {}  # why there is no channel although both sides agreed
+        self.channel: Channel | None = None  # once both sides have it
+        self.instead: dict[str, str] = {}  # why there is none although there should be
         self.connections = 0  # that the transfer had
-        self._channel, self._give, self._make = channel, give, make
-        self._connecting: threads.Running | None = None
-        self._lock = threading.Lock()
-        self._agreed = self._over = False
+        self._ready, self._give, self._listener, self._far = channel, give, listener, far
+
+    def answered(self, accept: wire.Accept, deadline: Deadline) -> None:
+        """What the receiver says to it."""
+        if accept.channel:
+            self.agreed(deadline)
+        elif accept.route == "group":
+            if self._far is not None:
+                self._far()
+            if self._ready is not None:
+                self._ready.cut()  # it is lost there
 
     def agreed(self, deadline: Deadline) -> None:
-        """Both sides want it: connect, beside whatever is done meanwhile."""
-        self._agreed = True
-        if self._channel is None and self._make is not None:
-            seconds = min(CONNECT_SECONDS, max(deadline.left() / 4, 0.001))
-            self._connecting = threads.run(lambda: self._connect(seconds), "connect")
-
-    def _connect(self, seconds: float) -> None:
-        assert self._make is not None
-        try:
-            with inside_backend():
-                channel = self._make(seconds)
-        except Exception as fault:  # whatever the store or the backend raises
-            self.instead = {"connections": f"not made: {fault}"[:300]}
-            return
-        with self._lock:
-            self._channel = channel
-            if self._over:
-                channel.cut()
-
-    def channel(self, deadline: Deadline) -> Channel | None:
-        """The channel, once it stands; None where it could not be made in time."""
-        if not self._agreed:
-            return None
-        if self._connecting is not None:
-            seconds = min(CONNECT_SECONDS + 1, deadline.left() / 2)
-            if not self._connecting.wait(seconds):
-                self.instead = {"connections": f"not made within {seconds:.3g} s"}
-        self.connections = 0 if self._channel is None else len(self._channel)
-        return self._channel
-
-    def refused(self) -> None:
-        """The other side does not want it. One that was made before is lost there."""
-        with self._lock:
-            if self._channel is not None and not self._over:
-                self._channel.cut()
-            self._over = True
+        """Both sides want it, and the receiver has connected."""
+        if self._listener is not None and self.record is not None:
+            ends = time.monotonic() + min(CONNECT_SECONDS, deadline.left())
+            try:
+                self._ready = _accept(self._listener, self.record, ends)
+            except OSError as fault:
+                self.instead = {"connections": f"not made: {fault}"}
+            self._listener.close()
+        self.channel = self._ready
+        self.connections = 0 if self.channel is None else len(self.channel)
 
     def end(self, *, keep: bool) -> None:
         """The transfer has no more use for it: it is kept for the next one, or cut. One that was
         not agreed on has not been used, and is kept."""
-        with self._lock:
-            channel, over, self._over = self._channel, self._over, True
-            if channel is None or over:
-                return
-            if (keep or not self._agreed) and channel.whole and self._give is not None:
-                self._give(channel)
-            else:
-                channel.cut()
+        if self._listener is not None:
+            self._listener.close()
+        ready, self._ready = self._ready, None
+        if ready is None or not ready.whole:
+            return
+        if (keep or self.channel is None) and self._give is not None:
+            self._give(ready)
+        else:
+            ready.cut()
 
 
 class Channels:
     """The channels of one process group in this process. Those that are idle are kept, by rank."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[tuple[int, int], list[Channel]] = {}  # by side here, and peer
+        self._idle: dict[tuple[str, int], list[Channel]] = {}  # by side here, and peer
+        self._far: set[int] = set()  # peers that could be near, and took the group
+        self._failed: dict[int, tuple[float, str]] = {}  # when and why connecting to a peer failed
 
-    def propose(self, peer: int, connections: int) -> Berth:
-        """For a sender: with a channel that is there, or one to make."""
-        if self._store is None or not connections:
-            return Berth()
-        channel = self._take(SENDER, peer, lambda idle: len(idle) == connections)
-        id = secrets.token_hex(8) if channel is None else channel.id
-        record = wire.Channel(id, connections, channel is not None)
-        return self._berth(SENDER, peer, record, channel)
+    def propose(self, peer: int, connections: int, *, near: bool) -> Berth:
+        """For a sender: with a channel that is there, or one that the receiver may connect to. One
+        that is `near` should need none, unless it took the group before."""
+        if not connections or (near and peer not in self._far):
+            return Berth(far=lambda: self._far.add(peer))
+        give = self._giver("out", peer)
+        idle = self._take("out", peer, lambda idle: len(idle) == connections)
+        if idle is not None:
+            return Berth(wire.Channel(idle.id, connections), idle, give)
+        try:
+            listener = listen_here()
+        except OSError as fault:
+            berth = Berth()
+            berth.instead = {"connections": f"not made: {fault}"}
+            return berth
+        host, port = listener.getsockname()[:2]
+        token = secrets.token_bytes(TOKEN_BYTES)
+        record = wire.Channel(secrets.token_hex(8), connections, host, port, token)
+        return Berth(record, None, give, listener)
 
-    def answer(self, peer: int, record: wire.Channel | None, connections: int) -> Berth:
-        """For a receiver: as a sender proposes, unless that is not wanted, or was lost here."""
-        if self._store is None or record is None or not connections:
-            return Berth()
-        if not 0 < record.lanes <= MOST_CONNECTIONS or not 0 < len(record.id) <= _MOST_ID:
-            return Berth()
-        channel = self._take(RECEIVER, peer, lambda idle: idle.id == record.id)
-        if record.made != (channel is not None):
-            return Berth()
-        return self._berth(RECEIVER, peer, record, channel)
+    def answer(
+        self, peer: int, record: wire.Channel | None, connections: int, left: float
+    ) -> Berth:
+        """For a receiver: connected as the sender proposes, unless that cannot be."""
+        berth = Berth()
+        if record is None or not connections or not 0 < record.lanes <= MOST_CONNECTIONS:
+            return berth
+        give = self._giver("in", peer)
+        channel = self._take("in", peer, lambda idle: idle.id == record.id)
+        if channel is None and record.port:
+            failed_at, why = self._failed.get(peer, (float("-inf"), ""))
+            if time.monotonic() < failed_at + TRY_AGAIN_SECONDS:
+                berth.instead = {"connections": why}
+                return berth
+            try:
+                channel = _connect(record, time.monotonic() + min(CONNECT_SECONDS, left / 4))
+            except (OSError, OverflowError, ValueError) as fault:  # or no host or port at all
+                why = f"not made: {record.host} port {record.port}: {fault}"[:300]
+                self._failed[peer] = time.monotonic(), why
+                berth.instead = {"connections": why}
+        return berth if channel is None else Berth(record, channel, give)
 
-    def _berth(self, side: int, peer: int, record: wire.Channel, channel: Channel | None) -> Berth:
+    def _giver(self, side: str, peer: int) -> Callable[[Channel], None]:
         def give(channel: Channel) -> None:
             with self._lock:
                 idle = self._idle.setdefault((side, peer), [])
                 idle.append(channel)
-                del idle[:-KEPT]
+                dropped = [idle.pop(0) for _ in range(len(idle) - KEPT)]
+            for one in dropped:
+                one.cut()
 
-        store = self._store
-        return Berth(record, channel, give, lambda seconds: _connect(store, record, side, seconds))
+        return give
 
-    def _take(self, side: int, peer: int, fits: Callable[[Channel], bool]) -> Channel | None:
+    def _take(self, side: str, peer: int, fits: Callable[[Channel], bool]) -> Channel | None:
         with self._lock:
             idle = self._idle.get((side, peer), [])
             found = next(filter(fits, idle), None)
@@ -206,26 +303,54 @@ class Channels:
             return found
 
 
-def store_of(group: Any) -> Any:
-    """The store that ranks of a group find each other by; None where there is none to use."""
-    if not dist.is_gloo_available():
+# Making one: the receiver connects, says the token and which of the connections it is.
+
+
+def _connect(record: wire.Channel, ends: float) -> Channel:
+    lanes: list[socket.socket] = []
+    try:
+        for lane in range(record.lanes):
+            left = max(ends - time.monotonic(), 0.001)
+            lanes.append(socket.create_connection((record.host, record.port), left))
+            lanes[-1].sendall(record.token + _NUMBER.pack(lane))
+        return Channel(record.id, lanes)
+    except BaseException:
+        for one in lanes:
+            one.close()
+        raise
+
+
+def _accept(listener: socket.socket, record: wire.Channel, ends: float) -> Channel:
+    """The connections of whoever shows the token; others are turned away."""
+    lanes: dict[int, socket.socket] = {}
+    try:
+        while len(lanes) < record.lanes:
+            listener.settimeout(max(ends - time.monotonic(), 0.001))
+            one = listener.accept()[0]
+            number = _hear(one, record, ends)
+            if number is None or number in lanes:
+                one.close()
+            else:
+                lanes[number] = one
+        return Channel(record.id, [lanes[number] for number in range(record.lanes)])
+    except BaseException:
+        for one in lanes.values():
+            one.close()
+        raise
+
+
+def _hear(connection: socket.socket, record: wire.Channel, ends: float) -> int | None:
+    """Which connection this is; None for a stranger."""
+    size = TOKEN_BYTES + _NUMBER.size
+    heard = b""
+    with suppress(OSError):
+        while len(heard) < size:
+            connection.settimeout(max(ends - time.monotonic(), 0.001))
+            more = connection.recv(size - len(heard))
+            if not more:
+                return None
+            heard += more
+    if len(heard) < size or not hmac.compare_digest(heard[:TOKEN_BYTES], record.token):
         return None
-    with suppress(Exception):  # a wrapper around a group need not have one
-        return group.get_group_store()
-    return None
-
-
-def _connect(store: Any, record: wire.Channel, side: int, seconds: float) -> Channel:
-    # A connection to the store of its own: a wait there keeps all other users of one waiting.
-    with suppress(Exception):
-        store = store.clone()
-    lanes: list[Any] = [
-        dist.ProcessGroupGloo(
-            dist.PrefixStore(f"torchrelay/channel/{record.id}/{lane}", store),  # type: ignore[attr-defined]
-            side,
-            2,
-            timedelta(seconds=seconds),
-        )
-        for lane in range(record.lanes)
-    ]
-    return Channel(record.id, lanes, side)
+    number: int = _NUMBER.unpack(heard[TOKEN_BYTES:])[0]
+    return number if number < record.lanes else None

@@ -21,7 +21,7 @@ from torchrelay.memory import threads
 from torchrelay.state.tensors import device_backends
 from torchrelay.transports import wire
 from torchrelay.transports.c10d import ProcessGroup, Watcher, inside_backend, use, wait_for
-from torchrelay.transports.channels import Channels, store_of
+from torchrelay.transports.channels import Channels
 from torchrelay.transports.device_group import DeviceGroup, Mail
 from torchrelay.transports.trading import Trading
 
@@ -177,9 +177,7 @@ class Post:
         self._mail = Mail(group.get_group_store()) if backends and "cpu" not in backends else None  # type: ignore[attr-defined]
         # gloo takes no device pointers; other backends of a device move its memory directly.
         self.direct = [kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"]
-        # Host memory alone goes over connections of our own, which are gloo's too.
-        usable = self._mail is None and backends.get("cpu", "gloo") == "gloo"
-        self.channels = Channels(store_of(group) if usable else None)
+        self.channels = Channels()
         self.trading = Trading()
         self.one_at_a_time = threading.Lock()  # those know no tags
         self._lock = threading.Lock()

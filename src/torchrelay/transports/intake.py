@@ -134,7 +134,7 @@ class Intake:
         self._lane = 1
         self._flow = _Flow(go.upstream, range(self._count))
         if self._channel is not None:
-            self._way_in = self._channel.way_in()
+            self._way_in = self._channel.way_in(line.transfer)
         else:
             self._way_in = self._from(go.upstream, go.memory)
         self._way_on: Way | None = None

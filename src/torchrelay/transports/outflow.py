@@ -19,8 +19,9 @@ from torchrelay.memory.side import on_side_stream
 from torchrelay.state.digest import digest
 from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
+from torchrelay.transports.c10d import ProcessGroup
 from torchrelay.transports.channels import Channel
-from torchrelay.transports.handing import Way
+from torchrelay.transports.handing import Way, way_on
 from torchrelay.transports.worker import Worker
 
 
@@ -68,13 +69,14 @@ class Outflow:
 
     def __init__(
         self,
+        group: ProcessGroup,
         snapshot: Snapshot,
         device: str,
         buffers: BufferPool,
         events: queue.SimpleQueue[object],
         worker: Worker,
     ) -> None:
-        self._snapshot, self._device = snapshot, device
+        self._group, self._snapshot, self._device = group, snapshot, device
         self._buffers, self._events, self._worker = buffers, events, worker
         self._chunks = snapshot.chunks
         self._digests: list[bytes | None] = [None] * len(self._chunks)
@@ -86,14 +88,15 @@ class Outflow:
         self.wire_bytes = 0
         self.messages = 0
 
-    def open(self, rank: int, way: Way, chunks: Sequence[int]) -> None:
+    def open(self, rank: int, tag: int, chunks: Sequence[int]) -> None:
         """Send chunks over the group."""
+        way = way_on(self._group, rank, tag, notes=False)
         self.streams.append(Stream(rank, way, deque(chunks), IN_FLIGHT, channel=False))
 
-    def open_channel(self, rank: int, channel: Channel) -> None:
+    def open_channel(self, rank: int, channel: Channel, transfer: int) -> None:
         """Send all chunks over a channel."""
-        todo = deque(range(len(self._chunks)))
-        self.streams.append(Stream(rank, channel.way_on(), todo, channel.room, channel=True))
+        way, todo = channel.way_on(transfer), deque(range(len(self._chunks)))
+        self.streams.append(Stream(rank, way, todo, channel.room, channel=True))
 
     @property
     def by_channel(self) -> bool:

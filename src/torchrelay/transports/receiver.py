@@ -142,7 +142,9 @@ class Receiving:
                 hashed = self._ways.hashed
             if self._ways is None:
                 channels = self._post.channels
-                self.berth = channels.answer(self._sender, offer.channel, self._connections)
+                self.berth = channels.answer(
+                    self._sender, offer.channel, self._connections, self._deadline.left()
+                )
             agreed = self.berth.record is not None
             self._line.send(
                 wire.Accept(self.choice.route, ring, self.choice.instead, hashed, agreed)
@@ -194,7 +196,7 @@ class Receiving:
             self._events,
             landing,
             go,
-            self.berth.channel(self._deadline) if go.channel else None,
+            self.berth.channel,
             verify=offer.verify,
             device=offer.device,
             step=self.manifest.step if self.manifest else None,

@@ -16,13 +16,12 @@ from torchrelay.errors import StateError, TransferTimeoutError
 from torchrelay.memory.pool import cores
 from torchrelay.state.columns import devices_of
 from torchrelay.state.snapshot import Snapshot
-from torchrelay.transports import fanout, wire
+from torchrelay.transports import fanout, place, wire
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.channels import WORTH_BYTES, Berth
 from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
-from torchrelay.transports.handing import way_on
 from torchrelay.transports.outflow import Hashed, Outflow, Sent
 from torchrelay.transports.peers import Peer, go, outcome
 from torchrelay.transports.ring import Rings
@@ -63,7 +62,6 @@ class Sending:
         progress: Callable[[int, int], None],
     ) -> None:
         self._post = post
-        self._group = post.group
         self._me = post.group.rank()
         self._snapshot = snapshot
         self._chunks = snapshot.chunks
@@ -80,7 +78,7 @@ class Sending:
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._worker = Worker()
         self._serving = Serving(snapshot, rings, exports, verify=verify)
-        self._out = Outflow(snapshot, self._device, buffers, self._events, self._worker)
+        self._out = Outflow(post.group, snapshot, self._device, buffers, self._events, self._worker)
         self._connections = connections
         self.berth = Berth()
         self.peers = {rank: Peer(rank, line) for rank, line in receivers.items()}
@@ -195,9 +193,11 @@ class Sending:
         peer.place = join.place
         peer.memory = wire.Memory(join.place, join.token, join.beacon, -1) if join.token else None
         memory = None if self._route == "group" else self._serving.memory(join.place)
-        nbytes = self._chunks.stream_bytes if self._device == "cpu" else 0
-        if len(self.peers) == 1 and join.minor >= wire.CHANNELS and nbytes >= WORTH_BYTES:
-            self.berth = self._post.channels.propose(peer.rank, self._connections)
+        large = self._device == "cpu" and self._chunks.stream_bytes >= WORTH_BYTES
+        if large and len(self.peers) == 1 and join.minor >= wire.CHANNELS:
+            self.berth.end(keep=False)  # of a join that came to nothing
+            near = self._route != "group" and not place.apart(place.here(), join.place)
+            self.berth = self._post.channels.propose(peer.rank, self._connections, near=near)
         peer.line.send(
             wire.Offer(
                 self._snapshot.encoded(columns=join.minor >= wire.COLUMNS),
@@ -224,7 +224,7 @@ class Sending:
             self._patience = min(self._window, self._deadline.seconds / 4)
         # Memory that is read late may have changed: there must be digests to notice.
         reads = self._verify and self._device == "cpu" and self._route is None
-        channel = self.berth.channel(self._deadline)
+        channel = self.berth.channel
         for hop in self._hops:
             word = go(hop, self.peers, self._patience, may_read=reads, channel=channel is not None)
             self.peers[hop.rank].line.send(word)
@@ -233,7 +233,7 @@ class Sending:
         if accepted:
             self._out.verify = self._verify
             if channel is not None:
-                self._out.open_channel(accepted[0].rank, channel)
+                self._out.open_channel(accepted[0].rank, channel, accepted[0].line.transfer)
             else:
                 self._open_stream(accepted[0].rank, 1, range(len(self._chunks)))
         while self._in("accepted"):
@@ -271,8 +271,7 @@ class Sending:
         return min(self._patience / 4, 0.25) if self._patience else 1.0
 
     def _open_stream(self, rank: int, lane: int, chunks: Sequence[int]) -> None:
-        tag = wire.tag(self.peers[rank].line.transfer, lane)
-        self._out.open(rank, way_on(self._group, rank, tag, notes=False), chunks)
+        self._out.open(rank, wire.tag(self.peers[rank].line.transfer, lane), chunks)
 
     def _send_trailers(self) -> None:
         """Tell those who have all bytes, or soon will, what they should be."""
@@ -383,10 +382,7 @@ class Sending:
             peer.stage = "accepted"
             peer.route, peer.needs_ring = message.route, message.ring
             peer.instead, peer.hashed = message.instead, message.hashed
-            if message.channel:
-                self.berth.agreed(self._deadline)
-            elif message.route == "group":
-                self.berth.refused()
+            self.berth.answered(message, self._deadline)
         elif isinstance(message, wire.Fill) and peer.stage == "accepted":
             if not self._serving.fill(peer.line, message):
                 self._fail(peer, "asked for a chunk or slot that does not exist")

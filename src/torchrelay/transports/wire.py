@@ -116,11 +116,16 @@ class Memory(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Channel(msgspec.Struct, array_like=True, frozen=True):
-    """Connections beside those of the group, for the chunks of one transfer."""
+    """TCP connections beside those of the group, for the chunks of one transfer.
+
+    Kept from an earlier one, or (with a port) to be made by whoever shows the token there.
+    """
 
     id: str
     lanes: int
-    made: bool  # in an earlier transfer; else both sides connect once it is accepted
+    host: str = ""
+    port: int = 0
+    token: bytes = b""
 
 
 # From the receiver to the sender.

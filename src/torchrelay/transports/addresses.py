@@ -1,0 +1,57 @@
+"""Where to listen so that other ranks reach it: where gloo does.
+
+That is an interface named in GLOO_SOCKET_IFNAME, or else the address that this machine's own name
+stands for, or else the machine itself alone. Where gloo reaches from one rank to another, so do
+connections made like that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+
+_SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
+_NAME_BYTES = 15
+_BACKLOG = 64  # strangers that knock must not keep others out
+
+
+def listen_here() -> socket.socket:
+    """A listening socket on a free port of the first address that can be had; `OSError` if none."""
+    fault = OSError("no address to listen at")
+    for family, host in _candidates():
+        try:
+            return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        except OSError as cause:
+            fault = cause
+    raise fault
+
+
+def _candidates() -> Iterator[tuple[socket.AddressFamily, str]]:
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    for name in filter(None, names.split(",")):
+        yield from _of_interface(name)
+    if names:
+        return  # where the caller has said which, no other is opened
+    with suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        for family, _, _, _, address in found:
+            yield family, str(address[0])
+    yield socket.AF_INET, "127.0.0.1"
+
+
+def _of_interface(name: str) -> Iterator[tuple[socket.AddressFamily, str]]:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", name.encode()[:_NAME_BYTES])
+        found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        yield socket.AF_INET, socket.inet_ntoa(found[20:24])
+    with suppress(OSError), open("/proc/net/if_inet6") as lines:
+        for line in lines:
+            digits, _, _, _, _, interface = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if interface == name and not address.is_link_local:
+                yield socket.AF_INET6, str(address)
