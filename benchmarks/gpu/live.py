@@ -187,6 +187,7 @@ def main() -> int:
         case("GPU to GPU, new tensors", fresh=True)
         case("GPU to GPU by host, atomic=False", route="host", bar=15)
         case("GPU to GPU by host, atomic", atomic=True, route="host")
+        case("GPU to GPU over the group, atomic=False", route="group")
         if options.only in matmul.NAME:
             rounds, transfers = (2, 3) if options.small else (5, 20)
             beside = matmul.judged(*ranks.run(_matmul, rounds, transfers, 0.1))
@@ -197,6 +198,10 @@ def main() -> int:
         ranks.run(_make, count, each, ["cpu", "cuda"])
         case("CPU to a GPU process", bar=10)
         case("CPU to a GPU process, atomic", atomic=True)
+        ranks.run(_make, count, each, ["cpu", "cpu"])
+        for connections in (0, 1, 2, 4, 8):
+            name = f"CPU to CPU over the group, connections={connections}"
+            case(name, route="group", connections=connections)
         if not options.only:
             half = ranks.run(_make, count // 2, each, ["cuda", "cuda"])[0]
             speed = half / GB / max(ranks.run(_stock))

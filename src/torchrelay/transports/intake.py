@@ -21,6 +21,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
 )
 from torchrelay.memory.host import at_address
+from torchrelay.memory.side import in_use, on_side_stream
 from torchrelay.state.digest import digest
 from torchrelay.state.landing import Landing
 from torchrelay.transports import wire
@@ -30,7 +31,7 @@ from torchrelay.transports.clock import Deadline
 from torchrelay.transports.events import RETRIES, failure
 from torchrelay.transports.group import CLOSED, Line
 from torchrelay.transports.handing import Way, way_in, way_on
-from torchrelay.transports.worker import Worker
+from torchrelay.transports.worker import Worker, hashers
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -144,7 +145,7 @@ class Intake:
         self._heard_at = self._passed_at = time.monotonic()
         self._done_bytes = 0
         self._lost: PeerLostError | None = None
-        self._worker = Worker()
+        self._worker = Worker(hashers())
         self.wire_bytes = 0
         self.handed_bytes = 0  # of those, read out of the upstream's memory
         self.forwarded_bytes = 0  # sent on; what the next one reads is not
@@ -267,7 +268,8 @@ class Intake:
             slot.buffer = self._spare.pop()
         elif self._buffers_left:
             self._buffers_left -= 1
-            slot.buffer = self._buffers.take(self._largest, self._device)
+            pinned = self._device == "cpu" and self._landing.on_device and in_use()
+            slot.buffer = self._buffers.take(self._largest, self._device, pinned=pinned)
         else:
             return False
         slot.data = slot.buffer[:size]
@@ -301,7 +303,8 @@ class Intake:
                 if self._verify:
                     mine = digest(data)
                 if not in_place:
-                    self._landing.write(chunk, data)
+                    with on_side_stream():
+                        self._landing.write(chunk, data)
             except Exception as cause:
                 fault = cause
             self._events.put(Taken(slot, data, chunk, mine, fault))

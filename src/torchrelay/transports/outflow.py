@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from torchrelay.memory import vectors
-from torchrelay.memory.side import on_side_stream
+from torchrelay.memory.side import in_use, on_side_stream
+from torchrelay.state.columns import devices_of
 from torchrelay.state.digest import digest
 from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
@@ -79,6 +80,7 @@ class Outflow:
         self._group, self._snapshot, self._device = group, snapshot, device
         self._buffers, self._events, self._worker = buffers, events, worker
         self._chunks = snapshot.chunks
+        self._from_gpu = in_use() and "cuda" in devices_of(snapshot.manifest.storages)
         self._digests: list[bytes | None] = [None] * len(self._chunks)
         self._hashing: set[int] = set()
         self.verify = False  # hash what is posted
@@ -149,7 +151,8 @@ class Outflow:
         data = self._snapshot.view(index, device)
         if data is not None:
             return data, None
-        lease = Lease(self._buffers.take(max(self._chunks.sizes), device), uses)
+        pinned = device == "cpu" and self._from_gpu
+        lease = Lease(self._buffers.take(max(self._chunks.sizes), device, pinned=pinned), uses)
         data = lease.buffer[: self._chunks.sizes[index]]
         with on_side_stream():
             self._snapshot.read(index, data, vectors.copy)

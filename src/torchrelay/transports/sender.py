@@ -27,7 +27,7 @@ from torchrelay.transports.peers import Peer, go, outcome
 from torchrelay.transports.ring import Rings
 from torchrelay.transports.routes import ROUTES
 from torchrelay.transports.serving import Serving
-from torchrelay.transports.worker import Worker
+from torchrelay.transports.worker import Worker, hashers
 
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
 
@@ -76,7 +76,7 @@ class Sending:
         self._watch = watch
         self._progress = progress
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._worker = Worker()
+        self._worker = Worker(hashers())
         self._serving = Serving(snapshot, rings, exports, verify=verify)
         self._out = Outflow(post.group, snapshot, self._device, buffers, self._events, self._worker)
         self._connections = connections

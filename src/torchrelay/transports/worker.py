@@ -11,8 +11,15 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from torchrelay.memory import threads
+from torchrelay.memory.pool import cores
 
 NICENESS = 2  # added to the process's own; measured on two cores: 0 and 5 are slower
+
+
+def hashers() -> int:
+    """Threads that hash and land chunks: one keeps up with two connections, and must leave the
+    cores to those where they are few."""
+    return max(1, min(4, cores() // 4))
 
 
 class Worker:
