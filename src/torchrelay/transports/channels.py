@@ -27,6 +27,7 @@ from torchrelay.memory import threads
 from torchrelay.memory.pool import cores
 from torchrelay.transports import wire
 from torchrelay.transports.addresses import listen_here
+from torchrelay.transports.buffers import IN_FLIGHT
 from torchrelay.transports.clock import Deadline
 from torchrelay.transports.handing import Report, Way
 
@@ -62,6 +63,11 @@ class Channel:
     def room(self) -> int:
         """Chunks that should be under way."""
         return POSTED * len(self._lanes)
+
+    @property
+    def buffers(self) -> int:
+        """Of those, the ones that may be in buffers: enough to keep every connection busy."""
+        return max(IN_FLIGHT, len(self._lanes) + 1)
 
     def way_in(self, transfer: int) -> Way:
         return _Spread([_Receiving(lane, transfer) for lane in self._lanes])

@@ -129,7 +129,7 @@ class Intake:
         self._buffers_left = slots = IN_FLIGHT * (1 if go.downstream is None else 2)
         self._spare: list[torch.Tensor] = []
         if self._channel is not None:
-            slots = self._channel.room
+            self._buffers_left, slots = self._channel.buffers, self._channel.room
         self._slots = [_Slot() for _ in range(min(self._count, slots))]
         self._free = list(self._slots)
         self._lane = 1

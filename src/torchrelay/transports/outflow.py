@@ -34,9 +34,10 @@ class Stream:
     way: Way
     todo: deque[int]
     room: int  # for so many at a time
+    buffers: int  # of those, so many in buffers
     channel: bool  # beside the group: the receiver is not lost with it
     in_flight: int = 0
-    packed: int = 0  # of those, in buffers
+    packed: int = 0  # in buffers
     moved_at: float = field(default_factory=time.monotonic)
     alive: bool = True
 
@@ -93,12 +94,12 @@ class Outflow:
     def open(self, rank: int, tag: int, chunks: Sequence[int]) -> None:
         """Send chunks over the group."""
         way = way_on(self._group, rank, tag, notes=False)
-        self.streams.append(Stream(rank, way, deque(chunks), IN_FLIGHT, channel=False))
+        self.streams.append(Stream(rank, way, deque(chunks), IN_FLIGHT, IN_FLIGHT, channel=False))
 
     def open_channel(self, rank: int, channel: Channel, transfer: int) -> None:
         """Send all chunks over a channel."""
         way, todo = channel.way_on(transfer), deque(range(len(self._chunks)))
-        self.streams.append(Stream(rank, way, todo, channel.room, channel=True))
+        self.streams.append(Stream(rank, way, todo, channel.room, channel.buffers, channel=True))
 
     @property
     def by_channel(self) -> bool:
@@ -123,7 +124,7 @@ class Outflow:
         """Post chunks on every stream that has room."""
         for stream in self.streams:
             while stream.alive and stream.todo and stream.in_flight < stream.room:
-                if stream.packed == IN_FLIGHT:
+                if stream.packed == stream.buffers:
                     break
                 self._post(stream, stream.todo.popleft())
 
