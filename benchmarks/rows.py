@@ -104,8 +104,10 @@ class Row:
             parts.append(self.memory)
         if setup.keep_plan:
             parts.append("again")
-        if setup.verify:
-            parts.append("verify=True")
+        if setup.verify is not None:
+            parts.append(f"verify={setup.verify}")
+        if setup.connections is not None:
+            parts.append(f"connections={setup.connections}")
         if setup.pool is not None:
             parts.append(f"pool={setup.pool}")
         return ", ".join(parts)

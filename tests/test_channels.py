@@ -183,6 +183,19 @@ def test_who_cannot_be_reached_is_not_tried_again_at_once(monkeypatch: pytest.Mo
     assert len(tries) == 2
 
 
+def test_who_had_no_time_to_connect_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_slow(record: wire.Channel, ends: float) -> Channel:
+        tries.append(record)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(channels, "_connect", too_slow)
+    here, tries = Channels(), []
+    record = wire.Channel("x", 2, "127.0.0.1", 5, bytes(TOKEN_BYTES))
+    for left, count in ((0.1, 1), (0.1, 2), (LONG, 3), (LONG, 3)):
+        assert "timed out" in here.answer(0, record, 2, left).instead["connections"]
+        assert len(tries) == count
+
+
 @pytest.mark.parametrize(
     "record",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, ve
 from tests.support.ranks import run_ranks
 from tests.support.ways import BY_MESSAGES, by, every_way
 from torchrelay.memory.threads import IDLE
-from torchrelay.transports import outflow
+from torchrelay.transports import channels, outflow
 from torchrelay.transports.buffers import IN_FLIGHT
 from torchrelay.transports.channels import POSTED
 from torchrelay.transports.intake import Intake
@@ -455,46 +456,55 @@ def wait_for_word(group: Any) -> None:
     dist.recv(torch.zeros(1), 0, group=group, tag=5)
 
 
+def small_buffers(connection: socket.socket) -> None:
+    """Have the kernel hold little, so that what is not asked for stays where it is."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, 64 << 10)
+
+
 def changed_while_sent(rank: int, group: Any, way: str) -> Any:
     """The sender's memory changes after it was hashed and before it has left.
 
     Over the group the receiver waits in its second chunk until that has happened. By then it has
-    room for one chunk more than are in flight; the one after that is still there. Where it takes
-    the bytes itself, it waits before the first.
+    buffers for one chunk more than are in flight; the one after that is still there. On other ways
+    it waits before the first: where it takes the bytes itself, none has left, and on a channel only
+    the first of each connection.
     """
     threads = Threads()
     relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG, verify=True, connections=2)
     size, chunks = 16 << 20, 16
-    in_flight = IN_FLIGHT if way == "group" else 2 * POSTED
-    if rank == 1:
-        live = {"w": torch.zeros(size, dtype=torch.uint8)}
-        seen, run = [], Pull.run
-
-        def progress(done: tr.Progress) -> None:
-            seen.append(done.done)
-            if len(seen) == 2 and way in BY_MESSAGES:
-                wait_for_word(group)
-
-        def run_later(self: Pull) -> None:
-            wait_for_word(group)
-            run(self)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Pull, "run", run_later)
-            out = attempt(lambda: relay.recv(0, into=live, progress=progress))
-        return out, int(live["w"].max())
-    state = {"w": torch.ones(size, dtype=torch.uint8)}
-    original, hashed = outflow.digest, []
-
-    def digest(data: torch.Tensor) -> bytes:
-        value = original(data)
-        hashed.append(value)
-        if len(hashed) == (in_flight + 2 if way in BY_MESSAGES else chunks):
-            data.numpy().fill(2)  # autograd does not hear of it
-            group.send([torch.zeros(1)], 1, 5).wait()
-        return value
-
+    when = {"group": IN_FLIGHT + 2, "channel": 2 * POSTED}.get(way, chunks)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channels, "_keep_alive", small_buffers)
+        if rank == 1:
+            live = {"w": torch.zeros(size, dtype=torch.uint8)}
+            seen = []
+
+            def progress(done: tr.Progress) -> None:
+                seen.append(done.done)
+                if len(seen) == 2 and way == "group":
+                    wait_for_word(group)
+
+            for phase in (Pull, Intake) if way != "group" else ():
+
+                def run_later(self: Any, run: Any = phase.run) -> None:
+                    wait_for_word(group)
+                    run(self)
+
+                patch.setattr(phase, "run", run_later)
+            out = attempt(lambda: relay.recv(0, into=live, progress=progress))
+            return out, int(live["w"].max())
+        state = {"w": torch.ones(size, dtype=torch.uint8)}
+        original, hashed = outflow.digest, []
+
+        def digest(data: torch.Tensor) -> bytes:
+            value = original(data)
+            hashed.append(value)
+            if len(hashed) == when:
+                data.numpy().fill(2)  # autograd does not hear of it
+                group.send([torch.zeros(1)], 1, 5).wait()
+            return value
+
         patch.setattr(outflow, "digest", digest)
         return attempt(lambda: relay.send(state, 1)), threads.left()
 

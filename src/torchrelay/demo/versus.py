@@ -33,6 +33,7 @@ class Setup:
     route: str | None = None
     verify: bool | None = None
     pool: int | None = None
+    connections: int | None = None
     keep_plan: bool = False  # use again what it remembers of the lap before
 
 
@@ -117,7 +118,12 @@ class ByRelay:
         self, group: Counted, into: object, timeout: float, *, atomic: bool, setup: Setup
     ) -> None:
         self._relay = Relay(
-            group, timeout=timeout, route=setup.route, verify=setup.verify, pool=setup.pool
+            group,
+            timeout=timeout,
+            route=setup.route,
+            verify=setup.verify,
+            pool=setup.pool,
+            connections=setup.connections,
         )
         self._into = into
         self._atomic = atomic
@@ -134,7 +140,8 @@ class ByRelay:
     def recv(self) -> Moved:
         got = self._relay.recv(SOURCE, into=self._into, atomic=self._atomic)
         report = got.report
-        read = 0 if report.route == "group" else report.wire_bytes
+        by_messages = report.route == "group" and not report.connections
+        read = 0 if by_messages else report.wire_bytes
         return Moved(got.state, report.seconds, report.route, read)
 
     def close(self) -> None:

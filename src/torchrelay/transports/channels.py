@@ -39,6 +39,14 @@ POSTED = 4  # chunks at a time on each connection
 KEPT = 4  # idle channels of each peer
 TOKEN_BYTES = 16
 
+# Seconds until an idle connection is tried, between tries, and how often; milliseconds that bytes
+# may be on their way.
+_TCP_OPTIONS = {
+    "TCP_KEEPIDLE": 60,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 30_000,
+}
 _NUMBER = struct.Struct("<I")
 _Job = tuple[torch.Tensor, Report]
 
@@ -88,8 +96,12 @@ class _Lane:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(None)
+        _keep_alive(connection)
         self._connection = connection
         self._moving = threading.Lock()
+
+    def __del__(self) -> None:
+        self._connection.close()  # with the group that it was kept for
 
     def send(self, data: memoryview) -> None:
         with self._moving:
@@ -282,12 +294,14 @@ class Channels:
             if time.monotonic() < failed_at + TRY_AGAIN_SECONDS:
                 berth.instead = {"connections": why}
                 return berth
+            seconds = min(CONNECT_SECONDS, left / 4)
             try:
-                channel = _connect(record, time.monotonic() + min(CONNECT_SECONDS, left / 4))
+                channel = _connect(record, time.monotonic() + seconds)
             except (OSError, OverflowError, ValueError) as fault:  # or no host or port at all
                 why = f"not made: {record.host} port {record.port}: {fault}"[:300]
-                self._failed[peer] = time.monotonic(), why
                 berth.instead = {"connections": why}
+                if seconds == CONNECT_SECONDS or not isinstance(fault, TimeoutError):
+                    self._failed[peer] = time.monotonic(), why
         return berth if channel is None else Berth(record, channel, give)
 
     def _giver(self, side: str, peer: int) -> Callable[[Channel], None]:
@@ -308,6 +322,14 @@ class Channels:
             if found is not None:
                 idle.remove(found)
             return found
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Have the kernel notice a peer that is gone, and routers a connection that is idle."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _TCP_OPTIONS.items():
+        with suppress(OSError, AttributeError):  # of another system, or no TCP
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 # Making one: the receiver connects, says the token and which of the connections it is.
