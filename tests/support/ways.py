@@ -17,7 +17,7 @@ import pytest
 
 import torchrelay as tr
 from torchrelay.memory import vectors
-from torchrelay.transports import place, pull, sender
+from torchrelay.transports import place, pull, readings, sender
 
 WAYS = ("group", "channel", "host", "ring")
 NEARBY = ("host", "ring")
@@ -42,7 +42,8 @@ def taking(way: str) -> Iterator[None]:
     """Within: what relays of this process send and receive takes this way, and no other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tr.Relay.__init__.__kwdefaults__, "route", route_of(way))
-        patch.setattr(pull, "batches", partial(vectors.batches, piece=PIECE))
+        for reader in (pull, readings):
+            patch.setattr(reader, "batches", partial(vectors.batches, piece=PIECE))
         if way == "ring":
             patch.setattr(place, "cannot_read", refused)
         if way == "channel":

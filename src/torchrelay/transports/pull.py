@@ -29,6 +29,7 @@ from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.clock import Deadline
 from torchrelay.transports.events import RETRIES, failure
 from torchrelay.transports.group import Line
+from torchrelay.transports.readings import Readings
 from torchrelay.transports.ring import MappedRing
 from torchrelay.transports.shares import Shares, share
 from torchrelay.transports.worker import Worker
@@ -41,6 +42,7 @@ class Ways(NamedTuple):
     """Where bytes come from and go to, and which way each chunk takes."""
 
     sources: Runs  # of the sender's host memory
+    readings: Readings
     opened: list[cuda_ipc.Source]  # device memory of the sender
     places: Places
     shares: Shares
@@ -61,6 +63,7 @@ def find_ways(
     memory: wire.Memory,
     opened: list[cuda_ipc.Source],
     copier: cuda_ipc.Copier,
+    readings: Readings,
     *,
     reads: bool,
     rank: int,
@@ -68,7 +71,7 @@ def find_ways(
     """`RemoteProtocolError` where what the sender says of its memory cannot be."""
     chunks, places = landing.chunks, landing.places()
     try:
-        sources = Runs.unpack(memory.host, chunks.stream_bytes)
+        sources = readings.unpack(memory.host, chunks.stream_bytes)
         shares = share(
             chunks,
             places,
@@ -80,7 +83,7 @@ def find_ways(
         )
     except ValueError as fault:
         raise RemoteProtocolError(str(fault), rank=rank, phase="join") from None
-    return Ways(sources, opened, places, shares, copier)
+    return Ways(sources, readings, opened, places, shares, copier)
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ class Pull:
             sources = sources.only([offsets[i] for i in straight], [sizes[i] for i in straight])
         with gc_paused():  # memory may be made as it goes
             for part in places.parts():
-                for batch in batches(moves(sources.facing(part), part), bridge=True):
+                for batch in self._ways.readings.batches(sources.facing(part), part):
                     self._submit(partial(self._read_batch, batch))
 
     def _read_buffered(self, chunks: Iterable[int]) -> None:

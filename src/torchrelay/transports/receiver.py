@@ -34,6 +34,7 @@ from torchrelay.transports.events import failure
 from torchrelay.transports.group import CLOSED, GRACE, Line, Post
 from torchrelay.transports.intake import Intake
 from torchrelay.transports.pull import Pull, Ways, find_ways
+from torchrelay.transports.readings import Readings
 from torchrelay.transports.ring import MappedRings
 from torchrelay.transports.routes import Choice, choose
 from torchrelay.transports.trading import Held
@@ -76,6 +77,7 @@ class Receiving:
         buffers: BufferPool,
         rings: MappedRings,
         openings: cuda_ipc.Openings,
+        readings: Readings,
         recall: codec.Recall,
         known: KnownTree | None,
         route: str | None,
@@ -92,7 +94,7 @@ class Receiving:
         self._deadline = deadline
         self._buffers = buffers
         self._rings = rings
-        self._openings = openings
+        self._openings, self._readings = openings, readings
         self._ways: Ways | None = None
         self._recall, self._known = recall, known
         self._route, self._connections = route, connections
@@ -230,6 +232,7 @@ class Receiving:
                 offer.memory,
                 opened,
                 self._openings.copier,
+                self._readings,
                 reads=reads,
                 rank=self._sender,
             )
