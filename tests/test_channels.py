@@ -15,6 +15,7 @@ import torch
 import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, sent, verdict, weights
 from tests.support.ways import by, patched
+from torchrelay.state.digest import digest, running_digest
 from torchrelay.transports import addresses, channels, fanout, intake, wire
 from torchrelay.transports.channels import TOKEN_BYTES, Channel, Channels
 from torchrelay.transports.clock import Deadline
@@ -37,10 +38,11 @@ class Told:
 
     def __init__(self) -> None:
         self.fault: Exception | None = None
+        self.digest = b""
         self._there = threading.Event()
 
-    def __call__(self, fault: Exception | None, read: bool) -> None:
-        self.fault = fault
+    def __call__(self, fault: Exception | None, read: bool, digest: bytes = b"") -> None:
+        self.fault, self.digest = fault, digest
         self._there.set()
 
     def wait(self) -> Told:
@@ -63,6 +65,37 @@ def test_chunks_come_in_order_over_several_connections() -> None:
     assert all(torch.equal(a, b) for a, b in zip(chunks, rooms, strict=True))
     sending.close()
     receiving.close()
+
+
+@pytest.mark.parametrize("size", [1, channels.IN_CACHE, 3 * channels.IN_CACHE + 7])
+def test_digests_are_made_on_the_way(size: int) -> None:
+    out, into = pair(2)
+    make = torch.Generator().manual_seed(size)
+    chunks = [torch.randint(0, 256, (size,), generator=make, dtype=torch.uint8) for _ in range(3)]
+    sending, receiving = out.way_on(7, hashes=True), into.way_in(7, hashes=True)
+    for chunk in chunks:
+        ours, theirs, room = Told(), Told(), torch.zeros_like(chunk)
+        receiving.put(room, theirs)
+        sending.put(chunk, ours)
+        assert ours.wait().digest == theirs.wait().digest == digest(chunk)
+        assert torch.equal(room, chunk)
+    sending.close()
+    receiving.close()
+
+
+def test_pieces_become_chunks_where_another_thread_keeps_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = memoryview(bytearray(8 * channels.IN_CACHE))
+    pieces = channels._Pieces()
+    assert [piece.nbytes for piece in pieces.of(data)] == [channels.IN_CACHE] * 8
+    monkeypatch.setattr(channels, "SLOW_SECONDS", -1.0)  # as if each took long
+    sizes = []
+    for piece in pieces.of(data):
+        pieces.hash(running_digest(), piece)
+        sizes.append(piece.nbytes)
+    assert sizes == [channels.IN_CACHE] * channels.OFTEN + [4 * channels.IN_CACHE]
+    assert [piece.nbytes for piece in pieces.of(data)] == [data.nbytes]
 
 
 def test_nothing_is_written_once_it_is_cut() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from tests.support.ways import BY_MESSAGES, by, every_way
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports import channels, outflow
 from torchrelay.transports.buffers import IN_FLIGHT
-from torchrelay.transports.channels import POSTED
 from torchrelay.transports.intake import Intake
 from torchrelay.transports.outflow import Outflow
 from torchrelay.transports.pull import Pull
@@ -456,26 +455,18 @@ def wait_for_word(group: Any) -> None:
     dist.recv(torch.zeros(1), 0, group=group, tag=5)
 
 
-def small_buffers(connection: socket.socket) -> None:
-    """Have the kernel hold little, so that what is not asked for stays where it is."""
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, 64 << 10)
-
-
 def changed_while_sent(rank: int, group: Any, way: str) -> Any:
     """The sender's memory changes after it was hashed and before it has left.
 
     Over the group the receiver waits in its second chunk until that has happened. By then it has
-    buffers for one chunk more than are in flight; the one after that is still there. On other ways
-    it waits before the first: where it takes the bytes itself, none has left, and on a channel only
-    the first of each connection.
+    buffers for one chunk more than are in flight; the one after that is still there. Where it takes
+    the bytes itself, it waits before the first. On a channel each piece is hashed before it leaves.
     """
     threads = Threads()
     relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG, verify=True, connections=2)
     size, chunks = 16 << 20, 16
-    when = {"group": IN_FLIGHT + 2, "channel": 2 * POSTED}.get(way, chunks)
+    when = {"group": IN_FLIGHT + 2, "channel": 5}.get(way, chunks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channels, "_keep_alive", small_buffers)
         if rank == 1:
             live = {"w": torch.zeros(size, dtype=torch.uint8)}
             seen = []
@@ -485,27 +476,39 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
                 if len(seen) == 2 and way == "group":
                     wait_for_word(group)
 
-            for phase in (Pull, Intake) if way != "group" else ():
+            run = Pull.run
 
-                def run_later(self: Any, run: Any = phase.run) -> None:
-                    wait_for_word(group)
-                    run(self)
+            def run_later(self: Pull) -> None:
+                wait_for_word(group)
+                run(self)
 
-                patch.setattr(phase, "run", run_later)
+            patch.setattr(Pull, "run", run_later)
             out = attempt(lambda: relay.recv(0, into=live, progress=progress))
             return out, int(live["w"].max())
         state = {"w": torch.ones(size, dtype=torch.uint8)}
-        original, hashed = outflow.digest, []
+        original, hashed, lock = outflow.digest, [], threading.Lock()
+        hash_piece = channels._Pieces.hash
+
+        def change(data: Any) -> None:
+            with lock:
+                hashed.append(data)
+                now = len(hashed) == when
+            if now:
+                np.asarray(data).fill(2)  # autograd does not hear of it
+                if way != "channel":
+                    group.send([torch.zeros(1)], 1, 5).wait()
 
         def digest(data: torch.Tensor) -> bytes:
             value = original(data)
-            hashed.append(value)
-            if len(hashed) == when:
-                data.numpy().fill(2)  # autograd does not hear of it
-                group.send([torch.zeros(1)], 1, 5).wait()
+            change(data)
             return value
 
+        def piece(self: Any, digest: Any, data: memoryview) -> None:
+            hash_piece(self, digest, data)
+            change(data)
+
         patch.setattr(outflow, "digest", digest)
+        patch.setattr(channels._Pieces, "hash", piece)
         return attempt(lambda: relay.send(state, 1)), threads.left()
 
 
@@ -573,11 +576,21 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
     owner: Any = Intake if way in BY_MESSAGES else Pull
     name = {"host": "_read_and_hash", "ring": "_land"}.get(way, "_arrived")
     original, count, lock = getattr(owner, name), [0], threading.Lock()
+    fill = channels._Lane.fill
 
-    def spoiled(self: Any, *args: Any) -> Any:
+    def spoils() -> bool:
         with lock:
             count[0] += 1
-            spoil = count[0] in bad
+            return count[0] in bad
+
+    def filled(self: Any, memory: memoryview) -> None:
+        fill(self, memory)
+        if memory.nbytes > 4 and spoils():  # on its way, not the number of the transfer
+            memory[memory.nbytes // 2] ^= 0x10
+
+    def spoiled(self: Any, *args: Any) -> Any:
+        hashed_before = way == "channel" and args[2]
+        spoil = not hashed_before and spoils()
         if way == "host":  # hashed where it has come to lie: what was read was something else
             done = original(self, *args)
             if spoil:
@@ -590,6 +603,7 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, spoiled)
+        patch.setattr(channels._Lane, "fill", filled)
         return received(relay, 0, weights(OLD), OLD, 1, LONG, atomic=atomic), count[0]
 
 

@@ -17,6 +17,11 @@ def digest(chunk: torch.Tensor) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def running_digest() -> Any:
+    """The digest of bytes that are given to `update` one after the other; `digest` has it."""
+    return xxhash.xxh3_128()
+
+
 class RollingDigest:
     """The digest of a stretch of the stream, of bytes that lie here and there in host memory.
 
@@ -25,7 +30,7 @@ class RollingDigest:
 
     def __init__(self, begin: int) -> None:
         self._at = begin
-        self._hash = xxhash.xxh3_128()
+        self._hash = running_digest()
 
     def add(self, positions: list[int], places: list[list[int]]) -> None:
         """Bytes at each (address, size) of `places`, at these positions; in the stream's order."""
@@ -39,4 +44,4 @@ class RollingDigest:
     def end(self, stop: int) -> bytes:
         if stop > self._at:
             self._hash.update(bytes(stop - self._at))
-        return self._hash.digest()
+        return bytes(self._hash.digest())

@@ -18,13 +18,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from torchrelay.memory import threads
 from torchrelay.memory.pool import cores
+from torchrelay.state.digest import running_digest
 from torchrelay.transports import wire
 from torchrelay.transports.addresses import listen_here
 from torchrelay.transports.buffers import IN_FLIGHT
@@ -38,6 +40,9 @@ TRY_AGAIN_SECONDS = 60.0  # after a receiver could not connect
 POSTED = 4  # chunks at a time on each connection
 KEPT = 4  # idle channels of each peer
 TOKEN_BYTES = 16
+IN_CACHE = 512 << 10  # bytes
+SLOW_SECONDS = 0.002  # for the hashing of so many: fifty times what it takes
+OFTEN = 4  # times in one transfer
 
 # Seconds until an idle connection is tried, between tries, and how often; milliseconds that bytes
 # may be on their way.
@@ -77,11 +82,12 @@ class Channel:
         """Of those, the ones that may be in buffers: enough to keep every connection busy."""
         return max(IN_FLIGHT, len(self._lanes) + 1)
 
-    def way_in(self, transfer: int) -> Way:
-        return _Spread([_Receiving(lane, transfer) for lane in self._lanes])
+    def way_in(self, transfer: int, *, hashes: bool = False) -> Way:
+        """Of one transfer. `hashes`: each chunk is reported with its digest."""
+        return _Spread([_Receiving(lane, transfer, hashes) for lane in self._lanes])
 
-    def way_on(self, transfer: int) -> Way:
-        return _Spread([_Sending(lane, transfer) for lane in self._lanes])
+    def way_on(self, transfer: int, *, hashes: bool = False) -> Way:
+        return _Spread([_Sending(lane, transfer, hashes) for lane in self._lanes])
 
     def cut(self) -> None:
         """Close the connections: what is under way fails, here and at the other end. No memory that
@@ -123,11 +129,35 @@ class _Lane:
             self._connection.close()
 
 
+class _Pieces:
+    """How much of a chunk is moved and hashed at a time: what stays in a core's cache.
+
+    Each piece may wait twice for the interpreter's lock. Hashing one takes no time to speak of; if
+    it does again and again, another thread keeps the lock, and chunks are moved whole from then on.
+    """
+
+    def __init__(self) -> None:
+        self._slow = 0
+
+    def of(self, data: memoryview) -> Iterator[memoryview]:
+        at = 0
+        while at < data.nbytes:
+            size = IN_CACHE if self._slow < OFTEN else data.nbytes
+            yield data[at : at + size]
+            at += size
+
+    def hash(self, digest: Any, piece: memoryview) -> None:
+        begun = time.monotonic()
+        digest.update(piece)
+        self._slow += time.monotonic() - begun > SLOW_SECONDS
+
+
 class _Thread:
     """Chunks through one connection, one after the other, on a thread of their own."""
 
-    def __init__(self, lane: _Lane, transfer: int) -> None:
-        self._lane, self._transfer = lane, transfer
+    def __init__(self, lane: _Lane, transfer: int, hashes: bool) -> None:
+        self._lane, self._transfer, self._hashes = lane, transfer, hashes
+        self._pieces = _Pieces()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._started = False
 
@@ -145,21 +175,23 @@ class _Thread:
         begun = False
         while (job := self._jobs.get()) is not None:
             data, report = job
+            made = b""
             try:
                 if fault is None and not begun:
                     begun = True
                     self._begin()
                 if fault is None:
-                    self._move(memoryview(data.numpy()))  # type: ignore[arg-type]
+                    made = self._move(memoryview(data.numpy()))  # type: ignore[arg-type]
             except OSError as cause:
                 fault = cause
-            report(fault, False)
+            report(fault, False, made)
             del job, data, report  # not kept alive while waiting for the next
 
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _move(self, data: memoryview) -> None:
+    def _move(self, data: memoryview) -> bytes:
+        """Move a chunk; its digest, if that is wanted."""
         raise NotImplementedError
 
 
@@ -167,8 +199,15 @@ class _Sending(_Thread):
     def _begin(self) -> None:
         self._lane.send(memoryview(_NUMBER.pack(self._transfer)))
 
-    def _move(self, data: memoryview) -> None:
-        self._lane.send(data)
+    def _move(self, data: memoryview) -> bytes:
+        if not self._hashes:
+            self._lane.send(data)
+            return b""
+        digest = running_digest()
+        for piece in self._pieces.of(data):
+            self._pieces.hash(digest, piece)
+            self._lane.send(piece)
+        return bytes(digest.digest())
 
 
 class _Receiving(_Thread):
@@ -178,8 +217,15 @@ class _Receiving(_Thread):
         if _NUMBER.unpack(number)[0] != self._transfer:
             raise ConnectionError("bytes of another transfer")
 
-    def _move(self, data: memoryview) -> None:
-        self._lane.fill(data)
+    def _move(self, data: memoryview) -> bytes:
+        if not self._hashes:
+            self._lane.fill(data)
+            return b""
+        digest = running_digest()
+        for piece in self._pieces.of(data):
+            self._lane.fill(piece)
+            self._pieces.hash(digest, piece)
+        return bytes(digest.digest())
 
 
 class _Spread:

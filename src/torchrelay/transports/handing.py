@@ -21,8 +21,13 @@ from torchrelay.memory.vectors import OtherMemoryError, read_run
 from torchrelay.transports import place, wire
 from torchrelay.transports.c10d import ProcessGroup, Watcher, Work, inside_backend, wait_for
 
-Report = Callable[[Exception | None, bool], None]
-"""Told of each chunk: what went wrong, and whether it was read rather than sent."""
+
+class Report(Protocol):
+    def __call__(self, fault: Exception | None, read: bool, digest: bytes = b"") -> None:
+        """Told of each chunk: what went wrong, whether it was read rather than sent, and its digest
+        if the way has made one."""
+
+
 _Job = tuple[torch.Tensor, Report]
 
 

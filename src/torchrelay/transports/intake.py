@@ -70,6 +70,7 @@ class Arrived:
     slot: _Slot
     fault: Exception | None
     read: bool  # out of the upstream's memory
+    digest: bytes  # if it was hashed on its way
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Intake:
         self._lane = 1
         self._flow = _Flow(go.upstream, range(self._count))
         if self._channel is not None:
-            self._way_in = self._channel.way_in(line.transfer)
+            self._way_in = self._channel.way_in(line.transfer, hashes=verify)
         else:
             self._way_in = self._from(go.upstream, go.memory)
         self._way_on: Way | None = None
@@ -216,7 +217,7 @@ class Intake:
             if event.fault is not None:
                 self._change_upstream(str(event.fault))
             else:
-                self._arrived(event.slot, event.read)
+                self._arrived(event.slot, event.read, event.digest)
         elif isinstance(event, Taken):
             self._taken(event)
         elif isinstance(event, Forwarded):
@@ -249,8 +250,10 @@ class Intake:
             slot.chunk, slot.posted = chunk, True
             flow.posted += 1
 
-            def report(fault: Exception | None, read: bool, slot: _Slot = slot) -> None:
-                events.put(Arrived(flow, slot, fault, read))
+            def report(
+                fault: Exception | None, read: bool, digest: bytes = b"", slot: _Slot = slot
+            ) -> None:
+                events.put(Arrived(flow, slot, fault, read, digest))
 
             self._way_in.put(slot.data, report)
 
@@ -284,7 +287,7 @@ class Intake:
         slot.clear()
         self._free.append(slot)
 
-    def _arrived(self, slot: _Slot, read: bool) -> None:
+    def _arrived(self, slot: _Slot, read: bool, known: bytes) -> None:
         data, in_place = slot.data, slot.buffer is None
         self._flow.arrived.add(slot.chunk)
         self._heard_at = time.monotonic()
@@ -296,11 +299,14 @@ class Intake:
             self._pass_on(slot)
         slot.posted = False
         chunk = slot.chunk
+        if in_place and (known or not self._verify):
+            self._taken(Taken(slot, data, chunk, known, None))
+            return
 
         def take() -> None:
-            mine, fault = b"", None
+            mine, fault = known, None
             try:
-                if self._verify:
+                if self._verify and not known:
                     mine = digest(data)
                 if not in_place:
                     with on_side_stream():
@@ -394,7 +400,7 @@ class Intake:
         if not any(other.forwarding for other in self._slots):
             self._passed_at = time.monotonic()
 
-        def report(fault: Exception | None, read: bool) -> None:
+        def report(fault: Exception | None, read: bool, digest: bytes = b"") -> None:
             events.put(Forwarded(slot, data, fault, read))
 
         slot.forwarding = True

@@ -62,6 +62,7 @@ class Sent:
     chunk: int
     lease: Lease | None
     fault: Exception | None
+    digest: bytes  # if it was hashed on its way
 
 
 class Outflow:
@@ -98,7 +99,8 @@ class Outflow:
 
     def open_channel(self, rank: int, channel: Channel, transfer: int) -> None:
         """Send all chunks over a channel."""
-        way, todo = channel.way_on(transfer), deque(range(len(self._chunks)))
+        way = channel.way_on(transfer, hashes=self.verify)
+        todo = deque(range(len(self._chunks)))
         self.streams.append(Stream(rank, way, todo, channel.room, channel.buffers, channel=True))
 
     @property
@@ -129,7 +131,7 @@ class Outflow:
                 self._post(stream, stream.todo.popleft())
 
     def _post(self, stream: Stream, index: int) -> None:
-        hashing = self.verify and index not in self._hashing
+        hashing = self.verify and index not in self._hashing and not stream.channel
         data, lease = self._bytes_of(index, self._device, uses=2 if hashing else 1)
         if stream.in_flight == 0:
             stream.moved_at = time.monotonic()
@@ -140,8 +142,8 @@ class Outflow:
 
         events = self._events  # alone: a send that never ends must not keep the state alive
 
-        def report(fault: Exception | None, read: bool) -> None:
-            events.put(Sent(stream, index, lease, fault))
+        def report(fault: Exception | None, read: bool, digest: bytes = b"") -> None:
+            events.put(Sent(stream, index, lease, fault, digest))
 
         stream.way.put(data, report)
         if hashing:
@@ -166,6 +168,9 @@ class Outflow:
         if event.fault is not None:
             return
         self._release(event.lease)
+        if event.digest and self._digests[event.chunk] is None:
+            self._hashing.add(event.chunk)
+            self._digests[event.chunk] = event.digest
         if event.chunk not in self._gone:
             self._gone.add(event.chunk)
             self.gone_bytes += self._chunks.sizes[event.chunk]
