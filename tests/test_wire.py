@@ -138,9 +138,9 @@ def test_the_cap_itself_is_allowed():
 
 def test_a_newer_minor_versions_extra_fields_are_skipped():
     newer = msgspec.msgpack.encode(
-        ["join", 9, None, ["m", 1, 2, 3, [], "more"], b"t", 4, "to come"]
+        ["join", 9, None, ["m", 1, 2, 3, [], "more"], b"t", 4, b"k", "to come"]
     )
-    assert wire.read_message(newer) == wire.Join(9, None, wire.Place("m", 1, 2, 3), b"t", 4)
+    assert wire.read_message(newer) == wire.Join(9, None, wire.Place("m", 1, 2, 3), b"t", 4, b"k")
 
 
 def test_an_older_minor_versions_messages_lack_the_fields_since_added():
@@ -148,8 +148,14 @@ def test_an_older_minor_versions_messages_lack_the_fields_since_added():
     join, accept, offer, go = (wire.read_message(msgspec.msgpack.encode(one)) for one in older)
     assert join == wire.Join(0, 7) and join.place == wire.Place() and not join.token
     assert accept == wire.Accept("group", False)
-    assert offer == wire.Offer(b"m") and offer.memory is None
-    assert go == wire.Go(0) and go.ring is None and go.memory is None and not go.notes
+    assert offer == wire.Offer(b"m") and offer.memory is None and offer.channel is None
+    assert (
+        go == wire.Go(0)
+        and go.ring is None
+        and go.memory is None
+        and not go.notes
+        and not go.channel
+    )
 
 
 def test_twenty_thousand_mutations():

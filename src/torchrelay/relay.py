@@ -31,6 +31,7 @@ from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.costs import Costs
 from torchrelay.transports.cuda_ipc import Exports, Openings
 from torchrelay.transports.group import Post, post_of
+from torchrelay.transports.offers import Offers
 from torchrelay.transports.readings import Readings
 from torchrelay.transports.receiver import Receiving, answer
 from torchrelay.transports.report import Report
@@ -122,7 +123,7 @@ class Relay:
         # What planning found out, for the next transfer of the same state. None of the tensors.
         self._drawn: Blueprint | None = None
         self._layout: Layout | None = None
-        self._recall, self._readings = Recall(), Readings()
+        self._recall, self._offers, self._readings = Recall(), Offers(), Readings()
         self._costs = Costs()
         self._closed = False
 
@@ -313,6 +314,7 @@ class Relay:
             buffers=self._buffers,
             rings=self._mapped,
             openings=self._openings,
+            offers=self._offers,
             readings=self._readings,
             recall=self._recall,
             known=into.plan.known_tree if isinstance(into, Prepared) else None,
@@ -380,6 +382,7 @@ class Relay:
         """Drop what earlier transfers found out about states; memory and buffers are kept."""
         self._drawn, self._layout = None, None
         self._recall.clear()
+        self._offers.clear()
         self._readings.clear()
 
     def close(self) -> None:

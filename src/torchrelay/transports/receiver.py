@@ -33,6 +33,7 @@ from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.events import failure
 from torchrelay.transports.group import CLOSED, GRACE, Line, Post
 from torchrelay.transports.intake import Intake
+from torchrelay.transports.offers import Offers
 from torchrelay.transports.pull import Pull, Ways, find_ways
 from torchrelay.transports.readings import Readings
 from torchrelay.transports.ring import MappedRings
@@ -77,6 +78,7 @@ class Receiving:
         buffers: BufferPool,
         rings: MappedRings,
         openings: cuda_ipc.Openings,
+        offers: Offers,
         readings: Readings,
         recall: codec.Recall,
         known: KnownTree | None,
@@ -94,7 +96,7 @@ class Receiving:
         self._deadline = deadline
         self._buffers = buffers
         self._rings = rings
-        self._openings, self._readings = openings, readings
+        self._openings, self._offers, self._readings = openings, offers, readings
         self._ways: Ways | None = None
         self._recall, self._known = recall, known
         self._route, self._connections = route, connections
@@ -135,8 +137,10 @@ class Receiving:
 
     def _run(self) -> Landed:
         with self._watch("join"):
-            self._line.send(self._join())
-            offer = self._exchange(self._expect(wire.Offer))
+            known = self._offers.of(self._sender)
+            self._line.send(self._join(known.digest))
+            offer = self._offers.full(self._sender, self._expect(wire.Offer), known)
+            offer = self._exchange(offer)
             landing = self._consider(offer)
             ring = self._ways is not None and bool(self._ways.shares.ringed)
             hashed: tuple[int, ...] = ()
@@ -182,10 +186,10 @@ class Receiving:
         """Read out of the memory of the receiver before this one."""
         return self.intake.handed_bytes if isinstance(self.intake, Intake) else 0
 
-    def _join(self) -> wire.Join:
+    def _join(self, knows: bytes) -> wire.Join:
         beacon = None if self._route == "group" else place.beacon()
         token, address = (beacon.token, beacon.address) if beacon else (b"", 0)
-        return wire.Join(wire.MINOR, self._step, place.here(), token, address)
+        return wire.Join(wire.MINOR, self._step, place.here(), token, address, knows)
 
     def _take_in(self, offer: wire.Offer, landing: Landing, go: wire.Go) -> None:
         if not go.channel:

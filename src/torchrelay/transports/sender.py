@@ -22,6 +22,7 @@ from torchrelay.transports.channels import WORTH_BYTES, Berth
 from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
+from torchrelay.transports.offers import shortened
 from torchrelay.transports.outflow import Hashed, Outflow, Sent
 from torchrelay.transports.peers import Peer, go, outcome
 from torchrelay.transports.ring import Rings
@@ -198,17 +199,16 @@ class Sending:
             self.berth.end(keep=False)  # of a join that came to nothing
             near = self._route != "group" and not place.apart(place.here(), join.place)
             self.berth = self._post.channels.propose(peer.rank, self._connections, near=near)
-        peer.line.send(
-            wire.Offer(
-                self._snapshot.encoded(columns=join.minor >= wire.COLUMNS),
-                self._verify,
-                self._device,
-                memory,
-                self._route,
-                cores() if len(self.peers) == 1 else 0,
-                self.berth.record,
-            )
+        offer = wire.Offer(
+            self._snapshot.encoded(columns=join.minor >= wire.COLUMNS),
+            self._verify,
+            self._device,
+            memory,
+            self._route,
+            cores() if len(self.peers) == 1 else 0,
+            self.berth.record,
         )
+        peer.line.send(shortened(offer, join.knows))
         if memory is not None and memory.pieces and join.place.devices:
             self._serving.start_sums()  # while the receiver looks at the offer
 

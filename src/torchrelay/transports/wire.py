@@ -140,6 +140,7 @@ class Join(_Message, tag="join", frozen=True):
     # As in `Memory`, for the receiver behind me; empty where others may not read me.
     token: bytes = b""
     beacon: int = 0
+    knows: bytes = b""  # digest of an earlier offer's manifest and table of memory, which I have
 
 
 class Accept(_Message, tag="accept", frozen=True):
@@ -214,6 +215,8 @@ class Offer(_Message, tag="offer", frozen=True):
     route: str | None = None  # the only one I take
     threads: int = 0  # not 0: you are the only receiver, and may read with so many at once
     channel: Channel | None = None  # that chunks can come by
+    again: bool = False  # manifest and table of memory are those that you know, with this step
+    step: int | None = None
 
 
 class Ring(msgspec.Struct, array_like=True, frozen=True):
