@@ -219,7 +219,7 @@ def test_gpu_benchmark_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run it for real")
-@pytest.mark.parametrize("name", ["live", "kernels"])
+@pytest.mark.parametrize("name", ["live", "kernels", "connections"])
 def test_gpu_benchmarks_write_nothing_without_a_gpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +263,8 @@ def test_gpu_kernels_and_matmul_loop_run_small(tmp_path: Path) -> None:
     found = measured(tmp_path / "live.json", "benchmarks.gpu.live", "--only", "matmul")["matmul"]
     assert {len(windows) for windows in found["windows"].values()} == {2}
     assert found["same_pace"]
+    rows = measured(tmp_path / "connections.json", "benchmarks.gpu.connections")["rows"]
+    assert rows and all(row["exact"] and row["verified"] for row in rows)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,7 +16,7 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, sent, verdict, weights
 from tests.support.ways import by, patched
 from torchrelay.state.digest import digest, running_digest
-from torchrelay.transports import addresses, channels, fanout, intake, wire
+from torchrelay.transports import addresses, channels, fanout, intake, outflow, wire
 from torchrelay.transports.channels import TOKEN_BYTES, Channel, Channels
 from torchrelay.transports.clock import Deadline
 from torchrelay.transports.group import post_of
@@ -391,6 +391,20 @@ def test_what_cannot_connect_goes_over_the_group_and_says_so(pool2: Any, who: st
     told = {"sender": ours, "token": ours, "receiver": theirs}[who]
     assert "not made" in told[0][1]
     assert ours[1] == theirs[1] == (2, None)
+
+
+def hashed(rank: int, group: Any, ours: bool, theirs: bool) -> Any:
+    """Each side hashes on the way or beside it, as it likes."""
+    relay, live = tr.Relay(group, chunk_bytes=CHUNK, connections=2, timeout=LONG), weights(OLD)
+    mine = (ours, theirs)[rank]
+    with patched(outflow, on_the_way=lambda: mine), patched(intake, on_the_way=lambda: mine):
+        return [one_transfer(rank, relay, seed, live, atomic=seed > 1) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+@pytest.mark.parametrize("ours", [True, False])
+def test_who_hashes_does_not_matter(pool2: Any, ours: bool, theirs: bool) -> None:
+    assert pool2.run(by, "channel", hashed, ours, theirs) == [[(2, None)] * 2] * 2
 
 
 def broken(rank: int, group: Any, who: int, nth: int, verify: bool, atomic: bool) -> Any:

@@ -199,7 +199,7 @@ def noting(change: Callable[[list[int]], list[int]]) -> contextlib.AbstractConte
     return patched(wire, note=lambda chunks: change(original(chunks)))
 
 
-def join_as_if_willing(self: Any) -> wire.Join:
+def join_as_if_willing(self: Any, knows: bytes) -> wire.Join:
     beacon = place.beacon()
     assert beacon is not None and self._route == "group"
     return wire.Join(wire.MINOR, NEW, place.here(), beacon.token, beacon.address)

@@ -32,7 +32,7 @@ _state: dict[str, torch.Tensor] = {}
 _relays: dict[str, Relay] = {}
 
 
-def _make(group: Any, count: int, nbytes: int, devices: list[str]) -> int:
+def make(group: Any, count: int, nbytes: int, devices: list[str]) -> int:
     """Rank 0 has random bits, the others zeros; each on its device."""
     _state.clear()
     _relays.clear()
@@ -121,7 +121,7 @@ def _matmul(group: Any, rounds: int, count: int, pause: float) -> matmul.Windows
 # In the parent ----------------------------------------------------------------------------------
 
 
-def _case(
+def case(
     ranks: Ranks, name: str, nbytes: int, laps: int, *, fresh: bool = False, atomic: bool = False,
     bar: float | None = None, first_bar: float | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
@@ -174,36 +174,31 @@ def main() -> int:
     beside: dict[str, Any] | None = None
     speed = 0.0
 
-    def case(name: str, **how: Any) -> None:
+    def run(name: str, **how: Any) -> None:
         if options.only in name:
-            rows.append(_case(ranks, name, total, laps, **how))
+            rows.append(case(ranks, name, total, laps, **how))
 
     with Ranks(2) as ranks:
-        total = ranks.run(_make, count, each, ["cuda", "cuda"])[0]
-        case("GPU to GPU, in place, atomic=False", bar=600, first_bar=25)
-        case("GPU to GPU, in place, atomic", atomic=True)
-        case("GPU to GPU, in place, atomic=False, verify=True", verify=True)
-        case("GPU to GPU, in place, atomic=False, verify=False", verify=False)
-        case("GPU to GPU, new tensors", fresh=True)
-        case("GPU to GPU by host, atomic=False", route="host", bar=15)
-        case("GPU to GPU by host, atomic", atomic=True, route="host")
-        case("GPU to GPU over the group, atomic=False", route="group")
+        total = ranks.run(make, count, each, ["cuda", "cuda"])[0]
+        run("GPU to GPU, in place, atomic=False", bar=600, first_bar=25)
+        run("GPU to GPU, in place, atomic", atomic=True)
+        run("GPU to GPU, in place, atomic=False, verify=True", verify=True)
+        run("GPU to GPU, in place, atomic=False, verify=False", verify=False)
+        run("GPU to GPU, new tensors", fresh=True)
+        run("GPU to GPU by host, atomic=False", route="host", bar=15)
+        run("GPU to GPU by host, atomic", atomic=True, route="host")
         if options.only in matmul.NAME:
             rounds, transfers = (2, 3) if options.small else (5, 20)
             beside = matmul.judged(*ranks.run(_matmul, rounds, transfers, 0.1))
             print(matmul.row(beside), flush=True)
-        ranks.run(_make, count, each, ["cuda", "cpu"])
-        case("GPU to a CPU process", bar=10)
-        case("GPU to a CPU process, atomic", atomic=True)
-        ranks.run(_make, count, each, ["cpu", "cuda"])
-        case("CPU to a GPU process", bar=10)
-        case("CPU to a GPU process, atomic", atomic=True)
-        ranks.run(_make, count, each, ["cpu", "cpu"])
-        for connections in (0, 1, 2, 4, 8):
-            name = f"CPU to CPU over the group, connections={connections}"
-            case(name, route="group", connections=connections)
+        ranks.run(make, count, each, ["cuda", "cpu"])
+        run("GPU to a CPU process", bar=10)
+        run("GPU to a CPU process, atomic", atomic=True)
+        ranks.run(make, count, each, ["cpu", "cuda"])
+        run("CPU to a GPU process", bar=10)
+        run("CPU to a GPU process, atomic", atomic=True)
         if not options.only:
-            half = ranks.run(_make, count // 2, each, ["cuda", "cuda"])[0]
+            half = ranks.run(make, count // 2, each, ["cuda", "cuda"])[0]
             speed = half / GB / max(ranks.run(_stock))
             print(f"torch PGTransport over gloo, GPU to GPU: {speed:.2f} GB/s", flush=True)
     result = {

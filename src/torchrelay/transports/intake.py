@@ -31,7 +31,7 @@ from torchrelay.transports.clock import Deadline
 from torchrelay.transports.events import RETRIES, failure
 from torchrelay.transports.group import CLOSED, Line
 from torchrelay.transports.handing import Way, way_in, way_on
-from torchrelay.transports.worker import Worker, hashers
+from torchrelay.transports.worker import Worker, hashers, on_the_way
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -136,7 +136,7 @@ class Intake:
         self._lane = 1
         self._flow = _Flow(go.upstream, range(self._count))
         if self._channel is not None:
-            self._way_in = self._channel.way_in(line.transfer, hashes=verify)
+            self._way_in = self._channel.way_in(line.transfer, hashes=verify and on_the_way())
         else:
             self._way_in = self._from(go.upstream, go.memory)
         self._way_on: Way | None = None

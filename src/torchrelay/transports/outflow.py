@@ -23,7 +23,7 @@ from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.c10d import ProcessGroup
 from torchrelay.transports.channels import Channel
 from torchrelay.transports.handing import Way, way_on
-from torchrelay.transports.worker import Worker
+from torchrelay.transports.worker import Worker, on_the_way
 
 
 @dataclass
@@ -35,7 +35,8 @@ class Stream:
     todo: deque[int]
     room: int  # for so many at a time
     buffers: int  # of those, so many in buffers
-    channel: bool  # beside the group: the receiver is not lost with it
+    channel: bool = False  # beside the group: the receiver is not lost with it
+    hashes: bool = False  # on the way
     in_flight: int = 0
     packed: int = 0  # in buffers
     moved_at: float = field(default_factory=time.monotonic)
@@ -95,13 +96,15 @@ class Outflow:
     def open(self, rank: int, tag: int, chunks: Sequence[int]) -> None:
         """Send chunks over the group."""
         way = way_on(self._group, rank, tag, notes=False)
-        self.streams.append(Stream(rank, way, deque(chunks), IN_FLIGHT, IN_FLIGHT, channel=False))
+        self.streams.append(Stream(rank, way, deque(chunks), IN_FLIGHT, IN_FLIGHT))
 
     def open_channel(self, rank: int, channel: Channel, transfer: int) -> None:
         """Send all chunks over a channel."""
-        way = channel.way_on(transfer, hashes=self.verify)
-        todo = deque(range(len(self._chunks)))
-        self.streams.append(Stream(rank, way, todo, channel.room, channel.buffers, channel=True))
+        hashes = self.verify and on_the_way()
+        way, todo = channel.way_on(transfer, hashes=hashes), deque(range(len(self._chunks)))
+        self.streams.append(
+            Stream(rank, way, todo, channel.room, channel.buffers, channel=True, hashes=hashes)
+        )
 
     @property
     def by_channel(self) -> bool:
@@ -131,7 +134,7 @@ class Outflow:
                 self._post(stream, stream.todo.popleft())
 
     def _post(self, stream: Stream, index: int) -> None:
-        hashing = self.verify and index not in self._hashing and not stream.channel
+        hashing = self.verify and index not in self._hashing and not stream.hashes
         data, lease = self._bytes_of(index, self._device, uses=2 if hashing else 1)
         if stream.in_flight == 0:
             stream.moved_at = time.monotonic()

@@ -22,6 +22,12 @@ def hashers() -> int:
     return max(1, min(4, cores() // 4))
 
 
+def on_the_way() -> bool:
+    """Whether whoever moves a chunk should hash it too, while it is in the cache: where cores are
+    few that costs least. With more of them another thread is faster, beside."""
+    return cores() < 4
+
+
 class Worker:
     """Runs jobs in the order they come, on a thread of lower priority or on several."""
 
