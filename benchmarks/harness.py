@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -129,6 +130,13 @@ def _main(conn: Connection, rank: int, size: int, scratch: str) -> None:
     except BaseException:
         conn.send((False, traceback.format_exc()))
     os._exit(0)
+
+
+def save(result: dict[str, Any], out: Path | None) -> None:
+    """Write a result, if it is wanted."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def machine() -> dict[str, Any]:

@@ -16,10 +16,11 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, sent, verdict, weights
 from tests.support.ways import by, patched
 from torchrelay.state.digest import digest, running_digest
-from torchrelay.transports import addresses, channels, fanout, intake, outflow, wire
-from torchrelay.transports.channels import TOKEN_BYTES, Channel, Channels
+from torchrelay.transports import addresses, channels, fanout, intake, lanes, outflow, wire
+from torchrelay.transports.channels import TOKEN_BYTES, Channels
 from torchrelay.transports.clock import Deadline
 from torchrelay.transports.group import post_of
+from torchrelay.transports.lanes import Channel
 
 OLD, LONG = 100, 25.0
 SOON = 10.0  # seconds within which a thread that was woken up has answered
@@ -28,8 +29,8 @@ SOON = 10.0  # seconds within which a thread that was woken up has answered
 # One channel, without ranks
 
 
-def pair(lanes: int = 1) -> tuple[Channel, Channel]:
-    sockets = [socket.socketpair() for _ in range(lanes)]
+def pair(count: int = 1) -> tuple[Channel, Channel]:
+    sockets = [socket.socketpair() for _ in range(count)]
     return Channel("x", [a for a, _ in sockets]), Channel("x", [b for _, b in sockets])
 
 
@@ -67,7 +68,7 @@ def test_chunks_come_in_order_over_several_connections() -> None:
     receiving.close()
 
 
-@pytest.mark.parametrize("size", [1, channels.IN_CACHE, 3 * channels.IN_CACHE + 7])
+@pytest.mark.parametrize("size", [1, lanes.IN_CACHE, 3 * lanes.IN_CACHE + 7])
 def test_digests_are_made_on_the_way(size: int) -> None:
     out, into = pair(2)
     make = torch.Generator().manual_seed(size)
@@ -86,15 +87,15 @@ def test_digests_are_made_on_the_way(size: int) -> None:
 def test_pieces_become_chunks_where_another_thread_keeps_the_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data = memoryview(bytearray(8 * channels.IN_CACHE))
-    pieces = channels._Pieces()
-    assert [piece.nbytes for piece in pieces.of(data)] == [channels.IN_CACHE] * 8
-    monkeypatch.setattr(channels, "SLOW_SECONDS", -1.0)  # as if each took long
+    data = memoryview(bytearray(8 * lanes.IN_CACHE))
+    pieces = lanes._Pieces()
+    assert [piece.nbytes for piece in pieces.of(data)] == [lanes.IN_CACHE] * 8
+    monkeypatch.setattr(lanes, "SLOW_SECONDS", -1.0)  # as if each took long
     sizes = []
     for piece in pieces.of(data):
         pieces.hash(running_digest(), piece)
         sizes.append(piece.nbytes)
-    assert sizes == [channels.IN_CACHE] * channels.OFTEN + [4 * channels.IN_CACHE]
+    assert sizes == [lanes.IN_CACHE] * lanes.OFTEN + [4 * lanes.IN_CACHE]
     assert [piece.nbytes for piece in pieces.of(data)] == [data.nbytes]
 
 
@@ -104,7 +105,7 @@ def test_nothing_is_written_once_it_is_cut() -> None:
     room, told = torch.zeros(64 << 20, dtype=torch.uint8), Told()
     way = into.way_in(7)
     way.put(room, told)
-    there.sendall(channels._NUMBER.pack(7) + b"\1" * 100_000)
+    there.sendall(lanes.NUMBER.pack(7) + b"\1" * 100_000)
     ends = time.monotonic() + SOON
     while not room[50_000] and time.monotonic() < ends:
         pass  # it is in the middle of the chunk
@@ -163,7 +164,7 @@ def test_only_who_knows_the_token_is_let_in(proposed: channels.Berth) -> None:
     for said in (
         b"GET / HTTP/1.1\r\n\r\n" + bytes(99),
         bytes(TOKEN_BYTES + 4),
-        record.token + channels._NUMBER.pack(2),  # the third of two
+        record.token + lanes.NUMBER.pack(2),  # the third of two
         record.token[:-1],
     ):
         one = socket.create_connection((record.host, record.port))
@@ -413,7 +414,7 @@ def broken(rank: int, group: Any, who: int, nth: int, verify: bool, atomic: bool
     live = weights(OLD)
     count, lock = [0], threading.Lock()
     name = ("send", "fill")[who]
-    original = getattr(channels._Lane, name)
+    original = getattr(lanes._Lane, name)
 
     def breaks(self: Any, data: memoryview) -> None:
         with lock:
@@ -425,7 +426,7 @@ def broken(rank: int, group: Any, who: int, nth: int, verify: bool, atomic: bool
 
     with contextlib.ExitStack() as stack:
         if rank == who:
-            stack.enter_context(patched(channels._Lane, **{name: breaks}))
+            stack.enter_context(patched(lanes._Lane, **{name: breaks}))
         if rank == 0:
             first: Outcome = sent(relay, 1, 1, LONG)
         else:

@@ -18,7 +18,7 @@ from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, ve
 from tests.support.ranks import run_ranks
 from tests.support.ways import BY_MESSAGES, by, every_way
 from torchrelay.memory.threads import IDLE
-from torchrelay.transports import channels, outflow
+from torchrelay.transports import lanes, outflow
 from torchrelay.transports.buffers import IN_FLIGHT
 from torchrelay.transports.intake import Intake
 from torchrelay.transports.outflow import Outflow
@@ -487,7 +487,7 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
             return out, int(live["w"].max())
         state = {"w": torch.ones(size, dtype=torch.uint8)}
         original, hashed, lock = outflow.digest, [], threading.Lock()
-        hash_piece = channels._Pieces.hash
+        hash_piece = lanes._Pieces.hash
 
         def change(data: Any) -> None:
             with lock:
@@ -508,7 +508,7 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
             change(data)
 
         patch.setattr(outflow, "digest", digest)
-        patch.setattr(channels._Pieces, "hash", piece)
+        patch.setattr(lanes._Pieces, "hash", piece)
         return attempt(lambda: relay.send(state, 1)), threads.left()
 
 
@@ -576,7 +576,7 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
     owner: Any = Intake if way in BY_MESSAGES else Pull
     name = {"host": "_read_and_hash", "ring": "_land"}.get(way, "_arrived")
     original, count, lock = getattr(owner, name), [0], threading.Lock()
-    fill = channels._Lane.fill
+    fill = lanes._Lane.fill
 
     def spoils() -> bool:
         with lock:
@@ -603,7 +603,7 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, spoiled)
-        patch.setattr(channels._Lane, "fill", filled)
+        patch.setattr(lanes._Lane, "fill", filled)
         return received(relay, 0, weights(OLD), OLD, 1, LONG, atomic=atomic), count[0]
 
 

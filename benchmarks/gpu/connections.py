@@ -8,7 +8,6 @@ every result compared bit for bit. `connections=0` is by messages of the group, 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.live import case, make
-from benchmarks.harness import Ranks, machine
+from benchmarks.harness import Ranks, machine, save
 
 
 def main() -> int:
@@ -46,9 +45,7 @@ def main() -> int:
         "bytes": total,
         "rows": rows,
     }
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, options.out)
     return 0
 
 

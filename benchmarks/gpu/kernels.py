@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import re
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import machine
+from benchmarks.harness import machine, save
 from torchrelay.memory import kernels
 
 SOURCE = Path(kernels.__file__).with_name("copy_and_sum.cu")
@@ -120,9 +119,7 @@ def main() -> int:
         "exact": good,
         "rows": rows,
     }
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, options.out)
     return 0 if good else 1
 
 

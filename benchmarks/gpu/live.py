@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import matmul
-from benchmarks.harness import SECONDS, Ranks, machine
+from benchmarks.harness import SECONDS, Ranks, machine, save
 from torchrelay import Relay
 from torchrelay.demo.versus import IN_PLACE, Course
 
@@ -209,9 +208,7 @@ def main() -> int:
         "matmul": beside,
         "torch_pgtransport_gb_s": round(speed, 3),
     }
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, options.out)
     return 0
 
 

@@ -26,11 +26,11 @@ from torchrelay.state.digest import digest
 from torchrelay.state.landing import Landing
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
-from torchrelay.transports.channels import Channel
 from torchrelay.transports.clock import Deadline
 from torchrelay.transports.events import RETRIES, failure
 from torchrelay.transports.group import CLOSED, Line
 from torchrelay.transports.handing import Way, way_in, way_on
+from torchrelay.transports.lanes import Channel
 from torchrelay.transports.worker import Worker, hashers, on_the_way
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -21,8 +21,8 @@ from torchrelay.state.digest import digest
 from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.c10d import ProcessGroup
-from torchrelay.transports.channels import Channel
 from torchrelay.transports.handing import Way, way_on
+from torchrelay.transports.lanes import Channel
 from torchrelay.transports.worker import Worker, on_the_way
 
 
