@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.links import SIDES, STATE_BYTES, measure
 from tests.support import netns
 from tests.support.netns import HostFailed, Hosts, Switch, Unavailable
+from torchrelay import Relay
 from torchrelay.demo.versus import IN_PLACE
+from torchrelay.transports.channels import WORTH_BYTES
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST_SECONDS = 100  # hosts start in seconds; a machine that is busy takes longer
@@ -88,6 +91,23 @@ def test_hosts_are_apart_and_end_together(network: Switch) -> None:
             hosts.run(fails)
         assert "no such luck" in str(failed.value)
         assert not any(process.is_alive() for process in hosts._processes)
+
+
+def over_connections(rank: int) -> Any:
+    state = {"w": torch.full((WORTH_BYTES,), rank, dtype=torch.uint8)}
+    relay = Relay(timeout=HOST_SECONDS / 2, route="group", connections=3)
+    if rank == 0:
+        report = relay.send(state, 1)
+    else:
+        report = relay.recv(0, into=state, atomic=False).report
+        assert not state["w"].any()
+    return report.connections, report.verified, report.instead.get("connections")
+
+
+def test_connections_reach_another_host(network: Switch) -> None:
+    with Hosts(network) as hosts:
+        for _ in range(2):  # made, and used again
+            assert hosts.run(over_connections) == [(3, True, None)] * 2
 
 
 def test_a_machine_without_namespaces_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
