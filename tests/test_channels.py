@@ -312,7 +312,7 @@ def one_transfer(rank: int, relay: tr.Relay, seed: int, live: Any, **options: An
 
 
 def idle(group: Any, rank: int) -> list[str]:
-    side = ("out", 0 + 1) if rank == 0 else ("in", 0)
+    side = ("out", 1) if rank == 0 else ("in", 0)
     return [channel.id for channel in post_of(group).channels._idle.get(side, [])]
 
 

@@ -16,7 +16,7 @@ import torchrelay as tr
 from tests.support.states import Destination, assert_same, destinations, states
 from tests.support.ways import by, every_way
 
-EXAMPLES = {"group": 40, "channel": 40, "host": 70, "ring": 40}
+EXAMPLES = {"group": 50, "channel": 50, "host": 70, "ring": 40}
 
 
 def same_on_both(examples: int) -> settings:

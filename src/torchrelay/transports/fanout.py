@@ -96,7 +96,7 @@ class Jury:
         if now < self._due:
             return None
         found = culprits(hops, self._blocked), first_starving(hops, self._starving, sender)
-        self.__init__()  # type: ignore[misc]
+        self._blocked, self._starving, self._due = set(), set(), float("inf")
         return found
 
 
