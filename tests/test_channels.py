@@ -160,7 +160,7 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> Iterator[channels.Berth]:
 def test_only_who_knows_the_token_is_let_in(proposed: channels.Berth) -> None:
     record = proposed.record
     assert record is not None and len(record.token) == TOKEN_BYTES
-    strangers = []
+    strangers = [socket.create_connection((record.host, record.port))]  # it says nothing
     for said in (
         b"GET / HTTP/1.1\r\n\r\n" + bytes(99),
         bytes(TOKEN_BYTES + 4),
@@ -388,7 +388,7 @@ def kept_from_connecting(rank: int, group: Any, who: str) -> Any:
 @pytest.mark.parametrize("who", ["sender", "receiver", "token"])
 def test_what_cannot_connect_goes_over_the_group_and_says_so(pool2: Any, who: str) -> None:
     ours, theirs = pool2.run(by, "channel", kept_from_connecting, who, fresh_group=True)
-    assert ours[0][0] == 0
+    assert ours[0][0] == theirs[0][0] == 0
     told = {"sender": ours, "token": ours, "receiver": theirs}[who]
     assert "not made" in told[0][1]
     assert ours[1] == theirs[1] == (2, None)

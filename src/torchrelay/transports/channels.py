@@ -26,14 +26,15 @@ from torchrelay.transports.lanes import NUMBER, Channel
 WORTH_BYTES = 64 << 20  # of a state, from which on it gains more than connecting costs
 MOST_CONNECTIONS = 16
 CONNECT_SECONDS = 3.0
+HELLO_SECONDS = 0.5  # for a connection to say who it is: strangers must not use up the time
 TRY_AGAIN_SECONDS = 60.0  # after a receiver could not connect
 KEPT = 4  # idle channels of each peer
 TOKEN_BYTES = 16
 
 
 def usual_connections() -> int:
-    """Half as many as cores, so that as many can hash: two on small machines, eight on large ones,
-    which fill a link of 100 Gbit/s."""
+    """Half as many as cores, so that as many can hash: two on small machines, eight on large
+    ones."""
     return max(2, min(8, cores() // 2))
 
 
@@ -187,7 +188,7 @@ def _accept(listener: socket.socket, record: wire.Channel, ends: float) -> Chann
         while len(lanes) < record.lanes:
             listener.settimeout(max(ends - time.monotonic(), 0.001))
             one = listener.accept()[0]
-            number = _hear(one, record, ends)
+            number = _hear(one, record, min(ends, time.monotonic() + HELLO_SECONDS))
             if number is None or number in lanes:
                 one.close()
             else:

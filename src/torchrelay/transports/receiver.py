@@ -194,6 +194,7 @@ class Receiving:
     def _take_in(self, offer: wire.Offer, landing: Landing, go: wire.Go) -> None:
         if not go.channel:
             self.berth.end(keep=False)
+            self.berth.connections = 0
         if go.memory is not None and self._route == "group":
             # Meant for a call that this one has traded offers with: it reads at no place.
             go = msgspec.structs.replace(go, memory=wire.Memory(wire.Place(), b"", 0, -1))

@@ -13,7 +13,7 @@ from contextlib import suppress
 from torchrelay.memory import threads
 from torchrelay.memory.pool import cores
 
-NICENESS = 2  # added to the process's own; measured on two cores: 0 and 5 are slower
+NICENESS = 2  # added to the process's own; on two cores 0 and 5 were no faster
 
 
 def hashers() -> int:
