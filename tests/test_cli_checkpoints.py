@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import torchrelay as tr
+from torchrelay.cli import main
 from torchrelay.dropin.stock_dcp import read_stock
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from torchrelay.cli import main; main()", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def command(*arguments: object, answer: str = "") -> Ended:
+    """Run a command in this process: a new one would import torch first."""
+    out, err = io.StringIO(), io.StringIO()
+    before = sys.argv, sys.stdin
+    sys.argv, sys.stdin = ["torchrelay", *map(str, arguments)], io.StringIO(answer)
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        sys.argv, sys.stdin = before
+    code = left.value.code
+    assert code is None or isinstance(code, int)
+    return Ended(code or 0, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
@@ -33,17 +51,22 @@ def place(tmp_path: Path) -> Path:
 
 def test_ls_inspect_and_verify(place: Path) -> None:
     listing = command("ls", place)
-    assert listing.returncode == 0 and "yes" in listing.stdout
+    assert listing.returncode == 0 and "whole" in listing.stdout
+    assert "2 steps, " in listing.stdout
     shown = command("inspect", place, "--step", 1)
     assert "model.w" in shown.stdout and "3x4" in shown.stdout
-    assert command("verify", place).stdout.strip() == "step 2 holds"
+    assert "48 bytes" in shown.stdout and "step 1: 1 tensors, 48 bytes" in shown.stdout
+    assert command("verify", place).stdout.strip() == "step 2 verifies"
     file = place / "step-2" / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     broken = command("verify", place)
-    assert broken.returncode == 1 and "model.w" in broken.stderr
-    assert "Traceback" not in broken.stderr
+    assert broken.returncode == 1 and "step 2 is damaged" in broken.stdout
+    assert "model.w" in broken.stdout
+    every = command("verify", place, "--all")
+    assert every.returncode == 1
+    assert every.stdout.startswith("step 1 verifies\nstep 2 is damaged: ")
 
 
 def test_looking_leaves_drafts_alone(place: Path) -> None:
@@ -77,3 +100,89 @@ def test_export_hf(place: Path, tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], torch.ones(3, 4))
     again = command("export-hf", place, tmp_path / "hf")
     assert again.returncode == 1 and "not overwritten" in again.stderr
+
+
+def test_the_listing_of_a_damaged_record_is_a_table_and_status_1(tmp_path: Path) -> None:
+    # The path of the file is in the error's text, in brackets: it is not markup.
+    root = tmp_path / "a[bold]b[" / "run"
+    with tr.Checkpointer(root) as there:
+        for step in (1, 2):
+            there.save(step, {"x": torch.ones(2)})
+    (root / "step-2" / "manifest.json").write_text("{}")
+    listing = command("ls", root)
+    assert listing.returncode == 1 and listing.stderr == ""
+    assert "whole" in listing.stdout and "damaged: manifest.json" in listing.stdout
+    (one, two) = json.loads(command("ls", root, "--json").stdout)
+    assert one["damage"] is None and one["bytes"] > 0 and one["ranks"] == 1
+    assert two["step"] == 2 and "manifest.json" in two["damage"]
+
+
+@pytest.mark.parametrize("name", ["ls", "inspect", "verify"])
+def test_a_place_without_steps_is_an_error_of_one_line(name: str, tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nothing"):
+        found = command(name, place)
+        assert found.returncode == 1
+        (line,) = found.stderr.splitlines()
+        assert line.startswith("error: ") and str(place) in line
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_rm_asks_first_and_removes_all_or_nothing(place: Path) -> None:
+    absent = command("rm", place, 1, 7)
+    assert absent.returncode == 1 and "there are: 1, 2" in absent.stderr
+    assert command("rm", place, 1, answer="n\n").returncode == 1
+    assert json.loads(command("verify", place, "--all", "--json").stdout) == [
+        {"step": 1, "damage": None},
+        {"step": 2, "damage": None},
+    ]
+    assert command("rm", place, 1, answer="y\n").returncode == 0
+    assert command("rm", place, 2, "--yes").stdout == "removed step 2\n"
+    assert not list(place.glob("step-*"))
+
+
+def test_inspect_as_json(place: Path) -> None:
+    found = json.loads(command("inspect", place, "--json").stdout)
+    assert found["step"] == 2 and found["bytes"] == 48
+    (tensor,) = found["tensors"]
+    assert tensor["name"] == "model.w" and tensor["shape"] == [3, 4] and tensor["bytes"] == 48
+
+
+def test_messages_name_options_and_no_python(place: Path, tmp_path: Path) -> None:
+    there = command("convert", place, tmp_path / "other")
+    assert there.returncode == 0, there.stderr
+    again = command("convert", place, tmp_path / "other")
+    assert again.returncode == 1 and "--step" in again.stderr and "=True" not in again.stderr
+    wrong = command("export-hf", place, tmp_path / "hf", "--under", "modl")
+    assert wrong.returncode == 1 and "model, step" in wrong.stderr and "--under" in wrong.stderr
+    assert not (tmp_path / "hf").exists()
+    assert "config.json" in command("export-hf", place, tmp_path / "hf").stderr
+
+
+def test_help_and_version_import_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from torchrelay.cli import main\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    )
+    for option, says in [("--help", "export-hf"), ("--version", tr.__version__)]:
+        done = subprocess.run(
+            [sys.executable, "-c", program, option], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 and says in done.stdout
+        assert done.stderr.strip() == "[]"
+
+
+def test_shell_completion(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from torchrelay.cli import main; main()"],
+        env={
+            **os.environ,
+            "_TORCHRELAY_COMPLETE": "complete_bash",
+            "COMP_WORDS": "torchrelay ver",
+            "COMP_CWORD": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "verify" in done.stdout

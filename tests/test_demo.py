@@ -56,7 +56,7 @@ def test_a_missing_extra_is_one_clear_line(
 def test_command_line_tells_the_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["torchrelay", "version"])
+    monkeypatch.setattr(sys, "argv", ["torchrelay", "--version"])
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert left.value.code == 0

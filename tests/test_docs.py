@@ -291,8 +291,12 @@ def test_reference_has_every_error() -> None:
 
 
 def test_reference_has_every_command() -> None:
-    source = text_of("src/torchrelay/cli/checkpoints.py")
-    commands = re.findall(r'app\.command\("([\w-]+)"\)', source)
+    sources = (ROOT / "src/torchrelay/cli").glob("*.py")
+    commands = [
+        name
+        for source in sources
+        for name in re.findall(r'app\.command\("([\w-]+)"\)', source.read_text())
+    ]
     assert commands
     for name in commands:
         assert f"`torchrelay {name} " in text_of("docs/reference.md"), name

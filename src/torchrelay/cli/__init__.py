@@ -1,4 +1,7 @@
-"""The `torchrelay` command."""
+"""The `torchrelay` command.
+
+Commands import what they need when they run: `torchrelay --help` imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,38 @@ NEEDS_TYPER = "the torchrelay command needs typer and rich: pip install 'torchre
 def main() -> None:
     """Entry point of the `torchrelay` script."""
     try:
-        import rich  # noqa: F401
+        from importlib.util import find_spec
+
         import typer
+
+        if find_spec("rich") is None:
+            raise ImportError
     except ImportError:
         print(NEEDS_TYPER, file=sys.stderr)
         sys.exit(2)
 
-    from torchrelay.cli import checkpoints
+    from torchrelay.cli import conversion, steps
 
     app = typer.Typer(
-        help="Move and keep the whole live state of a PyTorch job.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # help in plain text needs a third of the time
     )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            from importlib.metadata import version
+
+            print(f"torchrelay {version('torchrelay')}, torch {version('torch')}")
+            raise typer.Exit()
+
+    @app.callback(help="Move and keep the whole live state of a PyTorch job.")
+    def options(
+        version: bool = typer.Option(
+            False, "--version", callback=show_version, is_eager=True, help="Show the versions."
+        ),
+    ) -> None:
+        pass
 
     @app.command()
     def demo(
@@ -34,14 +55,6 @@ def main() -> None:
 
         raise typer.Exit(run(small=small))
 
-    @app.command()
-    def version() -> None:
-        """Print the versions of torchrelay and torch."""
-        import torch
-
-        import torchrelay
-
-        print(f"torchrelay {torchrelay.__version__}, torch {torch.__version__}")
-
-    checkpoints.add_to(app)
-    app()
+    steps.add_to(app)
+    conversion.add_to(app)
+    app(prog_name="torchrelay")
