@@ -16,6 +16,7 @@
     │   └── PeerLostError              the connection to a rank broke
     ├── CheckpointError            a step could not be written or read; `file` says where
     │   ├── StepExistsError            the step is committed already, and is never overwritten
+    │   ├── StepOrderError             the step is below the newest one: roll back first
     │   ├── StepNotFoundError          no such step, or none that verifies
     │   └── DamagedError               bytes at rest that are not the ones that were written
     ├── TransferTimeoutError       a deadline passed (also a TimeoutError)
@@ -136,6 +137,10 @@ class CheckpointError(RelayError):
 
 class StepExistsError(CheckpointError, FileExistsError):
     """The step is committed. Save under another step, or say `overwrite=True`."""
+
+
+class StepOrderError(CheckpointError):
+    """The step is below the newest one, which a restart would take. `rollback` sets that aside."""
 
 
 class StepNotFoundError(CheckpointError, FileNotFoundError):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -131,9 +132,9 @@ class Checkpointer:
         """
         with self._exclusive():
             save = self._new_save(step, overwrite, timeout)
-            self._settle(save)
+            self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
             saved = self._saver.save(save, state)
-            self._prune()
+            self._prune(step)
             return saved
 
     def save_async(
@@ -154,9 +155,9 @@ class Checkpointer:
             save = self._new_save(step, overwrite, timeout)
             if (on_busy or self._on_busy) == "skip" and self._busy(save):
                 return Pending(step, skipped=True)
-            self._settle(save)
+            self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
             pending = Pending(step)
-            self._saver.save_async(save, state, pending, self._prune)
+            self._saver.save_async(save, state, pending, lambda: self._prune(step))
             self._pending = pending
             return pending
 
@@ -196,8 +197,9 @@ class Checkpointer:
         )
         return heard == b"busy"
 
-    def _settle(self, save: Save) -> None:
-        """Wait for the save under way, and raise its failure if nobody has seen it."""
+    def _settle(self, save: Save, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for the save under way, and raise its failure if nobody has seen it. The ranks name
+        the same step, and the coordinator's check passes."""
 
         def mine() -> bytes:
             if self._pending is not None:
@@ -207,7 +209,8 @@ class Checkpointer:
         def decide(said: list[bytes]) -> list[bytes]:
             if len(set(said)) > 1:
                 steps = sorted({int(step) for step in said})
-                raise UsageError(f"ranks save different steps: {steps}", step=save.step)
+                raise UsageError(f"ranks name different steps: {steps}", step=save.step)
+            check()
             return said
 
         save.call.at("waiting for the save before")
@@ -218,7 +221,7 @@ class Checkpointer:
         with suppress(RelayError, TimeoutError):  # it is logged; the last state still counts
             self.wait(self._timeout)
         step, state = self._on_signal()
-        if step not in self._store.steps():
+        if step not in self.steps():
             self.save(step, state)
 
     # Loading.
@@ -271,7 +274,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Committed steps, in ascending order. Says nothing about their bytes: see `verify`."""
-        return self._store.steps()
+        return self._shelf.steps()
 
     def latest(self) -> int | None:
         """The newest committed step whose commit record and file sizes hold."""
@@ -320,13 +323,40 @@ class Checkpointer:
         self._check_writable()
         self._shelf.delete(step)
 
+    def rollback(self, step: int, *, timeout: float | None = None) -> list[int]:
+        """Set aside every step above `step`, so that the run goes on from there; returns them.
+
+        They are steps no longer: `steps`, `latest`, `load` and retention do not see them. Their
+        bytes stay until `remove_aside`. Each is set aside whole and for good before the next, the
+        newest first, so a rollback that is interrupted is one to a later step: call it again. All
+        ranks call it together.
+        """
+        with self._exclusive():
+            save = self._new_save(step, False, timeout)
+            self._settle(save)
+
+            def decide(said: list[bytes]) -> list[bytes]:
+                return [msgspec.msgpack.encode(self._shelf.rollback(step))] * len(said)
+
+            heard = save.call.round("rollback", lambda: b"", decide, save.deadline)
+            return msgspec.msgpack.decode(heard, type=list[int])
+
+    def aside(self) -> list[str]:
+        """Names of the steps that were set aside."""
+        return self._shelf.aside()
+
+    def remove_aside(self, name: str) -> None:
+        """Remove a step that was set aside, by its name in `aside`. One rank does it."""
+        self._check_writable()
+        self._shelf.remove_aside(name)
+
     def _check_writable(self) -> None:
         if self._read_only:
             raise UsageError("this checkpointer is read-only")
 
-    def _prune(self) -> None:
+    def _prune(self, committed: int) -> None:
         if self._all.coordinates:
-            self._shelf.prune()
+            self._shelf.prune(committed)
 
     # The end.
 

@@ -128,7 +128,7 @@ class Loader:
             asked = {msgspec.msgpack.decode(data) for data in said}
             if len(asked) > 1:
                 raise UsageError(f"ranks ask for different steps: {sorted(map(str, asked))}")
-            steps = sorted(self._shelf.store.steps(), reverse=True)
+            steps = sorted(self._shelf.steps(), reverse=True)
             if step is not None and step not in steps:
                 shown = ", ".join(map(str, steps[:8])) or "none"
                 raise StepNotFoundError(
@@ -179,6 +179,8 @@ class Loader:
 
     def _pass_over(self, step: int, fault: RelayError, damaged: dict[int, str]) -> None:
         damaged[step] = str(fault)
+        if isinstance(fault, DamagedError):
+            self._shelf.note_damaged(step)
         text = f"step {step} in {self._shelf.url} is damaged or gone, and is passed over: {fault}"
         logger.warning(text)
         warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torchrelay.checkpointer.keep import Keep, KeepAll
 from torchrelay.checkpointer.pending import logger
@@ -13,6 +14,7 @@ from torchrelay.errors import (
     ManifestError,
     RelayError,
     StepNotFoundError,
+    StepOrderError,
 )
 from torchrelay.stores.reading import Fetch, everything
 from torchrelay.stores.records import Checkpoint, decode
@@ -28,20 +30,39 @@ class Shelf:
         self.store = store
         self._keep = keep
         self._good: set[int] = set()
+        self._damaged: set[int] = set()  # steps that a load found damaged
 
     @property
     def url(self) -> str:
         return self.store.url
 
+    def steps(self) -> list[int]:
+        with self._faults("list the steps"):
+            return self.store.steps()
+
+    @contextmanager
+    def _faults(
+        self, what: str, step: int | None = None, missing: str | None = None
+    ) -> Iterator[None]:
+        """What the store's medium refuses, as errors that say where."""
+        try:
+            yield
+        except OSError as fault:
+            if missing is not None and isinstance(fault, FileNotFoundError):
+                raise StepNotFoundError(f"{missing} in {self.url}", step=step) from None
+            reason = fault.strerror or str(fault)
+            place = str(fault.filename or self.url)
+            raise CheckpointError(f"cannot {what}: {reason}", step=step, file=place) from fault
+
     def latest(self) -> int | None:
-        for step in reversed(self.store.steps()):
+        for step in reversed(self.steps()):
             if self.holds(step):
                 return step
         return None
 
     def verify(self, step: int | None, progress: Progress | None) -> int:
         if step is None:
-            steps = self.store.steps()
+            steps = self.steps()
             if not steps:
                 raise StepNotFoundError(f"no step in {self.url}")
             step = steps[-1]
@@ -77,24 +98,70 @@ class Shelf:
             return False
         return all(sizes.get(file.name) == file.nbytes for file in record.files)
 
+    def note_damaged(self, step: int) -> None:
+        """A load found a step damaged: it counts neither for retention nor as the newest."""
+        self._damaged.add(step)
+
+    def check_order(self, step: int, *, overwrite: bool) -> None:
+        """Raise `StepOrderError` for a step that a restart would pass over for a newer one.
+
+        Replacing a step that is there is no such case.
+        """
+        steps = self.steps()
+        newer = [found for found in steps if found > step and found not in self._damaged]
+        if not newer or (overwrite and step in steps):
+            return
+        newest = next(filter(self.holds, reversed(newer)), None)
+        if newest is not None:
+            raise StepOrderError(
+                f"step {step} is below the newest, {newest}, which a restart would take: "
+                f"rollback({step}) sets the newer steps aside, or save under a higher number",
+                step=step,
+                file=self.url,
+            )
+
+    def rollback(self, step: int) -> list[int]:
+        """Set aside every step above this one; the newest first, so that what a crash leaves is
+        a rollback to a later step."""
+        steps = self.steps()
+        if step in steps and not self.holds(step):
+            raise DamagedError(
+                "the step does not hold, so it is none to go back to: verify() says why",
+                step=step,
+                file=self.url,
+            )
+        newer = [found for found in steps if found > step]
+        for found in reversed(newer):
+            self._good.discard(found)
+            with self._faults("set a step aside", found):
+                self.store.set_aside(found)
+        self._damaged.difference_update(newer)
+        return newer
+
+    def aside(self) -> list[str]:
+        with self._faults("list what was set aside"):
+            return self.store.aside()
+
+    def remove_aside(self, name: str) -> None:
+        with self._faults("remove", missing=f"nothing was set aside as {name!r}"):
+            self.store.remove_aside(name)
+
     def delete(self, step: int) -> None:
         self._good.discard(step)
-        try:
+        self._damaged.discard(step)
+        with self._faults("delete", step, missing=f"no step {step}"):
             self.store.delete(step)
-        except FileNotFoundError:
-            raise StepNotFoundError(f"no step {step} in {self.url}", step=step) from None
-        except OSError as fault:
-            raise CheckpointError(f"cannot delete: {fault}", step=step, file=self.url) from fault
 
-    def prune(self) -> None:
-        """Remove what the policy does not want, once something newer is safe. Never fails."""
+    def prune(self, committed: int) -> None:
+        """Remove what the policy does not want, and never the step just committed. Never fails."""
+        self._damaged.discard(committed)
         if isinstance(self._keep, KeepAll):
             return
         try:
-            steps = self.store.steps()
+            steps = [step for step in self.steps() if step not in self._damaged]
             self._good = {step for step in steps if step in self._good or self.holds(step)}
             good = sorted(self._good)
-            wanted = self._keep.wanted(good) | set(good[-1:])
+            wanted = self._keep.wanted(good) | {*good[-1:], committed}
             for step in good:
                 if step not in wanted:
                     self.delete(step)

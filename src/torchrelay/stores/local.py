@@ -3,8 +3,9 @@
     root/step-100/manifest.json            the commit record
     root/step-100/model.safetensors        data
     root/step-200.tmp-host-4711-9f2c/...   a draft; its writer holds a lock on it
-    root/step-100.old-...                  a step set aside for its successor, where the file
+    root/step-100.old-...                  a step moved away for its successor, where the file
                                            system cannot swap two directories
+    root/step-300.aside-host-4711-9f2c     a step that was set aside by a rollback
 
 A draft becomes a step by a rename, after its data and then its manifest are on the medium. A step
 leaves by a rename too, so no reader finds half of one.
@@ -32,6 +33,7 @@ FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as 
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _DRAFT = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
+_ASIDE = re.compile(r"(step-\d+)\.aside-[A-Za-z0-9_.-]+")
 
 
 def token() -> str:
@@ -98,10 +100,28 @@ class LocalStore:
         return LocalDraft(self, step, token, overwrite, self._files)
 
     def delete(self, step: int) -> None:
-        away = f"{self.path(step)}.tmp-{token()}"
-        self._files.rename(str(self.path(step)), away)
+        self._delete(f"step-{step}", step=f"step-{step}")
+
+    def _delete(self, name: str, step: str) -> None:
+        away = self._move(name, f"{step}.tmp-{token()}")
+        self.remove(str(self.root / away))
+
+    def _move(self, name: str, new: str) -> str:
+        self._files.rename(str(self.root / name), str(self.root / new))
         self._files.sync_dir(str(self.root))
-        self.remove(away)
+        return new
+
+    def set_aside(self, step: int) -> str:
+        return self._move(f"step-{step}", f"step-{step}.aside-{token()}")
+
+    def aside(self) -> list[str]:
+        return sorted(filter(_ASIDE.fullmatch, self._names()))
+
+    def remove_aside(self, name: str) -> None:
+        match = _ASIDE.fullmatch(name)
+        if match is None:
+            raise FileNotFoundError(2, "nothing was set aside under this name", name)
+        self._delete(name, step=match[1])
 
     def remove(self, directory: str) -> None:
         """Remove a directory of plain files. The commit record goes first."""

@@ -2,6 +2,7 @@
 
     <prefix>/step-100/manifest.json                  the commit record, put last
     <prefix>/step-100/<token>/model.safetensors      data of the draft with that token
+    <prefix>/step-300/<token>/manifest.json          says that a rollback set that folder aside
 
 Objects cannot be renamed, so a draft's data stay where they are written and putting the manifest is
 the commit. Which folder is the step's own is an attribute of the manifest object: the record and
@@ -36,7 +37,8 @@ DAY = 24 * 3600.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
-_DATA = re.compile(rf"{_STEP.pattern}/([^/]+)/([^/]+)")
+_FOLDER = re.compile(rf"{_STEP.pattern}/([^/]+)")
+_DATA = re.compile(rf"{_FOLDER.pattern}/([^/]+)")
 
 # Drafts of this process that may still be committed: `clean` spares them, whatever their age.
 _live: WeakSet[ObjectDraft] = WeakSet()
@@ -91,7 +93,7 @@ class ObjectStore:
     def sizes(self, step: int) -> dict[str, int]:
         found = self._bucket.objects(self._folder(step))
         matches = [(_DATA.fullmatch(one.path), one.nbytes) for one in found]
-        return {match[3]: nbytes for match, nbytes in matches if match}
+        return {match[3]: size for match, size in matches if match and match[3] != MANIFEST}
 
     def reader(self, step: int, name: str, *, once: bool = True) -> ObjectReader:
         _check_name(name)
@@ -110,6 +112,42 @@ class ObjectStore:
         if token:
             self._bucket.remove_folder(f"step-{step}/{token}")
 
+    def set_aside(self, step: int) -> str:
+        # A folder with a manifest of its own is spared by `clean`. While the step has its own too,
+        # it is a step as before: taking that away is the one act that counts.
+        folder = self._folder(step)
+        content, attributes = self._bucket.get(_manifest(step))
+        self._bucket.put(f"{folder}/{MANIFEST}", content, attributes, create=False)
+        self._bucket.remove([_manifest(step)])
+        return folder
+
+    def aside(self) -> list[str]:
+        found = [_DATA.fullmatch(one.path) for one in self._bucket.objects()]
+        folders = [(int(match[1]), match[2]) for match in found if match and match[3] == MANIFEST]
+        return [
+            f"step-{step}/{token}" for step, token in sorted(folders) if self._is_aside(step, token)
+        ]
+
+    def _is_aside(self, step: int, token: str) -> bool:
+        """Whether a folder with a manifest of its own is none of a step's."""
+        try:
+            return self._token(step) != token
+        except FileNotFoundError:
+            return True
+
+    def remove_aside(self, name: str) -> None:
+        match = _FOLDER.fullmatch(name)
+        if (
+            match is None
+            or not self._bucket.has(f"{name}/{MANIFEST}")
+            or not self._is_aside(int(match[1]), match[2])
+        ):
+            raise FileNotFoundError(
+                errno.ENOENT, "nothing was set aside under this name", self._bucket.name(name)
+            )
+        self._bucket.remove([f"{name}/{MANIFEST}"])
+        self._bucket.remove_folder(name)
+
     def clean(self) -> list[str]:
         drafts: dict[tuple[int, str], list[tuple[datetime, str]]] = {}
         for path, _, modified in self._bucket.objects():
@@ -117,6 +155,8 @@ class ObjectStore:
                 drafts.setdefault((int(match[1]), match[2]), []).append((modified, path))
         removed = []
         for (step, token), objects in sorted(drafts.items()):
+            if any(path.endswith(f"/{MANIFEST}") for _, path in objects):
+                continue
             age = datetime.now(timezone.utc) - max(objects)[0]
             if age.total_seconds() < self._grace or self._is_live(step, token):
                 continue
@@ -140,6 +180,9 @@ class ObjectStore:
         token = self._bucket.attributes(_manifest(step)).get(TOKEN)
         if token is None:  # lost by a tool that copied the bucket without attributes
             folders = self._bucket.folders(f"step-{step}")
+            if len(folders) > 1:
+                aside = f"step-{step}/{{}}/{MANIFEST}".format
+                folders = [folder for folder in folders if not self._bucket.has(aside(folder))]
             token = folders[0] if len(folders) == 1 else ""
         return token if _TOKEN.fullmatch(token) else ""
 

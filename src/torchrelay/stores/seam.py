@@ -95,6 +95,16 @@ class Store(Protocol):
     def delete(self, step: int) -> None:
         """Remove a step. It stops being one before its first byte goes."""
 
+    def set_aside(self, step: int) -> str:
+        """Make a step none, in one durable act that leaves its bytes; returns its name in
+        `aside`."""
+
+    def aside(self) -> list[str]:
+        """Names of what was set aside."""
+
+    def remove_aside(self, name: str) -> None:
+        """Remove what was set aside under a name."""
+
     def clean(self) -> list[str]:
         """Remove what writers that are gone left behind; returns its names."""
 
