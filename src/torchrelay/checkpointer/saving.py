@@ -33,10 +33,9 @@ from torchrelay.memory.device import DeviceCopy
 from torchrelay.state.outline import Named, outline
 from torchrelay.state.pause import gc_paused
 from torchrelay.stores import plans
-from torchrelay.stores.drafting import Share, Written, commit_record
+from torchrelay.stores.drafting import Share, Written, commit_record, sealed
 from torchrelay.stores.local import token
 from torchrelay.stores.planning import Planning
-from torchrelay.stores.records import encode
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.writer_client import WriterProcess
 from torchrelay.stores.writing import WORKERS
@@ -318,10 +317,10 @@ class Saver:
         def decide(said: list[bytes]) -> list[bytes]:
             shares = [_written.decode(data) for data in said]
             assert save.outlines is not None and save.draft is not None
-            record = commit_record(save.step, shares, save.outlines, self._version)
+            manifest = sealed(commit_record(save.step, shares, save.outlines, self._version))
             exists = f"step {save.step} was committed by another writer meanwhile"
             with self._os_faults(save, "commit", "commit", exists):
-                save.draft.commit(encode(record))
+                save.draft.commit(manifest)
             return [b""] * len(said)
 
         with save.watch("commit"):

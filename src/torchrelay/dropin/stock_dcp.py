@@ -18,7 +18,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
@@ -83,14 +83,31 @@ def write_stock(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
         with warnings.catch_warnings():
             # It warns that nothing is distributed, which is what was asked for.
             warnings.simplefilter("ignore", UserWarning)
-            save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+            writer = FileSystemWriter(folder)
+            writer.fs = _ReadBack()
+            save(state, storage_writer=writer, no_dist=True)
     except CheckpointException as fault:
         cause = fault.failures[min(fault.failures)][0]
-        if not isinstance(cause, Exception):
+        if not isinstance(cause, Exception) or isinstance(cause, RelayError):
             raise cause from None
         if isinstance(cause, (ValueError, TypeError, AttributeError, pickle.PicklingError)):
             raise UnsupportedLeafError(f"stock DCP cannot hold this state: {cause}") from cause
         raise CheckpointError(f"stock DCP failed: {cause!r}", file=str(folder)) from cause
+
+
+class _ReadBack(FileSystem):
+    """Gives `.metadata` its name only once it was read back and the files have what it tells."""
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        try:
+            with DataFiles(Path(new_path).parent, check_crc=False) as files:
+                files.check(decode(Path(path).read_bytes()))
+        except ManifestError as fault:
+            raise CheckpointError(
+                f"the checkpoint cannot be read back, so it was not made one: {fault.message}",
+                file=str(new_path),
+            ) from fault
+        super().rename(path, new_path)
 
 
 def read_torch_save(path: str | os.PathLike[str]) -> Any:

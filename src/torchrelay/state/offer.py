@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchrelay.state import manifest as m
 from torchrelay.state.outline import Outline
@@ -37,12 +37,17 @@ class Offer:
 
 
 def shifted(node: m.Node, by: int) -> m.Node:
-    """A tree whose leaves have other indices."""
+    """A tree whose leaves have indices that are higher `by` so much."""
+    return renumbered(node, by.__add__)
+
+
+def renumbered(node: m.Node, number: Callable[[int], int]) -> m.Node:
+    """A tree whose leaves have other indices, asked for in the order of the tree."""
     if isinstance(node, int):
-        return node + by
+        return number(node)
     if isinstance(node, m.RecordNode):
-        return m.RecordNode(node.name, shifted(node.body, by))
-    items = tuple(shifted(item, by) for item in node.items)
+        return m.RecordNode(node.name, renumbered(node.body, number))
+    items = tuple([renumbered(item, number) for item in node.items])
     if isinstance(node, m.DictNode):
         return m.DictNode(node.kind, node.keys, items, node.factory)
     if isinstance(node, m.SequenceNode):

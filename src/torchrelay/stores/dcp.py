@@ -27,24 +27,26 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from torchrelay.errors import DamagedError, ManifestError, StepNotFoundError, UnsupportedLeafError
-from torchrelay.state import manifest as m
-from torchrelay.state.containers import Path
+from torchrelay.errors import (
+    DamagedError,
+    ManifestError,
+    StepNotFoundError,
+    UnsupportedLeafError,
+    UsageError,
+)
 from torchrelay.state.memory import Region
-from torchrelay.state.offer import shifted
 from torchrelay.state.outline import Outline, outline
 from torchrelay.state.parcel import unpack
-from torchrelay.state.pathtree import tree_of_paths
-from torchrelay.state.tensors import NAMES
 from torchrelay.stores import blobs, plans
-from torchrelay.stores.drafting import Share, Written, commit_record
+from torchrelay.stores.drafting import Share, Written, commit_record, sealed
+from torchrelay.stores.flattened import outline_of
 from torchrelay.stores.layout import FILE_BYTES, arrange
 from torchrelay.stores.local import token
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.metadata import AsPlanned, Unknown, as_planned
 from torchrelay.stores.placing import Wish, shard_at, waves
 from torchrelay.stores.reading import Fetch
-from torchrelay.stores.records import Blob, Checkpoint, decode, encode
+from torchrelay.stores.records import Blob, Checkpoint, decode
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.writing import Writing
 from torchrelay.version import __version__
@@ -97,6 +99,11 @@ class Writer(StorageWriter):
             self._go(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "use_collectives=False would have each rank commit its part as the whole step: "
+                "save with collectives"
+            )
         if self._draft is not None:
             self._draft.discard()  # of a save that failed on some rank
             self._draft = None
@@ -107,6 +114,11 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if len(plans) > 1 and not all(plan.usable for plan in plans):
+            raise UsageError(
+                "ranks that keep their plans do not hear the name of this save's draft: give a "
+                "planner with enable_plan_caching=False"
+            )
         name = token()
         self._draft = self._store.draft(self._step, name, overwrite=self._overwrite)
         self._draft.begin()
@@ -153,11 +165,11 @@ class Writer(StorageWriter):
             for result in rank
             if result.storage_data is not None
         ]
-        outlined = _outline(metadata, shares)
-        ranks = plans.Outlines((outlined,), (0,) * max(1, len(results)), {})
         try:
+            outlined = outline_of(metadata, shares)
+            ranks = plans.Outlines((outlined,), (0,) * max(1, len(results)), {})
             record = commit_record(self._step, shares, ranks, __version__)
-            self._draft.commit(encode(record))
+            self._draft.commit(sealed(record))
         except BaseException:
             self._draft.discard()
             raise
@@ -182,32 +194,6 @@ def _values(drafted: plans.Drafted) -> dict[str, Outline]:
                 values[name] = found
                 del drafted.objects[name]
     return values
-
-
-def _outline(metadata: Metadata, shares: list[Written]) -> Outline:
-    """The outline of a state that only its planner has seen: containers by the planner's paths."""
-    paths: dict[str, Path] = (
-        metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    )
-    stored = {box.name: box for share in shares for box in share.boxes}
-    values = {name: value for share in shares for name, value in share.values.items()}
-    names = tuple(stored)
-    leaves: list[m.Leaf] = []
-    placed: list[tuple[Path, m.Node]] = []
-    entries: dict[str, Any] = metadata.state_dict_metadata
-    for name, entry in entries.items():
-        path = tuple(paths.get(name, (name,)))
-        if name in stored:
-            box = stored[name]
-            placed.append((path, len(leaves)))
-            leaves.append(m.TensorLeaf(box.dtype, box.shape, None, names.index(name)))
-        elif name in values:
-            placed.append((path, shifted(values[name].tree, len(leaves))))
-            leaves += values[name].leaves
-        elif hasattr(entry, "size"):
-            placed.append((path, len(leaves)))
-            leaves.append(m.TensorLeaf(NAMES[entry.properties.dtype], tuple(entry.size), None, -1))
-    return Outline(tree_of_paths(placed), tuple(leaves), names)
 
 
 class Reader(StorageReader):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torchrelay.errors import CheckpointError
+from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.state.leaves import parts
 from torchrelay.state.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf
 from torchrelay.state.memory import Region
@@ -17,7 +17,16 @@ from torchrelay.state.outline import Outline
 from torchrelay.state.stream import Stream
 from torchrelay.stores.layout import FileLayout
 from torchrelay.stores.plans import Drafted, Outlines, with_objects
-from torchrelay.stores.records import Blob, Checkpoint, DataFile, Own, Shard, StoredTensor
+from torchrelay.stores.records import (
+    Blob,
+    Checkpoint,
+    DataFile,
+    Own,
+    Shard,
+    StoredTensor,
+    decode,
+    encode,
+)
 from torchrelay.stores.writing import FileSpec, OneRun, Range
 
 PASS_BYTES = 64 << 20
@@ -143,6 +152,35 @@ def commit_record(
         tensors=tuple(tensors),
         files=tuple(files),
         blobs=tuple(blobs),
+    )
+
+
+def sealed(record: Checkpoint) -> bytes:
+    """The record as it is to be committed: read back from its own bytes, whole and checked.
+
+    `CheckpointError` where a reader would refuse it, or not find in it what was written.
+    """
+    data = encode(record)
+    try:
+        found = decode(data)
+    except ManifestError as fault:
+        raise _not_sealed(record, f"it cannot be read back: {fault.message}") from fault
+    if encode(found) != data:
+        raise _not_sealed(record, "it reads back as another one")
+    held = {name for outline in found.outlines for name in outline.names}
+    held.update(name for own in found.own.values() for name in own.names.values())
+    lost = next((tensor.name for tensor in found.tensors if tensor.name not in held), None)
+    if lost is not None:
+        raise _not_sealed(record, "a tensor that was written is in no rank's state", path=lost)
+    return data
+
+
+def _not_sealed(record: Checkpoint, why: str, path: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        f"the step was not committed, its commit record is wrong: {why}",
+        step=record.step,
+        phase="commit",
+        path=path,
     )
 
 
