@@ -93,7 +93,7 @@ def test_an_empty_store_has_nothing(store: Store) -> None:
     for act in (
         lambda: store.manifest(7),
         lambda: store.sizes(7),
-        lambda: store.reader(7, "a.bin"),
+        lambda: store.reader(7, "a.safetensors"),
         lambda: store.delete(7),
     ):
         with pytest.raises(FileNotFoundError, match="step-7"):
@@ -109,7 +109,7 @@ def test_round_trip(store: Store) -> None:
     files = {
         "model.safetensors": random.Random(0).randbytes(12_345),
         "0.rank-00001-of-00002.safetensors": b"x" * 1000,
-        "empty.bin": b"",
+        "empty.safetensors": b"",
     }
     save(store, 3, files)
     assert store.steps() == [3]
@@ -128,50 +128,50 @@ def test_the_manifest_is_opaque(store: Store) -> None:
 
 def test_steps_are_in_numerical_order(store: Store) -> None:
     for step in (10, 2, 9, 100):
-        save(store, step, {"a.bin": b"a"}, token=f"host-{step}-a")
+        save(store, step, {"a.safetensors": b"a"}, token=f"host-{step}-a")
     assert store.steps() == [2, 9, 10, 100]
 
 
 def test_a_draft_is_no_step_until_it_is_committed(store: Store) -> None:
     draft = store.draft(5, "host-1-a")
     draft.begin()
-    write(draft.open("a.bin", 4), b"abcd")
+    write(draft.open("a.safetensors", 4), b"abcd")
     assert store.steps() == []
-    for act in (lambda: store.manifest(5), lambda: store.reader(5, "a.bin")):
+    for act in (lambda: store.manifest(5), lambda: store.reader(5, "a.safetensors")):
         with pytest.raises(FileNotFoundError):
             act()
     draft.commit(b"m")
     assert store.steps() == [5]
-    assert contents(store, 5) == {"a.bin": b"abcd"}
+    assert contents(store, 5) == {"a.safetensors": b"abcd"}
 
 
 def test_every_process_adds_its_files_to_one_draft(store: Store) -> None:
     first, second = (store.draft(1, "host-1-a") for _ in range(2))
     first.begin()
-    write(second.open("b.bin", 2), b"bb")
-    write(first.open("a.bin", 1), b"a")
+    write(second.open("b.safetensors", 2), b"bb")
+    write(first.open("a.safetensors", 1), b"a")
     first.commit(b"m")
-    assert contents(store, 1) == {"a.bin": b"a", "b.bin": b"bb"}
+    assert contents(store, 1) == {"a.safetensors": b"a", "b.safetensors": b"bb"}
 
 
 def test_unordered_sinks_take_any_order(store: Store) -> None:
     content = random.Random(1).randbytes(10_000)
     draft = store.draft(1, "host-1-a")
     draft.begin()
-    sink = draft.open("a.bin", len(content))
+    sink = draft.open("a.safetensors", len(content))
     if sink.ordered:
         pytest.skip("its writes come in order")
     for start in (5000, 0, 7500, 2500):
         sink.write(start, [content[start : start + 2500]])
     sink.finish()
     draft.commit(b"m")
-    assert read(store, 1, "a.bin") == content
+    assert read(store, 1, "a.safetensors") == content
 
 
 def test_ranges_fill_buffers_one_after_the_other(store: Store) -> None:
     content = random.Random(2).randbytes(5000)
-    save(store, 1, {"a.bin": content})
-    reader = store.reader(1, "a.bin")
+    save(store, 1, {"a.safetensors": content})
+    reader = store.reader(1, "a.safetensors")
     assert reader.nbytes == 5000
     target = bytearray(b"-" * 300)
     view = memoryview(target)
@@ -185,17 +185,17 @@ def test_ranges_fill_buffers_one_after_the_other(store: Store) -> None:
 
 @pytest.mark.parametrize(("position", "nbytes"), [(4999, 2), (5000, 1), (9000, 1), (0, 5001)])
 def test_reading_past_the_end_is_an_error(store: Store, position: int, nbytes: int) -> None:
-    save(store, 1, {"a.bin": b"x" * 5000})
-    reader = store.reader(1, "a.bin")
-    with pytest.raises(EOFError, match=r"a\.bin"):
+    save(store, 1, {"a.safetensors": b"x" * 5000})
+    reader = store.reader(1, "a.safetensors")
+    with pytest.raises(EOFError, match=r"a\.safetensors"):
         reader.read_into(position, [memoryview(bytearray(nbytes))])
     reader.close()
 
 
 def test_threads_share_a_reader(store: Store) -> None:
     content = random.Random(3).randbytes(200_000)
-    save(store, 1, {"a.bin": content})
-    reader = store.reader(1, "a.bin")
+    save(store, 1, {"a.safetensors": content})
+    reader = store.reader(1, "a.safetensors")
 
     def check(seed: int) -> bool:
         start = random.Random(seed).randrange(len(content) - 5000)
@@ -209,87 +209,87 @@ def test_threads_share_a_reader(store: Store) -> None:
 
 
 def test_a_missing_file_of_a_step_is_named(store: Store) -> None:
-    save(store, 1, {"a.bin": b"a"})
-    with pytest.raises(FileNotFoundError, match=r"step-1.*b\.bin"):
-        store.reader(1, "b.bin")
+    save(store, 1, {"a.safetensors": b"a"})
+    with pytest.raises(FileNotFoundError, match=r"step-1.*b\.safetensors"):
+        store.reader(1, "b.safetensors")
 
 
 def test_a_committed_step_is_not_begun_again(store: Store) -> None:
-    save(store, 1, {"a.bin": b"old"})
+    save(store, 1, {"a.safetensors": b"old"})
     with pytest.raises(FileExistsError, match="step-1"):
         store.draft(1, "host-2-b").begin()
-    assert contents(store, 1) == {"a.bin": b"old"}
+    assert contents(store, 1) == {"a.safetensors": b"old"}
 
 
 def test_the_second_of_two_writers_does_not_commit(store: Store) -> None:
     drafts = {content: store.draft(1, f"host-1-{content.hex()}") for content in (b"1", b"2")}
     for content, draft in drafts.items():
         draft.begin()
-        write(draft.open("a.bin", 1), content)
+        write(draft.open("a.safetensors", 1), content)
     drafts[b"2"].commit(b"m2")
     with pytest.raises(FileExistsError, match="step-1"):
         drafts[b"1"].commit(b"m1")
     drafts[b"1"].discard()
     assert store.manifest(1) == b"m2"
-    assert contents(store, 1) == {"a.bin": b"2"}
+    assert contents(store, 1) == {"a.safetensors": b"2"}
 
 
 def test_overwrite_replaces_the_whole_step(store: Store) -> None:
-    save(store, 1, {"a.bin": b"old", "gone.bin": b"old"})
-    save(store, 1, {"a.bin": b"newer"}, token="host-2-b", overwrite=True)
+    save(store, 1, {"a.safetensors": b"old", "gone.safetensors": b"old"})
+    save(store, 1, {"a.safetensors": b"newer"}, token="host-2-b", overwrite=True)
     assert store.steps() == [1]
     assert store.manifest(1) == b"manifest of host-2-b"
-    assert contents(store, 1) == {"a.bin": b"newer"}
+    assert contents(store, 1) == {"a.safetensors": b"newer"}
     assert store.clean() == []
 
 
 def test_overwrite_needs_no_older_step(store: Store) -> None:
-    save(store, 1, {"a.bin": b"a"}, overwrite=True)
-    assert contents(store, 1) == {"a.bin": b"a"}
+    save(store, 1, {"a.safetensors": b"a"}, overwrite=True)
+    assert contents(store, 1) == {"a.safetensors": b"a"}
 
 
 def test_a_discarded_overwrite_leaves_the_step(store: Store) -> None:
-    save(store, 1, {"a.bin": b"old"})
+    save(store, 1, {"a.safetensors": b"old"})
     draft = store.draft(1, "host-2-b", overwrite=True)
     draft.begin()
-    write(draft.open("a.bin", 3), b"new")
-    assert contents(store, 1) == {"a.bin": b"old"}
+    write(draft.open("a.safetensors", 3), b"new")
+    assert contents(store, 1) == {"a.safetensors": b"old"}
     draft.discard()
     assert store.manifest(1) == b"manifest of host-1-a"
-    assert contents(store, 1) == {"a.bin": b"old"}
+    assert contents(store, 1) == {"a.safetensors": b"old"}
 
 
 def test_a_discarded_draft_leaves_nothing(store: Store) -> None:
     draft = store.draft(1, "host-1-a")
     draft.begin()
-    write(draft.open("a.bin", 1), b"a")
-    half = draft.open("b.bin", 2)
+    write(draft.open("a.safetensors", 1), b"a")
+    half = draft.open("b.safetensors", 2)
     half.write(0, [b"b"])
     half.abort()
     half.abort()
     draft.discard()
     draft.discard()
     assert (store.steps(), store.clean()) == ([], [])
-    save(store, 1, {"a.bin": b"again"})
-    assert contents(store, 1) == {"a.bin": b"again"}
+    save(store, 1, {"a.safetensors": b"again"})
+    assert contents(store, 1) == {"a.safetensors": b"again"}
 
 
 def test_discard_is_safe_at_any_time(store: Store) -> None:
     store.draft(1, "host-1-a").discard()
     draft = store.draft(1, "host-1-b")
     draft.begin()
-    write(draft.open("a.bin", 1), b"a")
+    write(draft.open("a.safetensors", 1), b"a")
     draft.commit(b"m")
     draft.discard()
-    assert contents(store, 1) == {"a.bin": b"a"}
+    assert contents(store, 1) == {"a.safetensors": b"a"}
 
 
 def test_a_file_that_ends_early_does_not_finish(store: Store) -> None:
     draft = store.draft(1, "host-1-a")
     draft.begin()
-    sink = draft.open("a.bin", 10)
+    sink = draft.open("a.safetensors", 10)
     sink.write(0, [b"12345"])
-    with pytest.raises(OSError, match=r"a\.bin"):
+    with pytest.raises(OSError, match=r"a\.safetensors"):
         sink.finish()
     sink.abort()
     draft.discard()
@@ -297,27 +297,27 @@ def test_a_file_that_ends_early_does_not_finish(store: Store) -> None:
 
 
 def test_delete(store: Store) -> None:
-    save(store, 1, {"a.bin": b"1"})
-    save(store, 2, {"a.bin": b"2"}, token="host-1-b")
+    save(store, 1, {"a.safetensors": b"1"})
+    save(store, 2, {"a.safetensors": b"2"}, token="host-1-b")
     store.delete(1)
     assert store.steps() == [2]
     with pytest.raises(FileNotFoundError):
-        store.reader(1, "a.bin")
-    assert contents(store, 2) == {"a.bin": b"2"}
+        store.reader(1, "a.safetensors")
+    assert contents(store, 2) == {"a.safetensors": b"2"}
     assert store.clean() == []
-    save(store, 1, {"b.bin": b"again"}, token="host-1-c")
-    assert contents(store, 1) == {"b.bin": b"again"}
+    save(store, 1, {"b.safetensors": b"again"}, token="host-1-c")
+    assert contents(store, 1) == {"b.safetensors": b"again"}
 
 
 def test_clean_spares_steps_and_live_drafts(store: Store) -> None:
-    save(store, 1, {"a.bin": b"1"})
+    save(store, 1, {"a.safetensors": b"1"})
     draft = store.draft(2, "host-1-b")
     draft.begin()
-    write(draft.open("a.bin", 1), b"2")
+    write(draft.open("a.safetensors", 1), b"2")
     assert store.clean() == []
     draft.commit(b"m")
     assert store.steps() == [1, 2]
-    assert contents(store, 2) == {"a.bin": b"2"}
+    assert contents(store, 2) == {"a.safetensors": b"2"}
 
 
 DYING_WRITER = """
@@ -326,7 +326,7 @@ from tests.test_store_conformance import open_store
 from torchrelay.stores.local import token
 draft = open_store(*sys.argv[1:]).draft(2, token())
 draft.begin()
-sink = draft.open("a.bin", 4)
+sink = draft.open("a.safetensors", 4)
 sink.write(0, [b"abcd"])
 sink.finish()
 print("written", flush=True)
@@ -337,7 +337,7 @@ os._exit(9)
 def test_clean_removes_what_a_dead_writer_left(place: Place) -> None:
     if place.kind == "memory":
         pytest.skip("no other process reaches it")
-    save(place.store, 1, {"a.bin": b"1"})
+    save(place.store, 1, {"a.safetensors": b"1"})
     child = subprocess.run(
         [sys.executable, "-c", DYING_WRITER, place.kind, place.where],
         cwd=Path(__file__).resolve().parent.parent,
@@ -352,4 +352,4 @@ def test_clean_removes_what_a_dead_writer_left(place: Place) -> None:
     assert "step-2" in removed
     assert place.store.clean() == []
     assert place.store.steps() == [1]
-    assert contents(place.store, 1) == {"a.bin": b"1"}
+    assert contents(place.store, 1) == {"a.safetensors": b"1"}

@@ -36,7 +36,7 @@ def open_at(url: str, **options: Any) -> ObjectStore:
 
 def leave_behind(url: str, step: int, token: str) -> None:
     """A finished data object of a draft that nobody holds."""
-    write(open_at(url).draft(step, token).open("a.bin", 1), b"a")
+    write(open_at(url).draft(step, token).open("a.safetensors", 1), b"a")
 
 
 def unfinished(s3: S3) -> int:  # noqa: F811
@@ -62,7 +62,7 @@ def test_a_large_file_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F811
     store = open_at(url)
     draft = store.draft(1, "t")
     draft.begin()
-    sink = draft.open("a.bin", len(content))
+    sink = draft.open("a.safetensors", len(content))
     scratch = bytearray(4_000_037)
     for start in range(0, len(content), len(scratch)):
         piece = content[start : start + len(scratch)]
@@ -72,25 +72,25 @@ def test_a_large_file_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F811
     sink.finish()
     draft.commit(b"m")
     assert len(s3.seen("PUT .*partNumber=")) == 4
-    assert read(store, 1, "a.bin") == content
-    assert store.sizes(1) == {"a.bin": len(content)}
+    assert read(store, 1, "a.safetensors") == content
+    assert store.sizes(1) == {"a.safetensors": len(content)}
 
 
 def test_one_large_buffer_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F811
     content = random.Random(1).randbytes(2 * PART + 1)
     store = open_at(url)
     draft = store.draft(1, "t")
-    sink = draft.open("a.bin", len(content))
+    sink = draft.open("a.safetensors", len(content))
     sink.write(0, [content])
     sink.finish()
     draft.commit(b"m")
     assert len(s3.seen("PUT .*partNumber=")) == 3
-    assert read(store, 1, "a.bin") == content
+    assert read(store, 1, "a.safetensors") == content
 
 
 def test_parts_go_up_side_by_side(s3: S3, url: str) -> None:  # noqa: F811
     s3.hook = meeting("partNumber=")
-    sink = open_at(url).draft(1, "t").open("a.bin", 2 * PART)
+    sink = open_at(url).draft(1, "t").open("a.safetensors", 2 * PART)
     sink.write(0, [bytes(2 * PART)])
     sink.finish()
     assert len(s3.seen("PUT .*partNumber=")) == 2
@@ -99,9 +99,9 @@ def test_parts_go_up_side_by_side(s3: S3, url: str) -> None:  # noqa: F811
 def test_large_reads_are_ranges_fetched_side_by_side(s3: S3, url: str) -> None:  # noqa: F811
     content = random.Random(2).randbytes(20 * MIB)
     store = open_at(url)
-    save(store, 1, {"a.bin": content})
-    reader = store.reader(1, "a.bin")
-    s3.hook = meeting("a.bin")
+    save(store, 1, {"a.safetensors": content})
+    reader = store.reader(1, "a.safetensors")
+    s3.hook = meeting("a.safetensors")
     target = bytearray(len(content) - 4 * MIB)
     cuts = [0, 17, 9 * MIB, 9 * MIB, len(target)]
     view = memoryview(target)
@@ -113,28 +113,28 @@ def test_large_reads_are_ranges_fetched_side_by_side(s3: S3, url: str) -> None: 
 
 def test_a_failed_range_ends_the_read(s3: S3, url: str) -> None:  # noqa: F811
     store = open_at(url)
-    save(store, 1, {"a.bin": bytes(20 * MIB)})
-    reader = store.reader(1, "a.bin")
+    save(store, 1, {"a.safetensors": bytes(20 * MIB)})
+    reader = store.reader(1, "a.safetensors")
     s3.hook = lambda method, path: 403
-    with pytest.raises(PermissionError, match=r"runs/a/step-1/host-1-a/a\.bin"):
+    with pytest.raises(PermissionError, match=r"runs/a/step-1/host-1-a/a\.safetensors"):
         reader.read_into(0, [memoryview(bytearray(20 * MIB))])
 
 
 def test_objects_that_vanish_under_a_reader(url: str) -> None:
     store = open_at(url)
-    save(store, 1, {"a.bin": b"abc"})
-    reader = store.reader(1, "a.bin")
+    save(store, 1, {"a.safetensors": b"abc"})
+    reader = store.reader(1, "a.safetensors")
     store.delete(1)
-    with pytest.raises(FileNotFoundError, match=r"a\.bin"):
+    with pytest.raises(FileNotFoundError, match=r"a\.safetensors"):
         reader.read_into(0, [memoryview(bytearray(3))])
 
 
 def test_the_manifest_is_an_object_of_its_own_and_put_last(s3: S3, url: str) -> None:  # noqa: F811
-    save(open_at(url), 7, {"a.bin": b"a", "b.bin": b"b"})
+    save(open_at(url), 7, {"a.safetensors": b"a", "b.safetensors": b"b"})
     base = f"/{BUCKET}/runs/a/step-7"
     assert s3.seen("PUT ") == [
-        f"PUT {base}/host-1-a/a.bin",
-        f"PUT {base}/host-1-a/b.bin",
+        f"PUT {base}/host-1-a/a.safetensors",
+        f"PUT {base}/host-1-a/b.safetensors",
         f"PUT {base}/manifest.json",
     ]
     status, body, headers = s3.ask("GET", f"{base}/manifest.json")
@@ -145,38 +145,38 @@ def test_the_manifest_is_an_object_of_its_own_and_put_last(s3: S3, url: str) -> 
 
 def test_overwrite_removes_the_old_objects_after_the_commit(s3: S3, url: str) -> None:  # noqa: F811
     store = open_at(url)
-    save(store, 1, {"a.bin": b"old"}, token="old")
+    save(store, 1, {"a.safetensors": b"old"}, token="old")
     s3.requests.clear()
-    save(store, 1, {"a.bin": b"new"}, token="new", overwrite=True)
+    save(store, 1, {"a.safetensors": b"new"}, token="new", overwrite=True)
     changes = s3.seen("^(PUT|POST|DELETE) ")
     assert [line.rpartition("/")[2] for line in changes] == [
-        "a.bin",
+        "a.safetensors",
         "manifest.json",
         f"{BUCKET}?delete",
     ]
-    assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/old/a.bin")[0] == 404
-    assert contents(store, 1) == {"a.bin": b"new"}
+    assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/old/a.safetensors")[0] == 404
+    assert contents(store, 1) == {"a.safetensors": b"new"}
 
 
 def test_an_overwrite_that_fails_leaves_the_old_step(s3: S3, url: str) -> None:  # noqa: F811
     store = open_at(url)
-    save(store, 1, {"a.bin": b"old"}, token="old")
+    save(store, 1, {"a.safetensors": b"old"}, token="old")
     s3.hook = lambda method, path: 403 if method == "PUT" and "manifest" in path else None
     with pytest.raises(PermissionError, match=r"step-1/manifest\.json"):
-        save(store, 1, {"a.bin": b"new"}, token="new", overwrite=True)
+        save(store, 1, {"a.safetensors": b"new"}, token="new", overwrite=True)
     s3.hook = None
     store.draft(1, "new").discard()
     assert store.manifest(1) == b"manifest of old"
-    assert contents(store, 1) == {"a.bin": b"old"}
-    assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/new/a.bin")[0] == 404
+    assert contents(store, 1) == {"a.safetensors": b"old"}
+    assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/new/a.safetensors")[0] == 404
 
 
 def test_a_step_is_not_written_over_by_its_own_token(url: str) -> None:
     store = open_at(url)
-    save(store, 1, {"a.bin": b"old"}, token="same")
+    save(store, 1, {"a.safetensors": b"old"}, token="same")
     with pytest.raises(UsageError, match="token same"):
         store.draft(1, "same", overwrite=True).begin()
-    assert contents(store, 1) == {"a.bin": b"old"}
+    assert contents(store, 1) == {"a.safetensors": b"old"}
 
 
 def test_one_of_many_writers_commits(url: str) -> None:
@@ -184,7 +184,7 @@ def test_one_of_many_writers_commits(url: str) -> None:
     drafts = [store.draft(1, f"t{number}") for number in range(6)]
     for number, draft in enumerate(drafts):
         draft.begin()
-        write(draft.open("a.bin", 1), str(number).encode())
+        write(draft.open("a.safetensors", 1), str(number).encode())
     start = threading.Barrier(len(drafts))
     lost: list[int] = []
 
@@ -203,7 +203,7 @@ def test_one_of_many_writers_commits(url: str) -> None:
         thread.join()
     (winner,) = set(range(len(drafts))) - set(lost)
     assert store.manifest(1) == str(winner).encode()
-    assert contents(store, 1) == {"a.bin": str(winner).encode()}
+    assert contents(store, 1) == {"a.safetensors": str(winner).encode()}
 
 
 def test_a_service_without_conditional_requests(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_service_without_conditional_requests(url: str, monkeypatch: pytest.Mo
     store = open_at(url)
     late = store.draft(1, "late")
     late.begin()
-    save(store, 1, {"a.bin": b"a"})
+    save(store, 1, {"a.safetensors": b"a"})
     with pytest.raises(FileExistsError, match=r"manifest\.json"):
         late.commit(b"late")
     assert store.manifest(1) == b"manifest of host-1-a"
@@ -223,27 +223,27 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(s3: S3, url: str) -> None:  #
     s3.hook = lambda method, path: (
         losses.pop() if losses and method == "PUT" and "manifest" in path else None
     )
-    save(store, 1, {"a.bin": b"a"})
+    save(store, 1, {"a.safetensors": b"a"})
     assert len(s3.seen("PUT .*manifest")) == 2  # the retry found the first one's object
-    assert contents(store, 1) == {"a.bin": b"a"}
+    assert contents(store, 1) == {"a.safetensors": b"a"}
 
 
 def test_discard_spares_a_commit_that_only_seemed_to_fail(s3: S3, url: str) -> None:  # noqa: F811
     store = open_at(url)
     draft = store.draft(1, "t")
-    write(draft.open("a.bin", 1), b"a")
+    write(draft.open("a.safetensors", 1), b"a")
     verdicts = [LOSE]
     s3.hook = lambda method, path: verdicts.pop() if verdicts else 403
     with pytest.raises(OSError, match=r"manifest\.json"):
         draft.commit(b"m")
     s3.hook = None
     draft.discard()
-    assert contents(store, 1) == {"a.bin": b"a"}
+    assert contents(store, 1) == {"a.safetensors": b"a"}
 
 
 def test_delete_takes_the_manifest_first(s3: S3, url: str) -> None:  # noqa: F811
     store = open_at(url)
-    save(store, 1, {"a.bin": b"a", "b.bin": b"b"})
+    save(store, 1, {"a.safetensors": b"a", "b.safetensors": b"b"})
     # Every later step of the deletion fails: what is left is no step, and can be cleaned.
     s3.hook = lambda method, path: 403 if method == "GET" else None
     with pytest.raises(OSError, match="step-1"):
@@ -263,15 +263,15 @@ def test_clean_waits_for_the_grace_period(url: str) -> None:
 
 def test_clean_tells_a_step_from_other_drafts_of_it(url: str) -> None:
     store = open_at(url, grace=0)
-    save(store, 1, {"a.bin": b"a"})
+    save(store, 1, {"a.safetensors": b"a"})
     leave_behind(url, 1, "dead")
     live = store.draft(1, "live", overwrite=True)
     live.begin()
-    write(live.open("a.bin", 3), b"new")
+    write(live.open("a.safetensors", 3), b"new")
     assert store.clean() == ["step-1/dead"]
-    assert contents(store, 1) == {"a.bin": b"a"}
+    assert contents(store, 1) == {"a.safetensors": b"a"}
     live.commit(b"m")
-    assert contents(store, 1) == {"a.bin": b"new"}
+    assert contents(store, 1) == {"a.safetensors": b"new"}
 
 
 def test_clean_leaves_what_is_not_ours(s3: S3, url: str) -> None:  # noqa: F811
@@ -283,14 +283,18 @@ def test_clean_leaves_what_is_not_ours(s3: S3, url: str) -> None:  # noqa: F811
 
 def test_sizes_are_those_of_data_files(s3: S3, url: str) -> None:  # noqa: F811
     store = open_at(url)
-    save(store, 1, {"a.bin": b"abc"})
-    for name in ("step-1/host-1-a/deep/a.bin", "step-1/other/b.bin", "step-1/c.bin"):
+    save(store, 1, {"a.safetensors": b"abc"})
+    for name in (
+        "step-1/host-1-a/deep/a.safetensors",
+        "step-1/other/b.safetensors",
+        "step-1/c.safetensors",
+    ):
         assert s3.ask("PUT", f"/{BUCKET}/runs/a/{name}", b"x")[0] == 200
-    assert store.sizes(1) == {"a.bin": 3}
+    assert store.sizes(1) == {"a.safetensors": 3}
 
 
 def test_prefixes_are_apart(s3: S3) -> None:  # noqa: F811
-    save(open_at(s3.url("a")), 1, {"a.bin": b"a"})
+    save(open_at(s3.url("a")), 1, {"a.safetensors": b"a"})
     assert open_at(s3.url("a/")).steps() == [1]
     assert open_at(s3.url("ab")).steps() == []
     assert open_at(f"s3://{BUCKET}").steps() == []
@@ -298,13 +302,13 @@ def test_prefixes_are_apart(s3: S3) -> None:  # noqa: F811
 
 def test_a_copied_manifest_finds_its_only_folder(s3: S3, url: str) -> None:  # noqa: F811
     store = open_at(url, grace=0)
-    save(store, 1, {"a.bin": b"a"})
+    save(store, 1, {"a.safetensors": b"a"})
     bare = f"/{BUCKET}/runs/a/step-1/manifest.json"
     assert s3.ask("PUT", bare, b"manifest of host-1-a")[0] == 200
-    assert contents(store, 1) == {"a.bin": b"a"}
+    assert contents(store, 1) == {"a.safetensors": b"a"}
     leave_behind(url, 1, "dead")
     with pytest.raises(OSError, match=r"manifest\.json"):
-        store.reader(1, "a.bin")
+        store.reader(1, "a.safetensors")
     assert store.clean() == []  # either folder may be the step's
     assert store.manifest(1) == b"manifest of host-1-a"
 
@@ -312,18 +316,18 @@ def test_a_copied_manifest_finds_its_only_folder(s3: S3, url: str) -> None:  # n
 @pytest.mark.parametrize("token", ["../other", "a/b", "", "."])
 def test_a_hostile_token_is_no_path(s3: S3, url: str, token: str) -> None:  # noqa: F811
     store = open_at(url)
-    save(store, 1, {"a.bin": b"a"})
+    save(store, 1, {"a.safetensors": b"a"})
     path = f"/{BUCKET}/runs/a/step-1/manifest.json"
     assert s3.ask("PUT", path, b"m", {f"x-amz-meta-{TOKEN}": token})[0] == 200
     with pytest.raises(OSError, match=r"manifest\.json"):
-        store.reader(1, "a.bin")
+        store.reader(1, "a.safetensors")
 
 
 def test_a_part_that_fails_ends_the_upload(s3: S3, url: str) -> None:  # noqa: F811
     s3.hook = lambda method, path: 403 if "partNumber=2" in path else None
     draft = open_at(url, concurrency=2).draft(1, "t")
-    sink = draft.open("a.bin", 8 * PART)
-    with pytest.raises(PermissionError, match=r"runs/a/step-1/t/a\.bin"):
+    sink = draft.open("a.safetensors", 8 * PART)
+    with pytest.raises(PermissionError, match=r"runs/a/step-1/t/a\.safetensors"):
         for start in range(0, 8 * PART, PART):
             sink.write(start, [bytes(PART)])
     with pytest.raises(UsageError):
@@ -336,8 +340,8 @@ def test_a_part_that_fails_ends_the_upload(s3: S3, url: str) -> None:  # noqa: F
 
 def test_an_upload_that_does_not_begin_puts_nothing(s3: S3, url: str) -> None:  # noqa: F811
     s3.hook = lambda method, path: 403 if method == "POST" else None
-    sink = open_at(url).draft(1, "t").open("a.bin", 3 * PART)
-    with pytest.raises(PermissionError, match=r"a\.bin"):
+    sink = open_at(url).draft(1, "t").open("a.safetensors", 3 * PART)
+    with pytest.raises(PermissionError, match=r"a\.safetensors"):
         sink.write(0, [bytes(3 * PART)])
     sink.abort()
     assert s3.seen("PUT ") == []
@@ -345,9 +349,9 @@ def test_an_upload_that_does_not_begin_puts_nothing(s3: S3, url: str) -> None:  
 
 def test_a_last_act_that_fails_is_an_error(s3: S3, url: str) -> None:  # noqa: F811
     s3.hook = lambda method, path: 403 if "uploadId=" in path and method == "POST" else None
-    sink = open_at(url).draft(1, "t").open("a.bin", PART + 1)
+    sink = open_at(url).draft(1, "t").open("a.safetensors", PART + 1)
     sink.write(0, [bytes(PART + 1)])
-    with pytest.raises(OSError, match=r"a\.bin"):
+    with pytest.raises(OSError, match=r"a\.safetensors"):
         sink.finish()
     sink.abort()
     assert unfinished(s3) == 0
@@ -355,34 +359,34 @@ def test_a_last_act_that_fails_is_an_error(s3: S3, url: str) -> None:  # noqa: F
 
 @pytest.mark.parametrize("written", [10, PART + 10])
 def test_an_aborted_file_leaves_nothing(s3: S3, url: str, written: int) -> None:  # noqa: F811
-    sink = open_at(url).draft(1, "t").open("a.bin", 3 * PART)
+    sink = open_at(url).draft(1, "t").open("a.safetensors", 3 * PART)
     sink.write(0, [bytes(written)])
     sink.abort()
     assert unfinished(s3) == 0
-    assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/t/a.bin")[0] == 404
+    assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/t/a.safetensors")[0] == 404
     with pytest.raises(UsageError):
         sink.write(written, [b"more"])
 
 
 def test_an_object_of_another_size_is_seen(s3: S3, url: str) -> None:  # noqa: F811
-    path = f"/{BUCKET}/runs/a/step-1/t/a.bin"
+    path = f"/{BUCKET}/runs/a/step-1/t/a.safetensors"
 
     def shorten(method: str, asked: str) -> None:
         if method == "HEAD":
             s3.ask("PUT", path, b"ab")
 
     s3.hook = shorten
-    sink = open_at(url).draft(1, "t").open("a.bin", 3)
+    sink = open_at(url).draft(1, "t").open("a.safetensors", 3)
     sink.write(0, [b"abc"])
-    with pytest.raises(OSError, match=r"2 bytes.*a\.bin"):
+    with pytest.raises(OSError, match=r"2 bytes.*a\.safetensors"):
         sink.finish()
 
 
 def test_writes_come_in_order_and_within_the_size() -> None:
-    sink = ObjectStore("memory://").draft(1, "t").open("a.bin", 4)
+    sink = ObjectStore("memory://").draft(1, "t").open("a.safetensors", 4)
     sink.write(0, [b"ab"])
     for position, piece in ((0, b"x"), (3, b"x"), (2, b"xyz")):
-        with pytest.raises(UsageError, match=r"a\.bin"):
+        with pytest.raises(UsageError, match=r"a\.safetensors"):
             sink.write(position, [piece])
     sink.write(2, [b"", b"cd"])
     sink.finish()
@@ -488,10 +492,10 @@ def test_a_refusing_endpoint_fails_within_the_timeout(monkeypatch: pytest.Monkey
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-        sink = ObjectStore("s3://bucket/a", timeout=1.0).draft(1, "t").open("a.bin", 1)
+        sink = ObjectStore("s3://bucket/a", timeout=1.0).draft(1, "t").open("a.safetensors", 1)
         sink.write(0, [b"a"])
         begun = time.monotonic()
-        with pytest.raises(OSError, match=r"s3://bucket/a/step-1/t/a\.bin"):
+        with pytest.raises(OSError, match=r"s3://bucket/a/step-1/t/a\.safetensors"):
             sink.finish()
         sink.abort()
         assert time.monotonic() - begun < 4.0
@@ -501,5 +505,5 @@ def test_a_missing_bucket_is_an_error(s3: S3) -> None:  # noqa: F811
     store = open_at("s3://elsewhere/a")
     with pytest.raises(OSError, match="s3://elsewhere/a"):
         store.steps()
-    with pytest.raises(OSError, match=r"a\.bin"):
-        write(store.draft(1, "t").open("a.bin", 1), b"a")
+    with pytest.raises(OSError, match=r"a\.safetensors"):
+        write(store.draft(1, "t").open("a.safetensors", 1), b"a")

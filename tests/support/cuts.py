@@ -110,10 +110,10 @@ class CutFiles(Files):
                 self.journal.append(Call("exchange", one, other))
             return done
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, within: int | None = None) -> None:
         with self._lock:
             self._call("unlink", path)
-            super().unlink(path)
+            super().unlink(path, within)
             self.journal.append(Call("unlink", path))
 
     def remove_dir(self, path: str) -> None:

@@ -166,9 +166,6 @@ class Bucket:
                     with suppress(FileNotFoundError):
                         self._obs.delete(self._store, path)
 
-    def remove_folder(self, path: str) -> None:
-        self.remove([found.path for found in self.objects(path)])
-
 
 def client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """What the environment says of the HTTP client. Options given to obstore replace those that it

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,8 +66,12 @@ class Files:
             return False
         raise OSError(code, os.strerror(code), one)
 
-    def unlink(self, path: str) -> None:
-        Path(path).unlink()
+    def unlink(self, path: str, within: int | None = None) -> None:
+        """Remove a file, or a link; by its name alone in a directory that is open."""
+        if within is None:
+            Path(path).unlink()
+        else:
+            os.unlink(Path(path).name, dir_fd=within)
 
     def remove_dir(self, path: str) -> None:
         Path(path).rmdir()
@@ -83,6 +88,18 @@ class Files:
             os.close(fd)
 
 
+def open_plain(path: str, within: int | None = None) -> int:
+    """Open a plain file to read, below a directory that is open where one is given.
+
+    Whatever else has its name is refused, without a wait for whoever may write to it.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=within)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "no plain file", path)
+    return fd
+
+
 @contextmanager
 def named(path: str) -> Iterator[None]:
     """Errors of the block that name no file get this one."""
@@ -97,9 +114,9 @@ def named(path: str) -> Iterator[None]:
 def lock(path: str) -> int | None:
     """Hold a directory until the descriptor is closed; None if another process holds it.
 
-    `OSError` where the file system has no such locks.
+    `NotADirectoryError` for a link to one; `OSError` where the file system has no such locks.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

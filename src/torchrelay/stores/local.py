@@ -24,9 +24,9 @@ from pathlib import Path
 
 from torchrelay.stores.files import Files, lock, named
 from torchrelay.stores.local_reader import LocalReader
-from torchrelay.stores.seam import MAX_MANIFEST_BYTES, MAX_STEP, Buffer
+from torchrelay.stores.removal import remove_directory
+from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, MAX_STEP, Buffer
 
-MANIFEST = "manifest.json"
 WRITE_OUT_BYTES = 8 << 20
 _TRIES = 100
 FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as left behind
@@ -104,7 +104,7 @@ class LocalStore:
 
     def _delete(self, name: str, step: str) -> None:
         away = self._move(name, f"{step}.tmp-{token()}")
-        self.remove(str(self.root / away))
+        remove_directory(str(self.root / away), self._files)
 
     def _move(self, name: str, new: str) -> str:
         self._files.rename(str(self.root / name), str(self.root / new))
@@ -123,12 +123,6 @@ class LocalStore:
             raise FileNotFoundError(2, "nothing was set aside under this name", name)
         self._delete(name, step=match[1])
 
-    def remove(self, directory: str) -> None:
-        """Remove a directory of plain files. The commit record goes first."""
-        for file in sorted(Path(directory).iterdir(), key=lambda file: file.name != MANIFEST):
-            self._files.unlink(str(file))
-        self._files.remove_dir(directory)
-
     def clean(self) -> list[str]:
         self._restore_replaced()
         removed = []
@@ -137,8 +131,8 @@ class LocalStore:
             held = self._claimed(self.root / name, host=match[3]) if match else None
             if held is not None:
                 with _closing(held), suppress(OSError):  # another process may be cleaning too
-                    self.remove(str(self.root / name))
-                    removed.append(name)
+                    if remove_directory(str(self.root / name), self._files):
+                        removed.append(name)
         return removed
 
     def _restore_replaced(self) -> None:
@@ -205,7 +199,7 @@ class LocalDraft:
         """Hold the draft. Not, where a process that starts found it unheld and removes it."""
         try:
             held = lock(self.path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
             return True  # a file system without locks
@@ -252,11 +246,11 @@ class LocalDraft:
                 self._files.rename(self.path, target)
         self._files.sync_dir(root)
         with suppress(OSError):  # the step is committed; what is left of the old one is cleaned up
-            self._store.remove(replaced)
+            remove_directory(replaced, self._files)
 
     def discard(self) -> None:
         with suppress(OSError):
-            self._store.remove(self.path)
+            remove_directory(self.path, self._files)
         self._release()
 
     def _release(self) -> None:

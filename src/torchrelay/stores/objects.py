@@ -23,9 +23,9 @@ from weakref import WeakSet
 
 from torchrelay.errors import UsageError
 from torchrelay.stores.bucket import Bucket
-from torchrelay.stores.seam import Buffer
+from torchrelay.stores.removal import ownership
+from torchrelay.stores.seam import DATA_NAME, MANIFEST, Buffer
 
-MANIFEST = "manifest.json"
 TOKEN = "torchrelaytoken"  # letters only: Azure and proxies refuse or drop other names
 PART_BYTES = 16 << 20
 LEAST_PART_BYTES = 5 << 20  # S3 takes no smaller part
@@ -108,9 +108,23 @@ class ObjectStore:
 
     def delete(self, step: int) -> None:
         token = self._token(step)
+        manifest = None
+        with suppress(OSError):
+            manifest = self.manifest(step)
         self._bucket.remove([_manifest(step)])
         if token:
-            self._bucket.remove_folder(f"step-{step}/{token}")
+            self._remove_own(f"step-{step}/{token}", manifest)
+
+    def _remove_own(self, folder: str, manifest: bytes | None = None) -> None:
+        """Remove the objects of a step with this record, or of a draft; others stay."""
+        own = ownership(manifest)
+        found = [one.path for one in self._bucket.objects(folder)]
+        # Its own manifest first: without it, what a crash leaves is one more draft.
+        found.sort(key=lambda path: not path.endswith(f"/{MANIFEST}"))
+        names = [(path, _DATA.fullmatch(path)) for path in found]
+        self._bucket.remove(
+            [path for path, match in names if match and (match[3] == MANIFEST or own(match[3]))]
+        )
 
     def set_aside(self, step: int) -> str:
         # A folder with a manifest of its own is spared by `clean`. While the step has its own too,
@@ -145,13 +159,13 @@ class ObjectStore:
             raise FileNotFoundError(
                 errno.ENOENT, "nothing was set aside under this name", self._bucket.name(name)
             )
-        self._bucket.remove([f"{name}/{MANIFEST}"])
-        self._bucket.remove_folder(name)
+        self._remove_own(name, self._bucket.get(f"{name}/{MANIFEST}")[0])
 
     def clean(self) -> list[str]:
         drafts: dict[tuple[int, str], list[tuple[datetime, str]]] = {}
         for path, _, modified in self._bucket.objects():
-            if match := _DATA.fullmatch(path):
+            match = _DATA.fullmatch(path)
+            if match and (match[3] == MANIFEST or DATA_NAME.fullmatch(match[3])):
                 drafts.setdefault((int(match[1]), match[2]), []).append((modified, path))
         removed = []
         for (step, token), objects in sorted(drafts.items()):
@@ -225,10 +239,11 @@ class ObjectDraft:
         return ObjectSink(self, self._bucket, path, nbytes, part_bytes, self._store._concurrency)
 
     def commit(self, manifest: bytes) -> None:
-        replaced = ""
+        replaced, before = "", b""
         if self._overwrite:
             with suppress(FileNotFoundError):
                 replaced = self._store._token(self._step)
+                before = self._store.manifest(self._step)
         attributes = {TOKEN: self._token, "Content-Type": "application/json"}
         path = _manifest(self._step)
         try:
@@ -240,7 +255,7 @@ class ObjectDraft:
         self._set_live(False)
         if replaced and replaced != self._token:
             with suppress(OSError):  # the step is committed; `clean` removes what is left
-                self._bucket.remove_folder(f"step-{self._step}/{replaced}")
+                self._store._remove_own(f"step-{self._step}/{replaced}", before)
 
     def _is_in_place(self, manifest: bytes) -> bool:
         try:
@@ -258,7 +273,7 @@ class ObjectDraft:
             except FileNotFoundError:
                 committed = None
             if committed not in (self._token, ""):
-                self._bucket.remove_folder(self._folder)
+                self._store._remove_own(self._folder)
 
     def _set_live(self, live: bool) -> None:
         with _live_lock:

@@ -9,13 +9,16 @@ Nothing here imports torch: the same code runs in the trainer and in its writer 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
 
 MAX_STEP = (1 << 63) - 1
+MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 31
+DATA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors(\.index\.json)?")
 
 
 class Sink(Protocol):
@@ -93,7 +96,8 @@ class Store(Protocol):
         """A draft; nothing is written before its `begin`."""
 
     def delete(self, step: int) -> None:
-        """Remove a step. It stops being one before its first byte goes."""
+        """Remove a step. It stops being one before its first byte goes. Files in its place that
+        its record does not name stay."""
 
     def set_aside(self, step: int) -> str:
         """Make a step none, in one durable act that leaves its bytes; returns its name in
@@ -106,7 +110,8 @@ class Store(Protocol):
         """Remove what was set aside under a name."""
 
     def clean(self) -> list[str]:
-        """Remove what writers that are gone left behind; returns its names."""
+        """Remove what writers that are gone left behind; returns its names. Of a draft's place,
+        files that are named like data files go, and no others."""
 
     def free_bytes(self) -> int | None:
         """Room for data, or None where there is no such limit."""
