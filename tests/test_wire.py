@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.transports import fanout, wire
 
+RANKS = 8
 PLACE = wire.Place("b7e1", 1000, 4026531836, 4321)
 MESSAGES: list[wire.Message] = [
     wire.Join(wire.MINOR, None),
@@ -98,7 +99,7 @@ def test_tags_are_apart():
 def opened(head: bytes, payload: bytes) -> wire.Message:
     length, inline = wire.read_frame(head)
     assert inline is not None or length == len(payload)
-    return wire.read_message(payload if inline is None else inline)
+    return wire.read_message(payload if inline is None else inline, RANKS)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
@@ -140,12 +141,16 @@ def test_a_newer_minor_versions_extra_fields_are_skipped():
     newer = msgspec.msgpack.encode(
         ["join", 9, None, ["m", 1, 2, 3, [], "more"], b"t", 4, b"k", "to come"]
     )
-    assert wire.read_message(newer) == wire.Join(9, None, wire.Place("m", 1, 2, 3), b"t", 4, b"k")
+    assert wire.read_message(newer, RANKS) == wire.Join(
+        9, None, wire.Place("m", 1, 2, 3), b"t", 4, b"k"
+    )
 
 
 def test_an_older_minor_versions_messages_lack_the_fields_since_added():
     older = [["join", 0, 7], ["accept"], ["offer", b"m", True, "cpu"], ["go", 0, None, 0, 0.0]]
-    join, accept, offer, go = (wire.read_message(msgspec.msgpack.encode(one)) for one in older)
+    join, accept, offer, go = (
+        wire.read_message(msgspec.msgpack.encode(one), RANKS) for one in older
+    )
     assert join == wire.Join(0, 7) and join.place == wire.Place() and not join.token
     assert accept == wire.Accept("group", False)
     assert offer == wire.Offer(b"m") and offer.memory is None and offer.channel is None
@@ -166,10 +171,10 @@ def test_twenty_thousand_mutations():
         head, payload = chance.choice(framed)
         if payload and chance.random() < 0.5:
             target = mutated(payload, chance)
-            attempt = [wire.read_message]
+            attempt = [lambda payload: wire.read_message(payload, RANKS)]
         else:
             target = mutated(head, chance)[: wire.FRAME_BYTES].ljust(wire.FRAME_BYTES, b"\0")
-            attempt = [wire.read_frame, lambda frame: wire.read_message(frame[1] or b"")]
+            attempt = [wire.read_frame, lambda frame: wire.read_message(frame[1] or b"", RANKS)]
         try:
             result: object = target
             for one in attempt:
@@ -205,7 +210,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 )
 def test_known_abuses(payload):
     with pytest.raises(RemoteProtocolError):
-        wire.read_message(payload)
+        wire.read_message(payload, RANKS)
 
 
 # Fan-out

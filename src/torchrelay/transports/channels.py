@@ -24,7 +24,7 @@ from torchrelay.transports.clock import Deadline
 from torchrelay.transports.lanes import NUMBER, Channel
 
 WORTH_BYTES = 64 << 20  # of a state, from which on it gains more than connecting costs
-MOST_CONNECTIONS = 16
+MOST_CONNECTIONS = wire.MAX_CONNECTIONS
 CONNECT_SECONDS = 3.0
 HELLO_SECONDS = 0.5  # for a connection to say who it is: strangers must not use up the time
 TRY_AGAIN_SECONDS = 60.0  # after a receiver could not connect

@@ -124,10 +124,12 @@ class Line:
             body = torch.empty(length, dtype=torch.uint8)
             wait_for(self.group.recv([body], self.peer, self._tag), body)
             payload = body.numpy().tobytes()
-        return wire.read_message(payload)
+        return wire.read_message(payload, self.group.size())
 
     def _deliver(self, message: wire.Message | Exception) -> None:
-        if isinstance(message, Exception) and not isinstance(message, RemoteProtocolError):
+        if isinstance(message, RemoteProtocolError):
+            message.rank = self.peer
+        elif isinstance(message, Exception):
             message = PeerLostError(f"connection lost: {message}; {CLOSED}", rank=self.peer)
         with self._lock:
             self.broken = isinstance(message, Exception)

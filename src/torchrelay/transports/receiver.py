@@ -121,7 +121,7 @@ class Receiving:
             return self._run()
         except BaseException as fault:
             late = isinstance(fault, TransferTimeoutError)
-            self._goodbye(wire.Leave(str(fault)[:500], late))
+            self._goodbye(wire.Leave(wire.text(fault), late))
             if self._landing is not None and self._landing.torn and isinstance(fault, Exception):
                 raise TornStateError(
                     "the destination is part old, part new: receive into it again, or load it",
@@ -312,7 +312,8 @@ class Receiving:
             kinds = {StepMismatchError: "step", ManifestError: "manifest", RouteError: "route"}
             kinds[UnsupportedLeafError] = "unsupported"
             kind = kinds.get(type(fault), "mismatch")
-            self._goodbye(wire.Refuse(kind, fault.message[:2000], fault.path))
+            path = None if fault.path is None else wire.text(fault.path)
+            self._goodbye(wire.Refuse(kind, wire.text(fault.message), path))
             self._line.ended.wait(min(GRACE, self._deadline.left()))
             raise
         return self._landing

@@ -22,7 +22,7 @@ from torchrelay.transports import wire
 from torchrelay.transports.place import path_of
 
 RING_BYTES = 512 << 20  # of one ring, at most, unless two slots take more
-MOST_SLOTS = 8
+MOST_SLOTS = wire.MAX_SLOTS
 _ids = itertools.count(1)
 
 

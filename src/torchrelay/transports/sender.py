@@ -221,7 +221,7 @@ class Sending:
         self._hops = fanout.chain(self._me, [peer.rank for peer in accepted])
         # With one receiver there is nobody to protect from a slow one: the deadline alone counts.
         if len(accepted) + len(nearby) > 1:
-            self._patience = min(self._window, self._deadline.seconds / 4)
+            self._patience = min(self._window, self._deadline.seconds / 4, wire.MAX_SECONDS)
         # Memory that is read late may have changed: there must be digests to notice.
         reads = self._verify and self._device == "cpu" and self._route is None
         channel = self.berth.channel
@@ -465,7 +465,7 @@ class Sending:
     def _fail(self, peer: Peer, reason: str, *, late: bool = False) -> None:
         """Give up on one receiver, and see to those around it."""
         peer.stage, peer.reason, peer.late = "failed", reason, late
-        peer.line.send(wire.Abort(f"the sender gave up on this rank: {reason}"))
+        peer.line.send(wire.Abort(wire.text(f"the sender gave up on this rank: {reason}")))
         self._out.cut(peer.rank)
         for hop in self._hops:
             if hop.downstream == peer.rank:
@@ -490,7 +490,7 @@ class Sending:
     def _abort(self, reason: str) -> None:
         for peer in self._in("joined", "accepted"):
             peer.stage, peer.reason = "failed", reason
-            peer.line.send(wire.Abort(reason))
+            peer.line.send(wire.Abort(wire.text(reason)))
         absent = self._in("called")
         for peer in absent:
             peer.stage, peer.reason = "failed", reason

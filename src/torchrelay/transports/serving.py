@@ -154,7 +154,7 @@ class Serving:
                 with on_side_stream():
                     self._snapshot.read(wanted.chunk, slot, vectors.copy)
             except Exception as fault:
-                line.send(wire.Abort(f"a chunk could not be read: {fault}"))
+                line.send(wire.Abort(wire.text(f"a chunk could not be read: {fault}")))
             else:
                 line.send(wire.Filled(wanted.chunk, wanted.slot))
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Annotated, get_args, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from torchrelay.errors import RemoteProtocolError
+from torchrelay.state.manifest import MAX_CHUNK_BYTES, MAX_STREAM_BYTES
 
 MAJOR, MINOR = 1, 3
 COLUMNS = 2  # minor version from which on manifests in columns are read
@@ -60,6 +63,53 @@ def tag(transfer: int, lane: int) -> int:
     return 1 << 30 | transfer << 4 | lane
 
 
+# What a field may be. Decoding refuses anything else, so no field goes without one of these.
+
+MAX_CHUNKS = 1 << 26
+MAX_SLOTS = 8  # of a ring
+MAX_CONNECTIONS = 16  # of a channel
+MAX_SECONDS = 1e9
+MAX_TEXT = 1 << 14  # characters that one side tells the other in words
+
+Minor = Annotated[int, Meta(ge=0, le=0xFFFF)]
+Step = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
+Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1, title="rank")]  # below the group's size
+Id = Annotated[int, Meta(ge=0, le=(1 << ID_BITS) - 1)]  # of a transfer
+AskedLane = Annotated[int, Meta(ge=2, le=LANES - 1)]  # of chunks that were asked for
+Chunk = Annotated[int, Meta(ge=0, le=MAX_CHUNKS - 1)]
+ChunkCount = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
+Slot = Annotated[int, Meta(ge=0, le=MAX_SLOTS - 1)]
+SlotCount = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
+SlotBytes = Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]  # a multiple of a page
+User = Annotated[int, Meta(ge=-1, le=(1 << 32) - 1)]
+Pid = Annotated[int, Meta(ge=0, le=1 << 22)]  # Linux has no larger ones
+Descriptor = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
+Serial = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # that the kernel or the driver gives
+Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Offset = Annotated[int, Meta(ge=0, le=MAX_STREAM_BYTES)]
+Bytes = Annotated[int, Meta(ge=1, le=MAX_STREAM_BYTES)]
+Threads = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Index = Annotated[int, Meta(ge=0, le=(1 << 20) - 1)]
+Port = Annotated[int, Meta(ge=0, le=0xFFFF)]
+Connections = Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Token = Annotated[bytes, Meta(max_length=16)]
+Digest = Annotated[bytes, Meta(max_length=16)]
+Handle = Annotated[bytes, Meta(max_length=64)]
+Blob = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
+Names = Annotated[tuple[Name, ...], Meta(max_length=1024)]
+Chunks = Annotated[tuple[Chunk, ...], Meta(max_length=MAX_CHUNKS)]
+Digests = Annotated[tuple[Digest, ...], Meta(max_length=MAX_CHUNKS)]
+Reasons = Annotated[dict[Name, Text], Meta(max_length=64)]
+
+
+def text(words: object) -> str:
+    """Words for a peer, as long as it takes them."""
+    return str(words)[:2000]
+
+
 class _Message(msgspec.Struct, array_like=True, frozen=True):
     """Fields travel in order; new ones go at the end."""
 
@@ -70,28 +120,28 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 class Place(msgspec.Struct, array_like=True, frozen=True):
     """Where a process is. Two with the same place can ask the kernel for each other's memory."""
 
-    machine: str = ""  # id of this boot of this machine; empty where a system has none
-    user: int = -1
-    pids: int = 0  # PID namespace
-    pid: int = 0
-    devices: tuple[str, ...] = ()  # ids of the GPUs that this process sees
+    machine: Name = ""  # id of this boot of this machine; empty where a system has none
+    user: User = -1
+    pids: Serial = 0  # PID namespace
+    pid: Pid = 0
+    devices: Names = ()  # ids of the GPUs that this process sees
 
 
 class Export(msgspec.Struct, array_like=True, frozen=True):
     """An allocation of device memory that another process can open."""
 
-    id: int  # never given again by the process
-    device: str
-    handle: bytes
+    id: Serial  # never given again by the process
+    device: Name
+    handle: Handle
 
 
 class Piece(msgspec.Struct, array_like=True, frozen=True):
     """Bytes of the stream that lie in an exported allocation."""
 
-    position: int
-    nbytes: int
-    export: int  # index in `Memory.exports`
-    offset: int
+    position: Offset
+    nbytes: Bytes
+    export: Index  # index in `Memory.exports`
+    offset: Offset
 
 
 class Memory(msgspec.Struct, array_like=True, frozen=True):
@@ -102,17 +152,17 @@ class Memory(msgspec.Struct, array_like=True, frozen=True):
     """
 
     place: Place
-    token: bytes
-    beacon: int
-    fd: int
-    host: bytes = b""  # `state.runs.Runs.pack`
-    apart: tuple[int, ...] = ()  # chunks that have bytes elsewhere: on a device, or strided
+    token: Token
+    beacon: Address
+    fd: Descriptor
+    host: Blob = b""  # `state.runs.Runs.pack`
+    apart: Chunks = ()  # chunks that have bytes elsewhere: on a device, or strided
     verify: bool = False  # digests come with the trailer on this way too
     sums: bool = False  # sums of device memory do
-    exports: tuple[Export, ...] = ()
-    pieces: tuple[Piece, ...] = ()
-    strays: tuple[int, ...] = ()  # chunks that have bytes elsewhere which no export reaches
-    no_exports: str = ""  # why there are none
+    exports: Annotated[tuple[Export, ...], Meta(max_length=1 << 20)] = ()
+    pieces: Annotated[tuple[Piece, ...], Meta(max_length=1 << 24)] = ()
+    strays: Chunks = ()  # chunks that have bytes elsewhere which no export reaches
+    no_exports: Text = ""  # why there are none
 
 
 class Channel(msgspec.Struct, array_like=True, frozen=True):
@@ -121,11 +171,11 @@ class Channel(msgspec.Struct, array_like=True, frozen=True):
     Kept from an earlier one, or (with a port) to be made by whoever shows the token there.
     """
 
-    id: str
-    lanes: int
-    host: str = ""
-    port: int = 0
-    token: bytes = b""
+    id: Name
+    lanes: Connections
+    host: Name = ""
+    port: Port = 0
+    token: Token = b""
 
 
 # From the receiver to the sender.
@@ -134,30 +184,30 @@ class Channel(msgspec.Struct, array_like=True, frozen=True):
 class Join(_Message, tag="join", frozen=True):
     """I am here. `step` is the only step I take, if one was asked for."""
 
-    minor: int
-    step: int | None = None
+    minor: Minor
+    step: Step | None = None
     place: Place = Place()
     # As in `Memory`, for the receiver behind me; empty where others may not read me.
-    token: bytes = b""
-    beacon: int = 0
-    knows: bytes = b""  # digest of an earlier offer's manifest and table of memory, which I have
+    token: Token = b""
+    beacon: Address = 0
+    knows: Digest = b""  # digest of an earlier offer's manifest and table of memory, which I have
 
 
 class Accept(_Message, tag="accept", frozen=True):
     """The state fits; I am ready for data, by this route."""
 
-    route: str = "group"
+    route: Name = "group"
     ring: bool = False  # I need a ring of shared buffers: not all can be read where it lies
-    instead: dict[str, str] = {}  # faster routes, and why each was not taken
-    hashed: tuple[int, ...] = ()  # chunks whose digests I compare, not by the group
+    instead: Reasons = {}  # faster routes, and why each was not taken
+    hashed: Chunks = ()  # chunks whose digests I compare, not by the group
     channel: bool = False  # I agree to the one that was offered
 
 
 class Fill(_Message, tag="fill", frozen=True):
     """Put this chunk into this slot of the ring."""
 
-    chunk: int
-    slot: int
+    chunk: Chunk
+    slot: Slot
 
 
 class Pulled(_Message, tag="pulled", frozen=True):
@@ -167,28 +217,28 @@ class Pulled(_Message, tag="pulled", frozen=True):
 class Refuse(_Message, tag="refuse", frozen=True):
     """The state does not fit. Ends the transfer with me."""
 
-    kind: str  # "step", "mismatch" (also: no memory), "unsupported", "manifest" or "route"
-    message: str
-    path: str | None = None
+    kind: Name  # "step", "mismatch" (also: no memory), "unsupported", "manifest" or "route"
+    message: Text
+    path: Text | None = None
 
 
 class Blocked(_Message, tag="blocked", frozen=True):
     """The receiver I pass chunks on to has taken none for a while."""
 
-    rank: int
+    rank: Rank
 
 
 class Stalled(_Message, tag="stalled", frozen=True):
     """Nothing has come from upstream for a while. The first `have` chunks are here."""
 
-    have: int
+    have: ChunkCount
 
 
 class Need(_Message, tag="need", frozen=True):
     """Send me these chunks yourself, in this order, on `lane`."""
 
-    chunks: tuple[int, ...]
-    lane: int
+    chunks: Chunks
+    lane: AskedLane
 
 
 class Done(_Message, tag="done", frozen=True):
@@ -198,7 +248,7 @@ class Done(_Message, tag="done", frozen=True):
 class Leave(_Message, tag="leave", frozen=True):
     """I give up. Ends the transfer with me."""
 
-    message: str
+    message: Text
     late: bool = False  # I ran out of time, and may call again
 
 
@@ -208,34 +258,34 @@ class Leave(_Message, tag="leave", frozen=True):
 class Offer(_Message, tag="offer", frozen=True):
     """What I have: an encoded manifest, without digests."""
 
-    manifest: bytes
+    manifest: Blob
     verify: bool = True
-    device: str = "cpu"  # whose memory carries the data; another kind: nccl, xccl and their like
+    device: Name = "cpu"  # whose memory carries the data; another kind: nccl, xccl and their like
     memory: Memory | None = None  # for a receiver on the same machine
-    route: str | None = None  # the only one I take
-    threads: int = 0  # not 0: you are the only receiver, and may read with so many at once
+    route: Name | None = None  # the only one I take
+    threads: Threads = 0  # not 0: you are the only receiver, and may read with so many at once
     channel: Channel | None = None  # that chunks can come by
     again: bool = False  # manifest and table of memory are those that you know, with this step
-    step: int | None = None
+    step: Step | None = None
 
 
 class Ring(msgspec.Struct, array_like=True, frozen=True):
     """Buffers in memory that both map: file `fd` of the sender's process."""
 
-    id: int  # never given again by the process
-    fd: int
-    slots: int
-    slot_bytes: int
+    id: Serial  # never given again by the process
+    fd: Descriptor
+    slots: SlotCount
+    slot_bytes: SlotBytes
 
 
 class Go(_Message, tag="go", frozen=True):
     """Who sends you chunks, and whom you pass them on to (rank and transfer id), if anybody."""
 
-    upstream: int
-    downstream: int | None = None
-    downstream_id: int = 0
-    patience: float = 0.0  # seconds without progress before you tell me
-    threads: int = 0  # that you may copy with on this machine
+    upstream: Rank
+    downstream: Rank | None = None
+    downstream_id: Id = 0
+    patience: Seconds = 0.0  # seconds without progress before you tell me
+    threads: Threads = 0  # that you may copy with on this machine
     ring: Ring | None = None
     memory: Memory | None = None  # of your upstream: read chunks there, as its notes tell
     notes: bool = False  # your downstream reads: send it notes in place of chunks
@@ -257,16 +307,16 @@ class Reroute(_Message, tag="reroute", frozen=True):
 class Filled(_Message, tag="filled", frozen=True):
     """The chunk that you asked for is in the slot."""
 
-    chunk: int
-    slot: int
+    chunk: Chunk
+    slot: Slot
 
 
 class Trailer(_Message, tag="trailer", frozen=True):
     """Digests of all chunks in order; empty if the transfer is not verified. Those of chunks that
     were not asked for may be empty."""
 
-    digests: tuple[bytes, ...]
-    sums: bytes = b""  # of the words of each of `Memory.pieces`, little-endian, 64 bits each
+    digests: Digests
+    sums: Blob = b""  # of the words of each of `Memory.pieces`, little-endian, 64 bits each
 
 
 class Fin(_Message, tag="fin", frozen=True):
@@ -276,7 +326,7 @@ class Fin(_Message, tag="fin", frozen=True):
 class Abort(_Message, tag="abort", frozen=True):
     """I give up on you, or altogether. Ends the transfer with you."""
 
-    message: str
+    message: Text
 
 
 # From one receiver to the next, on the lane of its chunks, where it reads them: 64-bit numbers.
@@ -331,9 +381,23 @@ def read_frame(data: bytes) -> tuple[int, bytes | None]:
     return length, None
 
 
-def read_message(payload: bytes) -> Message:
+def read_message(payload: bytes, ranks: int) -> Message:
+    """A message of a peer in a group of so many ranks. `RemoteProtocolError` unless every field of
+    it is one that can be."""
     try:
         message: Message = _decode_message.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as fault:
         raise RemoteProtocolError(f"unreadable message: {fault}") from None
+    for name in _ranks.get(type(message), ()):
+        rank = getattr(message, name)
+        if rank is not None and rank >= ranks:
+            raise RemoteProtocolError(f"rank {rank} was named, in a group of {ranks}")
     return message
+
+
+def _rank_fields(kind: type) -> list[str]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [name for name, hint in hints.items() if hint == Rank or Rank in get_args(hint)]
+
+
+_ranks = {kind: _rank_fields(kind) for kind in get_args(Message)}
