@@ -18,7 +18,7 @@ from torchrelay.state.stream import Stream
 from torchrelay.stores.drafting import Share
 from torchrelay.stores.seam import Draft
 from torchrelay.stores.writer_client import WriterProcess
-from torchrelay.stores.writing import FileSpec, OneRun, Range, Writing
+from torchrelay.stores.writing import FileSpec, Range, Staged, Writing
 from torchrelay.transports.clock import Deadline
 
 SLOTS = 4  # of an arena smaller than the share
@@ -44,7 +44,7 @@ class HereTarget:
     def write(self, placed: list[Placed], deadline: Deadline) -> None:
         self.write_ranges(
             [
-                Range(file, start, stop, OneRun(start, self._base + at))
+                Range(file, start, stop, Staged(start, self._base + at))
                 for file, start, stop, at in placed
             ]
         )

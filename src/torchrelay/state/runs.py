@@ -127,6 +127,9 @@ class Runs:
 
     def gather(self, start: int, stop: int, buffer: int, copy: Copy | None = None) -> None:
         """Copy what the runs have of [start, stop) to the address `buffer` of byte `start`."""
+        if copy is None and (address := self.whole(start, stop)) is not None:
+            _move(buffer, address, stop - start)
+            return
         positions, addresses, nbytes = self.between(start, stop)
         there = positions - np.uint64(start) + np.uint64(buffer)
         (copy or copy_one_by_one)(Moves(positions, addresses, there, nbytes))

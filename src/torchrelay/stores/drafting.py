@@ -27,7 +27,7 @@ from torchrelay.stores.records import (
     decode,
     encode,
 )
-from torchrelay.stores.writing import FileSpec, OneRun, Range
+from torchrelay.stores.writing import FileSpec, Range, Staged
 
 PASS_BYTES = 64 << 20
 
@@ -111,7 +111,7 @@ class Share:
             for start in range(0, file.nbytes, size):
                 stop = min(start + size, file.nbytes)
                 stream.read(start, stop, buffer)
-                yield [Range(index, start, stop, OneRun(start, buffer.data_ptr()))]
+                yield [Range(index, start, stop, Staged(start, buffer.data_ptr()))]
 
     def written(self, digests: Sequence[bytes]) -> Written:
         files = [

@@ -19,7 +19,7 @@ import msgspec
 
 from torchrelay.errors import CheckpointError
 from torchrelay.stores.locate import open_store
-from torchrelay.stores.writing import FileSpec, OneRun, Range, Writing
+from torchrelay.stores.writing import FileSpec, Range, Staged, Writing
 
 _LENGTH = struct.Struct("<Q")
 MAX_MESSAGE = 1 << 30
@@ -133,7 +133,7 @@ class _Writer:
             assert self._writing is not None
             self._writing.write(
                 [
-                    Range(file, start, stop, OneRun(start, self._base + at))
+                    Range(file, start, stop, Staged(start, self._base + at))
                     for file, start, stop, at in request.ranges
                 ]
             )

@@ -1,8 +1,9 @@
 """Digests and writes: ranges of memory into the files of a draft, on a few threads.
 
 A file is cut into chunks. A chunk is hashed and, while it is in the processor's cache, written.
-Hashing, copying and the system calls all let other threads run. No torch here: the writer process
-does with it.
+Memory that others may change meanwhile is copied first, a piece at a time, so that the bytes that
+are written are those that were hashed. Hashing, copying and the system calls all let other threads
+run. No torch here: the writer process does with it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import xxhash
@@ -19,31 +21,25 @@ import xxhash
 from torchrelay.errors import CheckpointError
 from torchrelay.stores.seam import Draft, Sink
 
-_FEW = 8  # runs of a chunk that are written as they lie; more are gathered first
+PIECE = 1 << 18  # bytes of live memory that are copied, hashed and written at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 
 
 class Memory(Protocol):
     """Bytes of a file by their position in it, in host memory; `state.runs.Runs` is one."""
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Position, address and bytes of each run in [start, stop)."""
-
     def gather(self, start: int, stop: int, buffer: int) -> None:
         """Copy [start, stop) to an address."""
 
 
-class OneRun(NamedTuple):
-    """Memory in one piece; without the numpy that `Runs` needs and the writer process does not."""
+class Staged(NamedTuple):
+    """A copy in one piece that nobody changes until it is written: `address` has byte `start`."""
 
     start: int
     address: int
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        yield start, self.address + start - self.start, stop - start
-
-    def gather(self, start: int, stop: int, buffer: int) -> None:
-        ctypes.memmove(buffer, self.address + start - self.start, stop - start)
+    def view(self, start: int, stop: int) -> memoryview:
+        return host_view(self.address + start - self.start, stop - start)
 
 
 class FileSpec(NamedTuple):
@@ -55,13 +51,13 @@ class FileSpec(NamedTuple):
 class Range(NamedTuple):
     """Bytes [start, stop) of a file; `start` is a multiple of its chunk size.
 
-    `memory` has them by their position in the file.
+    `memory` has them by their position in the file. What is not `Staged` may change at any time.
     """
 
     file: int
     start: int
     stop: int
-    memory: Memory
+    memory: Memory | Staged
 
 
 class Writing:
@@ -97,35 +93,25 @@ class Writing:
             raise self._failure
 
     def _work(self, queue: _Queue) -> None:
-        scratch: list[ctypes.Array[ctypes.c_char]] = []
+        own = ctypes.create_string_buffer(PIECE)
         try:
             while self._failure is None and (task := queue.take()) is not None:
                 place, start, stop = task
                 try:
-                    self._chunk(queue.ranges[place], start, stop, scratch)
+                    self._chunk(queue.ranges[place], start, stop, own)
                 finally:
                     queue.done(place)
         except BaseException as fault:
             self._failure = self._failure or fault
 
-    def _chunk(
-        self, part: Range, start: int, stop: int, scratch: list[ctypes.Array[ctypes.c_char]]
-    ) -> None:
+    def _chunk(self, part: Range, start: int, stop: int, own: ctypes.Array[ctypes.c_char]) -> None:
         file = self._files[part.file]
-        runs = list(part.memory.within(start, stop))
-        if len(runs) > _FEW:
-            if not scratch or len(scratch[0]) < stop - start:
-                scratch[:] = [ctypes.create_string_buffer(stop - start)]
-            part.memory.gather(start, stop, ctypes.addressof(scratch[0]))
-            views = [memoryview(scratch[0])[: stop - start].cast("B")]
-        else:
-            views = [host_view(address, nbytes) for _, address, nbytes in runs]
         hasher = xxhash.xxh3_128()
-        for view in views:
+        for at, view in _still(part.memory, start, stop, own):
             hasher.update(view)
-        at = start // file.chunk_bytes * 16
-        self._digests[part.file][at : at + 16] = hasher.digest()
-        self._at(file.name, lambda: self._sinks[part.file].write(start, views))
+            self._at(file.name, partial(self._sinks[part.file].write, at, [view]))
+        place = start // file.chunk_bytes * 16
+        self._digests[part.file][place : place + 16] = hasher.digest()
 
     def finish(self) -> list[bytes]:
         """Make the files durable; the digests of each file's chunks."""
@@ -194,6 +180,21 @@ class _Queue:
         with self._lock:
             self._active[place] -= 1
             self._lock.notify_all()
+
+
+def _still(
+    memory: Memory | Staged, start: int, stop: int, own: ctypes.Array[ctypes.c_char]
+) -> Iterator[tuple[int, memoryview]]:
+    """The bytes [start, stop) by their positions, where nobody else can change them: in one piece,
+    or one after the other in a buffer of the caller's own."""
+    if isinstance(memory, Staged):
+        yield start, memory.view(start, stop)
+        return
+    whole = memoryview(own).cast("B")
+    for at in range(start, stop, len(own)):
+        end = min(at + len(own), stop)
+        memory.gather(at, end, ctypes.addressof(own))
+        yield at, whole[: end - at]
 
 
 def host_view(address: int, nbytes: int) -> memoryview:

@@ -1,0 +1,86 @@
+"""Memory that changes while it is saved: what is committed verifies, whatever was caught."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torchrelay as tr
+from torchrelay.stores.dcp import Writer
+from torchrelay.stores.files import Files
+
+
+def changed_before_each_write(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> list[int]:
+    """Another thread's change, at the worst moment: hashing is over and writing begins."""
+    write = Files.write
+    changes: list[int] = []
+
+    def late(self: Files, fd: int, buffers: Sequence[Any], position: int) -> None:
+        tensor.add_(1)
+        changes.append(position)
+        write(self, fd, buffers, position)
+
+    monkeypatch.setattr(Files, "write", late)
+    return changes
+
+
+@pytest.mark.parametrize("rows", [16, 3000], ids=["one chunk", "chunks of several pieces"])
+def test_a_change_between_hashing_and_writing_is_not_committed_as_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    tensor = torch.zeros(rows, 256, dtype=torch.int32)
+    changes = changed_before_each_write(monkeypatch, tensor)
+    with tr.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"model": {"w": tensor}})
+        assert ckpt.verify(1) == 1
+        found = ckpt.load(step=1).state["model"]["w"]
+    assert len(changes) > 1  # the data, and the commit record
+    assert 0 <= int(found.min()) <= int(found.max()) <= len(changes)
+
+
+def test_many_small_tensors_that_change_verify_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are gathered from many places."""
+    memory = torch.zeros(500, 300, dtype=torch.int32)
+    changed_before_each_write(monkeypatch, memory)
+    with tr.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"model": {f"w{row}": memory[row, :200] for row in range(500)}})
+        assert ckpt.verify(1) == 1
+
+
+def test_a_change_between_hashing_and_writing_by_torchs_own_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.zeros(16, 256, dtype=torch.int32)
+    changed_before_each_write(monkeypatch, tensor)
+    dcp.save({"w": tensor}, storage_writer=Writer(tmp_path / "step-1"), no_dist=True)
+    with tr.Checkpointer(tmp_path, group=False) as ckpt:
+        assert ckpt.verify(1) == 1
+
+
+def test_a_thread_that_trains_on_beside_a_save(tmp_path: Path) -> None:
+    tensor = torch.zeros(1 << 20, dtype=torch.int32)
+    over = threading.Event()
+
+    def train() -> None:
+        while not over.is_set():
+            tensor.add_(1)
+
+    trainer = threading.Thread(target=train, daemon=True)
+    trainer.start()
+    try:
+        with tr.Checkpointer(tmp_path, keep=tr.KeepLast(2)) as ckpt:
+            for step in range(1, 6):
+                ckpt.save(step, {"w": tensor})
+                assert ckpt.verify(step) == step
+            assert ckpt.steps() == [4, 5]
+    finally:
+        over.set()
+        trainer.join(30)
