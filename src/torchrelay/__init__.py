@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from torchrelay.errors import (
         CheckpointError,
+        CommitUnknownError,
         DamagedError,
         DigestError,
         ManifestError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         StepMismatchError,
         StepNotFoundError,
         StepOrderError,
+        StorageTimeoutError,
         TornStateError,
         TransferTimeoutError,
         UnsupportedLeafError,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "CommitUnknownError",
     "DamagedError",
     "DigestError",
     "KeepAll",
@@ -79,6 +82,7 @@ __all__ = [
     "StepMismatchError",
     "StepNotFoundError",
     "StepOrderError",
+    "StorageTimeoutError",
     "TornStateError",
     "TransferTimeoutError",
     "UnsupportedLeafError",

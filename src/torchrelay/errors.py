@@ -18,7 +18,9 @@
     │   ├── StepExistsError            the step is committed already, and is never overwritten
     │   ├── StepOrderError             the step is below the newest one: roll back first
     │   ├── StepNotFoundError          no such step, or none that verifies
-    │   └── DamagedError               bytes at rest that are not the ones that were written
+    │   ├── DamagedError               bytes at rest that are not the ones that were written
+    │   ├── StorageTimeoutError        the storage did not answer in time (also a TimeoutError)
+    │   └── CommitUnknownError         the step may have been committed: look again
     ├── TransferTimeoutError       a deadline passed (also a TimeoutError)
     └── TornStateError             an `atomic=False` receive stopped midway: receive again
 
@@ -153,6 +155,20 @@ class DamagedError(CheckpointError):
     def __init__(self, message: str, *, offset: int | None = None, **context: Any) -> None:
         super().__init__(message, **context)
         self.offset = offset
+
+
+class StorageTimeoutError(CheckpointError, TimeoutError):
+    """The file system or service did not answer by the deadline. A step that was being saved is not
+    committed and will not be: the error for one that may be is `CommitUnknownError`."""
+
+
+class CommitUnknownError(CheckpointError):
+    """A step was about to be committed, and whether it was is not known.
+
+    Look again: `step in checkpointer.steps()` says whether it is there, `verify(step)` whether it
+    is whole. If it is not there, save it again. Every other failure of a save says that the step
+    was not committed.
+    """
 
 
 class TransferTimeoutError(RelayError, TimeoutError):
