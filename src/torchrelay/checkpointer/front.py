@@ -103,7 +103,6 @@ class Checkpointer:
             stage=stage,
             version=__version__,
         )
-        self._pending: Pending | None = None
         self._closed = False
         self._calls = threading.RLock()
         self._read_only = read_only
@@ -158,7 +157,6 @@ class Checkpointer:
             self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
             pending = Pending(step)
             self._saver.save_async(save, state, pending, lambda: self._prune(step))
-            self._pending = pending
             return pending
 
     def prepare(self, state: object) -> int:
@@ -178,8 +176,8 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Until no save is under way; raises what went wrong with the last one."""
-        if self._pending is not None:
-            self._pending.result(timeout)
+        if self._saver.pending is not None:
+            self._saver.pending.result(timeout)
 
     def _new_save(self, step: int, overwrite: bool, timeout: float | None) -> Save:
         if self._closed:
@@ -191,7 +189,9 @@ class Checkpointer:
 
     def _busy(self, save: Save) -> bool:
         """Whether any rank still writes; all ranks come to the same answer."""
-        mine = b"busy" if self._pending is not None and not self._pending.done() else b""
+        mine = (
+            b"busy" if self._saver.pending is not None and not self._saver.pending.done() else b""
+        )
         heard = save.call.round(
             "begin", lambda: mine, lambda said: [max(said)] * len(said), save.deadline
         )
@@ -202,8 +202,8 @@ class Checkpointer:
         the same step, and the coordinator's check passes."""
 
         def mine() -> bytes:
-            if self._pending is not None:
-                self._pending.settle(save.deadline.left())
+            if self._saver.pending is not None:
+                self._saver.pending.settle(save.deadline.left())
             return str(save.step).encode()
 
         def decide(said: list[bytes]) -> list[bytes]:
@@ -361,7 +361,7 @@ class Checkpointer:
     # The end.
 
     def _raise_untold(self) -> bytes:
-        if self._pending is not None and (fault := self._pending.untold()) is not None:
+        if self._saver.pending is not None and (fault := self._saver.pending.untold()) is not None:
             raise fault
         return b""
 
@@ -375,8 +375,8 @@ class Checkpointer:
                 return
             self._closed = True
             try:
-                if self._pending is not None:
-                    self._pending.settle(self._timeout)
+                if self._saver.pending is not None:
+                    self._saver.pending.settle(self._timeout)
             finally:
                 if self._signal is not None:
                     self._signal.remove()

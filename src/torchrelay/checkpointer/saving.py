@@ -10,11 +10,13 @@ A rank that fails in any of these makes every rank fail, and the draft is remove
 
 from __future__ import annotations
 
+import functools
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -74,6 +76,13 @@ class Save:
     outlines: plans.Outlines | None = None
 
 
+class _Staged(NamedTuple):
+    """What this rank is to write, and what returns when it is written."""
+
+    share: Share
+    finish: Callable[[], list[bytes]]
+
+
 class Saver:
     """Saves states of one `Checkpointer`, one at a time. Keeps the arena and the writer process."""
 
@@ -97,6 +106,7 @@ class Saver:
         self._arena: Arena | None = None
         self._process = WriterProcess()
         self._spare = DeviceCopy()
+        self.pending: Pending | None = None  # the last asynchronous save
 
     def save(self, save: Save, state: object) -> Saved:
         """Write a state and return when it is committed."""
@@ -113,21 +123,27 @@ class Saver:
         self, save: Save, state: object, pending: Pending, after: Callable[[], None]
     ) -> None:
         """Stage a state and return; `pending` ends when it is committed, or is not. `after` is done
-        after the commit."""
+        after the commit.
+
+        One thread brings the save to its end, whatever that is. It waits for the first word of
+        this one: what was staged, or why nothing was.
+        """
+        staged: queue.SimpleQueue[_Staged | BaseException] = queue.SimpleQueue()
+        end = functools.partial(self._complete, save, staged, pending, after)
+        thread = threading.Thread(target=end, name="torchrelay-commit", daemon=True)
         try:
+            self.pending = pending
+            thread.start()
             share, drafted = self._plan(save, state)
             with save.watch("stage"):
                 finish = self._stage_share(save, share, drafted)
+            staged.put(_Staged(share, finish))
         except BaseException as fault:
-            self._give_up(save, fault)
+            staged.put(fault)
+            if thread.ident is None:  # there is no other thread
+                end()
+            pending.result()
             raise
-        thread = threading.Thread(
-            target=self._complete,
-            args=(save, share, finish, pending, after),
-            name="torchrelay-commit",
-            daemon=True,
-        )
-        thread.start()
 
     def prepare(self, save: Save, state: object) -> int:
         """Have memory and process ready for states like this one; the bytes staged for it."""
@@ -135,9 +151,10 @@ class Saver:
         if self._stage == "device":
             self._spare.take(drafted.tensors)
             self._spare.wait()
-        arena = self._arena_for(share, self._budget)
+        arena = self._take_arena(share, self._budget)
         self._process.start()
         self._process.attach(arena.fd, arena.nbytes)
+        self._arena = arena
         return share.nbytes
 
     # Plan.
@@ -225,11 +242,12 @@ class Saver:
                     target[0].write_ranges(share.ranges())
                     done.append(target[0].finish(save.deadline))
                     return
-                arena = self._arena_for(share, self._budget or BLOCKING_ARENA)
+                arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
                 target.append(HereTarget(draft, share.files, arena.address))
                 pipeline = Pipeline(share, share.streams, arena, target[0], save.deadline)
                 pipeline.stage(WORKERS)
                 done.append(pipeline.finish())
+                self._arena = arena
             except BaseException as fault:
                 faults.append(fault)
                 if target:
@@ -242,25 +260,26 @@ class Saver:
         if faults:
             raise faults[0]
         if not done:
-            self._arena = None  # the thread that hangs may still read it
             where = target[0].at if target else None
             raise CheckpointError("still writing at the deadline", phase="write", file=where)
         return share.written(done[0])
 
-    def _arena_for(self, share: Share, budget: int | None) -> Arena:
-        """The arena, grown if need be: for all of a share, or no more than a budget."""
+    def _take_arena(self, share: Share, budget: int | None) -> Arena:
+        """The arena, grown if need be: for all of a share, or no more than a budget.
+
+        Whoever takes it puts it back when nothing uses it any more. A save that breaks off does
+        not: a thread that it left behind may still read it, or write to it.
+        """
         whole = arena_bytes(share.files)
         need = max(4096, whole if budget is None else min(whole, budget))
         pinned = any(
             region.keep.is_cuda for stream in share.streams for _, region in stream.elsewhere
         )
-        arena = self._arena
-        if arena is None or arena.nbytes < need or (pinned and not arena.pinned):
-            if arena is not None:
-                self._arena = None
-                arena.close()
-            arena = self._arena = Arena(need, pinned=pinned)
-        return arena
+        arena, self._arena = self._arena, None
+        if arena is not None and (arena.nbytes < need or (pinned and not arena.pinned)):
+            arena.close()
+            arena = None
+        return arena or Arena(need, pinned=pinned)
 
     def _stage_share(
         self, save: Save, share: Share, drafted: plans.Drafted
@@ -268,41 +287,55 @@ class Saver:
         """Copy a share; returns what waits for its files, to be called from another thread."""
         save.call.at("staging")
         if self._stage != "device":
-            pipeline = self._pipeline(save, share)
-            pipeline.stage(WORKERS)
-            return pipeline.finish
+            return self._stage_here(save, share)
         copies = plans.Drafted(drafted.entries, self._spare.take(drafted.tensors), drafted.objects)
         spare = Share(copies, share.layouts)
 
         def finish() -> list[bytes]:
             self._spare.wait()
-            later = self._pipeline(save, spare)
-            later.stage(WORKERS)
-            return later.finish()
+            return self._stage_here(save, spare)()
 
         return finish
 
-    def _pipeline(self, save: Save, share: Share) -> Pipeline:
-        arena = self._arena_for(share, self._budget)
+    def _stage_here(self, save: Save, share: Share) -> Callable[[], list[bytes]]:
+        arena = self._take_arena(share, self._budget)
         place = (self._store.url, save.step, save.token)
         target = ProcessTarget(self._process, arena, place, share.files, save.deadline)
-        return Pipeline(share, share.streams, arena, target, save.deadline)
+        pipeline = Pipeline(share, share.streams, arena, target, save.deadline)
+        pipeline.stage(WORKERS)
+
+        def finish() -> list[bytes]:
+            digests = pipeline.finish()
+            self._arena = arena
+            return digests
+
+        return finish
 
     # Commit.
 
     def _complete(
         self,
         save: Save,
-        share: Share,
-        finish: Callable[[], list[bytes]],
+        staged: queue.SimpleQueue[_Staged | BaseException],
         pending: Pending,
         after: Callable[[], None],
     ) -> None:
+        word = staged.get()
+        if isinstance(word, _Staged):
+            self._finish(save, word, pending, after)
+        else:  # the caller raises it, and nobody has the `Pending`
+            self._give_up(save, word)
+            pending.end(None, None)
+
+    def _finish(
+        self, save: Save, staged: _Staged, pending: Pending, after: Callable[[], None]
+    ) -> None:
+        share = staged.share
         try:
             try:
                 save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
                 with save.watch("write"):
-                    written = share.written(finish())
+                    written = share.written(staged.finish())
             except BaseException as fault:
                 self._give_up(save, fault)
                 raise

@@ -77,16 +77,16 @@ class ProcessTarget:
     ) -> None:
         self._process = process
         process.attach(arena.fd, arena.nbytes)
-        process.begin(*draft, files, deadline.left())
+        self._save = process.begin(*draft, files, deadline.left())
 
     def write(self, placed: list[Placed], deadline: Deadline) -> None:
-        self._process.write(placed, deadline.left())
+        self._process.write(self._save, placed, deadline.left())
 
     def finish(self, deadline: Deadline) -> list[bytes]:
-        return self._process.finish(deadline.left())
+        return self._process.finish(self._save, deadline.left())
 
     def abort(self) -> None:
-        self._process.abort()
+        self._process.abort(self._save)
 
 
 def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
@@ -184,7 +184,7 @@ class Pipeline:
 
     def _write(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
+            while (job := self._jobs.get()) is not None and not self._failed.is_set():
                 slot, placed = job
                 self._target.write(placed, self._deadline)
                 self._free.put(slot)

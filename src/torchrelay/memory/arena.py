@@ -24,6 +24,7 @@ class Arena:
         self.nbytes = nbytes
         self.pinned = False
         self._map: mmap.mmap | None = None
+        self.fd = -1
         self.fd = os.memfd_create("torchrelay-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, nbytes)
@@ -31,7 +32,7 @@ class Arena:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self._map = mmap.mmap(self.fd, nbytes)
         except (OSError, ValueError) as fault:
-            os.close(self.fd)
+            self.close()
             raise MemoryError(f"no arena of {nbytes} bytes: {fault}") from None
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
@@ -57,7 +58,9 @@ class Arena:
         if self._map is not None:
             self.tensor = torch.empty(0, dtype=torch.uint8)
             self._map = None  # unmapped when the last view of it is gone
-            os.close(self.fd)
+        fd, self.fd = self.fd, -1  # forgotten first: no number is closed twice
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
         self.close()

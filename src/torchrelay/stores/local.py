@@ -254,9 +254,9 @@ class LocalDraft:
         self._release()
 
     def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        held, self._lock = self._lock, None  # forgotten first: no number is closed twice
+        if held is not None:
+            os.close(held)
 
 
 @contextmanager
@@ -308,6 +308,6 @@ class LocalSink:
         self.abort()
 
     def abort(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        fd, self._fd = self._fd, None  # forgotten first: no number is closed twice
+        if fd is not None:
+            os.close(fd)

@@ -100,10 +100,11 @@ class LocalReader:
         return position + done, [view[done:]] if done < len(view) else []
 
     def close(self) -> None:
-        for fd in (self._fd, self._direct):
+        held = self._fd, self._direct
+        self._fd = self._direct = None  # forgotten first: no number is closed twice
+        for fd in held:
             if fd is not None:
                 os.close(fd)
-        self._fd = self._direct = None
 
     def __del__(self) -> None:
         self.close()

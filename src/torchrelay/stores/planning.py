@@ -29,8 +29,34 @@ SAMPLES = 4
 Signature = list[tuple[object, ...]]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A plan that a rank has in full: a later save of such a state repeats it."""
+
+    signature: Signature
+    planner: SavePlanner
+    final: FinalPlan
+    items: list[WriteItem]
+    entries: list[Entry]
+    layouts: list[FileLayout]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decision:
+    """The coordinator's: what every rank said, and what it heard."""
+
+    locals: list[LocalPlan]
+    finals: list[FinalPlan]
+
+
 class Planning:
-    """Plans the saves of one rank. A planner of the user's own is asked for each save anew."""
+    """Plans the saves of one rank. A planner of the user's own is asked for each save anew.
+
+    A plan is remembered once all of it is there. A planning that breaks off midway, at whatever
+    line, leaves nothing to repeat: this rank sends its next plan in full. The coordinator has
+    noted its decision before any rank hears of it, so a rank that repeats a plan repeats the one
+    that is noted there.
+    """
 
     def __init__(
         self, planner: SavePlanner | None, rank: int, world: int, file_bytes: int | None
@@ -39,28 +65,25 @@ class Planning:
         self._rank = rank
         self._world = world
         self._file_bytes = file_bytes
+        self._decision = _Decision([], [])
         self.forget()
 
     def forget(self) -> None:
-        """Plan the next save anew: the last one may not have reached every rank."""
+        """Plan this rank's next save anew, and hold on to nothing until then."""
+        self._last: _Plan | None = None
+        self._repeated: _Plan | None = None  # the last plan, while it is being planned again
         self._planner: SavePlanner | None = None
-        self._signature: Signature | None = None
-        self._items: list[WriteItem] | None = None
-        self._final: FinalPlan | None = None
-        self._entries: list[Entry] = []
-        self._layouts: list[FileLayout] = []
-        # The coordinator's: what every rank said and heard last.
-        self._locals: list[LocalPlan] = []
-        self._finals: list[FinalPlan] = []
+        self._signature: Signature = []
 
     def local(self, named: Named) -> LocalPlan:
         """This rank's part before the ranks meet."""
-        signature = _signature(named) if self._given is None else None
+        last = self._last
+        self.forget()
         replicas = _replicas(named) if self._world > 1 else {}
-        if signature is not None and signature == self._signature and self._final is not None:
+        self._signature = _signature(named) if self._given is None else []
+        if last is not None and last.signature == self._signature:
+            self._planner, self._repeated = last.planner, last
             return LocalPlan(named.outline, [], b"", True, replicas, same=True)
-        self._signature = signature
-        self._items = self._final = None
         planner = self._planner = self._given or DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(named.tensors), None, self._rank == 0)
         plan = planner.create_local_plan()
@@ -70,25 +93,25 @@ class Planning:
     @property
     def nbytes(self) -> int:
         """The coordinator's: bytes of the tensors that all ranks are to write."""
-        return sum(map(plans.item_bytes, self._finals))
+        return sum(map(plans.item_bytes, self._decision.finals))
 
     def decide(self, said: list[LocalPlan]) -> list[FinalPlan]:
         """The coordinator's part: every rank's final plan."""
         renamed = plans.renames(said)
-        before = self._finals
-        if all(local.same for local in said) and renamed == plans.renames(self._locals):
+        before = self._decision
+        if all(local.same for local in said) and renamed == plans.renames(before.locals):
             return [FinalPlan([], b"", same=True) for _ in said]
-        self._locals = [
-            _as_before(local, self._locals[rank]) if local.same else local
+        locals_ = [
+            _as_before(local, before.locals[rank]) if local.same else local
             for rank, local in enumerate(said)
         ]
         assert self._planner is not None
         whole = [
             _renamed(plans.plan_of(local.items, local.data, local.usable), names)
-            for local, names in zip(self._locals, renamed, strict=True)
+            for local, names in zip(locals_, renamed, strict=True)
         ]
         final, _ = self._planner.create_global_plan(whole)
-        self._finals = [
+        finals = [
             FinalPlan(
                 plans.items_of(plan),
                 pack(plan.planner_data),
@@ -97,67 +120,69 @@ class Planning:
             )
             for plan, names in zip(final, renamed, strict=True)
         ]
+        self._decision = _Decision(locals_, finals)
         return [
-            FinalPlan([], b"", same=True) if local.same and plan == before[rank] else plan
-            for rank, (local, plan) in enumerate(zip(said, self._finals, strict=True))
+            FinalPlan([], b"", same=True) if local.same and plan == before.finals[rank] else plan
+            for rank, (local, plan) in enumerate(zip(said, finals, strict=True))
         ]
 
     def resolve(self, heard: FinalPlan, named: Named) -> tuple[Drafted, list[FileLayout]]:
         """What this rank writes, and the files it goes to."""
         if heard.same:
-            assert self._final is not None
-            return Drafted(self._entries, self._tensors(named), {}), self._layouts
-        assert self._planner is not None
+            last = self._repeated
+            assert last is not None
+            drafted = Drafted(last.entries, self._tensors(last, named), {})
+            self._last = last
+            return drafted, last.layouts
+        planner = self._planner
+        assert planner is not None
         if self._given is None:  # what it holds may be the tensors of a save before
-            self._planner.set_up_planner(dict(named.tensors), None, self._rank == 0)
+            planner.set_up_planner(dict(named.tensors), None, self._rank == 0)
         plan = plans.plan_of(heard.items, heard.data, heard.usable)
-        self._items = self._planner.finish_plan(plan).items
-        self._final = heard
-        drafted = plans.resolve_items(self._items, self._planner, named.tops, heard.renamed)
+        items = planner.finish_plan(plan).items
+        drafted = plans.resolve_items(items, planner, named.tops, heard.renamed)
         if self._given is None:
-            self._planner.set_up_planner({}, None, self._rank == 0)  # holds on to no tensor
+            planner.set_up_planner({}, None, self._rank == 0)  # holds on to no tensor
         else:
             drafted = _with_changes(drafted, named)
         layouts = arrange(plans.with_objects(drafted), self._rank, self._world, self._file_bytes)
-        self._entries, self._layouts = drafted.entries, layouts
-        if drafted.objects:
-            self._final = None  # objects are asked for each time
+        if self._given is None and not drafted.objects:  # objects are asked for each time
+            entries = drafted.entries
+            self._last = _Plan(self._signature, planner, heard, items, entries, layouts)
         return drafted, layouts
 
-    def _tensors(self, named: Named) -> list[torch.Tensor]:
+    def _tensors(self, last: _Plan, named: Named) -> list[torch.Tensor]:
         """The tensors of the remembered plan, out of a state of the same shape."""
-        assert self._final is not None and self._items is not None
-        renamed = self._final.renamed
+        renamed = last.final.renamed
         found = []
         parts: dict[str, Drafted] = {}
-        for entry in self._entries:
+        for entry in last.entries:
             name = renamed.get(entry.name, entry.name)
             tensor = named.tensors[name]
             if type(tensor) is torch.Tensor:
                 found.append(tensor)
                 continue
             if not parts:
-                parts = self._distributed(named)
+                parts = self._distributed(last, named)
             part = parts[entry.name]
             at = next(i for i, e in enumerate(part.entries) if e.offsets == entry.offsets)
             found.append(part.tensors[at])
         return found
 
-    def _distributed(self, named: Named) -> dict[str, Drafted]:
+    def _distributed(self, last: _Plan, named: Named) -> dict[str, Drafted]:
         """Local parts of distributed tensors, by name: only a planner knows where they are."""
-        assert self._planner is not None and self._items is not None and self._final is not None
-        self._planner.set_up_planner(dict(named.tensors), None, self._rank == 0)
-        renamed = self._final.renamed
+        last.planner.set_up_planner(dict(named.tensors), None, self._rank == 0)
+        renamed = last.final.renamed
         found: dict[str, list[WriteItem]] = {}
-        for item in self._items:
+        for item in last.items:
             name = item.index.fqn
             if type(named.tensors.get(renamed.get(name, name))) is not torch.Tensor:
                 found.setdefault(name, []).append(item)
         parts = {
-            name: plans.resolve_items(items, self._planner, named.tops, renamed)
+            name: plans.resolve_items(items, last.planner, named.tops, renamed)
             for name, items in found.items()
         }
-        self._planner.set_up_planner({}, None, self._rank == 0)  # holds on to no tensor
+        last.planner.set_up_planner({}, None, self._rank == 0)  # holds on to no tensor
         return parts
 
 

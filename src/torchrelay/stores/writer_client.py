@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrelay.errors import CheckpointError
@@ -31,13 +31,14 @@ class WriterProcess:
         self._link: socket.socket | None = None
         self._lock = threading.Lock()
         self._attached = -1
+        self._save = 0
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._link is not None and self._process is not None and self._process.poll() is None:
             return
         self._drop()
         ours, theirs = socket.socketpair()
@@ -60,45 +61,56 @@ class WriterProcess:
         if self._attached == inode:
             return
         with self._lock:
-            link = self._linked(_START_SECONDS)
-            try:
-                p.send(link, p.Attach(nbytes))
-                socket.send_fds(link, [b"a"], [fd])
-            except OSError as fault:
-                self._drop()
-                raise CheckpointError(
-                    f"the writer process is gone: {fault}", phase="attach"
-                ) from None
-            self._answer(link, "attach")
+            self._ask(p.Attach(nbytes), _START_SECONDS, "attach", fd)
         self._attached = inode
 
     def begin(
         self, url: str, step: int, token: str, files: Sequence[FileSpec], timeout: float
-    ) -> None:
+    ) -> int:
+        """Open the files of a save. Returns a number that stands for this save from here on."""
         records = [tuple(file) for file in files]
-        self._ask(p.Begin(url, step, token, timeout, records), timeout, "open")  # type: ignore[arg-type]
-
-    def write(self, ranges: list[tuple[int, int, int, int]], timeout: float) -> None:
-        self._ask(p.Write(ranges), timeout, "write")
-
-    def finish(self, timeout: float) -> list[bytes]:
-        return self._ask(p.Finish(), timeout, "sync").digests
-
-    def abort(self) -> None:
-        """Give up the files of the save under way; never raises."""
-        if self._link is not None:
-            with suppress(CheckpointError):
-                self._ask(p.Abort(), _END_SECONDS, "abort")
-
-    def _ask(self, request: p.Request, timeout: float, phase: str) -> p.Done:
         with self._lock:
-            link = self._linked(timeout)
-            try:
-                p.send(link, request)
-            except OSError as fault:
-                self._drop()
-                raise CheckpointError(f"the writer process is gone: {fault}", phase=phase) from None
+            self._save += 1
+            self._ask(p.Begin(url, step, token, timeout, records), timeout, "open")  # type: ignore[arg-type]
+            return self._save
+
+    def write(self, save: int, ranges: list[tuple[int, int, int, int]], timeout: float) -> None:
+        with self._current(save, "write"):
+            self._ask(p.Write(ranges), timeout, "write")
+
+    def finish(self, save: int, timeout: float) -> list[bytes]:
+        with self._current(save, "sync"):
+            return self._ask(p.Finish(), timeout, "sync").digests
+
+    def abort(self, save: int) -> None:
+        """Give up the files of a save, if it is still the one under way; never raises."""
+        with suppress(CheckpointError), self._current(save, "abort"):
+            self._ask(p.Abort(), _END_SECONDS, "abort")
+
+    @contextmanager
+    def _current(self, save: int, phase: str) -> Iterator[None]:
+        """Within: the writer is at this save. A save that was given up may still have a thread
+        that would go on with it, in the files of the next one."""
+        with self._lock:
+            if save != self._save:
+                raise CheckpointError("this save was given up", phase=phase)
+            yield
+
+    def _ask(self, request: p.Request, timeout: float, phase: str, fd: int = -1) -> p.Done:
+        link = self._linked(timeout)
+        try:
+            p.send(link, request)
+            if fd >= 0:
+                socket.send_fds(link, [b"a"], [fd])
             return self._answer(link, phase)
+        except CheckpointError:
+            raise
+        except OSError as fault:
+            self._drop()
+            raise CheckpointError(f"the writer process is gone: {fault}", phase=phase) from None
+        except BaseException:
+            self._drop()  # its answer would be taken for that to the next request
+            raise
 
     def _linked(self, timeout: float) -> socket.socket:
         if self._link is None:

@@ -1,0 +1,128 @@
+"""A save that is interrupted, at whatever line, leaves the next ones right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrelay as tr
+from tests.support.interrupts import Line, interrupted, lines_of
+from tests.support.ranks import RankPool
+from tests.support.saved import equal, state
+
+PARTS = ("checkpointer", "stores", "transports/assembly.py", "memory/arena.py")
+SEED = 20
+
+
+def other(seed: int) -> dict[str, Any]:
+    """A state that is planned otherwise than `state`."""
+    return {**state(seed, rows=3), "more": {"x": torch.full((4,), float(seed))}}
+
+
+class Job:
+    """Saves of a checkpointer, each under the next step."""
+
+    def __init__(self, root: str, kind: str, group: Any = False) -> None:
+        self.checkpointer = tr.Checkpointer(root, group=group, timeout=30, keep=tr.KeepLast(2))
+        self._kind = kind
+        self._steps = count(1)
+
+    def save(self, make: Callable[[int], Any], timeout: float | None = None) -> int:
+        step = next(self._steps)
+        if self._kind == "save":
+            self.checkpointer.save(step, make(step), timeout=timeout)
+        else:
+            self.checkpointer.save_async(step, make(step), timeout=timeout).result(30)
+        return step
+
+    def lines(self) -> list[Line]:
+        """What a save runs through that cannot repeat the plan of the one before."""
+        self.save(state)
+        return lines_of(lambda: self.save(other), PARTS)
+
+    def wrong(self) -> list[str]:
+        """Save like the save that was interrupted, and like that before it."""
+        found = []
+        for make in (other, state):
+            step = self.save(make)
+            if not equal(self.checkpointer.load(step=step).state, make(step)):
+                found.append(f"step {step} is not what was saved")
+        return found
+
+
+def check_lines(root: Path, kind: str, lines: list[Line], *, first: bool) -> None:
+    job = Job(str(root / "trials"), kind)
+    hit = 0
+    for number, line in enumerate(lines):
+        if first:
+            job.checkpointer.close()
+            job = Job(str(root / f"trial-{number}"), kind)
+        hit += interrupted(lambda job=job: job.save(other), PARTS, line)  # type: ignore[misc]
+        assert job.wrong() == [], f"after an interrupt at {line}"
+    job.checkpointer.close()
+    assert hit > 0.8 * len(lines)
+
+
+@pytest.mark.parametrize("kind", ["save", "save_async"])
+def test_a_save_interrupted_at_any_line_leaves_the_next_ones_right(
+    tmp_path: Path, kind: str
+) -> None:
+    """What is planned and remembered, and what is on its way to the writer, is all or nothing."""
+    print(f"seed {SEED}")
+    learner = Job(str(tmp_path / "lines"), kind)
+    lines = learner.lines()
+    learner.checkpointer.close()
+    assert len(lines) > 150
+    keeping = ("stores/planning.py", "checkpointer/saving.py", "stores/writer_client.py")
+    some = random.Random(SEED)
+    chosen = some.sample([line for line in lines if line[0] in keeping], 25)
+    check_lines(tmp_path, kind, chosen + some.sample(lines, 5), first=False)
+    check_lines(tmp_path, kind, some.sample(chosen, 5), first=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
+@pytest.mark.parametrize("kind", ["save", "save_async"])
+def test_a_save_interrupted_at_every_line_leaves_the_next_ones_right(
+    tmp_path: Path, kind: str, first: bool
+) -> None:
+    learner = Job(str(tmp_path / "lines"), kind)
+    lines = learner.lines()
+    learner.checkpointer.close()
+    check_lines(tmp_path, kind, lines, first=first)
+
+
+def interrupt_ranks(rank: int, group: Any, root: str, seed: int, trials: int) -> list[str]:
+    """Interrupt one of the ranks at a random line, then let all save again; what went wrong."""
+    some = random.Random(seed)
+    found = []
+    for kind in ("save", "save_async"):
+        learner = Job(f"{root}/{kind}-lines", kind, group)
+        lines = [line for line in learner.lines() if line[0].endswith(("planning.py", "saving.py"))]
+        learner.checkpointer.close()
+        job = Job(f"{root}/{kind}", kind, group)
+        job.save(state)
+        for _ in range(trials):
+            victim, line = some.randrange(group.size()), lines[int(some.random() * len(lines))]
+            if rank == victim:
+                interrupted(lambda job=job: job.save(other, 1.5), PARTS, line)  # type: ignore[misc]
+            else:
+                with suppress(tr.RelayError):
+                    job.save(other, 1.5)
+            found += [f"{kind}, rank {victim} at {line}: {wrong}" for wrong in job.wrong()]
+        job.checkpointer.close()
+    return found
+
+
+def test_a_rank_interrupted_at_any_line_leaves_the_next_saves_right(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    print(f"seed {SEED}")
+    assert pool2.run(interrupt_ranks, str(tmp_path), SEED, 3, timeout=90) == [[], []]
