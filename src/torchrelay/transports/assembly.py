@@ -18,6 +18,7 @@ from torch.distributed import DistError
 from torchrelay import errors
 from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.transports.clock import Deadline
+from torchrelay.transports.store_values import drop, put, take
 
 COORDINATOR = 0
 POLL = (0.0005, 0.02)  # seconds between looks at the store: first, and after long silence
@@ -67,6 +68,7 @@ class Assembly:
             count = self._store.add(f"{self._channel}/members/{self.rank}", 1)
             self._channel += f"/{count}"
         self._calls = 0
+        self.unheard: list[str] = []  # answers that this rank has stopped waiting for
         self._lock = threading.Lock()
 
     @property
@@ -117,7 +119,17 @@ class Call:
         """Tell the others what this rank is doing, for the case that it does not get done."""
         if self._store is not None:
             with suppress(_StoreLost):  # the next round says so
-                self._store.set(f"{self._prefix}/at/{self._all.rank}", where.encode() or b"?")
+                self._store.set(self._place, where.encode() or b"?")
+
+    def _be_nowhere(self) -> None:
+        """Between rounds nobody asks what this rank is doing: the key would stay for good."""
+        if self._store is not None:
+            with suppress(_StoreLost):
+                self._store.delete_key(self._place)
+
+    @property
+    def _place(self) -> str:
+        return f"{self._prefix}/at/{self._all.rank}"
 
     def round(
         self,
@@ -132,7 +144,10 @@ class Call:
         Whatever fails anywhere is raised on every rank, with the rank where it failed first.
         """
         try:
-            return self._round(phase, mine, decide, deadline)
+            try:
+                return self._round(phase, mine, decide, deadline)
+            finally:
+                self._be_nowhere()
         except _StoreLost as lost:
             raise CheckpointError(lost.message, phase=phase) from lost
 
@@ -152,11 +167,12 @@ class Call:
         word, fault = _try(phase, self._all.rank, mine)
         if isinstance(fault, RelayError) and fault.rank is None:
             fault.rank = self._all.rank
-        self._store.set(f"{key}/said/{self._all.rank}", msgspec.msgpack.encode(word))
+        said = f"{key}/said/{self._all.rank}"
+        put(self._store, said, msgspec.msgpack.encode(word))
         if self._all.coordinates:
             self._answer(phase, key, decide, deadline)
-        name = f"{key}/heard/{self._all.rank}"
-        if not self._await([name], deadline.left() + _SPREAD):
+        heard = self._hear(f"{key}/heard/{self._all.rank}", deadline)
+        if heard is None:
             if fault is not None:
                 raise fault
             raise CheckpointError(
@@ -164,28 +180,40 @@ class Call:
                 rank=COORDINATOR,
                 phase=phase,
             )
-        data = self._store.get(name)
-        self._store.delete_key(name)
-        heard = _word.decode(data)
+        if heard.kind:
+            drop(self._store, said)  # the coordinator may have given up before it was there
         if heard.kind and fault is not None and heard.rank == self._all.rank:
             if isinstance(fault, RelayError):
                 fault.rank, fault.phase = heard.rank, heard.phase
             raise fault  # this rank's own, with its traceback
         return _heard(heard)
 
+    def _hear(self, name: str, deadline: Deadline) -> _Word | None:
+        """The coordinator's answer, if it comes in time. One that comes later is removed later."""
+        self._all.unheard = [late for late in self._all.unheard if not drop(self._store, late)]
+        try:
+            if self._await([name], deadline.left() + _SPREAD):
+                word: _Word = _word.decode(take(self._store, name))
+                return word
+        except BaseException:
+            self._all.unheard.append(name)
+            raise
+        self._all.unheard.append(name)
+        return None
+
     def _answer(self, phase: str, key: str, decide: Decide, deadline: Deadline) -> None:
         ranks = range(self._all.world)
         names = [f"{key}/said/{rank}" for rank in ranks]
         if self._await(names, max(0.0, deadline.left() - min(_SPREAD, deadline.seconds / 4))):
-            words = [_word.decode(self._store.get(name)) for name in names]
+            words = [_word.decode(take(self._store, name)) for name in names]
             answers = _decided(phase, self._all.rank, words, decide)
         else:
             late = [rank for rank, name in zip(ranks, names, strict=True) if not self._has(name)]
             answers = [self._late(phase, late, deadline)] * self._all.world
+            for name in names:
+                drop(self._store, name)
         for rank, answer in zip(ranks, answers, strict=True):
-            self._store.set(f"{key}/heard/{rank}", msgspec.msgpack.encode(answer))
-        for name in names:
-            self._store.delete_key(name)
+            put(self._store, f"{key}/heard/{rank}", msgspec.msgpack.encode(answer))
 
     def _late(self, phase: str, late: list[int], deadline: Deadline) -> _Word:
         places = []

@@ -14,21 +14,14 @@ import threading
 import time
 from collections import defaultdict
 from datetime import timedelta
-from typing import Any, Protocol
 
 import torch
 
 from torchrelay.transports.c10d import FOREVER, ProcessGroup, Work
+from torchrelay.transports.store_values import Store, put, take
 from torchrelay.transports.wire import LANES, PRELUDE_TAG
 
 POLL = (0.0005, 0.05)  # seconds between looks at the store: first, and after long silence
-
-
-class Store(Protocol):
-    def set(self, key: str, value: bytes) -> Any: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def delete_key(self, key: str) -> bool: ...
 
 
 class Mail:
@@ -46,7 +39,7 @@ class Mail:
         return f"torchrelay/{source}/{target}/{tag}/{count}"
 
     def send(self, data: torch.Tensor, source: int, target: int, tag: int) -> Work:
-        self._store.set(self._key(source, target, tag, "out"), data.numpy().tobytes())
+        put(self._store, self._key(source, target, tag, "out"), data.numpy().tobytes())
         return _Done()
 
     def recv(self, into: torch.Tensor, source: int, target: int, tag: int) -> Work:
@@ -75,8 +68,7 @@ class _Awaited:
                 raise RuntimeError(f"nothing at {self._key} within {timeout}")
             time.sleep(pause)
             pause = min(pause * 1.5, longest)
-        data = bytearray(self._store.get(self._key))
-        self._store.delete_key(self._key)
+        data = take(self._store, self._key)
         flat = self._into.view(torch.uint8).view(-1)
         if len(data) != flat.numel():
             raise RuntimeError(f"{len(data)} bytes at {self._key}, {flat.numel()} were awaited")
