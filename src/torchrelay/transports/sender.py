@@ -30,6 +30,7 @@ from torchrelay.transports.routes import ROUTES
 from torchrelay.transports.serving import Serving
 from torchrelay.transports.worker import Worker, hashers
 
+TICK = 0.1  # seconds after which a call that was cancelled notices
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
 
 
@@ -100,14 +101,15 @@ class Sending:
     def run(self) -> None:
         for peer in self.peers.values():
             self._listen(peer)
-        if self._route != "group":
-            self._serving.get_ready()
         try:
-            with self._watch("join"):
-                self._join()
-            if self._in("accepted"):
-                with self._watch("data"), self._alone():
-                    self._transfer()
+            with self._deadline.wakes(self._events):
+                if self._route != "group":
+                    self._serving.get_ready()
+                with self._watch("join"):
+                    self._join()
+                if self._in("accepted"):
+                    with self._watch("data"), self._alone():
+                        self._transfer()
         except BaseException as cause:
             self._abort(f"the sender gave up: {cause}")
             raise
@@ -126,10 +128,11 @@ class Sending:
         if self._device == "cpu" or not self._by("group"):
             yield
             return
-        if not self._post.one_at_a_time.acquire(timeout=self._deadline.left()):
-            raise TransferTimeoutError(
-                "timed out: another transfer on this group did not end", phase="data"
-            )
+        while not self._post.one_at_a_time.acquire(timeout=min(self._deadline.left(), TICK)):
+            if self._deadline.passed:
+                raise TransferTimeoutError(
+                    "timed out: another transfer on this group did not end", phase="data"
+                )
         try:
             yield
         finally:

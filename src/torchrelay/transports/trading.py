@@ -15,6 +15,8 @@ from typing import Any
 
 from torchrelay.transports.clock import Deadline
 
+TICK = 0.1  # seconds after which a call that was cancelled notices
+
 
 @dataclass(eq=False)
 class Held:
@@ -67,7 +69,7 @@ class Trading:
                         other.step, other.catch = mine
                         self._changed.notify_all()
                     elif self._calls[sender] > len(waiting):
-                        self._changed.wait(deadline.left())
+                        self._changed.wait(min(deadline.left(), TICK))
                     else:
                         return
             finally:
