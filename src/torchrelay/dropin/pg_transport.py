@@ -19,13 +19,12 @@ from torchrelay.memory.side import settle
 from torchrelay.relay import Relay, untold
 from torchrelay.transports import wire
 from torchrelay.transports.c10d import Watcher
-from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.clock import TICK, Deadline, Stopwatch
 from torchrelay.transports.group import Bell, post_of
 from torchrelay.transports.receiver import answer
 from torchrelay.transports.shield import shielded
 
 PARTING_SECONDS = 10.0  # that a transfer of torch's protocol has after an interrupt
-TICK = 0.1
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torchrelay.errors import RelayError, UsageError
 
+TICK = 0.1  # seconds after which a wait that nobody wakes looks whether its call was cancelled
+
 
 class InterruptedTransfer(RelayError):
     """The caller has given up on a call of its own. Peers are told; the caller raises the cause."""

@@ -19,7 +19,7 @@ from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports import fanout, place, wire
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.channels import WORTH_BYTES, Berth
-from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.clock import TICK, Deadline, Stopwatch
 from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
 from torchrelay.transports.offers import shortened
@@ -30,7 +30,6 @@ from torchrelay.transports.routes import ROUTES
 from torchrelay.transports.serving import Serving
 from torchrelay.transports.worker import Worker, hashers
 
-TICK = 0.1  # seconds after which a call that was cancelled notices
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
 
 

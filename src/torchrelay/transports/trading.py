@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.transports.clock import Deadline
-
-TICK = 0.1  # seconds after which a call that was cancelled notices
+from torchrelay.transports.clock import TICK, Deadline
 
 
 @dataclass(eq=False)
