@@ -5,7 +5,8 @@
     write    each rank hashes and writes its files and makes them durable
     commit   the coordinator writes the commit record and puts the step in place
 
-A rank that fails in any of these makes every rank fail, and the draft is removed.
+A rank that fails in any of these makes every rank fail, and the draft is removed; `step_draft` says
+how a commit may end.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,7 +29,8 @@ from torchrelay.checkpointer.staging import (
     arena_bytes,
 )
 from torchrelay.checkpointer.stateful import unwrap
-from torchrelay.errors import CheckpointError, StepExistsError
+from torchrelay.checkpointer.step_draft import StepDraft
+from torchrelay.errors import CheckpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.device import DeviceCopy
 from torchrelay.state.outline import Named, outline
@@ -38,17 +39,22 @@ from torchrelay.stores import plans
 from torchrelay.stores.drafting import Share, Written, commit_record, sealed
 from torchrelay.stores.local import token
 from torchrelay.stores.planning import Planning
-from torchrelay.stores.seam import Draft, Store
+from torchrelay.stores.seam import Store
 from torchrelay.stores.writer_client import WriterProcess
 from torchrelay.stores.writing import WORKERS
 from torchrelay.transports.assembly import Assembly, Call
 from torchrelay.transports.clock import Deadline, Stopwatch
 
 BLOCKING_ARENA = 1 << 30  # bytes that a blocking save stages through, where it must stage
-HEADROOM = 1 << 20  # bytes kept free beside the data: commit record, directory
 
-_locals = msgspec.msgpack.Decoder(plans.LocalPlan)
 _written = msgspec.msgpack.Decoder(Written)
+
+
+class _Ready(msgspec.Struct, array_like=True):
+    """What a rank has for the step, and the seconds that it has left."""
+
+    local: plans.LocalPlan
+    left: float
 
 
 class _Go(msgspec.Struct, array_like=True):
@@ -56,8 +62,11 @@ class _Go(msgspec.Struct, array_like=True):
 
     token: str
     final: plans.FinalPlan
+    mark: str  # of the draft, by which a rank knows the step that it has become
+    left: float  # the least of all ranks: who gives up first would not hear how it ended
 
 
+_ready = msgspec.msgpack.Decoder(_Ready)
 _go = msgspec.msgpack.Decoder(_Go)
 
 
@@ -71,8 +80,9 @@ class Save:
     deadline: Deadline
     watch: Stopwatch = field(default_factory=Stopwatch)
     token: str = ""
+    mark: str = ""
     planned: bool = False  # whether every rank has its plan, and awaits the others' last word
-    draft: Draft | None = None
+    draft: StepDraft | None = None
     outlines: plans.Outlines | None = None
 
 
@@ -166,17 +176,22 @@ class Saver:
 
             def mine() -> Any:
                 held.append(outline(unwrap(state).state))
-                local = self._planning.local(held[0])
-                return local if alone else msgspec.msgpack.encode(local)
+                ready = _Ready(self._planning.local(held[0]), save.deadline.left())
+                return ready if alone else msgspec.msgpack.encode(ready)
 
             def decide(said: list[Any]) -> list[Any]:
-                locals_ = said if alone else [_locals.decode(data) for data in said]
+                ready = said if alone else [_ready.decode(data) for data in said]
+                locals_ = [one.local for one in ready]
+                save.deadline.hasten(min(one.left for one in ready))
                 finals = self._planning.decide(locals_)
                 save.outlines = plans.merge_outlines(locals_)
                 save.token = token()
                 if not dry:
-                    self._begin(save, self._planning.nbytes)
-                answers = [_Go(save.token, final) for final in finals]
+                    draft = self._draft(save)
+                    save.mark = draft.begin(self._planning.nbytes)
+                    save.draft = draft
+                left = save.deadline.left()
+                answers = [_Go(save.token, final, save.mark, left) for final in finals]
                 return answers if alone else [msgspec.msgpack.encode(go) for go in answers]
 
             save.call.at("planning")
@@ -186,44 +201,17 @@ class Saver:
                 self._planning.forget()
                 raise
             go = heard if alone else _go.decode(heard)
-            save.token, save.planned = go.token, not dry
+            save.token, save.mark, save.planned = go.token, go.mark, not dry
+            save.deadline.hasten(go.left)
             if save.draft is None:
-                save.draft = self._store.draft(save.step, go.token, overwrite=save.overwrite)
+                save.draft = self._draft(save)
             drafted, layouts = self._planning.resolve(go.final, held[0])
             return Share(drafted, layouts), drafted
 
-    def _begin(self, save: Save, nbytes: int) -> None:
-        """The coordinator's: is there room, and is the step free?"""
-        draft = self._store.draft(save.step, save.token, overwrite=save.overwrite)
-        free = self._store.free_bytes()
-        need = nbytes + HEADROOM
-        if free is not None and free < need:
-            raise CheckpointError(
-                f"no room: the step takes {need:,} bytes, {free:,} are free, "
-                f"{need - free:,} are missing",
-                step=save.step,
-                phase="plan",
-                file=self._store.url,
-            )
-        exists = f"step {save.step} is committed: pass overwrite=True to replace it"
-        with self._os_faults(save, "plan", "begin a step", exists):
-            draft.begin()
-        save.draft = draft
-
-    @contextmanager
-    def _os_faults(self, save: Save, phase: str, what: str, exists: str) -> Iterator[None]:
-        """What the store's medium refuses, as errors that say step, phase and file."""
-        try:
-            yield
-        except OSError as fault:
-            taken = isinstance(fault, FileExistsError)
-            kind = StepExistsError if taken else CheckpointError
-            raise kind(
-                exists if taken else f"cannot {what}: {fault.strerror or fault}",
-                step=save.step,
-                phase=phase,
-                file=str(fault.filename or self._store.url),
-            ) from fault
+    def _draft(self, save: Save) -> StepDraft:
+        return StepDraft(
+            self._store, save.step, save.token, save.deadline, overwrite=save.overwrite
+        )
 
     # Stage and write.
 
@@ -232,7 +220,7 @@ class Saver:
         assert save.draft is not None
         done: list[list[bytes]] = []
         faults: list[BaseException] = []
-        draft = save.draft
+        draft = save.draft.files
         target: list[HereTarget] = []
 
         def work() -> None:
@@ -351,20 +339,30 @@ class Saver:
             shares = [_written.decode(data) for data in said]
             assert save.outlines is not None and save.draft is not None
             manifest = sealed(commit_record(save.step, shares, save.outlines, self._version))
-            exists = f"step {save.step} was committed by another writer meanwhile"
-            with self._os_faults(save, "commit", "commit", exists):
-                save.draft.commit(manifest)
+            save.draft.commit(manifest)
             return [b""] * len(said)
 
         with save.watch("commit"):
             try:
                 payload = msgspec.msgpack.encode(written)
                 save.call.round("write", lambda: payload, decide, save.deadline)
-            except BaseException:
-                self._discard(save)
-                raise
+            except BaseException as fault:
+                if save.call.answered or not isinstance(fault, CheckpointError):
+                    self._discard(save)
+                    raise
+                self._look(save, fault)
+            finally:
+                save.call.farewell()
         url = f"{self._store.url}/step-{save.step}"
         return Saved(save.step, url, share.nbytes, dict(save.watch.seconds))
+
+    def _look(self, save: Save, silence: CheckpointError) -> None:
+        """This rank did not hear how the commit went. Returns if the step is there."""
+        assert save.draft is not None
+        if self._all.coordinates and save.draft.files.revoke():
+            self._discard(save)
+            raise silence
+        save.draft.look(save.mark, silence)
 
     def _give_up(self, save: Save, fault: BaseException) -> None:
         """This rank failed before the last round: tell the others there, then clean up."""
@@ -378,13 +376,6 @@ class Saver:
     def _discard(self, save: Save) -> None:
         if self._all.coordinates and save.draft is not None:
             save.draft.discard()
-
-    def forsake(self) -> None:
-        """In a child of a fork: let go of memory and process."""
-        self._process.forsake()
-        if self._arena is not None:
-            self._arena.forsake()
-            self._arena = None
 
     def close(self) -> None:
         self._process.close()

@@ -16,7 +16,7 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.state.stream import Stream
 from torchrelay.stores.drafting import Share
-from torchrelay.stores.seam import Draft
+from torchrelay.stores.seam import DataFiles
 from torchrelay.stores.writer_client import WriterProcess
 from torchrelay.stores.writing import FileSpec, Range, Staged, Writing
 from torchrelay.transports.clock import Deadline
@@ -37,7 +37,7 @@ class Target(Protocol):
 class HereTarget:
     """Threads of this process."""
 
-    def __init__(self, draft: Draft, files: list[FileSpec], base: int = 0) -> None:
+    def __init__(self, draft: DataFiles, files: list[FileSpec], base: int = 0) -> None:
         self._writing = Writing(draft, files)
         self._base = base
 

@@ -23,6 +23,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from torchrelay.stores.files import Files, lock, named
+from torchrelay.stores.final_act import FinalAct, unknown
 from torchrelay.stores.local_reader import LocalReader
 from torchrelay.stores.removal import remove_directory
 from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, MAX_STEP, Buffer
@@ -33,6 +34,7 @@ FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as 
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _DRAFT = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
+_REPLACED = re.compile(r"step-(0|[1-9][0-9]{0,18})\.old-.+-\d+-[0-9a-f]+")
 _ASIDE = re.compile(r"(step-\d+)\.aside-[A-Za-z0-9_.-]+")
 
 
@@ -68,12 +70,32 @@ class LocalStore:
     def path(self, step: int) -> Path:
         return self.root / f"step-{step}"
 
+    def _at(self, step: int) -> Path:
+        """Where a step lies: in its place, or where it was moved for a successor that is not there
+        yet, or never came."""
+        place = self.path(step)
+        if not place.exists():
+            place = next(iter(self._replaced(step)), place)
+        return place
+
+    def _replaced(self, step: int) -> list[Path]:
+        matches = map(_REPLACED.fullmatch, self._names())
+        return [self.root / match[0] for match in matches if match and int(match[1]) == step]
+
+    def _settled(self, step: int) -> str:
+        """The name of a step's directory, once nothing else is left that could count as it."""
+        place = self._at(step)
+        for path in self._replaced(step):
+            if path != place:
+                self._delete(path.name, step=f"step-{step}")
+        return place.name
+
     def steps(self) -> list[int]:
-        found = []
+        found = set()
         for name in self._names():
-            match = _STEP.fullmatch(name)
+            match = _STEP.fullmatch(name) or _REPLACED.fullmatch(name)
             if match and int(match[1]) <= MAX_STEP and (self.root / name / MANIFEST).exists():
-                found.append(int(match[1]))
+                found.add(int(match[1]))
         return sorted(found)
 
     def _names(self) -> list[str]:
@@ -83,24 +105,27 @@ class LocalStore:
             return []
 
     def manifest(self, step: int) -> bytes:
-        path = self.path(step) / MANIFEST
+        path = self._at(step) / MANIFEST
         nbytes = path.stat().st_size
         if nbytes > MAX_MANIFEST_BYTES:
             raise OSError(27, f"{nbytes} bytes, no commit record is that large", str(path))
         return path.read_bytes()
 
+    def mark(self, step: int) -> str:
+        return _mark(self._at(step))
+
     def sizes(self, step: int) -> dict[str, int]:
-        with os.scandir(self.path(step)) as entries:
+        with os.scandir(self._at(step)) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.name != MANIFEST}
 
     def reader(self, step: int, name: str, *, once: bool = True) -> LocalReader:
-        return LocalReader(str(self.path(step) / name), once=once)
+        return LocalReader(str(self._at(step) / name), once=once)
 
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> LocalDraft:
         return LocalDraft(self, step, token, overwrite, self._files)
 
     def delete(self, step: int) -> None:
-        self._delete(f"step-{step}", step=f"step-{step}")
+        self._delete(self._settled(step), step=f"step-{step}")
 
     def _delete(self, name: str, step: str) -> None:
         away = self._move(name, f"{step}.tmp-{token()}")
@@ -112,7 +137,7 @@ class LocalStore:
         return new
 
     def set_aside(self, step: int) -> str:
-        return self._move(f"step-{step}", f"step-{step}.aside-{token()}")
+        return self._move(self._settled(step), f"step-{step}.aside-{token()}")
 
     def aside(self) -> list[str]:
         return sorted(filter(_ASIDE.fullmatch, self._names()))
@@ -181,16 +206,20 @@ class LocalDraft:
         self._overwrite = overwrite
         self._files = files
         self._lock: int | None = None
+        self._act = FinalAct()
+        self.mark = ""
         self.path = f"{store.path(step)}.tmp-{token}"
 
     def begin(self) -> None:
-        if self._store.path(self._step).exists() and not self._overwrite:
-            raise FileExistsError(17, "the step is committed", str(self._store.path(self._step)))
+        place = self._store._at(self._step)
+        if place.exists() and not self._overwrite:
+            raise FileExistsError(17, "the step is committed", str(place))
         self._store.make()
         for _ in range(_TRIES):
             with suppress(FileExistsError):
                 self._files.make_dir(self.path)
             if self._locked():
+                self.mark = _mark(Path(self.path))
                 return
             time.sleep(0.001)
         raise OSError(16, "another process holds the draft", self.path)
@@ -225,30 +254,46 @@ class LocalDraft:
             finally:
                 os.close(fd)
             self._files.sync_dir(self.path)
-        self._put_in_place()
+        with self._act.begun():
+            replaced = self._put_in_place()
+            try:
+                self._files.sync_dir(str(self._store.root))
+            except OSError as fault:
+                # The lock stays: what was replaced must not be removed, for it may come back.
+                why = f"it is in place, but may not outlast a power cut ({fault.strerror or fault})"
+                raise unknown(self._step, why, str(self._store.path(self._step))) from fault
+        if replaced is not None:
+            with suppress(OSError):  # what is left of the old one is cleaned up by the next start
+                remove_directory(replaced, self._files)
         self._release()
 
-    def _put_in_place(self) -> None:
+    def _put_in_place(self) -> str | None:
+        """Give the draft the step's name; returns where the directory is that had it."""
         target = str(self._store.path(self._step))
-        root = str(self._store.root)
         if not Path(target).exists():
             self._files.rename(self.path, target)
-            self._files.sync_dir(root)
-            return
+            return None
         if not self._overwrite:
             raise FileExistsError(17, "the step was committed meanwhile", target)
         if self._files.exchange(self.path, target):
-            replaced = self.path
-        else:
-            replaced = f"{target}.old-{self._token}"
-            with _held(target):  # so that nobody puts it back meanwhile
-                self._files.rename(target, replaced)
+            return self.path
+        replaced = f"{target}.old-{self._token}"
+        with _held(target):  # so that nobody puts it back meanwhile
+            self._files.rename(target, replaced)
+            try:
                 self._files.rename(self.path, target)
-        self._files.sync_dir(root)
-        with suppress(OSError):  # the step is committed; what is left of the old one is cleaned up
-            remove_directory(replaced, self._files)
+            except OSError:
+                with suppress(OSError):  # it counts as the step where it is, too
+                    self._files.rename(replaced, target)
+                raise
+        return replaced
+
+    def revoke(self) -> bool:
+        return self._act.revoke()
 
     def discard(self) -> None:
+        if not self.revoke():
+            return
         with suppress(OSError):
             remove_directory(self.path, self._files)
         self._release()
@@ -257,6 +302,11 @@ class LocalDraft:
         held, self._lock = self._lock, None  # forgotten first: no number is closed twice
         if held is not None:
             os.close(held)
+
+
+def _mark(directory: Path) -> str:
+    """A directory keeps its number when it is renamed; a new one has another."""
+    return str(directory.stat().st_ino)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from weakref import WeakSet
 
 from torchrelay.errors import UsageError
 from torchrelay.stores.bucket import Bucket
+from torchrelay.stores.final_act import FinalAct, unknown
 from torchrelay.stores.removal import ownership
 from torchrelay.stores.seam import DATA_NAME, MANIFEST, Buffer
 
@@ -89,6 +90,9 @@ class ObjectStore:
 
     def manifest(self, step: int) -> bytes:
         return self._bucket.get(_manifest(step))[0]
+
+    def mark(self, step: int) -> str:
+        return self._token(step)
 
     def sizes(self, step: int) -> dict[str, int]:
         found = self._bucket.objects(self._folder(step))
@@ -219,7 +223,9 @@ class ObjectDraft:
         self._token = token
         self._overwrite = overwrite
         self._folder = f"step-{step}/{token}"
+        self._act = FinalAct()
         self.key = (store.url, step, token)
+        self.mark = token
 
     def begin(self) -> None:
         name = self._bucket.name(_manifest(self._step))
@@ -246,25 +252,45 @@ class ObjectDraft:
                 before = self._store.manifest(self._step)
         attributes = {TOKEN: self._token, "Content-Type": "application/json"}
         path = _manifest(self._step)
-        try:
-            self._bucket.put(path, manifest, attributes, create=not self._overwrite)
-        except OSError:
-            # A lost answer, or the retry after one, looks like a failure: the object decides.
-            if not self._is_in_place(manifest):
-                raise
+        with self._act.begun():
+            try:
+                self._bucket.put(path, manifest, attributes, create=not self._overwrite)
+            except OSError as fault:
+                self._decide(fault, manifest)
         self._set_live(False)
         if replaced and replaced != self._token:
             with suppress(OSError):  # the step is committed; `clean` removes what is left
                 self._store._remove_own(f"step-{self._step}/{replaced}", before)
 
-    def _is_in_place(self, manifest: bytes) -> bool:
+    def _decide(self, fault: OSError, manifest: bytes) -> None:
+        """Raise what a failed put means. A lost answer, or the retry after one, looks like a
+        failure: the object decides. Unless the service refused it, it may still arrive."""
+        there = self._is_in_place(manifest)
+        if there:
+            return
+        if isinstance(fault, PermissionError):
+            raise fault
+        if isinstance(fault, FileExistsError) and there is not None:
+            raise fault
+        name = self._bucket.name(_manifest(self._step))
+        raise unknown(self._step, fault.strerror or str(fault), name) from fault
+
+    def _is_in_place(self, manifest: bytes) -> bool | None:
+        """Whether this draft is the step; None where that cannot be told."""
         try:
             content, attributes = self._bucket.get(_manifest(self._step))
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError:
+            return None
         return content == manifest and attributes.get(TOKEN) == self._token
 
+    def revoke(self) -> bool:
+        return self._act.revoke()
+
     def discard(self) -> None:
+        if not self.revoke():
+            return
         self._set_live(False)
         with suppress(OSError):
             try:

@@ -36,22 +36,35 @@ class Sink(Protocol):
         """Give the file up; never raises."""
 
 
-class Draft(Protocol):
-    """A step on its way. One process calls `begin` and then `commit` or `discard`; every process
-    that writes a file of the step has a draft with the same step and token. No token is used for
-    two drafts."""
-
-    def begin(self) -> None:
-        """Make room. `FileExistsError` if the step is there and may not be replaced."""
+class DataFiles(Protocol):
+    """A place for data files."""
 
     def open(self, name: str, nbytes: int) -> Sink:
         """A new data file of a known size."""
 
+
+class Draft(DataFiles, Protocol):
+    """A step on its way. One process calls `begin` and then `commit` or `discard`; every process
+    that writes a file of the step has a draft with the same step and token. No token is used for
+    two drafts."""
+
+    mark: str  # after `begin`: what `Store.mark` gives for the step that this draft has become
+
+    def begin(self) -> None:
+        """Make room. `FileExistsError` if the step is there and may not be replaced."""
+
     def commit(self, manifest: bytes) -> None:
-        """Make the draft the step, whole and durable, in place of an older one if need be."""
+        """Make the draft the step, whole and durable, in place of an older one if need be.
+
+        `CommitUnknownError` where it may have become the step; any other failure: it has not.
+        """
+
+    def revoke(self) -> bool:
+        """Stop a commit that another thread is at, before the act that counts. Whether it is
+        certain that the draft is not the step and will not be."""
 
     def discard(self) -> None:
-        """Remove what was written; never raises."""
+        """Remove what was written, unless it is the step or may be; never raises."""
 
 
 class DataReader(Protocol):
@@ -85,6 +98,9 @@ class Store(Protocol):
 
     def manifest(self, step: int) -> bytes:
         """The commit record."""
+
+    def mark(self, step: int) -> str:
+        """Which draft a step was."""
 
     def sizes(self, step: int) -> dict[str, int]:
         """Bytes of each data file that is there, by name."""

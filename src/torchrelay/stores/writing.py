@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import xxhash
 
 from torchrelay.errors import CheckpointError
-from torchrelay.stores.seam import Draft, Sink
+from torchrelay.stores.seam import DataFiles, Sink
 
 PIECE = 1 << 18  # bytes of live memory that are copied, hashed and written at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
@@ -63,7 +63,9 @@ class Range(NamedTuple):
 class Writing:
     """The files of one rank's draft. `write` as often as there are ranges, then `finish`."""
 
-    def __init__(self, draft: Draft, files: Sequence[FileSpec], *, workers: int = WORKERS) -> None:
+    def __init__(
+        self, draft: DataFiles, files: Sequence[FileSpec], *, workers: int = WORKERS
+    ) -> None:
         self._files = files
         self._workers = workers
         self._sinks: list[Sink] = []

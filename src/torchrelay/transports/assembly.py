@@ -23,6 +23,7 @@ from torchrelay.transports.store_values import drop, put, take
 COORDINATOR = 0
 POLL = (0.0005, 0.02)  # seconds between looks at the store: first, and after long silence
 _SPREAD = 1.0  # seconds before the deadline at which the coordinator gives up, so that all hear why
+FAREWELL = 2.0  # seconds that the coordinator stays for ranks that have not taken their answer
 
 # What a rank's failure may be raised as elsewhere; others arrive as their base.
 _KINDS: dict[str, type[RelayError]] = {
@@ -114,6 +115,7 @@ class Call:
         self._store = store
         self._prefix = prefix
         self._rounds = 0
+        self.answered = True  # whether this rank heard what became of the last round
 
     def at(self, where: str) -> None:
         """Tell the others what this rank is doing, for the case that it does not get done."""
@@ -164,6 +166,7 @@ class Call:
             if isinstance(mine, BaseException):
                 raise mine
             return decide([mine()])[0]
+        self.answered = False
         word, fault = _try(phase, self._all.rank, mine)
         if isinstance(fault, RelayError) and fault.rank is None:
             fault.rank = self._all.rank
@@ -180,8 +183,10 @@ class Call:
                 rank=COORDINATOR,
                 phase=phase,
             )
+        self.answered = True
         if heard.kind:
-            drop(self._store, said)  # the coordinator may have given up before it was there
+            with suppress(_StoreLost):  # the answer counts
+                drop(self._store, said)  # the coordinator may have given up before it was there
         if heard.kind and fault is not None and heard.rank == self._all.rank:
             if isinstance(fault, RelayError):
                 fault.rank, fault.phase = heard.rank, heard.phase
@@ -214,6 +219,19 @@ class Call:
                 drop(self._store, name)
         for rank, answer in zip(ranks, answers, strict=True):
             put(self._store, f"{key}/heard/{rank}", msgspec.msgpack.encode(answer))
+
+    def farewell(self) -> None:
+        """The coordinator's, after the last round: wait until the ranks have taken their answers,
+        though not for long. The store that has them may end with this process."""
+        if self._store is None or not self._all.coordinates:
+            return
+        end = time.monotonic() + FAREWELL
+        with suppress(_StoreLost):
+            for rank in range(self._all.world):
+                while self._has(f"{self._prefix}/{self._rounds}/heard/{rank}"):
+                    if time.monotonic() > end:
+                        return
+                    time.sleep(POLL[0])
 
     def _late(self, phase: str, late: list[int], deadline: Deadline) -> _Word:
         places = []
