@@ -23,14 +23,14 @@ from torchrelay.state.blueprint import Blueprint
 from torchrelay.state.codec import Recall
 from torchrelay.state.landing import land
 from torchrelay.state.prepared import Layout, Prepared, prepare
-from torchrelay.state.snapshot import capture
+from torchrelay.state.snapshot import Snapshot, capture
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.channels import MOST_CONNECTIONS, usual_connections
 from torchrelay.transports.clock import Deadline, Stopwatch
 from torchrelay.transports.costs import Costs
 from torchrelay.transports.cuda_ipc import Exports, Openings
-from torchrelay.transports.group import Post, post_of
+from torchrelay.transports.group import GRACE, Bell, Line, Post, post_of
 from torchrelay.transports.offers import Offers
 from torchrelay.transports.readings import Readings
 from torchrelay.transports.receiver import Receiving, answer
@@ -38,6 +38,7 @@ from torchrelay.transports.report import Report
 from torchrelay.transports.ring import MappedRings, Rings
 from torchrelay.transports.routes import check_route, compares
 from torchrelay.transports.sender import Sending
+from torchrelay.transports.shield import shielded
 
 __all__ = ["Progress", "Received", "Relay", "Report"]
 
@@ -152,34 +153,52 @@ class Relay:
         `route` is as for the relay, for this call.
         """
         ranks = self._receivers(to)
-        _check_step(step)
-        deadline = Deadline(self._timeout if timeout is None else timeout)
-        watch = Stopwatch()
-        route = check_route(route) or self._route
-        # Receivers are called before the state is looked at: they answer meanwhile.
-        lines = {rank: self._post.call(rank) for rank in ranks}
-        try:
-            with watch("capture"):
-                settle()  # whoever reads a GPU's memory next does not wait for its streams
-                snapshot = capture(
-                    state,
-                    step,
-                    receivers=len(ranks),
-                    chunk_bytes=self._chunk_bytes,
-                    like=self._drawn,
-                )
-                self._drawn = snapshot.plan
-        except BaseException:
-            for line in lines.values():
-                self._post.hang_up(line)
-            raise
+        settle()  # whoever reads a GPU's memory next does not wait for its streams
+        deadline = Deadline(self._timeout)
+
+        def act() -> Report:
+            # Receivers are called before the state is looked at: they answer meanwhile.
+            lines = {rank: self._post.call(rank) for rank in ranks}
+            watch = Stopwatch()
+            try:
+                deadline.set(self._timeout if timeout is None else timeout)
+                wait = Deadline(deadline.seconds if join_timeout is None else join_timeout)
+                _check_step(step)
+                told, way = _reporter(progress), check_route(route) or self._route
+                with watch("capture"):
+                    snapshot = self._capture(state, step, len(ranks))
+            except BaseException as fault:
+                reason = f"the sender cannot send its state: {type(fault).__name__}: {fault}"
+                self._post.excuse(lines.values(), reason, min(2 * GRACE, deadline.left()))
+                raise
+            return self._send(snapshot, lines, deadline, wait.seconds, way, watch, told)
+
+        return shielded(deadline, act)
+
+    def _capture(self, state: object, step: int | None, receivers: int) -> Snapshot:
+        snapshot = capture(
+            state, step, receivers=receivers, chunk_bytes=self._chunk_bytes, like=self._drawn
+        )
+        self._drawn = snapshot.plan
+        return snapshot
+
+    def _send(
+        self,
+        snapshot: Snapshot,
+        lines: dict[int, Line],
+        deadline: Deadline,
+        join_timeout: float,
+        route: str | None,
+        watch: Stopwatch,
+        progress: Callable[[int, int], None],
+    ) -> Report:
         sending = Sending(
             self._post,
             snapshot,
             lines,
             deadline=deadline,
             window=self._join_window,
-            join_timeout=deadline.seconds if join_timeout is None else join_timeout,
+            join_timeout=join_timeout,
             verify=self._verify,
             route=route,
             connections=self._connections,
@@ -187,7 +206,7 @@ class Relay:
             rings=self._rings,
             exports=self._exports,
             watch=watch,
-            progress=_reporter(progress),
+            progress=progress,
         )
 
         def report() -> Report:
@@ -196,7 +215,7 @@ class Relay:
             taken = set(routes.values()) or {route or "group"}
             by = next(iter(taken)) if len(taken) == 1 else "mixed"
             return Report(
-                step=step,
+                step=snapshot.manifest.step,
                 bytes=snapshot.chunks.nbytes,
                 wire_bytes=sending.wire_bytes,
                 messages=sending.messages,
@@ -246,36 +265,45 @@ class Relay:
         arrive and raises `TornStateError` if it cannot finish. `step` refuses any other step.
         `route` is as for the relay, for this call.
         """
-        deadline = Deadline(self._timeout if timeout is None else timeout)
         self._check_rank(source)
         _check_step(step)
-        watch = Stopwatch()
+        deadline = Deadline(self._timeout if timeout is None else timeout)
+        where, way = _device(device), check_route(route) or self._route
+        told = _reporter(progress)
         settle()  # what is written to on a GPU may still be in use by its streams
-        if in_use():
-            warm_up(torch.cuda.current_device())
-        with watch("prepare"):
-            into = self.prepared(into)
-        with self._post.trading.call(source):
-            with watch("call"):
-                transfer = wire.read_prelude(answer(self._post, source, deadline))
-            if transfer is None:
-                raise RemoteProtocolError(
-                    "the sender is torch's PGTransport: receive with torchrelay.dropin.PGTransport",
-                    rank=source,
+
+        def act() -> Received:
+            if in_use():
+                warm_up(torch.cuda.current_device())
+            watch = Stopwatch()
+            with watch("prepare"):
+                ready = self.prepared(into)
+            with self._post.trading.call(source):
+                with watch("call"):
+                    first = answer(self._post, source, deadline)
+                transfer = wire.read_prelude(first)
+                if transfer is None:
+                    self._post.leave_bell(source, Bell(first))
+                    raise RemoteProtocolError(
+                        "the sender is torch's PGTransport: receive with "
+                        "torchrelay.dropin.PGTransport",
+                        rank=source,
+                    )
+                return self.receive_from(
+                    source,
+                    transfer,
+                    deadline,
+                    watch,
+                    into=ready,
+                    step=step,
+                    strict=strict,
+                    atomic=atomic,
+                    device=where,
+                    route=way,
+                    progress=told,
                 )
-            return self.receive_from(
-                source,
-                transfer,
-                deadline,
-                watch,
-                into=into,
-                step=step,
-                strict=strict,
-                atomic=atomic,
-                device=device,
-                route=check_route(route) or self._route,
-                progress=progress,
-            )
+
+        return shielded(deadline, act)
 
     def receive_from(
         self,
@@ -288,13 +316,12 @@ class Relay:
         step: int | None,
         strict: bool,
         atomic: bool,
-        device: torch.device | str | None,
-        progress: ProgressCallback | None,
+        device: torch.device | None,
+        progress: Callable[[int, int], None],
         route: str | None = None,
         make_missing: bool = False,
     ) -> Received:
         """The rest of `recv`, after a sender's first message has been read."""
-        where = None if device is None else torch.device(device)
         receiving = Receiving(
             self._post,
             source,
@@ -305,7 +332,7 @@ class Relay:
                 into=into,
                 strict=strict,
                 atomic=atomic,
-                device=where,
+                device=device,
                 rank=self.rank,
                 make_missing=make_missing,
                 means=self._means,
@@ -321,7 +348,7 @@ class Relay:
             route=route or self._route,
             connections=self._connections,
             watch=watch,
-            progress=_reporter(progress),
+            progress=progress,
         )
         landed = receiving.run()
         manifest, intake = receiving.manifest, receiving.intake
@@ -425,7 +452,20 @@ def _check_step(step: object) -> None:
         raise UsageError(f"step is a whole number from 0, not {step!r}")
 
 
+def _device(device: torch.device | str | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as fault:
+        raise UsageError(f"device is one of torch's, not {device!r}: {fault}") from None
+
+
 def _reporter(progress: ProgressCallback | None) -> Callable[[int, int], None]:
     if progress is None:
-        return lambda done, total: None
+        return untold
+    if not callable(progress):
+        raise UsageError(f"progress is a function of a Progress, not {progress!r}")
     return lambda done, total: progress(Progress(done, total))
+
+
+def untold(done: int, total: int) -> None:
+    """Progress that nobody asked for."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
@@ -19,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, KeepAll
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
+from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.checkpointer.pending import Pending, Saved, logger
 from torchrelay.checkpointer.saving import Save, Saver
 from torchrelay.checkpointer.shelf import Progress, Shelf
@@ -87,11 +86,12 @@ class Checkpointer:
             group = dist.group.WORLD
         elif group is False:
             group = None
+        self._owner = Owner("Checkpointer")
         self._timeout = timeout
         self._on_busy = on_busy
         self._store: Store = open_store(root, timeout=timeout)
         self._all = Assembly(group, "checkpointer")
-        self._shelf = Shelf(self._store, keep or KeepAll())
+        self._steps = Shelf(self._store, keep or KeepAll())
         save_planner, load_planner = _planners(planner)
         self._loader = Loader(self._shelf, self._all, load_planner)
         self._saver = Saver(
@@ -111,7 +111,7 @@ class Checkpointer:
                 logger.info("removed %s, left behind by a writer that is gone", name)
         self._signal = SaveOnSignal(signals, self._last_save) if save_on_signal else None
         self._on_signal = save_on_signal
-        _open.add(self)
+        enrol(self)
 
     @property
     def url(self) -> str:
@@ -171,11 +171,13 @@ class Checkpointer:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """One call at a time, and none in the middle of another by way of a signal."""
+        self._owner.check()
         with self._calls, nullcontext() if self._signal is None else self._signal.held():
             yield
 
     def wait(self, timeout: float | None = None) -> None:
         """Until no save is under way; raises what went wrong with the last one."""
+        self._owner.check()
         if self._saver.pending is not None:
             self._saver.pending.result(timeout)
 
@@ -271,6 +273,11 @@ class Checkpointer:
             return self._loader.load(call, wanted, deadline)
 
     # Looking after what is there.
+
+    @property
+    def _shelf(self) -> Shelf:
+        self._owner.check()
+        return self._steps
 
     def steps(self) -> list[int]:
         """Committed steps, in ascending order. Says nothing about their bytes: see `verify`."""
@@ -368,8 +375,11 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save under way, end the writer process, free the arena.
 
-        Raises the failure of an asynchronous save that nobody has learned of.
+        Raises the failure of an asynchronous save that nobody has learned of. Does nothing in a
+        child of a fork.
         """
+        if not self._owner.here:
+            return
         with self._calls:
             if self._closed:
                 return
@@ -381,6 +391,15 @@ class Checkpointer:
                 if self._signal is not None:
                     self._signal.remove()
                 self._saver.close()
+
+    def forsake(self) -> None:
+        """Called in a child of a fork, which has no Checkpointer: let go of what is the parent's.
+
+        No lock is taken: whoever held it in the parent is not here to release it.
+        """
+        if self._signal is not None:
+            self._signal.remove()
+        self._saver.forsake()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -396,19 +415,6 @@ class Checkpointer:
 def _check_step(step: int) -> None:
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise UsageError(f"a step is a number from 0 to {MAX_STEP}, not {step!r}")
-
-
-_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A program that ends without `close` still finishes the save under way."""
-    for checkpointer in list(_open):
-        try:
-            checkpointer.close()
-        except Exception:
-            logger.exception("closing the checkpointer of %s", checkpointer.url)
 
 
 def _planners(

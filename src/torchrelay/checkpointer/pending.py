@@ -6,6 +6,7 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
+from torchrelay.checkpointer.owner import Owner
 from torchrelay.errors import CheckpointError
 
 logger = logging.getLogger("torchrelay")
@@ -30,6 +31,7 @@ class Pending:
     def __init__(self, step: int, *, skipped: bool = False) -> None:
         self.step = step
         self.skipped = skipped
+        self._owner = Owner("Pending")
         self._ended = threading.Event()
         self._saved: Saved | None = None
         self._fault: BaseException | None = None
@@ -46,6 +48,7 @@ class Pending:
 
         `TimeoutError` after `timeout` seconds; the save goes on.
         """
+        self._owner.check()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"step {self.step} is not committed after {timeout} s")
         self._told = True
@@ -55,6 +58,7 @@ class Pending:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end and return what went wrong, if anything did."""
+        self._owner.check()
         try:
             self.result(timeout)
         except TimeoutError:

@@ -377,6 +377,13 @@ class Saver:
         if self._all.coordinates and save.draft is not None:
             save.draft.discard()
 
+    def forsake(self) -> None:
+        """In a child of a fork: let go of memory and process."""
+        self._process.forsake()
+        if self._arena is not None:
+            self._arena.forsake()
+            self._arena = None
+
     def close(self) -> None:
         self._process.close()
         if self._arena is not None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from torchrelay.checkpointer.owner import Owner
 from torchrelay.checkpointer.pending import logger
 from torchrelay.errors import UsageError
 
@@ -24,6 +25,7 @@ class SaveOnSignal:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("save_on_signal is set up in the main thread, where signals arrive")
         self._act = act
+        self._owner = Owner("handler")
         self._holds = 0
         self._came: tuple[int, FrameType | None] | None = None
         self._before: dict[int, Any] = {}
@@ -45,17 +47,23 @@ class SaveOnSignal:
                 self._answer(*self._came)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._holds:
+        if not self._owner.here:  # a child of a fork: the state is its parent's to save
+            self._pass_on(number, frame)
+        elif self._holds:
             self._came = (number, frame)
         else:
             self._answer(number, frame)
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        self.remove()
         try:
             self._act()
         except Exception:
             logger.exception("the last save, on signal %d, failed", number)
+        self._pass_on(number, frame)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Let a signal do what it did before."""
+        self.remove()
         before = self._before[number]
         if callable(before):
             before(number, frame)

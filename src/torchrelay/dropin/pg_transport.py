@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,12 +15,16 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from torchrelay.dropin._torch_wire import recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
-from torchrelay.relay import Relay
+from torchrelay.memory.side import settle
+from torchrelay.relay import Relay, untold
 from torchrelay.transports import wire
 from torchrelay.transports.c10d import Watcher
-from torchrelay.transports.clock import Deadline, Stopwatch
-from torchrelay.transports.group import post_of
+from torchrelay.transports.clock import TICK, Deadline, Stopwatch
+from torchrelay.transports.group import Bell, post_of
 from torchrelay.transports.receiver import answer
+from torchrelay.transports.shield import shielded
+
+PARTING_SECONDS = 10.0  # that a transfer of torch's protocol has after an interrupt
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -62,8 +67,12 @@ class PGTransport:
         error that is raised at the end.
         """
         if self._protocol == "torch":
+            settle()
             deadline = Deadline(self._timeout.total_seconds())
-            send_torch(self._pg, dst_ranks, state_dict, self._device, _waiter(deadline))
+            wait = _waiter(deadline)
+            shielded(
+                deadline, lambda: send_torch(self._pg, dst_ranks, state_dict, self._device, wait)
+            )
             return
         report = self._relay.send(state_dict, dst_ranks)
         if report.failed:
@@ -80,33 +89,40 @@ class PGTransport:
         With a `state_dict` callback the tensors it returns are written in place once everything
         has arrived and holds; what it lacks is made anew. Without it tensors are new, on the CPU.
         """
-        deadline = Deadline(self._timeout.total_seconds())
         into = self._state_dict() if self._state_dict is not None else None
-        watch = Stopwatch()
-        post = post_of(self._pg)
+        settle()
+        deadline = Deadline(self._timeout.total_seconds())
+        return shielded(deadline, lambda: self._recv(src_rank, into, deadline))
+
+    def _recv(self, src_rank: int, into: object, deadline: Deadline) -> object:
+        post, watch, wait = post_of(self._pg), Stopwatch(), _waiter(deadline)
+        ready = self._relay.prepared(into)
         if post.device_only and self._protocol == "torch":
             # Without host memory our first message comes by another way than torch's; no telling.
             number = torch.zeros(1, dtype=torch.int64, device=self._device)
-            _waiter(deadline)(self._pg.recv([number], src_rank, wire.PRELUDE_TAG), "at the start")
+            wait(self._pg.recv([number], src_rank, wire.PRELUDE_TAG), "at the start")
             first = int(number.item())
         else:
             first = answer(post, src_rank, deadline)
         transfer = wire.read_prelude(first)
         if transfer is None:
-            leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
-            wait = _waiter(deadline)
+            try:
+                leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
+            except BaseException:
+                post.leave_bell(src_rank, Bell(first))  # nothing of the transfer was used
+                raise
             return recv_torch(self._pg, src_rank, first, self._device, wait, leaves)
         got = self._relay.receive_from(
             src_rank,
             transfer,
             deadline,
             watch,
-            into=self._relay.prepared(into),
+            into=ready,
             step=None,
             strict=False,
             atomic=True,
             device=torch.device("cpu"),
-            progress=None,
+            progress=untold,
             make_missing=True,
         )
         if got.report.missing or got.report.extra:
@@ -119,7 +135,18 @@ class PGTransport:
 
 
 def _waiter(deadline: Deadline) -> Callable[[Work, str], None]:
-    """Waits for a posted operation until the deadline, leaving the group alone if it passes."""
+    """Waits for a posted operation until the deadline, leaving the group alone if it passes.
+
+    torch's protocol has no word for giving up, and a transfer that is left midway is taken for the
+    beginning of the next. So a call that is interrupted has some time to end as it should.
+    """
+    ends = time.monotonic() + deadline.seconds
+
+    def left() -> float:
+        nonlocal ends
+        if deadline.cancelled:
+            ends = min(ends, time.monotonic() + PARTING_SECONDS)
+        return max(0.0, ends - time.monotonic())
 
     def wait(work: Work, what: str) -> None:
         over = threading.Event()
@@ -133,10 +160,11 @@ def _waiter(deadline: Deadline) -> Callable[[Work, str], None]:
         watcher = Watcher("torch")
         watcher.watch(work, torch.empty(0), report)
         watcher.close()
-        if not over.wait(deadline.left()):
-            raise TransferTimeoutError(
-                f"timed out after {deadline.seconds:.3g} s {what}", phase="data"
-            )
+        while not over.wait(min(left(), TICK)):
+            if not left():
+                raise TransferTimeoutError(
+                    f"timed out after {deadline.seconds:.3g} s {what}", phase="data"
+                )
         if faults:
             raise PeerLostError(f"connection lost {what}: {faults[0]}", phase="data")
 

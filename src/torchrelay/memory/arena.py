@@ -62,6 +62,11 @@ class Arena:
         if fd >= 0:
             os.close(fd)
 
+    def forsake(self) -> None:
+        """In a child of a fork, where CUDA knows nothing of it: free it here alone."""
+        self.pinned = False
+        self.close()
+
     def __del__(self) -> None:
         self.close()
 

@@ -10,14 +10,16 @@ import os
 import queue
 import sys
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 
 KEPT_SECONDS = 60.0  # that a thread waits for more to do before it ends
 IDLE = "torchrelay-idle"
 
-_lock = threading.Lock()
-_idle: dict[int, list[_Thread]] = {}  # by niceness: a thread cannot get its priority back
+# By niceness: a thread cannot get its priority back. Without a lock, which an exception out of a
+# signal handler could leave locked: each use is one call.
+_idle: defaultdict[int, deque[_Thread]] = defaultdict(deque)
 
 
 class Running:
@@ -40,10 +42,9 @@ class Running:
 def run(target: Callable[[], object], name: str, niceness: int = 0) -> Running:
     """Have a daemon thread call `target`, at once. What that raises is lost with a traceback."""
     running = Running()
-    with _lock:
-        waiting = _idle.get(niceness)
-        thread = waiting.pop() if waiting else None
-    if thread is None:
+    try:
+        thread = _idle[niceness].pop()
+    except IndexError:
         thread = _Thread(niceness)
     thread.jobs.put((target, f"torchrelay-{name}", running))
     return running
@@ -79,23 +80,19 @@ class _Thread:
             running._over.set()
             del target, running  # nothing is kept alive while waiting for the next
             me.name = IDLE
-            with _lock:
-                _idle.setdefault(self._niceness, []).append(self)
+            _idle[self._niceness].append(self)
 
     def _leave(self) -> bool:
         """Whether nobody has something to do for it."""
-        with _lock:
-            waiting = _idle[self._niceness]
-            if self in waiting:
-                waiting.remove(self)
-                return True
-        return False
+        try:
+            _idle[self._niceness].remove(self)
+        except ValueError:
+            return False
+        return True
 
 
 def _forget() -> None:
-    """In a child process, which has none of the threads, and maybe a lock that one of them held."""
-    global _lock
-    _lock = threading.Lock()
+    """In a child process, which has none of the threads."""
     _idle.clear()
 
 

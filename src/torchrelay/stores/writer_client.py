@@ -145,10 +145,20 @@ class WriterProcess:
             self._process = None
         self._attached = -1
 
+    def forsake(self) -> None:
+        """In a child of a fork: let go of what is the parent's, which stays as it is."""
+        if self._link is not None:
+            self._link.close()  # of this process's end alone: the parent's stays connected
+            self._link = None
+        self._process = None
+
     def close(self) -> None:
         """End the process; it is idle, or its work is given up."""
         if self._link is not None:
-            self._link.close()  # it reads the end of file and leaves
+            # For everybody who has this end, children of a fork too: it reads the end of file.
+            with suppress(OSError):
+                self._link.shutdown(socket.SHUT_RDWR)
+            self._link.close()
             self._link = None
         if self._process is not None:
             try:

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import RelayError, UsageError
+
+TICK = 0.1  # seconds after which a wait that nobody wakes looks whether its call was cancelled
+
+
+class InterruptedTransfer(RelayError):
+    """The caller has given up on a call of its own. Peers are told; the caller raises the cause."""
 
 
 class Deadline:
-    """A point in time that ends a whole call."""
+    """A point in time that ends a whole call, or an end that comes before."""
 
     def __init__(self, seconds: float) -> None:
+        self._cause: BaseException | None = None
+        self._waiting: list[queue.SimpleQueue[Any]] = []
+        self.set(seconds)
+
+    def set(self, seconds: float) -> None:
+        """Have it be so many seconds from now."""
         if not 0 < seconds < float("inf"):
             raise UsageError(f"timeout is a positive number of seconds, not {seconds}")
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
+        return 0.0 if self._cause is not None else max(0.0, self._end - time.monotonic())
 
     def hasten(self, seconds: float) -> None:
         """End in so many seconds, if that is sooner."""
@@ -27,7 +41,32 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        return time.monotonic() >= self._end
+        return self._cause is not None or time.monotonic() >= self._end
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cause is not None
+
+    def cancel(self, cause: BaseException) -> None:
+        """End the call now. Whoever waits at a queue that was named finds the news there."""
+        self._cause = cause
+        for one in list(self._waiting):
+            one.put(_interrupted(cause))
+
+    @contextmanager
+    def wakes(self, waiting: queue.SimpleQueue[Any]) -> Iterator[None]:
+        """Within: a cancelled call is told of at this queue, by an `InterruptedTransfer`."""
+        self._waiting.append(waiting)
+        try:
+            if self._cause is not None:
+                waiting.put(_interrupted(self._cause))
+            yield
+        finally:
+            self._waiting.remove(waiting)
+
+
+def _interrupted(cause: BaseException) -> InterruptedTransfer:
+    return InterruptedTransfer(f"interrupted by {type(cause).__name__}")
 
 
 class Stopwatch:

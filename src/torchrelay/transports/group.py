@@ -6,11 +6,12 @@ mixed up.
 
 from __future__ import annotations
 
+import queue
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchrelay.state.tensors import device_backends
 from torchrelay.transports import wire
 from torchrelay.transports.c10d import ProcessGroup, Watcher, inside_backend, use, wait_for
 from torchrelay.transports.channels import Channels
+from torchrelay.transports.clock import Deadline
 from torchrelay.transports.device_group import DeviceGroup, Mail
 from torchrelay.transports.trading import Trading
 
@@ -49,7 +51,8 @@ class Line:
         self.delivered.set()
         self._outgoing = 0
         self._taken_at = 0.0
-        self.ended = threading.Event()  # set once the peer has said its last word, or is lost
+        self.heard = threading.Event()  # set once the peer has said something, or is lost
+        self.ended = threading.Event()  # set once it has said its last word, or is lost
         self.broken = False
         self.adopted = False  # left by an earlier call, maybe on connections since replaced
         threads.run(self._read, "line")
@@ -137,31 +140,49 @@ class Line:
                 self._inbox.append(message)
             else:
                 self._sink(message)
+        self.heard.set()
 
 
 class Bell:
-    """A posted receive of a first message from one rank."""
+    """A first message from one rank: a posted receive, or one that came and was put back."""
 
-    def __init__(self, group: ProcessGroup, peer: int) -> None:
-        self.value: int | None = None
+    def __init__(self, value: int | None = None) -> None:
+        self.value = value
         self.fault: Exception | None = None
-        self.rung = threading.Event()
         self.adopted = False  # left by an earlier call, maybe on connections since replaced
-        self._number = torch.zeros(1, dtype=torch.int64)
-        try:
-            work = group.recv([self._number], peer, wire.PRELUDE_TAG)
-        except RuntimeError as fault:
-            self._ring(fault)
-            return
-        watcher = Watcher("bell")
-        watcher.watch(work, self._number, self._ring)
-        watcher.close()
+        self._woken: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-    def _ring(self, fault: Exception | None) -> None:
-        self.fault = fault
-        if fault is None:
-            self.value = int(self._number.item())
-        self.rung.set()
+    @classmethod
+    def post(cls, group: ProcessGroup, peer: int) -> Bell:
+        bell, number = cls(), torch.zeros(1, dtype=torch.int64)
+
+        def ring(fault: Exception | None) -> None:
+            if fault is None:
+                bell.value = int(number.item())
+            bell.fault = fault
+            bell._woken.put(None)
+
+        try:
+            work = group.recv([number], peer, wire.PRELUDE_TAG)
+        except RuntimeError as fault:
+            ring(fault)
+            return bell
+        watcher = Watcher("bell")
+        watcher.watch(work, number, ring)
+        watcher.close()
+        return bell
+
+    @property
+    def rung(self) -> bool:
+        return self.value is not None or self.fault is not None
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait until it has rung; whether it has."""
+        with deadline.wakes(self._woken):
+            while not self.rung and not deadline.passed:
+                with suppress(queue.Empty):
+                    self._woken.get(timeout=max(deadline.left(), 0.001))
+        return self.rung
 
 
 class Post:
@@ -229,6 +250,22 @@ class Post:
         with self._lock:
             self._lines.setdefault(line.peer, []).append(line)
 
+    def excuse(self, lines: Iterable[Line], reason: str, seconds: float) -> None:
+        """Tell the receivers that wait why nothing comes, and leave the lines to the others to the
+        next transfer. Who waits answers at once: `seconds` are for a busy machine.
+        """
+        ends = time.monotonic() + seconds
+        for line in lines:
+            while line.heard.wait(max(0.0, ends - time.monotonic())):
+                if not line.ended.is_set():
+                    line.send(wire.Abort(wire.text(reason)))
+                    break
+                if line.broken and not line.adopted:
+                    break
+                line = self.call(line.peer)  # it has left an earlier call, and may wait anew
+            else:
+                self.hang_up(line)
+
     def bell(self, peer: int) -> Bell:
         """A posted receive from `peer`: one left unanswered by an earlier call, or a new one."""
         with self._lock:
@@ -237,7 +274,7 @@ class Post:
                 bell = waiting.pop(0)
                 if bell.fault is None:
                     return bell
-        return Bell(self.group, peer)
+        return Bell.post(self.group, peer)
 
     def leave_bell(self, peer: int, bell: Bell) -> None:
         with self._lock:

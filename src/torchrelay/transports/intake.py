@@ -184,7 +184,7 @@ class Intake:
                 self._forwarded(event)
             elif isinstance(event, wire.Detach):
                 self._detach()
-            elif event is None and self._deadline.passed:
+            elif self._deadline.passed:
                 break
         for buffer in self._spare:
             self._buffers.give(buffer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,7 +29,7 @@ from torchrelay.state.manifest import Manifest
 from torchrelay.transports import cuda_ipc, place, wire
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.channels import Berth
-from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.clock import Deadline, InterruptedTransfer, Stopwatch
 from torchrelay.transports.events import failure
 from torchrelay.transports.group import CLOSED, GRACE, Line, Post
 from torchrelay.transports.intake import Intake
@@ -49,7 +49,7 @@ def answer(post: Post, sender: int, deadline: Deadline) -> int:
     On a timeout the posted receive stays for the next call.
     """
     bell = post.bell(sender)
-    if not bell.rung.wait(deadline.left()):
+    if not bell.wait(deadline):
         post.leave_bell(sender, bell)
         raise TransferTimeoutError(
             f"timed out: nothing came from rank {sender} within {deadline.seconds:.3g} s",
@@ -118,9 +118,10 @@ class Receiving:
     def run(self) -> Landed:
         self._line.listen(self._events.put)
         try:
-            return self._run()
+            with self._deadline.wakes(self._events):
+                return self._run()
         except BaseException as fault:
-            late = isinstance(fault, TransferTimeoutError)
+            late = isinstance(fault, TransferTimeoutError | InterruptedTransfer)
             self._goodbye(wire.Leave(wire.text(fault), late))
             if self._landing is not None and self._landing.torn and isinstance(fault, Exception):
                 raise TornStateError(
@@ -282,10 +283,10 @@ class Receiving:
         if offered == self._step:
             return offer
         self._line.listen(None)
-        said: list[wire.Message | Exception] = []
+        said: list[Any] = []
         while not self._events.empty():
-            said.append(self._events.get())  # type: ignore[arg-type]
-        self._line.put_back(said)
+            said.append(self._events.get())
+        self._line.put_back([word for word in said if not isinstance(word, InterruptedTransfer)])
         held = Held(self._step, offered, (self._line, offer))
         self._post.trading.settle(self._sender, held, self._deadline)
         self._line, offer = held.catch

@@ -19,7 +19,7 @@ from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports import fanout, place, wire
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.channels import WORTH_BYTES, Berth
-from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.clock import TICK, Deadline, Stopwatch
 from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
 from torchrelay.transports.offers import shortened
@@ -100,14 +100,15 @@ class Sending:
     def run(self) -> None:
         for peer in self.peers.values():
             self._listen(peer)
-        if self._route != "group":
-            self._serving.get_ready()
         try:
-            with self._watch("join"):
-                self._join()
-            if self._in("accepted"):
-                with self._watch("data"), self._alone():
-                    self._transfer()
+            with self._deadline.wakes(self._events):
+                if self._route != "group":
+                    self._serving.get_ready()
+                with self._watch("join"):
+                    self._join()
+                if self._in("accepted"):
+                    with self._watch("data"), self._alone():
+                        self._transfer()
         except BaseException as cause:
             self._abort(f"the sender gave up: {cause}")
             raise
@@ -126,10 +127,11 @@ class Sending:
         if self._device == "cpu" or not self._by("group"):
             yield
             return
-        if not self._post.one_at_a_time.acquire(timeout=self._deadline.left()):
-            raise TransferTimeoutError(
-                "timed out: another transfer on this group did not end", phase="data"
-            )
+        while not self._post.one_at_a_time.acquire(timeout=min(self._deadline.left(), TICK)):
+            if self._deadline.passed:
+                raise TransferTimeoutError(
+                    "timed out: another transfer on this group did not end", phase="data"
+                )
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.transports.clock import Deadline
+from torchrelay.transports.clock import TICK, Deadline
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Trading:
                         other.step, other.catch = mine
                         self._changed.notify_all()
                     elif self._calls[sender] > len(waiting):
-                        self._changed.wait(deadline.left())
+                        self._changed.wait(min(deadline.left(), TICK))
                     else:
                         return
             finally:

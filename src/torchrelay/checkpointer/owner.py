@@ -1,0 +1,78 @@
+"""The process that an object belongs to: how it ends with it, and what its forks have of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from multiprocessing.util import Finalize
+from typing import Protocol
+
+from torchrelay.errors import UsageError
+
+logger = logging.getLogger("torchrelay")
+
+
+class Owner:
+    """The process that made an object which a forked child cannot use.
+
+    A child of a fork has none of its parent's threads, and shares with it the sockets, the staged
+    memory and the writer process.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+
+    @property
+    def here(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raises `UsageError` in any other process."""
+        if not self.here:
+            raise UsageError(
+                f"this {self._what} belongs to process {self._pid}, and process {os.getpid()} is a "
+                "fork of it: make a Checkpointer of its own in the child, with group=False"
+            )
+
+
+class Owned(Protocol):
+    """What has an end in its own process, and is let go of in a fork."""
+
+    @property
+    def url(self) -> str: ...
+    def close(self) -> None: ...
+    def forsake(self) -> None: ...
+
+
+_open: weakref.WeakSet[Owned] = weakref.WeakSet()
+_registered = 0  # the process that closes what is open at its end
+
+
+def enrol(owned: Owned) -> None:
+    """Have an object closed at the end of this process, and forsaken in its forks."""
+    global _registered
+    if _registered != os.getpid():
+        # Unlike `atexit`, this is run in children of multiprocessing too, which leave by `_exit`.
+        Finalize(None, _close_all, exitpriority=100)
+        _registered = os.getpid()
+    _open.add(owned)
+
+
+def _close_all() -> None:
+    """A program that ends without `close` still finishes the save under way."""
+    for owned in list(_open):
+        try:
+            owned.close()
+        except Exception:
+            logger.exception("closing the checkpointer of %s", owned.url)
+
+
+def _forsake_all() -> None:
+    for owned in list(_open):
+        owned.forsake()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forsake_all)
