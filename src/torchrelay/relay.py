@@ -22,7 +22,9 @@ from torchrelay.memory.side import in_use, settle
 from torchrelay.state.blueprint import Blueprint
 from torchrelay.state.codec import Recall
 from torchrelay.state.landing import land
+from torchrelay.state.objects import unwrap
 from torchrelay.state.prepared import Layout, Prepared, prepare
+from torchrelay.state.shards import Shards, check_choice
 from torchrelay.state.snapshot import Snapshot, capture
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import BufferPool
@@ -145,7 +147,8 @@ class Relay:
     ) -> Report:
         """Send a state to one or several ranks; returns when each has it or has failed.
 
-        The state must not change until this returns. Receivers that are absent, late or lost are
+        Objects with `state_dict` and `load_state_dict` may stand in it at any depth, or be it. The
+        state must not change until this returns. Receivers that are absent, late or lost are
         named in `report.failed` and do not keep the others from getting it. Raises where no
         receiver got it, and where one refused it: `PeerRefusedError`, `StepMismatchError` or
         `RouteError`, with `report` telling how the others fared. `timeout` bounds the whole call;
@@ -177,7 +180,11 @@ class Relay:
 
     def _capture(self, state: object, step: int | None, receivers: int) -> Snapshot:
         snapshot = capture(
-            state, step, receivers=receivers, chunk_bytes=self._chunk_bytes, like=self._drawn
+            unwrap(state).state,
+            step,
+            receivers=receivers,
+            chunk_bytes=self._chunk_bytes,
+            like=self._drawn,
         )
         self._drawn = snapshot.plan
         return snapshot
@@ -252,6 +259,7 @@ class Relay:
         strict: bool = True,
         atomic: bool = True,
         device: torch.device | str | None = None,
+        shards: Shards = "own",
         timeout: float | None = None,
         route: str | None = None,
         progress: ProgressCallback | None = None,
@@ -260,14 +268,20 @@ class Relay:
 
         `into=None` makes new tensors, on `device` or on the kind of device they come from.
         With `into` its tensors are written in place, by path, whatever their strides or device;
-        dtype, shape and placement must agree, and with `strict` the paths too. `atomic=True`
+        dtype, shape and placement must agree, and with `strict` the paths too. Modules in it are
+        filled in place, other objects with `load_state_dict` are told their state. `atomic=True`
         stages the state and writes it once it is whole and verified; `atomic=False` writes as bytes
         arrive and raises `TornStateError` if it cannot finish. `step` refuses any other step.
+
+        A distributed tensor that is made anew, with no place in `into`, is the sender's part of it.
+        `shards="own"` refuses one that is not this rank's own by the sender's mesh; "replica" also
+        takes it where this rank is not in that mesh, and "as_sent" in any case.
         `route` is as for the relay, for this call.
         """
         self._check_rank(source)
         _check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
+        check_choice(shards)
         where, way = _device(device), check_route(route) or self._route
         told = _reporter(progress)
         settle()  # what is written to on a GPU may still be in use by its streams
@@ -299,6 +313,7 @@ class Relay:
                     strict=strict,
                     atomic=atomic,
                     device=where,
+                    shards=shards,
                     route=way,
                     progress=told,
                 )
@@ -320,6 +335,7 @@ class Relay:
         progress: Callable[[int, int], None],
         route: str | None = None,
         make_missing: bool = False,
+        shards: Shards = "own",
     ) -> Received:
         """The rest of `recv`, after a sender's first message has been read."""
         receiving = Receiving(
@@ -335,6 +351,7 @@ class Relay:
                 device=device,
                 rank=self.rank,
                 make_missing=make_missing,
+                shards=shards,
                 means=self._means,
             ),
             deadline=deadline,

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from torchrelay.checkpointer.loading import Loading
+from torchrelay.checkpointer.loading import Landed, Loading
 from torchrelay.checkpointer.pending import logger
 from torchrelay.checkpointer.shelf import Bar, Progress, Shelf
 from torchrelay.errors import (
@@ -21,8 +21,11 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
+from torchrelay.state.containers import show
 from torchrelay.transports.assembly import Assembly, Call
 from torchrelay.transports.clock import Deadline, Stopwatch
+
+TORN = "the destination is part old, part new; load again"
 
 
 @dataclass(frozen=True)
@@ -90,17 +93,15 @@ class Loader:
                 continue
             try:
                 with watch("land"):
-                    _together(call, "land", self._landing(loading, wanted), deadline)
+                    landed = self._land(call, loading, wanted, deadline)
             except RelayError as fault:
-                torn = fault if wanted.into is not None else torn
+                torn = fault if loading.touched else torn
                 if wanted.step is not None or not isinstance(fault, DamagedError):
-                    if torn is None:
+                    if torn is None or isinstance(fault, TornStateError):
                         raise
                     break
                 self._pass_over(step, fault, damaged)
                 continue
-            with watch("commit"):
-                landed = loading.commit()
             report = LoadReport(
                 loading.nbytes,
                 dict(watch.seconds),
@@ -112,7 +113,7 @@ class Loader:
             return Loaded(landed.state, step, report)
         if torn is not None:
             raise TornStateError(
-                f"the destination is part old, part new; load again: {torn}",
+                f"{TORN}: {torn}",
                 step=torn.step,
                 phase="land",
             ) from torn
@@ -157,6 +158,7 @@ class Loader:
                     world=self._all.world,
                     into=wanted.into,
                     strict=wanted.strict,
+                    atomic=wanted.atomic,
                     only=wanted.only,
                     device=wanted.device,
                     planner=self._planner,
@@ -169,13 +171,39 @@ class Loader:
                 loading.compare_twins()
                 if wanted.checked_first:
                     loading.check()
+                loading.make(verify=wanted.verify)
 
         _together(call, "verify", act, deadline)
         return made[0]
 
-    @staticmethod
-    def _landing(loading: Loading, wanted: Wanted) -> Callable[[], None]:
-        return lambda: loading.land(verify=wanted.verify)
+    def _land(self, call: Call, loading: Loading, wanted: Wanted, deadline: Deadline) -> Landed:
+        """Objects first: where one refuses, on any rank, all have their old state again."""
+        try:
+            _together(call, "tell", loading.tell, deadline)
+        except BaseException:
+            lost = loading.take_back()
+            if lost:
+                raise TornStateError(
+                    "not every object took its old state back: "
+                    f"{', '.join(map(show, lost))} may be part new, the rest is old",
+                    phase="tell",
+                ) from None
+            raise
+        landed: list[Landed] = []
+
+        def act() -> None:
+            try:
+                loading.land(verify=wanted.verify)
+                landed.append(loading.commit())
+            except RelayError:
+                raise
+            except Exception as fault:  # of a planner of the user's, or of a device
+                if not loading.touched:
+                    raise
+                raise TornStateError(f"{TORN}: {fault!r}", phase="land") from fault
+
+        _together(call, "land", act, deadline)
+        return landed[0]
 
     def _pass_over(self, step: int, fault: RelayError, damaged: dict[int, str]) -> None:
         damaged[step] = str(fault)

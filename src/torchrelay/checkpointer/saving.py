@@ -28,11 +28,11 @@ from torchrelay.checkpointer.staging import (
     ProcessTarget,
     arena_bytes,
 )
-from torchrelay.checkpointer.stateful import unwrap
 from torchrelay.checkpointer.step_draft import StepDraft
 from torchrelay.errors import CheckpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.device import DeviceCopy
+from torchrelay.state.objects import unwrap
 from torchrelay.state.outline import Named, outline
 from torchrelay.state.pause import gc_paused
 from torchrelay.stores import plans

@@ -124,6 +124,7 @@ class PGTransport:
             device=torch.device("cpu"),
             progress=untold,
             make_missing=True,
+            shards="replica",
         )
         if got.report.missing or got.report.extra:
             logger.warning(

@@ -81,6 +81,7 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
             into=into,
             step=step,
             device=self._device,
+            shards="replica",
             timeout=timeout.total_seconds(),
         )
         state: T = got.state

@@ -26,8 +26,13 @@ _UNBUILT = (
 )
 
 
-def make_leaf(leaf: m.Leaf, path: Path, part: Part, rank: int) -> object:
+def make_leaf(
+    leaf: m.Leaf, path: Path, part: Part, rank: int, mesh: t.DeviceMesh | None = None
+) -> object:
+    """The object of a leaf; a DTensor on `mesh` if that is given, else on one like the sender's."""
     try:
+        if mesh is not None and isinstance(leaf, m.DTensorLeaf):
+            return t.dtensor(part(leaf.local), leaf, mesh)
         return build(leaf, part, rank)
     except _UNBUILT as fault:
         raise UnsupportedLeafError(f"cannot be rebuilt here: {fault}", path=show(path)) from fault

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError, UnsupportedLeafError
 from torchrelay.state import manifest as m
@@ -178,7 +179,7 @@ def slots(tree: m.Node, leaves: Container[int] | None = None) -> list[tuple[Path
             if leaves is None or node in leaves:
                 found.append((path, node))
             return
-        for key, child in _children(node):
+        for key, child in children_of(node):
             if not isinstance(child, int):
                 visit(child, (*path, key))
             elif leaves is None or child in leaves:
@@ -193,7 +194,7 @@ def subtree(tree: m.Node, path: Path) -> m.Node | None:
     for step in path:
         if isinstance(tree, int):
             return None
-        found = next((child for key, child in _children(tree) if key == step), None)
+        found = next((child for key, child in children_of(tree) if key == step), None)
         if found is None:
             return None
         tree = found
@@ -205,7 +206,7 @@ def leaf_paths(tree: m.Node) -> dict[int, Path]:
     return {index: path for path, index in reversed(slots(tree))}
 
 
-def _children(node: m.Node) -> Iterator[tuple[object, m.Node]]:
+def children_of(node: m.Node) -> Iterator[tuple[object, m.Node]]:
     if isinstance(node, m.DictNode):
         keys = (key if type(key) is str else decode_key(key) for key in node.keys)
         yield from zip(keys, node.items, strict=True)
@@ -226,13 +227,46 @@ def check_types(tree: m.Node, path: Path = ()) -> None:
         )
     if isinstance(tree, int) or (hasattr(tree, "items") and set(map(type, tree.items)) <= {int}):
         return  # leaves alone
-    for key, child in _children(tree):
+    for key, child in children_of(tree):
         if not isinstance(child, int):
             check_types(child, (*path, key))
 
 
+class _Undecodable(Exception):
+    """A registered type did not take what it was given; where, the caller finds out."""
+
+    def __init__(self, node: m.RecordNode, fault: Exception) -> None:
+        self.node = node
+        self.fault = fault
+
+
 def unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) -> object:
-    """Build the state of `tree` with `leaves` in its slots."""
+    """Build the state of `tree` with `leaves` in its slots.
+
+    `UnsupportedLeafError` names the path of a registered type that cannot be made of them.
+    """
+    try:
+        return _unflatten(tree, leaves)
+    except _Undecodable as found:
+        raise UnsupportedLeafError(
+            f"registered type {found.node.name!r} cannot be rebuilt here: {found.fault!r}; do both "
+            "sides run the same version of it?",
+            path=show(_path_to(found.node, tree, ()) or ()),
+        ) from found.fault
+
+
+def _path_to(node: m.Node, tree: m.Node, path: Path) -> Path | None:
+    if tree is node:
+        return path
+    for key, child in () if isinstance(tree, int) else children_of(tree):
+        if not isinstance(child, int):
+            found = _path_to(node, child, (*path, key))
+            if found is not None:
+                return found
+    return None
+
+
+def _unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) -> object:
     if isinstance(tree, int):
         return leaves[tree]
     if isinstance(tree, m.RecordNode):
@@ -240,19 +274,17 @@ def unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) -> 
         if codec is None:
             check_types(tree)
         assert codec is not None
-        body = unflatten(tree.body, leaves)
+        body = _unflatten(tree.body, leaves)
         try:
             return codec.decode(body)
         except Exception as fault:
-            raise UnsupportedLeafError(
-                f"registered type {tree.name!r} cannot be rebuilt: {fault!r}"
-            ) from fault
+            raise _Undecodable(tree, fault) from fault
     items = tree.items
     first = items[0] if items and type(items[0]) is int else -1
     if first >= 0 and isinstance(leaves, list) and items == tuple(range(first, first + len(items))):
         values = leaves[first : first + len(items)]  # mostly they follow each other
     else:
-        values = [leaves[n] if type(n) is int else unflatten(n, leaves) for n in items]
+        values = [leaves[n] if type(n) is int else _unflatten(n, leaves) for n in items]
     if isinstance(tree, m.SequenceNode):
         return values if tree.kind == "list" else tuple(values)
     if isinstance(tree, m.NamedTupleNode):
@@ -281,17 +313,6 @@ def _namedtuple_type(node: m.NamedTupleNode) -> type[tuple[object, ...]]:
     return same[0] if same else namedtuple(node.name, node.fields, rename=True)
 
 
-def write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> object:
-    """Put `leaves` (by index) into the caller's containers, and return the result.
-
-    Dicts and lists are changed in place; immutable containers are rebuilt where a part of them
-    changed. Slots of other leaves keep what the caller has.
-    """
-    if not leaves and not has_records(tree):
-        return into
-    return _write_back(into, tree, leaves)
-
-
 def has_records(tree: m.Node) -> bool:
     """Whether a registered type is among the containers: what it decodes to is its own affair."""
     if isinstance(tree, int):
@@ -303,36 +324,25 @@ def has_records(tree: m.Node) -> bool:
     return any(has_records(child) for child in tree.items)
 
 
-def _write_back(into: object, tree: m.Node, leaves: Mapping[int, object]) -> object:
-    if isinstance(tree, int):
-        return leaves.get(tree, into)
+def inside_records(tree: m.Node) -> set[int]:
+    """The leaves that registered types are made of."""
     if isinstance(tree, m.RecordNode):
-        codec = codec_named(tree.name)
-        if codec is None or not isinstance(into, codec.type):
-            return into
-        return codec.decode(_write_back(codec.encode(into), tree.body, leaves))
-    if isinstance(into, dict):
-        for key, child in _children(tree):
-            if isinstance(child, int) and child not in leaves:
-                continue
-            if key in into:
-                into[key] = _write_back(into[key], child, leaves)
-        return into
-    if isinstance(into, (list, tuple)):
-        children = dict(_children(tree))
-        keys: Sequence[object] = range(len(into))
-        if is_namedtuple(type(into)):
-            keys = type(into)._fields  # type: ignore[union-attr]
-        news = [
-            _write_back(old, children[key], leaves) if key in children else old
-            for key, old in zip(keys, into, strict=True)
-        ]
-        if isinstance(into, list):
-            into[:] = news
-            return into
-        same = all(new is old for new, old in zip(news, into, strict=True))
-        return into if same else tuple.__new__(type(into), news)
-    return into
+        return {index for _, index in slots(tree)}
+    if not has_records(tree):
+        return set()
+    return set().union(*(inside_records(child) for _, child in children_of(tree)))
+
+
+def grafted(tree: m.Node, stubs: Mapping[Path, int], path: Path = ()) -> m.Node:
+    """The tree with a leaf of its own, a stub, in place of what it has at these paths."""
+    if path in stubs:
+        return stubs[path]
+    if isinstance(tree, (int, m.RecordNode)):
+        return tree
+    if not any(stub[: len(path)] == path for stub in stubs):
+        return tree
+    items = tuple(grafted(child, stubs, (*path, key)) for key, child in children_of(tree))
+    return replace(tree, items=items)
 
 
 Pair = tuple[int, Path, int]

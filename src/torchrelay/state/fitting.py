@@ -122,17 +122,45 @@ def _fit_dtensor(leaf: m.DTensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
     if not isinstance(into, t.DTensor):
         _differ("kind", "a DTensor", _describe(into))
         return
-    local, spec = t.dtensor_parts(into)
     _same("global shape", leaf.shape, tuple(into.shape))
+    _check_mesh(leaf, into)
+    yield from _fit_plain(leaf.local, t.dtensor_parts(into)[0])
+
+
+def _check_mesh(leaf: m.DTensorLeaf, like: t.DTensor) -> None:
+    """Whether the offered shard is this rank's own in the mesh of `like`."""
+    _, spec = t.dtensor_parts(like)
     _same("mesh shape", leaf.mesh.shape, tuple(spec.mesh.mesh.shape))
-    mine = tuple(t.placement_record(placement) for placement in spec.placements)
-    _same("placements", _show(leaf.placements), _show(mine))
+    if leaf.shape == tuple(like.shape):
+        mine = tuple(t.placement_record(placement) for placement in spec.placements)
+        _same("placements", _show(leaf.placements), _show(mine))
     coordinate = spec.mesh.get_coordinate()
     if leaf.coordinate is not None and coordinate is not None:
         for dim, placement in enumerate(leaf.placements):
             if placement.kind != "replicate":
                 _same(f"place on mesh dimension {dim}", leaf.coordinate[dim], coordinate[dim])
-    yield from _fit_plain(leaf.local, local)
+
+
+def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Path) -> t.DeviceMesh | None:
+    """The mesh for a leaf that is made anew and belongs to `like`; None if it is not distributed.
+
+    `MismatchError` where one of the two is distributed and the other is not, or otherwise.
+    """
+    try:
+        if isinstance(leaf, m.DTensorLeaf):
+            if not isinstance(like, t.DTensor):
+                _differ("kind", "a DTensor", _describe(like))
+                return None
+            _check_mesh(leaf, like)
+            return t.dtensor_parts(like)[1].mesh
+        # A scalar, such as a count of steps, is nobody's shard.
+        shape = leaf.shape if isinstance(leaf, m.TensorLeaf) else ()
+        if shape and isinstance(like, t.DTensor) and shape == tuple(like.shape):
+            _differ("kind", "a strided tensor", _describe(like))
+    except MismatchError as fault:
+        fault.path = fault.path or show(path)
+        raise
+    return None
 
 
 def _show(placements: tuple[m.Placement, ...]) -> str:

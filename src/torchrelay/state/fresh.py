@@ -26,6 +26,7 @@ from torchrelay.state.leaves import parts
 from torchrelay.state.means import LARGE_BYTES, Means, allocate
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.runs import Runs
+from torchrelay.state.shards import Shards, check_shards
 
 _data_ptr = torch.Tensor.data_ptr
 _HOST = torch.device("cpu")
@@ -38,9 +39,15 @@ class NewTensors:
     torn = False
 
     def __init__(
-        self, manifest: m.Manifest, device: torch.device | None, rank: int, means: Means
+        self,
+        manifest: m.Manifest,
+        device: torch.device | None,
+        rank: int,
+        shards: Shards,
+        means: Means,
     ) -> None:
         check_types(manifest.tree)
+        self._shards = shards
         self._manifest = manifest
         self._rank = rank
         self._device = device
@@ -81,6 +88,7 @@ class NewTensors:
         hosted = set()
         for index, leaf in others_of(leaves).items():
             check_leaf(leaf, self._paths[index])
+            check_shards(leaf, self._paths[index], self._shards)
             for part in parts(leaf):
                 if part.storage >= 0:
                     owners[part.storage] = _SHARED
@@ -243,6 +251,11 @@ def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:
 def _place(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     return _HOST if device.type == "cpu" else device
+
+
+def place_for(storage: m.Storage, device: torch.device | None) -> torch.device:
+    """Where a new tensor goes: to the device asked for, or to the kind that it comes from."""
+    return _place(device or _local_device(storage.device))
 
 
 def _local_device(kind: str) -> str:

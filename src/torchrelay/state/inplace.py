@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -13,9 +13,18 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
+from torchrelay.state.anew import Anew
 from torchrelay.state.building import check_leaf, copy_late, late_copy, make_leaf, strides_of
-from torchrelay.state.containers import Path, slots, unflatten, write_back
+from torchrelay.state.containers import (
+    Matched,
+    Path,
+    grafted,
+    inside_records,
+    slots,
+    unflatten,
+)
 from torchrelay.state.fitting import ArrayFit, Fit, fit
+from torchrelay.state.handover import Handover
 from torchrelay.state.landed import Landed, Places, chunks_of, reaching
 from torchrelay.state.leaves import parts
 from torchrelay.state.means import Means
@@ -24,6 +33,7 @@ from torchrelay.state.pause import gc_paused
 from torchrelay.state.plan import aligned_sizes
 from torchrelay.state.prepared import Pair, Prepared, Straight, split_columns, straight
 from torchrelay.state.runs import Moves, Runs, moves
+from torchrelay.state.shards import Shards
 from torchrelay.state.spans import packed
 from torchrelay.state.ties import check_ties, host_spans
 
@@ -46,6 +56,8 @@ class ExistingTensors:
         atomic: bool,
         rank: int,
         make_missing: bool,
+        device: torch.device | None,
+        shards: Shards,
         means: Means,
     ) -> None:
         self._manifest = manifest
@@ -56,30 +68,41 @@ class ExistingTensors:
         self._put = partial(means.copy, alone=False)
         self.torn = False
         self.chunks = chunks_of(manifest)
-        matched = into.match(manifest.tree, strict=strict)
+        matched, self._told = into.match(manifest.tree, strict=strict)
         self._missing, self._extra = matched.missing, matched.extra
-        self._mine: dict[int, object] = {}
-        self._made: dict[int, Path] | None = None
+        self._anew = Anew(manifest, rank, device, shards)
+        self._filled: dict[int, object] = {}  # leaves of told objects that are filled in
+        if self._told:
+            told = self._want_told()
+            self._filled = {index: into.flat.leaves[here] for index, _, here in told}
+            matched = Matched([*matched.pairs, *told], self._missing, self._extra)
+        self._mine: dict[int, object] | None = None
         if make_missing:
-            have = into.flat.leaves
-            self._mine = {index: have[here] for index, _, here in reversed(matched.pairs)}
-            offered = slots(manifest.tree)
-            self._made = {index: path for path, index in offered if index not in self._mine}
-            for index, path in self._made.items():
-                check_leaf(manifest.leaves[index], path)
-        self._plain: dict[int, Path] = {}
+            self._mine = {index: into.flat.leaves[here] for index, _, here in matched.pairs[::-1]}
+            for path, index in slots(manifest.tree):
+                if index not in self._mine and index not in self._anew.paths:
+                    self._anew.add(index, path)
+        # Registered types are made before anything is written: of bytes that are held back.
+        inside = inside_records(manifest.tree)
+        self._inside = matched.some(inside) if inside else []
+        later = [] if atomic else self._inside
+        if later:
+            pairs = [pair for pair in matched.pairs if pair[0] not in inside]
+            matched = Matched(pairs, self._missing, self._extra)
+        self._values: dict[int, tuple[int, Path]] = {}  # by leaf here, the one offered
         self._direct: dict[int, list[_Placed]] = {}
         self._late: list[Fit | ArrayFit] = []
         self._written: list[torch.Tensor] = []
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
+        late = self._fits(later)
         plain, rest = split_columns(matched, manifest, into, self.chunks)
-        fits = self._fits(rest)
+        fits = self._fits(rest) + late
         taken = set(plain.leaf.tolist()) if fits else set()
         spans = host_spans(fits, self.chunks)
         if not all(taken.isdisjoint(into.reached(low, high)) for low, high in spans):
             # Plain tensors share memory with others: the check below has to see them all.
             plain = straight([], into)
-            fits = self._fits(matched.pairs)
+            fits = self._fits(matched.pairs) + late
         check_ties(fits, self.chunks)
         # What goes to plain tensors in host memory is known by address; what goes to others, by
         # region.
@@ -90,24 +113,39 @@ class ExistingTensors:
         if self._near:
             plain = plain.in_host_memory()
         self._host = Runs(plain.at, plain.address, plain.nbytes)
-        for pair, path in fits:
+        for number, (pair, path) in enumerate(fits):
             if isinstance(pair, ArrayFit):
                 self._late.append(pair)
                 continue
             self._written.append(pair.destination)
             placed = _in_image_order(pair)
-            if placed is None:
+            if placed is None or number >= len(fits) - len(late):
                 self._late.append(pair)
             else:
                 self._direct.setdefault(pair.part.storage, []).append(placed)
             if pair.whole is not None:
                 self._wholes[id(pair.whole)] = (pair.whole, path)
-        self.on_device = bool(self._near) or any(
-            not region.keep.is_cpu for placed in self._direct.values() for _, region in placed
-        )
         self._by_address = plain.storage
         self._elsewhere = {*self._direct, *self._near}
         self._stage()
+        self.on_device = bool(self._near or self._far) or any(
+            not region.keep.is_cpu for placed in self._direct.values() for _, region in placed
+        )
+
+    def _want_told(self) -> list[Pair]:
+        """Have what objects are told made anew, or, unless `atomic`, filled in where they have it:
+        returns these pairs."""
+        here = dict(slots(self._into.flat.tree))
+        leaves, pairs = self._into.flat.leaves, []
+        for root, branch in self._told.items():
+            for below, index in slots(branch):
+                path = (*root, *below)
+                mine = leaves[here[path]] if path in here else None
+                if self._atomic or not isinstance(mine, (torch.Tensor, np.ndarray)):
+                    self._anew.add_told(index, path, self._into.objects[root], below, mine)
+                else:
+                    pairs.append((index, path, here[path]))
+        return pairs
 
     def _plain_on_devices(self, plain: Straight) -> dict[int, list[tuple[int, torch.Tensor]]]:
         """By storage, plain tensors on devices and where they lie in its image."""
@@ -139,18 +177,21 @@ class ExistingTensors:
                 isinstance(leaf, m.ArrayLeaf) and leaf.scalar
             ):
                 check_leaf(leaf, path)
-                self._plain[index] = path
+                self._values[here] = index, path
         return fits
 
     # Memory for the images that are held back until `commit`.
 
     def _stage(self) -> None:
         read_back = set(_storages(self._late))
-        for index in (*self._plain, *(self._made or ())):
+        values = (index for index, _ in self._values.values())
+        for index in (*values, *(index for index, _, _ in self._inside)):
             read_back |= {part.storage for part in parts(self._manifest.leaves[index])} - {-1}
-        self._homes: dict[int, torch.Tensor] = {}
-        self._held: dict[int, torch.Tensor] = {}  # bytes of each image that is held back
-        self._far: dict[int, torch.Tensor] = {}  # those of them that lie on a device
+        filled = {*self._by_address.tolist(), *self._elsewhere}
+        read_back |= self._anew.storages & filled
+        self._anew.settle(self.chunks, read_back | filled, self._means)
+        self._homes = self._anew.homes
+        self._far = self._anew.far  # images that go to a device, or are held there
         on_host = set(read_back)
         held = np.zeros(len(self._manifest.storages), bool)
         if self._atomic:
@@ -167,11 +208,12 @@ class ExistingTensors:
         self._slab = self._means.stage(int(ends[-1]) if len(ends) else 0)
         self._places = ends - sizes
         # Images that follow each other in the stream do so in the slab: these are few runs.
-        self._staged = Runs(
+        slab = Runs(
             self.chunks.places[self._order],
             self._places + np.uint64(self._slab.data_ptr()),
             sizes,
         )
+        self._staged = Runs.merged(slab, self._anew.host) if self._homes else slab
 
     @cached_property
     def _at(self) -> dict[int, int]:
@@ -215,7 +257,7 @@ class ExistingTensors:
         if self._atomic:
             device = [(starts[storage], held) for storage, held in sorted(self._far.items())]
             return Places([self._staged], device)
-        device = []
+        device = [(starts[storage], bytes_) for storage, bytes_ in self._far.items()]
         twice: set[int] = set()  # written, and held back for something else
         if len(self._order):
             twice |= set(np.intersect1d(self._by_address, self._order).tolist())
@@ -232,11 +274,11 @@ class ExistingTensors:
             else:
                 device.append((starts[storage] + at, run))
         host = self._host
-        if len(self._order) and not twice:
+        if twice:
+            twice |= self._at.keys() | self._homes.keys()
+        elif len(self._staged.starts):
             host = Runs.merged(host, self._staged)
-        indirect = reaching(
-            self._manifest, self.chunks, twice | (self._at.keys() if twice else set())
-        )
+        indirect = reaching(self._manifest, self.chunks, twice)
         device.sort(key=_position)
         return Places([host], device, indirect, live=bool(self._written))
 
@@ -246,10 +288,10 @@ class ExistingTensors:
         if self._staged.reaches(begin, end) or self._host.reaches(begin, end):
             host = data.cpu()
             self._staged.scatter(begin, end, host.data_ptr(), self._put)
+        for storage, start, stop, at in self.chunks.extents(index) if self._far else ():
+            if storage in self._far:
+                self._far[storage][start:stop].copy_(data[at : at + stop - start])
         if self._atomic:
-            for storage, start, stop, at in self.chunks.extents(index) if self._far else ():
-                if storage in self._far:
-                    self._far[storage][start:stop].copy_(data[at : at + stop - start])
             return
         if self._host.reaches(begin, end):
             self.torn = True
@@ -273,19 +315,28 @@ class ExistingTensors:
 
     def _commit(self) -> Landed:
         # Whatever can fail comes before the first write.
-        plain: dict[int, object] = {
-            index: make_leaf(self._manifest.leaves[index], path, self._held_part, self._rank)
-            for index, path in self._plain.items()
+        leaves, held = self._manifest.leaves, self._held_part
+        values = {
+            here: make_leaf(leaves[index], path, held, self._rank)
+            for here, (index, path) in self._values.items()
         }
-        made = {
-            index: make_leaf(self._manifest.leaves[index], path, self._owned_part, self._rank)
-            for index, path in (self._made or {}).items()
-        }
+        made = self._anew.make(self._owned_part)
         for whole, path in self._wholes.values():
-            make_leaf(
-                whole, path, self._held_part, self._rank
-            )  # indices that point nowhere end here
-        late = [late_copy(pair, self._held_part) for pair in self._late]
+            make_leaf(whole, path, held, self._rank)  # indices that point nowhere end here
+        late = [late_copy(pair, held) for pair in self._late]
+        inside = {
+            index: make_leaf(leaves[index], path, held, self._rank)
+            for index, path, _ in self._inside
+        }
+        into = self._into
+        handover = Handover(
+            *(into.into, into.flat, into.objects, self._manifest.tree, self._told, self._inside),
+            before=self._atomic,
+        )
+        handover.make(values, {**self._filled, **made}, inside)
+        if inside and self._mine is not None:
+            self._around(values, made, inside)
+        handover.tell()
         self.torn = self.torn or bool(self._written or late)
         if self._atomic:
             self._means.copy(self._last_copies, beside=self._notes())
@@ -293,13 +344,26 @@ class ExistingTensors:
         for destination, source in late:
             copy_late(destination, source)
         self._note_written()
-        if self._made is None:
-            state = write_back(self._into.into, self._manifest.tree, plain)
-        else:
-            leaves = {**self._mine, **plain, **made}
-            state = unflatten(self._manifest.tree, [leaves[i] for i in range(len(leaves))])
+        state = handover.finish()
+        if self._mine is not None:
+            state = self._around(values, made)
         self.torn = False
         return Landed(state, self._missing, self._extra)
+
+    def _around(
+        self,
+        values: Mapping[int, object],
+        made: Mapping[int, object],
+        inside: Mapping[int, object] | None = None,
+    ) -> object:
+        """With `make_missing`: a new tree of the offered containers, around the caller's tensors
+        and objects and what was made besides."""
+        objects = self._into.objects
+        stubs = {path: -1 - number for number, path in enumerate(objects)}
+        known = {**made, **(self._mine or {}), **(inside or {})}
+        known.update((index, values[here]) for here, (index, _) in self._values.items())
+        known.update((stub, objects[path].object) for path, stub in stubs.items())
+        return unflatten(grafted(self._manifest.tree, stubs), known)
 
     def arrived(self) -> None:
         if self._atomic:

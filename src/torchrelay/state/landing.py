@@ -20,6 +20,7 @@ from torchrelay.state.means import Means, Plainly
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.plan import Chunks
 from torchrelay.state.prepared import Prepared, prepare
+from torchrelay.state.shards import Shards
 
 
 class Landing(Protocol):
@@ -55,6 +56,7 @@ def land(
     device: torch.device | None = None,
     rank: int = 0,
     make_missing: bool = False,
+    shards: Shards = "own",
     means: Means | None = None,
 ) -> Landing:
     """The landing for an offered state. Everything that can be refused is refused here.
@@ -62,14 +64,18 @@ def land(
     `into=None` makes new tensors, on `device` or on the kind of device they come from. With
     `make_missing`, leaves that `into` lacks are made anew, and the state is a new tree of the
     offered containers around the caller's tensors and the new ones. `into` may be what `prepare`
-    made of a destination, which leaves less to do here.
+    made of a destination, which leaves less to do here. Modules in `into` are filled in place;
+    other objects with `load_state_dict` are told what is offered for them. `shards` says which
+    distributed tensors may be made as they were sent.
     """
     with gc_paused():
         means = means or Plainly()
         if into is None:
-            return NewTensors(manifest, device, rank, means)
+            return NewTensors(manifest, device, rank, shards, means)
         if not isinstance(into, Prepared):
             into = prepare(into)
         elif into.moved:
             into = prepare(into.into)
-        return ExistingTensors(manifest, into, strict, atomic, rank, make_missing, means)
+        return ExistingTensors(
+            manifest, into, strict, atomic, rank, make_missing, device, shards, means
+        )

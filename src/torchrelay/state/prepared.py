@@ -19,7 +19,17 @@ import numpy as np
 from torchrelay.state import manifest as m
 from torchrelay.state.columns import Kind, Table, table_of
 from torchrelay.state.compact import KnownTree
-from torchrelay.state.containers import Flat, Matched, Path, flatten, match, slots
+from torchrelay.state.containers import (
+    Flat,
+    Matched,
+    Path,
+    flatten,
+    grafted,
+    match,
+    slots,
+    subtree,
+)
+from torchrelay.state.objects import Objects, unwrap
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.plain import NBYTES, Plains, Sort, look
 from torchrelay.state.plan import Chunks
@@ -95,8 +105,9 @@ class Prepared:
     other leaves it says nothing.
     """
 
-    def __init__(self, into: object, flat: Flat, plan: Layout) -> None:
+    def __init__(self, into: object, objects: Objects, flat: Flat, plan: Layout) -> None:
         self.into = into
+        self.objects = objects
         self.flat = flat
         self.plan = plan
         self._looked_at = time.monotonic()
@@ -114,8 +125,21 @@ class Prepared:
         plains = self.plan.plains
         return not plains.lie(plains.of(self.flat.leaves))
 
-    def match(self, tree: m.Node, *, strict: bool) -> Matched:
-        """Pair the slots of an offered tree with those here."""
+    def match(self, tree: m.Node, *, strict: bool) -> tuple[Matched, dict[Path, m.Node]]:
+        """Pair the slots of an offered tree with those here. What stands there for each object
+        that is told its state anew comes apart: no slot of it is paired."""
+        told = [path for path, held in self.objects.items() if not held.in_place]
+        if not told:
+            return self._match(tree, strict=strict), {}
+        stubs = {path: -1 - number for number, path in enumerate(told)}
+        offered, here = grafted(tree, stubs), grafted(self.flat.tree, stubs)
+        matched = match(slots(offered), slots(here), strict=strict)
+        pairs = [pair for pair in matched.pairs if pair[0] >= 0]
+        branches = {path: subtree(tree, path) for index, path, _ in matched.pairs if index < 0}
+        found = {path: branch for path, branch in branches.items() if branch is not None}
+        return Matched(pairs, matched.missing, matched.extra), found
+
+    def _match(self, tree: m.Node, *, strict: bool) -> Matched:
         if tree is self.flat.tree or tree is self.plan.same_tree or tree == self.flat.tree:
             self.plan.same_tree = tree
             return Matched([], [], [], self.flat.tree)
@@ -130,11 +154,12 @@ def prepare(into: object, like: Prepared | Layout | None = None) -> Prepared:
     has the same `plan`.
     """
     with gc_paused():
-        flat = flatten(into)
+        state, objects = unwrap(into)
+        flat = flatten(state)
         plan = like.plan if isinstance(like, Prepared) else like
         if plan is None or not plan.holds(flat):
             plan = Layout(flat)
-        return Prepared(into, Flat(plan.tree, flat.leaves), plan)
+        return Prepared(into, objects, Flat(plan.tree, flat.leaves), plan)
 
 
 Pair = tuple[int, Path, int]

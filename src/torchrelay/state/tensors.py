@@ -31,7 +31,7 @@ from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state.validation import ITEM_SIZES
 
-__all__ = ["DTensor", "ShardedTensor"]
+__all__ = ["DTensor", "DeviceMesh", "ShardedTensor"]
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)
@@ -408,6 +408,11 @@ def mesh_record(mesh: DeviceMesh) -> m.Mesh:
     return m.Mesh(mesh.device_type, tuple(ranks.shape), tuple(ranks.flatten().tolist()), names)
 
 
+def global_rank() -> int | None:
+    """This process's rank as meshes count it, where there is a default group."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else None
+
+
 def dtensor_parts(tensor: DTensor) -> tuple[torch.Tensor, DTensorSpec]:
     return tensor._local_tensor, tensor._spec
 
@@ -424,7 +429,7 @@ def dtensor(
             torch.tensor(record.ranks, dtype=torch.int).reshape(record.shape),
             mesh_dim_names=record.names,
             _init_backend=False,
-            _rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
+            _rank=global_rank() or 0,
         )
     spec = DTensorSpec(
         mesh,

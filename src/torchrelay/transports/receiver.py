@@ -123,7 +123,10 @@ class Receiving:
         except BaseException as fault:
             late = isinstance(fault, TransferTimeoutError | InterruptedTransfer)
             self._goodbye(wire.Leave(wire.text(fault), late))
-            if self._landing is not None and self._landing.torn and isinstance(fault, Exception):
+            if isinstance(fault, TornStateError):  # it names what is old and what is new
+                fault.rank, fault.phase = self._sender, self._watch.phase
+                fault.step = self.manifest.step if self.manifest else None
+            elif self._landing is not None and self._landing.torn and isinstance(fault, Exception):
                 raise TornStateError(
                     "the destination is part old, part new: receive into it again, or load it",
                     rank=self._sender,

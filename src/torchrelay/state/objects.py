@@ -1,0 +1,116 @@
+"""Objects with `state_dict` and `load_state_dict` that stand in a state, at any depth.
+
+A state is taken with the state dicts of its objects in their places. As a destination, a module is
+filled in place: what it has is what it is made of. Every other object is told its state anew, and
+may hold more or less than it is told, as an optimizer does before its first step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrelay.errors import UnsupportedLeafError
+from torchrelay.state import manifest as m
+from torchrelay.state import tensors as t
+from torchrelay.state.containers import Path, is_namedtuple, show
+from torchrelay.state.registry import codec_of
+
+_PLAIN = {
+    torch.Tensor,
+    torch.nn.Parameter,
+    t.DTensor,
+    *(str, bytes, int, float, bool, complex, type(None)),
+}
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
+
+
+class Held(NamedTuple):
+    """An object, and its state dict when it was looked at."""
+
+    object: Any
+    state: Any
+
+    @property
+    def in_place(self) -> bool:
+        return isinstance(self.object, torch.nn.Module)
+
+    @property
+    def choosy(self) -> bool:
+        """Whether it may refuse even a state dict of its own."""
+        kind = type(self.object)
+        return not self.in_place or kind.load_state_dict is not torch.nn.Module.load_state_dict
+
+
+Objects = dict[Path, Held]
+
+
+class Unwrapped(NamedTuple):
+    """A state with plain containers in place of objects, and the objects by where they stood."""
+
+    state: Any
+    objects: Objects
+
+
+def unwrap(state: object) -> Unwrapped:
+    """Put state dicts in place of objects. Containers are copied where something in them changes.
+
+    `UnsupportedLeafError` names an object that fails to give its state.
+    """
+    objects: Objects = {}
+    return Unwrapped(_unwrap(state, (), objects), objects)
+
+
+def _unwrap(value: Any, path: Path, found: Objects) -> Any:
+    kind = type(value)
+    if kind not in _CONTAINERS and not is_namedtuple(kind):
+        if not _is_stateful(value):
+            return value
+        found[path] = Held(value, _state_of(value, path))
+        return found[path].state
+    values = list(value.values() if isinstance(value, dict) else value)
+    if _PLAIN.issuperset(map(type, values)) or len(path) >= m.MAX_DEPTH:
+        return value
+    keys: Iterable[object] = range(len(values))
+    if isinstance(value, dict):
+        keys = value
+    elif kind not in _CONTAINERS:
+        keys = kind._fields
+    news = [_unwrap(item, (*path, key), found) for key, item in zip(keys, values, strict=True)]
+    if all(new is old for new, old in zip(news, values, strict=True)):
+        return value
+    if isinstance(value, dict):
+        copy = value.copy()
+        copy.update(zip(value, news, strict=True))
+        return copy
+    return news if kind is list else tuple.__new__(kind, news)
+
+
+def _is_stateful(value: object) -> bool:
+    return (
+        not isinstance(value, (torch.Tensor, type))
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+        and codec_of(type(value)) is None
+    )
+
+
+def _state_of(stateful: Any, path: Path) -> object:
+    try:
+        return stateful.state_dict()
+    except Exception as fault:
+        raise UnsupportedLeafError(
+            f"{type(stateful).__name__}.state_dict() failed: {fault!r}", path=show(path)
+        ) from fault
+
+
+def parameter_of(stateful: object, below: Path) -> torch.Tensor | None:
+    """The parameter that a part of an optimizer's state belongs to, by its path in the state."""
+    match below:
+        case ("state", int(number), _) if isinstance(stateful, torch.optim.Optimizer):
+            params = [p for group in stateful.param_groups for p in group["params"]]
+            return params[number] if 0 <= number < len(params) else None
+    return None
