@@ -24,7 +24,7 @@ OLD, LONG = 100, 25.0
 
 
 def offer(state: Any, step: int | None, host: bytes = b"table") -> wire.Offer:
-    memory = wire.Memory(wire.Place("boot"), b"token", 5, 6, host)
+    memory = wire.Memory(wire.Place("boot"), 5, 6, host)
     return wire.Offer(capture(state, step).encoded(), memory=memory, route="host", threads=2)
 
 

@@ -21,7 +21,7 @@ from tests.support.ways import BY_MESSAGES, by, elsewhere, every_way, patched, r
 from torchrelay.state.runs import Runs
 from torchrelay.transports import place, routes, wire
 from torchrelay.transports.group import Line
-from torchrelay.transports.place import TOKEN_BYTES, Beacon
+from torchrelay.transports.place import Proof
 from torchrelay.transports.serving import Serving
 
 OLD, NEW = 100, 1
@@ -33,7 +33,7 @@ HERE = wire.Place("boot", 1000, 7, 41)
 
 
 def offered(route: str | None = None, **there: Any) -> wire.Offer:
-    memory = wire.Memory(msgspec.structs.replace(HERE, pid=42, **there), b"t" * TOKEN_BYTES, 1, 2)
+    memory = wire.Memory(msgspec.structs.replace(HERE, **{"pid": 42, **there}), 1, 2)
     return wire.Offer(b"", memory=memory, route=route)
 
 
@@ -46,9 +46,9 @@ def chosen(
     read: str = "",
     opened: str = "",
 ) -> routes.Choice:
-    monkeypatch.setattr(place, "cannot_read", lambda memory: read)
-    monkeypatch.setattr(place, "cannot_open", lambda memory: opened)
-    return routes.choose(offer, HERE, wanted, lambda: ipc)
+    monkeypatch.setattr(place, "cannot_read", lambda process, claim: read)
+    monkeypatch.setattr(place, "cannot_open", lambda process, claim: opened)
+    return routes.choose(offer, HERE, b"", wanted, lambda: ipc)
 
 
 def test_the_fastest_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_the_fastest_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     ring = chosen(monkeypatch, offered(), read="may not")
     assert ring == routes.Choice("host", False, "may not", {"cuda_ipc": "no GPU"})
     group = chosen(monkeypatch, offered(), read="may not", opened="nor this")
-    why = "may not; nor this"
+    why = "nor this"
     assert group == routes.Choice("group", instead={"cuda_ipc": why, "host": why})
 
 
@@ -69,13 +69,14 @@ def test_the_fastest_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"machine": ""}, "does not say which machine"),
         ({"user": 0}, "another user: 0 there, 1000 here"),
         ({"pids": 8}, "another PID namespace"),
+        ({"pid": 41}, "this process itself"),
     ],
 )
 def test_who_is_elsewhere_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, there: dict[str, Any], why: str
 ) -> None:
-    monkeypatch.setattr(place, "cannot_read", pytest.fail)
-    choice = routes.choose(offered(**there), HERE, None, pytest.fail)
+    monkeypatch.setattr(place, "cannot_open", pytest.fail)
+    choice = routes.choose(offered(**there), HERE, b"", None, pytest.fail)
     assert choice.route == "group" and not choice.reads
     assert set(choice.instead) == {"cuda_ipc", "host"}
     assert all(why in reason for reason in choice.instead.values())
@@ -101,7 +102,7 @@ def test_one_route_alone(monkeypatch: pytest.MonkeyPatch, by_sender: bool) -> No
     assert only("cuda_ipc", ipc="").route == "cuda_ipc"
     with pytest.raises(tr.RouteError, match="'cuda_ipc' was asked for, but: no GPU"):
         only("cuda_ipc")
-    with pytest.raises(tr.RouteError, match="'host' was asked for, but: may not; nor this"):
+    with pytest.raises(tr.RouteError, match="'host' was asked for, but: nor this"):
         only("host", read="may not", opened="nor this")
 
 
@@ -123,48 +124,10 @@ def test_a_route_that_is_none() -> None:
         routes.check_route("tcp")
 
 
-def test_a_beacon_is_found_and_one_of_another_process_is_not() -> None:
-    beacon = Beacon()
-    here = wire.Place(pid=os.getpid())
-    memory = wire.Memory(here, beacon.token, beacon.address, beacon.fd)
-    assert place.cannot_read(memory) == place.cannot_open(memory) == ""
-    reused = msgspec.structs.replace(memory, token=b"x" * TOKEN_BYTES)
-    for why in (place.cannot_read(reused), place.cannot_open(reused)):
-        assert why == "another process has the sender's number"
-    gone = msgspec.structs.replace(memory, place=wire.Place(pid=(1 << 22) + 1))
-    assert "No such process" in place.cannot_read(gone)
-    assert "No such file" in place.cannot_open(gone)
-    os.close(beacon.fd)
-
-
-@pytest.mark.parametrize(
-    "lie",
-    [
-        {"token": b""},
-        {"token": b"t"},
-        {"beacon": -1},
-        {"beacon": (1 << 64) - 1},
-        {"beacon": 0},
-        {"fd": -1},
-        {"fd": 1 << 62},
-        {"place": wire.Place(pid=-1)},
-        {"place": wire.Place(pid=1 << 62)},
-    ],
-    ids=str,
-)
-def test_nonsense_is_not_read(lie: dict[str, Any]) -> None:
-    beacon = Beacon()
-    memory = wire.Memory(wire.Place(pid=os.getpid()), beacon.token, beacon.address, beacon.fd)
-    lying = msgspec.structs.replace(memory, **lie)
-    assert place.cannot_read(lying) or "fd" in lie
-    assert place.cannot_open(lying) or "beacon" in lie
-    os.close(beacon.fd)
-
-
 # The choice, between processes
 
 
-def no_opening(memory: object) -> str:
+def no_opening(process: object, claim: bytes) -> str:
     return "opening is refused by this test"
 
 
@@ -201,7 +164,7 @@ def transfer(rank: int, group: Any, fact: str, liar: int, **forced: Any) -> Any:
         ("user", 1, "group", "another user"),
         ("pids", 0, "group", "another PID namespace"),
         ("unknown", 1, "group", "does not say which machine"),
-        ("nothing", 1, "group", "reading is refused by this test; opening is refused"),
+        ("nothing", 1, "group", "opening is refused"),
     ],
 )
 def test_route_and_reasons_are_reported(
@@ -348,9 +311,8 @@ def lying_sender(rank: int, group: Any, name: str) -> Any:
     lie = dict(LIES[name][0])
     original = Serving.memory
 
-    def memory(self: Serving, theirs: wire.Place) -> wire.Memory | None:
-        true = original(self, theirs)
-        assert true is not None
+    def memory(self: Serving, join: wire.Join, line: Line) -> wire.Memory:
+        true = original(self, join, line)
         if lie.get("host", b"") is None:
             size = self._chunks.stream_bytes
             lie["host"] = table((0, 1 << 46, size // 2), (size // 2, BIG - 100, size - size // 2))
@@ -461,11 +423,8 @@ def reused_number(rank: int, group: Any) -> Any:
         live = weights(OLD)
         report = relay.recv(0, into=live).report
         return verdict(live, OLD, NEW), report.route, report.instead
-    another = Beacon()
-    another.token = b"x" * TOKEN_BYTES  # what is not there
-    with patched(place, beacon=lambda: another):
+    with patched(place, Proof=lambda claim: Proof(b"x" * len(claim))):  # what is not expected
         report = relay.send(weights(NEW), 1)
-    os.close(another.fd)
     return report.route, report.instead
 
 
@@ -540,8 +499,7 @@ def test_what_the_kernel_refuses_goes_another_way() -> None:
         assert "another user" in other_user.instead["host"], other_user
         assert ours[0].route == "mixed"
     assert same_user.route == ours[1].route == "group", same_user
-    for why in ("read the sender's memory", "open the sender's files"):
-        assert why in same_user.instead["host"], same_user
+    assert "open the sender's files" in same_user.instead["host"], same_user
 
 
 def test_an_unpacked_table_is_the_one_that_was_packed() -> None:

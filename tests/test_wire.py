@@ -20,7 +20,7 @@ MESSAGES: list[wire.Message] = [
     wire.Join(wire.MINOR, None),
     wire.Join(wire.MINOR, 1 << 60),
     wire.Join(wire.MINOR, 5, PLACE),
-    wire.Join(wire.MINOR, None, PLACE, b"t" * 16, 1 << 47),
+    wire.Join(wire.MINOR, None, PLACE, b"n" * 16, 9),
     wire.Accept(),
     wire.Accept("host", True, {"cuda_ipc": "no GPU"}),
     wire.Fill(3, 1),
@@ -30,19 +30,21 @@ MESSAGES: list[wire.Message] = [
     wire.Blocked(3),
     wire.Stalled(0),
     wire.Need(tuple(range(200)), 2),
+    wire.Unlink(),
     wire.Done(),
     wire.Leave("gave up", True),
     wire.Offer(b"\x93" * 5000, False),
     wire.Offer(b""),
-    wire.Offer(b"x", True, "cpu", wire.Memory(PLACE, b"t" * 16, 1 << 47, 9, b"r" * 24), "host"),
+    wire.Offer(b"x", True, "cpu", wire.Memory(PLACE, 1 << 47, 9, b"r" * 24), "host"),
     wire.Go(0, 2, (1 << wire.ID_BITS) - 1, 2.5),
     wire.Go(1),
     wire.Go(0, patience=1.0, threads=4, ring=wire.Ring(1, 12, 8, 1 << 26)),
-    wire.Go(3, 2, 7, 1.0, memory=wire.Memory(PLACE, b"t" * 16, 1 << 47, -1), notes=True),
+    wire.Go(3, 2, 7, 1.0, reads=True, notes=True),
     wire.Filled(3, 1),
     wire.Knock(),
     wire.Detach(),
     wire.Reroute(),
+    wire.Hashes(8, (b"d" * 16,) * 40),
     wire.Trailer((b"d" * 16,) * 40),
     wire.Fin(),
     wire.Abort("disk on fire"),
@@ -151,16 +153,10 @@ def test_an_older_minor_versions_messages_lack_the_fields_since_added():
     join, accept, offer, go = (
         wire.read_message(msgspec.msgpack.encode(one), RANKS) for one in older
     )
-    assert join == wire.Join(0, 7) and join.place == wire.Place() and not join.token
+    assert join == wire.Join(0, 7) and join.place == wire.Place() and not join.nonce
     assert accept == wire.Accept("group", False)
     assert offer == wire.Offer(b"m") and offer.memory is None and offer.channel is None
-    assert (
-        go == wire.Go(0)
-        and go.ring is None
-        and go.memory is None
-        and not go.notes
-        and not go.channel
-    )
+    assert go == wire.Go(0) and go.ring is None and not go.reads and not go.notes and not go.channel
 
 
 def test_twenty_thousand_mutations():

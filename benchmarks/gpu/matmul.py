@@ -91,9 +91,7 @@ def device_work(group: Any, tensors: list[torch.Tensor], openings: Openings) -> 
         exported = exports.of(stretches)
         device = tensors[0].get_device()
         expected = packed_sums(tensors, word_sums(tensors, tables))
-        memory = wire.Memory(
-            place.here(), b"matmul", 0, -1, exports=exported.exports, pieces=exported.pieces
-        )
+        memory = wire.Memory(place.here(), exports=exported.exports, pieces=exported.pieces)
         dist.broadcast_object_list([memory, expected], 0, group=group)
         pieces = [Piece(one.data_ptr(), one.data_ptr(), one.nbytes) for one in tensors]
 
@@ -106,7 +104,7 @@ def device_work(group: Any, tensors: list[torch.Tensor], openings: Openings) -> 
         return sum_up
     told: list[Any] = [None, None]
     dist.broadcast_object_list(told, 0, group=group)
-    sources = openings.sources(told[0], ends)
+    sources = openings.sources(0, told[0], ends)
 
     def copy() -> None:
         copied = openings.copier.copy(sources, stretches, sums=True, whole=False)

@@ -75,7 +75,7 @@ def whole(me: Me, route: str | None, mode: str, tiny: int, refused: bool) -> Any
     with ExitStack() as stack:
         if refused:
             no = "refused by this test"
-            stack.enter_context(patched(place, "cannot_read", lambda memory: no))
+            stack.enter_context(patched(place, "cannot_read", lambda process, claim: no))
         for seed, one in ((1, relay), (20, relay), (40, again)):
             tiny = tiny if one is relay else tiny // 10
             if me.rank == 0:

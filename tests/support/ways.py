@@ -33,7 +33,7 @@ def route_of(way: str) -> str:
     return "host" if way in NEARBY else "group"
 
 
-def refused(memory: object) -> str:
+def refused(process: object, claim: bytes) -> str:
     return "reading is refused by this test"
 
 

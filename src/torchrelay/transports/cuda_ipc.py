@@ -166,24 +166,26 @@ class Openings:
     """
 
     def __init__(self) -> None:
-        self._open: dict[bytes, dict[int, _Opened]] = {}  # by the sender's token
-        self._last: dict[bytes, tuple[object, list[Source]]] = {}
+        self._open: dict[int, dict[int, _Opened]] = {}  # by the sender's rank
+        self._last: dict[int, tuple[object, list[Source]]] = {}
         self._lock = threading.Lock()
         self.copier = Copier()
 
-    def sources(self, memory: wire.Memory, stream_bytes: int) -> list[Source]:
+    def sources(self, sender: int, memory: wire.Memory, stream_bytes: int) -> list[Source]:
         """The sender's memory, opened, in the order of the stream; `IpcError` if that fails."""
-        last = self._last.get(memory.token)
+        last = self._last.get(sender)
         wanted = memory.exports, memory.pieces, stream_bytes
         if last is not None and last[0] == wanted:
             return last[1]
-        found = _sources(memory, self._opened(memory), stream_bytes)
-        self._last[memory.token] = wanted, found
+        found = _sources(memory, self._opened(sender, memory), stream_bytes)
+        self._last[sender] = wanted, found
         return found
 
-    def _opened(self, memory: wire.Memory) -> list[_Opened]:
+    def _opened(self, sender: int, memory: wire.Memory) -> list[_Opened]:
         with self._lock:
-            before = self._open.get(memory.token, {})
+            if len({export.id for export in memory.exports}) < len(memory.exports):
+                raise IpcError("an allocation that is exported twice")
+            before = self._open.get(sender, {})
             now: dict[int, _Opened] = {}
             try:
                 for export in memory.exports:
@@ -192,7 +194,7 @@ class Openings:
                 self._close(now, keep=before)
                 raise
             self._close(before, keep=now)
-            self._open[memory.token] = now
+            self._open[sender] = now
             return [now[export.id] for export in memory.exports]
 
     def close(self) -> None:

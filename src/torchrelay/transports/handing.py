@@ -1,13 +1,15 @@
 """How chunks come from one rank and go on to the next, in order.
 
 As messages of the group; or, between receivers of one place, read by the one behind out of the
-buffers of the one before: that one sends a note of where they lie, and keeps them until each is
-answered. A reader that cannot read says so once, and gets messages from there on.
+buffers of the one before: that one shows which process it is, sends a note of where they lie, and
+keeps them until each is answered. A reader that cannot read says so once, and gets messages from
+there on.
 """
 
 from __future__ import annotations
 
 import queue
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -41,15 +43,22 @@ class Way(Protocol):
         """No more come. What is under way is waited for beside."""
 
 
-def way_in(group: ProcessGroup, upstream: int, tag: int, memory: wire.Memory | None) -> Way:
-    if memory is not None:
-        return _Reading(group, upstream, tag, memory)
+def way_in(
+    group: ProcessGroup, upstream: int, transfer: int, lane: int, *, notes: bool, may_read: bool
+) -> Way:
+    """`notes` come in place of chunks; `may_read`: this side agrees to that."""
+    tag = wire.tag(transfer, lane)
+    if notes:
+        return _Reading(group, upstream, transfer, tag, may_read)
     return _Messages("data-in", lambda data: group.recv([data], upstream, tag))
 
 
-def way_on(group: ProcessGroup, downstream: int, tag: int, *, notes: bool) -> Way:
+def way_on(
+    group: ProcessGroup, downstream: int, transfer: int, lane: int, *, notes: bool = False
+) -> Way:
+    tag = wire.tag(transfer, lane)
     if notes:
-        return _Handing(group, downstream, tag)
+        return _Handing(group, downstream, transfer, tag)
     return _Messages("data-on", lambda data: group.send([data], downstream, tag))
 
 
@@ -75,8 +84,9 @@ class _Thread:
     That thread decides alone what goes over the lane, so that the two ends stay in step.
     """
 
-    def __init__(self, name: str, group: ProcessGroup, peer: int, tag: int) -> None:
+    def __init__(self, name: str, group: ProcessGroup, peer: int, transfer: int, tag: int) -> None:
         self._name, self._group, self._peer, self._tag = name, weakref.ref(group), peer, tag
+        self._me, self._transfer = group.rank(), transfer
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._messages: _Messages | None = None  # once chunks cannot be read
         self._said: tuple[Work, torch.Tensor] | None = None
@@ -133,12 +143,26 @@ class _Thread:
 class _Handing(_Thread):
     """The end that has the chunks. A note tells of all that are there once the last is answered."""
 
-    def __init__(self, group: ProcessGroup, downstream: int, tag: int) -> None:
-        super().__init__("data-on", group, downstream, tag)
+    def __init__(self, group: ProcessGroup, downstream: int, transfer: int, tag: int) -> None:
+        self._proof: place.Proof | None = None
+        super().__init__("data-on", group, downstream, transfer, tag)
+
+    def _show(self) -> None:
+        """Show the reader which process this is, once it has asked."""
+        nonce = wire.read_hail(self._hear(wire.HAIL_NUMBERS))
+        process = place.Process(0, -1, 0)
+        with suppress(OSError):  # nothing to show: it cannot read, and says so
+            self._proof = place.Proof(place.claim(nonce, self._me, self._peer, self._transfer))
+            process = self._proof.process
+        self._say(process)
 
     def _work(self) -> None:
+        shown = False
         while batch := self._batch():
             try:
+                if not shown:
+                    self._show()
+                    shown = True
                 if self._messages is None:
                     self._say(wire.note([(data.data_ptr(), data.numel()) for data, _ in batch]))
                 while batch and self._messages is None:
@@ -178,10 +202,13 @@ class _Handing(_Thread):
 class _Reading(_Thread):
     """The end that wants the chunks, in private memory: they are not verified yet."""
 
-    def __init__(self, group: ProcessGroup, upstream: int, tag: int, memory: wire.Memory) -> None:
-        self._memory = memory
+    def __init__(
+        self, group: ProcessGroup, upstream: int, transfer: int, tag: int, may_read: bool
+    ) -> None:
+        self._may_read = may_read
+        self._pid = 0
         self._over = False
-        super().__init__("data-in", group, upstream, tag)
+        super().__init__("data-in", group, upstream, transfer, tag)
 
     def close(self) -> None:
         """Who closes wants no more of it: a thread that waits in vain keeps one chunk's memory."""
@@ -191,14 +218,26 @@ class _Reading(_Thread):
                 self._jobs.get_nowait()
         super().close()
 
+    def _recognise(self) -> bool:
+        """Ask the other which process it is; whether that is so, and it can be read."""
+        nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        self._say(wire.hail(nonce))
+        process = place.Process(*wire.read_process(self._hear(wire.PROCESS_NUMBERS)))
+        claim = place.claim(nonce, self._peer, self._me, self._transfer)
+        self._pid = process.pid
+        return self._may_read and not (
+            place.cannot_open(process, claim) or place.cannot_read(process, claim)
+        )
+
     def _work(self) -> None:
-        memory = self._memory
-        reads = not (place.apart(place.here(), memory.place) or place.cannot_read(memory))
+        reads: bool | None = None
         noted: list[tuple[int, int]] = []
         unanswered = 0
         while (job := self._jobs.get()) is not None and not self._over:
             data, report = job
             try:
+                if reads is None:
+                    reads = self._recognise()
                 if self._messages is None:
                     noted = noted or wire.read_note(self._hear(wire.NOTE_NUMBERS))
                     reads = reads and self._read(*noted.pop(0), data)
@@ -219,7 +258,7 @@ class _Reading(_Thread):
         if size != data.numel():
             raise RemoteProtocolError(f"a note of {size} bytes for {data.numel()}", rank=self._peer)
         with suppress(OtherMemoryError):
-            read_run(self._memory.place.pid, address, data.data_ptr(), size)
+            read_run(self._pid, address, data.data_ptr(), size)
             return True
         return False
 

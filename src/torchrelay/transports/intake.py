@@ -1,4 +1,7 @@
-"""The data phase of a receive: chunks in, passed on, hashed, landed, and asked for again.
+"""The data phase of a receive: chunks in, hashed, landed, passed on, and asked for again.
+
+A chunk is passed on once it is known to be what the sender sent. Before that it is whatever another
+rank sent or pointed at, which might be memory that is nobody's business.
 
 Chunks that come over the group arrive in private buffers. Those, not the caller's tensors, are what
 the backend writes to: a peer that wakes up after this side has given up cannot touch live weights.
@@ -39,7 +42,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 class _Slot:
     """Takes one chunk at a time, which is passed on from there: in a buffer, or in its place."""
 
-    __slots__ = ("buffer", "chunk", "data", "forwarding", "posted", "processed")
+    __slots__ = ("buffer", "chunk", "data", "forwarding", "posted")
 
     def __init__(self) -> None:
         self.clear()
@@ -48,7 +51,7 @@ class _Slot:
         self.buffer: torch.Tensor | None = None  # none for a chunk that comes to its place
         self.data = _NOTHING
         self.chunk = -1
-        self.posted = self.forwarding = self.processed = False
+        self.posted = self.forwarding = False
 
 
 class _Flow:
@@ -104,6 +107,7 @@ class Intake:
         channel: Channel | None,
         *,
         verify: bool,
+        may_read: bool,
         device: str,
         step: int | None,
         deadline: Deadline,
@@ -123,6 +127,9 @@ class Intake:
         self._count = len(landing.chunks)
         self._missing = set(range(self._count))
         self._digests = [b""] * self._count
+        self._told = [b""] * self._count if verify else []  # by the sender, what they should be
+        self._turn = 0  # the chunk that is to be passed on next
+        self._waiting: dict[int, _Slot] = {}  # chunks that are here and not yet passed on
         self._trailer: tuple[bytes, ...] | None = None
         self._patience = go.patience
         self._downstream = go.downstream
@@ -138,11 +145,10 @@ class Intake:
         if self._channel is not None:
             self._way_in = self._channel.way_in(line.transfer, hashes=verify and on_the_way())
         else:
-            self._way_in = self._from(go.upstream, go.memory)
+            self._way_in = self._from(go.upstream, notes=go.reads, may_read=may_read)
         self._way_on: Way | None = None
         if go.downstream is not None:
-            tag = wire.tag(go.downstream_id, 1)
-            self._way_on = way_on(self._group, go.downstream, tag, notes=go.notes)
+            self._way_on = way_on(self._group, go.downstream, go.downstream_id, 1, notes=go.notes)
         self._heard_at = self._passed_at = time.monotonic()
         self._done_bytes = 0
         self._lost: PeerLostError | None = None
@@ -222,8 +228,11 @@ class Intake:
             self._taken(event)
         elif isinstance(event, Forwarded):
             self._forwarded(event)
+        elif isinstance(event, wire.Hashes):
+            self._learn(event.first, event.digests)
         elif isinstance(event, wire.Trailer):
             self._trailer = event.digests
+            self._learn(0, event.digests)
         elif isinstance(event, wire.Reroute):
             if self._flow.upstream != self._sender:
                 self._change_upstream("the sender said so")
@@ -236,8 +245,10 @@ class Intake:
 
     # Chunks in
 
-    def _from(self, upstream: int, memory: wire.Memory | None = None) -> Way:
-        return way_in(self._group, upstream, wire.tag(self._line.transfer, self._lane), memory)
+    def _from(self, upstream: int, *, notes: bool = False, may_read: bool = False) -> Way:
+        return way_in(
+            self._group, upstream, self._line.transfer, self._lane, notes=notes, may_read=may_read
+        )
 
     def _post_receives(self) -> None:
         flow, events = self._flow, self._events  # a receive that never ends keeps those alone
@@ -294,9 +305,6 @@ class Intake:
         self.messages += 1
         self.wire_bytes += data.numel()
         self.handed_bytes += data.numel() if read else 0
-        # Before hashing and landing, so that the next receiver waits for neither.
-        if slot.chunk not in self.retried:
-            self._pass_on(slot)
         slot.posted = False
         chunk = slot.chunk
         if in_place and (known or not self._verify):
@@ -326,12 +334,11 @@ class Intake:
             self._landing.arrived()
         self._done_bytes = min(self._done_bytes + event.data.numel(), self._chunks.stream_bytes)
         self._progress(self._done_bytes, self._chunks.stream_bytes)
-        slot = event.slot
-        if slot.data is not event.data:
-            return  # given up by the next receiver, and renewed
-        slot.processed = True
-        if not slot.forwarding:
-            self._clear(slot)
+        if self._downstream is None:
+            self._clear(event.slot)
+        else:
+            self._waiting[event.chunk] = event.slot
+            self._pass_on_in_turn()
 
     def _holds(self, trailer: tuple[bytes, ...]) -> bool:
         """Whether every chunk is the one that was sent; asks again for those that are not."""
@@ -393,9 +400,34 @@ class Intake:
 
     # Chunks on
 
-    def _pass_on(self, slot: _Slot) -> None:
-        if self._downstream is None or self._way_on is None:
+    def _learn(self, first: int, digests: tuple[bytes, ...]) -> None:
+        """What the sender says that chunks should be."""
+        if not self._verify:
             return
+        if first + len(digests) > self._count:
+            raise RemoteProtocolError(
+                f"digests of {first + len(digests)} chunks, of {self._count}", rank=self._sender
+            )
+        self._told[first : first + len(digests)] = digests
+        self._pass_on_in_turn()
+
+    def _pass_on_in_turn(self) -> None:
+        """Pass on what is right, in order. The first that is not is the last: the sender feeds the
+        next receiver from there on."""
+        while self._downstream is not None and (slot := self._waiting.get(self._turn)):
+            mine, theirs = self._digests[self._turn], self._told[self._turn : self._turn + 1]
+            if theirs == [b""]:
+                return  # not known yet
+            if theirs not in ([], [mine]):
+                self._line.send(wire.Unlink())
+                self._detach()
+                return
+            del self._waiting[self._turn]
+            self._turn += 1
+            self._pass_on(slot)
+
+    def _pass_on(self, slot: _Slot) -> None:
+        assert self._way_on is not None
         data, events = slot.data, self._events
         if not any(other.forwarding for other in self._slots):
             self._passed_at = time.monotonic()
@@ -414,16 +446,22 @@ class Intake:
         slot.forwarding = False
         if event.fault is not None:
             self._downstream = None  # the sender sees to it
+            self._drop_waiting()
         elif not event.read:
             self.forwarded_bytes += event.data.numel()
-        if slot.processed:
-            self._clear(slot)
+        self._clear(slot)
 
     def _detach(self) -> None:
         self._downstream = None
+        self._drop_waiting()
         for slot in self._slots:
             if slot.forwarding:
                 self._clear(slot, abandoned=True)
+
+    def _drop_waiting(self) -> None:
+        for slot in self._waiting.values():
+            self._clear(slot)
+        self._waiting.clear()
 
     def _check_stalls(self) -> None:
         if not self._patience:

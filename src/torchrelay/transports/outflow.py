@@ -6,6 +6,7 @@ beside the transfer, once, whoever it goes to.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections import deque
@@ -93,9 +94,9 @@ class Outflow:
         self.wire_bytes = 0
         self.messages = 0
 
-    def open(self, rank: int, tag: int, chunks: Sequence[int]) -> None:
+    def open(self, rank: int, transfer: int, lane: int, chunks: Sequence[int]) -> None:
         """Send chunks over the group."""
-        way = way_on(self._group, rank, tag, notes=False)
+        way = way_on(self._group, rank, transfer, lane)
         self.streams.append(Stream(rank, way, deque(chunks), IN_FLIGHT, IN_FLIGHT))
 
     def open_channel(self, rank: int, channel: Channel, transfer: int) -> None:
@@ -205,6 +206,11 @@ class Outflow:
         if any(known[index] is None for index in wanted if 0 <= index < len(known)):
             return None
         return tuple([found or b"" for found in known])
+
+    def digests_from(self, first: int) -> tuple[bytes, ...]:
+        """Of the chunks from this one on, up to the first whose digest is not known yet."""
+        known = itertools.takewhile(bool, itertools.islice(self._digests, first, None))
+        return tuple(digest for digest in known if digest is not None)
 
     def _release(self, lease: Lease | None) -> None:
         if lease is not None:

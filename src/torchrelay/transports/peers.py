@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchrelay.errors import (
@@ -17,6 +17,15 @@ from torchrelay.transports import fanout, place, wire
 from torchrelay.transports.group import Line
 
 
+@dataclass(frozen=True)
+class Said:
+    """Something that was heard on the line of a receiver."""
+
+    rank: int
+    line: Line
+    message: wire.Message | Exception
+
+
 @dataclass
 class Peer:
     """One receiver."""
@@ -28,7 +37,8 @@ class Peer:
     late: bool = False  # failed for want of time
     refusal: wire.Refuse | None = None
     place: wire.Place = field(default_factory=wire.Place)
-    memory: wire.Memory | None = None  # how another receiver may read it
+    reads: bool = False  # may read other receivers, and be read
+    hashes: int = 0  # of the first so many chunks it knows the digests, to pass them on
     route: str = "group"
     instead: dict[str, str] = field(default_factory=dict)  # faster routes: why not
     needs_ring: bool = False
@@ -55,7 +65,7 @@ def go(
         hop.downstream,
         behind.line.transfer if behind else 0,
         patience,
-        memory=before.memory if before and may_read and _can_try(me, before) else None,
+        reads=before is not None and may_read and _can_try(me, before),
         notes=behind is not None and may_read and _can_try(behind, me),
         channel=channel,
     )
@@ -63,8 +73,21 @@ def go(
 
 def _can_try(reader: Peer, owner: Peer) -> bool:
     """Whether one can try to read the other: they are in one place, and neither is against it."""
-    willing = reader.memory is not None and owner.memory is not None
-    return willing and not place.apart(reader.place, owner.place)
+    return reader.reads and owner.reads and not place.apart(reader.place, owner.place)
+
+
+def tell_hashes(
+    hops: Iterable[fanout.Hop],
+    peers: Mapping[int, Peer],
+    digests_from: Callable[[int], tuple[bytes, ...]],
+) -> None:
+    """Tell those who pass chunks on what these should be, as far as it is known and new to them."""
+    for hop in hops:
+        peer = peers[hop.rank]
+        passes_on = hop.downstream is not None and peer.stage == "accepted" and not peer.trailed
+        if passes_on and (digests := digests_from(peer.hashes)):
+            peer.line.send(wire.Hashes(peer.hashes, digests))
+            peer.hashes += len(digests)
 
 
 def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -> RelayError | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import queue
+import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
-
-import msgspec
 
 from torchrelay.errors import (
     ManifestError,
     MismatchError,
     PeerLostError,
+    RemoteProtocolError,
     RouteError,
     StateError,
     StepMismatchError,
@@ -100,6 +101,9 @@ class Receiving:
         self._ways: Ways | None = None
         self._recall, self._known = recall, known
         self._route, self._connections = route, connections
+        # With route "group" nobody's memory is read.
+        self._nonce = b"" if route == "group" else secrets.token_bytes(wire.NONCE_BYTES)
+        self._proof: place.Proof | None = None
         self.berth = Berth()
         self._watch = watch
         self._progress = progress
@@ -191,17 +195,26 @@ class Receiving:
         return self.intake.handed_bytes if isinstance(self.intake, Intake) else 0
 
     def _join(self, knows: bytes) -> wire.Join:
-        beacon = None if self._route == "group" else place.beacon()
-        token, address = (beacon.token, beacon.address) if beacon else (b"", 0)
-        return wire.Join(wire.MINOR, self._step, place.here(), token, address, knows)
+        here, fd = place.here(), -1
+        if here.devices and self._nonce:
+            with suppress(OSError):  # then no device memory is told of
+                self._proof = place.Proof(self._claim(self._me, self._sender))
+                fd = self._proof.process.fd
+        return wire.Join(wire.MINOR, self._step, here, self._nonce, fd, knows)
+
+    @property
+    def _me(self) -> int:
+        return self._line.group.rank()
+
+    def _claim(self, owner: int, reader: int) -> bytes:
+        return place.claim(self._nonce, owner, reader, self._line.transfer)
 
     def _take_in(self, offer: wire.Offer, landing: Landing, go: wire.Go) -> None:
         if not go.channel:
             self.berth.end(keep=False)
             self.berth.connections = 0
-        if go.memory is not None and self._route == "group":
-            # Meant for a call that this one has traded offers with: it reads at no place.
-            go = msgspec.structs.replace(go, memory=wire.Memory(wire.Place(), b"", 0, -1))
+        if why := off_schedule(go, offer, me=self._me, sender=self._sender):
+            raise RemoteProtocolError(why, rank=self._sender, phase="join")
         self.intake = Intake(
             self._line,
             self._events,
@@ -209,6 +222,8 @@ class Receiving:
             go,
             self.berth.channel,
             verify=offer.verify,
+            # Another call of this process, which this one has traded offers with, may have agreed.
+            may_read=self._route != "group",
             device=offer.device,
             step=self.manifest.step if self.manifest else None,
             deadline=self._deadline,
@@ -228,12 +243,14 @@ class Receiving:
             if not landing.on_device:
                 return "the destination is in host memory"
             try:
-                opened.extend(self._openings.sources(memory, landing.chunks.stream_bytes))
+                found = self._openings.sources(self._sender, memory, landing.chunks.stream_bytes)
+                opened.extend(found)
             except cuda_ipc.IpcError as fault:
                 return str(fault)
             return ""
 
-        self.choice = choose(offer, place.here(), self._route, open_device_memory)
+        claim = self._claim(self._sender, self._me)
+        self.choice = choose(offer, place.here(), claim, self._route, open_device_memory)
         if self.choice.route != "group" and offer.memory is not None:
             reads = self.choice.reads
             self._ways = find_ways(
@@ -250,7 +267,8 @@ class Receiving:
         ring = None
         if go.ring is not None:
             try:
-                ring = self._rings.take(memory, go.ring, pinned=in_use())
+                process = place.Process(memory.place.pid, memory.fd, memory.beacon)
+                ring = self._rings.take(self._sender, process, go.ring, pinned=in_use())
             except OSError as fault:
                 raise PeerLostError(
                     f"the sender's buffers cannot be mapped: {fault}", rank=self._sender
@@ -276,7 +294,7 @@ class Receiving:
                 ring.close()
             raise
         if ring is not None:
-            self._rings.give(memory, ring)
+            self._rings.give(self._sender, ring)
 
     def _exchange(self, offer: wire.Offer) -> wire.Offer:
         """The offer of the step that is wanted, where another call of this process got it."""
@@ -290,9 +308,9 @@ class Receiving:
         while not self._events.empty():
             said.append(self._events.get())
         self._line.put_back([word for word in said if not isinstance(word, InterruptedTransfer)])
-        held = Held(self._step, offered, (self._line, offer))
+        held = Held(self._step, offered, (self._line, offer, self._nonce))
         self._post.trading.settle(self._sender, held, self._deadline)
-        self._line, offer = held.catch
+        self._line, offer, self._nonce = held.catch
         self._line.listen(self._events.put)
         return offer
 
@@ -341,6 +359,18 @@ class Receiving:
         if not self._said_goodbye:
             self._said_goodbye = True
             self._line.send(message)
+
+
+def off_schedule(go: wire.Go, offer: wire.Offer, *, me: int, sender: int) -> str:
+    """What is wrong with the place in the chain that a sender gives to this rank, if anything."""
+    if go.upstream == me or go.downstream in (me, sender, go.upstream):
+        return f"a chain from rank {go.upstream} to {go.downstream} by way of this rank"
+    chained = go.upstream != sender or go.downstream is not None
+    if chained and offer.threads:
+        return "a chain, where this rank was said to be the only receiver"
+    if (go.reads or go.notes) and not (chained and offer.verify and offer.device == "cpu"):
+        return "receivers that read each other, without digests or not in a chain"
+    return ""
 
 
 def _verified(offer: wire.Offer, route: str) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from torchrelay.memory.arena import Arena, register, unregister
 from torchrelay.transports import wire
-from torchrelay.transports.place import path_of
+from torchrelay.transports.place import Process, open_memfd
 
 RING_BYTES = 512 << 20  # of one ring, at most, unless two slots take more
 MOST_SLOTS = wire.MAX_SLOTS
@@ -76,12 +76,12 @@ class Rings:
 class MappedRing:
     """The receiver's end; `OSError` if the file cannot be mapped."""
 
-    def __init__(self, memory: wire.Memory, record: wire.Ring, *, pinned: bool) -> None:
+    def __init__(self, process: Process, record: wire.Ring, *, pinned: bool) -> None:
         self.record = record
         if record.slots < 1 or record.slot_bytes < 1:
             raise OSError("a ring without slots")
         nbytes = record.slots * record.slot_bytes
-        fd = os.open(path_of(memory, record.fd), os.O_RDWR | os.O_CLOEXEC)
+        fd = open_memfd(process, record.fd, os.O_RDWR)
         try:
             if os.fstat(fd).st_size < nbytes:
                 raise OSError("the ring is smaller than was said")
@@ -108,22 +108,22 @@ class MappedRings:
     """One mapping for each sender, kept until the sender makes another ring."""
 
     def __init__(self) -> None:
-        self._open: dict[bytes, MappedRing] = {}
+        self._open: dict[int, MappedRing] = {}  # by rank
         self._lock = threading.Lock()
 
-    def take(self, memory: wire.Memory, record: wire.Ring, *, pinned: bool) -> MappedRing:
+    def take(self, sender: int, process: Process, record: wire.Ring, *, pinned: bool) -> MappedRing:
         with self._lock:
-            known = self._open.pop(memory.token, None)
+            known = self._open.pop(sender, None)
         if known is not None:
             if known.record == record and known.pinned >= pinned:
                 return known
             known.close()
-        return MappedRing(memory, record, pinned=pinned)
+        return MappedRing(process, record, pinned=pinned)
 
-    def give(self, memory: wire.Memory, ring: MappedRing) -> None:
+    def give(self, sender: int, ring: MappedRing) -> None:
         with self._lock:
-            before = self._open.pop(memory.token, None)
-            self._open[memory.token] = ring
+            before = self._open.pop(sender, None)
+            self._open[sender] = ring
         if before is not None:
             before.close()
 

@@ -37,9 +37,14 @@ def compares(route: str, verify: bool | None) -> bool:
 
 
 def choose(
-    offer: wire.Offer, mine: wire.Place, wanted: str | None, try_cuda_ipc: Callable[[], str]
+    offer: wire.Offer,
+    mine: wire.Place,
+    claim: bytes,
+    wanted: str | None,
+    try_cuda_ipc: Callable[[], str],
 ) -> Choice:
-    """The fastest route that works. `try_cuda_ipc` says why that one does not, empty if it does.
+    """The fastest route that works. `try_cuda_ipc` says why that one does not, empty if it does;
+    `claim` is what the sender's process shows.
 
     `RouteError` where the only one that either side takes does not work.
     """
@@ -52,11 +57,10 @@ def choose(
     reads, why_ring, no_host = False, "", _no_memory(offer, mine)
     if not no_host:
         assert offer.memory is not None
-        why_ring = place.cannot_read(offer.memory)
+        sender = place.Process(offer.memory.place.pid, offer.memory.fd, offer.memory.beacon)
+        no_host = place.cannot_open(sender, claim)
+        why_ring = "" if no_host else place.cannot_read(sender, claim)
         reads = not why_ring
-        if not reads:
-            no_host = place.cannot_open(offer.memory)
-            no_host = no_host and f"{why_ring}; {no_host}"
     for name in ROUTES[:-1]:
         if only not in (None, name):
             instead[name] = "not asked for"

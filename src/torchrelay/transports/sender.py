@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torchrelay.errors import StateError, TransferTimeoutError
 from torchrelay.memory.pool import cores
@@ -24,20 +23,13 @@ from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
 from torchrelay.transports.offers import shortened
 from torchrelay.transports.outflow import Hashed, Outflow, Sent
-from torchrelay.transports.peers import Peer, go, outcome
+from torchrelay.transports.peers import Peer, Said, go, outcome, tell_hashes
 from torchrelay.transports.ring import Rings
 from torchrelay.transports.routes import ROUTES
 from torchrelay.transports.serving import Serving
 from torchrelay.transports.worker import Worker, hashers
 
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
-
-
-@dataclass(frozen=True)
-class _Message:
-    rank: int
-    line: Line
-    message: wire.Message | Exception
 
 
 class Sending:
@@ -182,7 +174,7 @@ class Sending:
             line.listen(None)
         while not self._events.empty():
             event = self._events.get()
-            if isinstance(event, _Message) and event.line in said:
+            if isinstance(event, Said) and event.line in said:
                 said[event.line].append(event.message)
             else:
                 others.append(event)
@@ -194,8 +186,8 @@ class Sending:
     def _joined(self, peer: Peer, join: wire.Join) -> None:
         peer.stage, peer.joined_at = "joined", time.monotonic()
         peer.place = join.place
-        peer.memory = wire.Memory(join.place, join.token, join.beacon, -1) if join.token else None
-        memory = None if self._route == "group" else self._serving.memory(join.place)
+        peer.reads = bool(join.nonce)
+        memory = None if self._route == "group" else self._serving.memory(join, peer.line)
         large = self._device == "cpu" and self._chunks.stream_bytes >= WORTH_BYTES
         if large and len(self.peers) == 1 and join.minor >= wire.CHANNELS:
             self.berth.end(keep=False)  # of a join that came to nothing
@@ -240,6 +232,7 @@ class Sending:
                 self._open_stream(accepted[0].rank, 1, range(len(self._chunks)))
         while self._in("accepted"):
             self._out.pump()
+            tell_hashes(self._hops, self.peers, self._out.digests_from)
             self._send_trailers()
             if self._deadline.passed:
                 for peer in self._in("accepted"):
@@ -273,7 +266,7 @@ class Sending:
         return min(self._patience / 4, 0.25) if self._patience else 1.0
 
     def _open_stream(self, rank: int, lane: int, chunks: Sequence[int]) -> None:
-        self._out.open(rank, wire.tag(self.peers[rank].line.transfer, lane), chunks)
+        self._out.open(rank, self.peers[rank].line.transfer, lane, chunks)
 
     def _send_trailers(self) -> None:
         """Tell those who have all bytes, or soon will, what they should be."""
@@ -335,8 +328,7 @@ class Sending:
         for rank in culprits:
             if self.peers[rank].stage == "accepted":
                 self._fail(self.peers[rank], f"took no data for {self._patience:.3g} s")
-        if starving is not None and self.peers[starving].stage == "accepted":
-            self.peers[starving].line.send(wire.Reroute())
+        self._reroute(() if starving is None else (starving,))
 
     # Events
 
@@ -359,7 +351,7 @@ class Sending:
             return
         if isinstance(event, Exception):
             raise event
-        assert isinstance(event, _Message)
+        assert isinstance(event, Said)
         peer = self.peers[event.rank]
         if event.line is not peer.line or peer.stage in ("done", "refused", "failed"):
             return
@@ -400,6 +392,8 @@ class Sending:
             peer.line.send(wire.Fin())
         elif isinstance(message, wire.Need) and any(hop.rank == peer.rank for hop in self._hops):
             self._need(peer, message)
+        elif isinstance(message, wire.Unlink):
+            self._reroute(hop.rank for hop in self._hops if hop.upstream == peer.rank)
         elif isinstance(message, wire.Stalled):
             self._jury.starving(peer.rank, time.monotonic(), GATHER * self._tick())
         elif isinstance(message, wire.Blocked):
@@ -473,14 +467,18 @@ class Sending:
             if hop.downstream == peer.rank:
                 self._detach(hop.rank)
         done = [p.rank for p in self._in("done")]
-        for rank in fanout.orphans(self._hops, [p.rank for p in self._in("failed")], done):
-            self.peers[rank].line.send(wire.Reroute())
+        self._reroute(fanout.orphans(self._hops, [p.rank for p in self._in("failed")], done))
+
+    def _reroute(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if self.peers[rank].stage == "accepted":
+                self.peers[rank].line.send(wire.Reroute())
 
     # Ends
 
     def _listen(self, peer: Peer) -> None:
         line, rank = peer.line, peer.rank
-        line.listen(lambda message: self._events.put(_Message(rank, line, message)))
+        line.listen(lambda message: self._events.put(Said(rank, line, message)))
 
     def _by(self, *routes: str) -> list[Peer]:
         """The receivers that are served by one of these routes."""

@@ -40,6 +40,7 @@ class Serving:
         self._chunks = snapshot.chunks
         self._lent: dict[int, Ring] = {}
         self._here = place.here()
+        self._proofs: list[place.Proof] = []
         self._worker: Worker | None = None
         self._sums: list[torch.Tensor] | None = None
         self.filled_bytes = 0
@@ -48,23 +49,37 @@ class Serving:
         """Find out where things are, while nobody has asked yet."""
         self._host, self._apart, self._exported  # noqa: B018
 
-    def memory(self, theirs: wire.Place) -> wire.Memory | None:
-        """Where the bytes lie, for a receiver at that place; the least where it is elsewhere."""
-        beacon = place.beacon()
-        if beacon is None:
-            return None
-        if place.apart(self._here, theirs):
-            return wire.Memory(self._here, b"", 0, -1)
+    def memory(self, join: wire.Join, line: Line) -> wire.Memory:
+        """Where the bytes lie, for a receiver that has joined; the least where it is elsewhere."""
+        elsewhere = wire.Memory(self._here)
+        if place.apart(self._here, join.place) or not join.nonce:
+            return elsewhere
+        me, them = line.group.rank(), line.peer
+        try:
+            proof = place.Proof(place.claim(join.nonce, me, them, line.transfer))
+        except OSError:
+            return elsewhere
+        self._proofs.append(proof)
+        exports, pieces, strays, why = self._exported
+        if exports:
+            # A handle opens memory without asking the kernel who it is that does.
+            receiver = place.Process(join.place.pid, join.fd, 0)
+            claim = place.claim(join.nonce, them, me, line.transfer)
+            if place.cannot_open(receiver, claim):
+                exports, pieces = (), ()
+                why = "the sender cannot make sure that this process is of its user"
         return wire.Memory(
             self._here,
-            beacon.token,
-            beacon.address,
-            beacon.fd,
+            proof.process.beacon,
+            proof.process.fd,
             self._host,
             self._apart,
             self.verify,
             self._sum_up,
-            *self._exported,
+            exports,
+            pieces,
+            strays,
+            why,
         )
 
     @cached_property
@@ -169,3 +184,5 @@ class Serving:
         for ring in self._lent.values():
             self._rings.give(ring)
         self._lent.clear()
+        for proof in self._proofs:
+            proof.close()

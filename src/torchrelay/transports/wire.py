@@ -18,7 +18,7 @@ from msgspec import Meta
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.state.manifest import MAX_CHUNK_BYTES, MAX_STREAM_BYTES
 
-MAJOR, MINOR = 1, 3
+MAJOR, MINOR = 1, 4
 COLUMNS = 2  # minor version from which on manifests in columns are read
 CHANNELS = 3  # minor version from which on connections beside the group's are understood
 
@@ -147,14 +147,13 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
 class Memory(msgspec.Struct, array_like=True, frozen=True):
     """Where the bytes of a state lie in the sender's memory.
 
-    `token` stands at address `beacon` and at the start of file `fd` of the process: a receiver that
-    reads it there reads the right process.
+    The sender's claim to the process (`place.claim`) stands at address `beacon` and in file `fd` of
+    it: a receiver that reads it there reads the process of the rank that it talks to.
     """
 
     place: Place
-    token: Token
-    beacon: Address
-    fd: Descriptor
+    beacon: Address = 0
+    fd: Descriptor = -1
     host: Blob = b""  # `state.runs.Runs.pack`
     apart: Chunks = ()  # chunks that have bytes elsewhere: on a device, or strided
     verify: bool = False  # digests come with the trailer on this way too
@@ -187,9 +186,8 @@ class Join(_Message, tag="join", frozen=True):
     minor: Minor
     step: Step | None = None
     place: Place = Place()
-    # As in `Memory`, for the receiver behind me; empty where others may not read me.
-    token: Token = b""
-    beacon: Address = 0
+    nonce: Token = b""  # random, for whoever wants to be read by me; empty where I read nobody
+    fd: Descriptor = -1  # file with my own claim, where I might open device memory
     knows: Digest = b""  # digest of an earlier offer's manifest and table of memory, which I have
 
 
@@ -241,6 +239,10 @@ class Need(_Message, tag="need", frozen=True):
     lane: AskedLane
 
 
+class Unlink(_Message, tag="unlink", frozen=True):
+    """I cannot pass on what I have got: see to the receiver behind me."""
+
+
 class Done(_Message, tag="done", frozen=True):
     """All is here, verified and landed. Ends the transfer with me."""
 
@@ -287,7 +289,7 @@ class Go(_Message, tag="go", frozen=True):
     patience: Seconds = 0.0  # seconds without progress before you tell me
     threads: Threads = 0  # that you may copy with on this machine
     ring: Ring | None = None
-    memory: Memory | None = None  # of your upstream: read chunks there, as its notes tell
+    reads: bool = False  # your upstream can be read: it sends notes in place of chunks
     notes: bool = False  # your downstream reads: send it notes in place of chunks
     channel: bool = False  # chunks come by the one that we agreed on
 
@@ -311,6 +313,13 @@ class Filled(_Message, tag="filled", frozen=True):
     slot: Slot
 
 
+class Hashes(_Message, tag="hashes", frozen=True):
+    """Digests of chunks from `first` on: what a receiver may pass on has them."""
+
+    first: Chunk
+    digests: Digests
+
+
 class Trailer(_Message, tag="trailer", frozen=True):
     """Digests of all chunks in order; empty if the transfer is not verified. Those of chunks that
     were not asked for may be empty."""
@@ -329,10 +338,31 @@ class Abort(_Message, tag="abort", frozen=True):
     message: Text
 
 
-# From one receiver to the next, on the lane of its chunks, where it reads them: 64-bit numbers.
+# Between a receiver and the next one, on the lane of its chunks, where it reads them: 64-bit
+# numbers. The one that reads says a nonce, the other where it is, and then where its chunks lie.
 
+NONCE_BYTES = 16
+_NONCE = struct.Struct("<2q")
+HAIL_NUMBERS = 2
+PROCESS_NUMBERS = 3  # process id, descriptor and address, as in `Memory`
 NOTE_CHUNKS = 6  # that one note can tell of
 NOTE_NUMBERS = 1 + 2 * NOTE_CHUNKS
+
+
+def hail(nonce: bytes) -> list[int]:
+    return list(_NONCE.unpack(nonce))
+
+
+def read_hail(numbers: Sequence[int]) -> bytes:
+    return _NONCE.pack(*numbers)
+
+
+def read_process(numbers: Sequence[int]) -> tuple[int, int, int]:
+    """Process id, descriptor and address."""
+    pid, fd, address = numbers
+    if not (0 <= pid <= 1 << 22 and -1 <= fd < 1 << 31 and address >= 0):
+        raise RemoteProtocolError("a process that cannot be")
+    return pid, fd, address
 
 
 def note(chunks: Sequence[tuple[int, int]]) -> list[int]:
@@ -351,8 +381,8 @@ def read_note(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return chunks
 
 
-ToSender = Join | Accept | Refuse | Fill | Pulled | Blocked | Stalled | Need | Done | Leave
-ToReceiver = Offer | Go | Filled | Knock | Detach | Reroute | Trailer | Fin | Abort
+ToSender = Join | Accept | Refuse | Fill | Pulled | Blocked | Stalled | Need | Unlink | Done | Leave
+ToReceiver = Offer | Go | Filled | Knock | Detach | Reroute | Hashes | Trailer | Fin | Abort
 Message = ToSender | ToReceiver
 
 TERMINAL = (Refuse, Done, Leave, Fin, Abort)
