@@ -7,7 +7,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -22,7 +23,9 @@ from torchrelay.checkpointer.pending import Pending, Saved, logger
 from torchrelay.checkpointer.saving import Save, Saver
 from torchrelay.checkpointer.shelf import Progress, Shelf
 from torchrelay.checkpointer.signals import SaveOnSignal
-from torchrelay.errors import RelayError, UsageError
+from torchrelay.checkpointer.step_draft import GRACE
+from torchrelay.errors import RelayError, StorageTimeoutError, UsageError
+from torchrelay.memory.bounded import bounded
 from torchrelay.stores.layout import FILE_BYTES
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.records import Checkpoint
@@ -32,6 +35,8 @@ from torchrelay.transports.clock import Deadline
 from torchrelay.version import __version__
 
 _MIN_BUDGET = 16 << 20
+
+Result = TypeVar("Result")
 
 
 class Checkpointer:
@@ -107,8 +112,7 @@ class Checkpointer:
         self._calls = threading.RLock()
         self._read_only = read_only
         if self._all.coordinates and not read_only:
-            for name in self._store.clean():
-                logger.info("removed %s, left behind by a writer that is gone", name)
+            self._bounded("clean up", self._shelf.clean)
         self._signal = SaveOnSignal(signals, self._last_save) if save_on_signal else None
         self._on_signal = save_on_signal
         enrol(self)
@@ -133,7 +137,7 @@ class Checkpointer:
             save = self._new_save(step, overwrite, timeout)
             self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
             saved = self._saver.save(save, state)
-            self._prune(step)
+            self._prune(save)
             return saved
 
     def save_async(
@@ -156,7 +160,7 @@ class Checkpointer:
                 return Pending(step, skipped=True)
             self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
             pending = Pending(step)
-            self._saver.save_async(save, state, pending, lambda: self._prune(step))
+            self._saver.save_async(save, state, pending, lambda: self._prune(save))
             return pending
 
     def prepare(self, state: object) -> int:
@@ -212,7 +216,7 @@ class Checkpointer:
             if len(set(said)) > 1:
                 steps = sorted({int(step) for step in said})
                 raise UsageError(f"ranks name different steps: {steps}", step=save.step)
-            check()
+            self._bounded("list the steps", check, save.deadline.early())
             return said
 
         save.call.at("waiting for the save before")
@@ -281,26 +285,26 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Committed steps, in ascending order. Says nothing about their bytes: see `verify`."""
-        return self._shelf.steps()
+        return self._bounded("list the steps", self._shelf.steps)
 
     def latest(self) -> int | None:
         """The newest committed step whose commit record and file sizes hold."""
-        return self._shelf.latest()
+        return self._bounded("look for the newest step", self._shelf.latest)
 
     def record(self, step: int) -> Checkpoint:
         """The commit record of a step: what is in it and where; `DamagedError` if it is broken."""
-        return self._shelf.record(step)
+        return self._bounded("read the commit record", lambda: self._shelf.record(step))
 
     def verify(self, step: int | None = None, *, progress: Progress | None = None) -> int:
         """Read every byte of a step (the newest, by default) and check every digest.
 
         Returns the step; `DamagedError` or `ManifestError` says what is wrong with it.
         """
-        return self._shelf.verify(step, progress)
+        return self._bounded("verify", lambda: self._shelf.verify(step, progress))
 
     def holds(self, step: int) -> bool:
         """Whether a step's commit record is whole and its files have the sizes it says."""
-        return self._shelf.holds(step)
+        return self._bounded("look at a step", lambda: self._shelf.holds(step))
 
     def export_hf(
         self,
@@ -328,7 +332,7 @@ class Checkpointer:
     def delete(self, step: int) -> None:
         """Remove a step. One rank does it."""
         self._check_writable()
-        self._shelf.delete(step)
+        self._bounded("delete", lambda: self._shelf.delete(step))
 
     def rollback(self, step: int, *, timeout: float | None = None) -> list[int]:
         """Set aside every step above `step`, so that the run goes on from there; returns them.
@@ -343,27 +347,39 @@ class Checkpointer:
             self._settle(save)
 
             def decide(said: list[bytes]) -> list[bytes]:
-                return [msgspec.msgpack.encode(self._shelf.rollback(step))] * len(said)
+                act = partial(self._shelf.rollback, step)
+                newer = self._bounded("set steps aside", act, save.deadline.early())
+                return [msgspec.msgpack.encode(newer)] * len(said)
 
             heard = save.call.round("rollback", lambda: b"", decide, save.deadline)
             return msgspec.msgpack.decode(heard, type=list[int])
 
     def aside(self) -> list[str]:
         """Names of the steps that were set aside."""
-        return self._shelf.aside()
+        return self._bounded("list what was set aside", self._shelf.aside)
 
     def remove_aside(self, name: str) -> None:
         """Remove a step that was set aside, by its name in `aside`. One rank does it."""
         self._check_writable()
-        self._shelf.remove_aside(name)
+        self._bounded("remove", lambda: self._shelf.remove_aside(name))
 
     def _check_writable(self) -> None:
         if self._read_only:
             raise UsageError("this checkpointer is read-only")
 
-    def _prune(self, committed: int) -> None:
+    def _prune(self, save: Save) -> None:
         if self._all.coordinates:
-            self._shelf.prune(committed)
+            try:
+                act = partial(self._shelf.prune, save.step)
+                self._bounded("remove old steps", act, max(GRACE, save.deadline.left()))
+            except StorageTimeoutError as late:  # the step is committed
+                logger.warning("%s", late)
+
+    def _bounded(
+        self, what: str, act: Callable[[], Result], seconds: float | None = None
+    ) -> Result:
+        """Storage that does not answer is left behind at the end of the time for a call."""
+        return bounded(act, self._timeout if seconds is None else seconds, what, file=self.url)
 
     # The end.
 

@@ -21,6 +21,7 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
+from torchrelay.memory.bounded import bounded
 from torchrelay.state.containers import show
 from torchrelay.transports.assembly import Assembly, Call
 from torchrelay.transports.clock import Deadline, Stopwatch
@@ -129,7 +130,10 @@ class Loader:
             asked = {msgspec.msgpack.decode(data) for data in said}
             if len(asked) > 1:
                 raise UsageError(f"ranks ask for different steps: {sorted(map(str, asked))}")
-            steps = sorted(self._shelf.steps(), reverse=True)
+            listed = bounded(
+                self._shelf.steps, deadline.early(), "list the steps", file=self._shelf.url
+            )
+            steps = sorted(listed, reverse=True)
             if step is not None and step not in steps:
                 shown = ", ".join(map(str, steps[:8])) or "none"
                 raise StepNotFoundError(

@@ -29,7 +29,7 @@ from torchrelay.checkpointer.staging import (
     arena_bytes,
 )
 from torchrelay.checkpointer.step_draft import StepDraft
-from torchrelay.errors import CheckpointError
+from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.device import DeviceCopy
 from torchrelay.state.objects import unwrap
@@ -249,7 +249,7 @@ class Saver:
             raise faults[0]
         if not done:
             where = target[0].at if target else None
-            raise CheckpointError("still writing at the deadline", phase="write", file=where)
+            raise StorageTimeoutError("still writing at the deadline", phase="write", file=where)
         return share.written(done[0])
 
     def _take_arena(self, share: Share, budget: int | None) -> Arena:

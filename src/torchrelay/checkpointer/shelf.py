@@ -54,6 +54,11 @@ class Shelf:
             place = str(fault.filename or self.url)
             raise CheckpointError(f"cannot {what}: {reason}", step=step, file=place) from fault
 
+    def clean(self) -> None:
+        with self._faults("look for what writers left behind"):
+            for name in self.store.clean():
+                logger.info("removed %s, left behind by a writer that is gone", name)
+
     def latest(self) -> int | None:
         for step in reversed(self.steps()):
             if self.holds(step):

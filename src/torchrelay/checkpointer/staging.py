@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Protocol
 
-from torchrelay.errors import CheckpointError
+from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.state.stream import Stream
@@ -76,7 +76,7 @@ class ProcessTarget:
         deadline: Deadline,
     ) -> None:
         self._process = process
-        process.attach(arena.fd, arena.nbytes)
+        process.attach(arena.fd, arena.nbytes, deadline.left())
         self._save = process.begin(*draft, files, deadline.left())
 
     def write(self, placed: list[Placed], deadline: Deadline) -> None:
@@ -180,7 +180,7 @@ class Pipeline:
                 return self._free.get(timeout=0.05)
             except queue.Empty:
                 continue
-        raise CheckpointError("writing is too slow to stage in time", phase="stage")
+        raise StorageTimeoutError("writing is too slow to stage in time", phase="stage")
 
     def _write(self) -> None:
         try:
@@ -199,7 +199,7 @@ class Pipeline:
         """The digests of each file's chunks."""
         self._writer.join(self._deadline.left())
         if self._writer.is_alive():
-            raise CheckpointError("still writing at the deadline", phase="write")
+            raise StorageTimeoutError("still writing at the deadline", phase="write")
         if self._fault is not None:
             self._target.abort()
             raise self._fault

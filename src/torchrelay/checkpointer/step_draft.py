@@ -22,7 +22,6 @@ from torchrelay.stores.seam import Draft, Store
 from torchrelay.transports.clock import Deadline
 
 HEADROOM = 1 << 20  # bytes kept free beside the data: commit record, directory
-SPREAD = 0.25  # seconds before the deadline at which the coordinator gives up, so that all hear why
 GRACE = 0.5  # seconds past the deadline for a look, or for cleaning up
 
 Result = TypeVar("Result")
@@ -99,8 +98,7 @@ class StepDraft:
             logger.warning("the draft of step %d stays: %s", self._step, late.message)
 
     def _bounded(self, what: str, act: Callable[[], Result]) -> Result:
-        seconds = self._deadline.left() - min(SPREAD, self._deadline.seconds / 16)
-        return bounded(act, seconds, what, file=self._store.url)
+        return bounded(act, self._deadline.early(), what, file=self._store.url)
 
     @contextmanager
     def _faults(self, phase: str, what: str, exists: str) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 from torchrelay.memory import threads
@@ -34,7 +35,10 @@ def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]],
         except BaseException as fault:
             failures.append(fault)
 
-    others = [threads.run(work, "crew") for _ in range(min(most, len(todo)) - 1)]
+    others = []
+    with suppress(RuntimeError):  # no thread can be started while the interpreter ends
+        for _ in range(min(most, len(todo)) - 1):
+            others.append(threads.run(work, "crew"))
     work()
     for running in others:
         running.wait()

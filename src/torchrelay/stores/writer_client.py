@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torchrelay.errors import CheckpointError
+from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.stores import writer_process as p
 from torchrelay.stores.writing import FileSpec
 
 _START_SECONDS = 60.0
 _END_SECONDS = 5.0
+_KILL_SECONDS = 0.5
 
 
 class WriterProcess:
@@ -54,14 +55,14 @@ class WriterProcess:
             )
         self._link = ours
 
-    def attach(self, fd: int, nbytes: int) -> None:
+    def attach(self, fd: int, nbytes: int, timeout: float = _START_SECONDS) -> None:
         """Show the writer an arena, unless it is the one it has."""
         self.start()
         inode = os.fstat(fd).st_ino
         if self._attached == inode:
             return
         with self._lock:
-            self._ask(p.Attach(nbytes), _START_SECONDS, "attach", fd)
+            self._ask(p.Attach(nbytes), min(timeout, _START_SECONDS), "attach", fd)
         self._attached = inode
 
     def begin(
@@ -123,7 +124,7 @@ class WriterProcess:
             answer = p.receive_answer(link)
         except TimeoutError:
             self._drop()
-            raise CheckpointError("the writer did not finish in time", phase=phase) from None
+            raise StorageTimeoutError("the writer did not finish in time", phase=phase) from None
         except (EOFError, OSError) as fault:
             code = None if self._process is None else self._process.poll()
             self._drop()
@@ -139,9 +140,17 @@ class WriterProcess:
         if self._link is not None:
             self._link.close()
             self._link = None
+        self._end(0)
+
+    def _end(self, seconds: float) -> None:
+        """Wait so long for the process to leave, then kill it. One that hangs in a system call dies
+        when that returns, which nobody waits for."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            for patience in (seconds, _KILL_SECONDS):
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(patience)
+                    break
+                self._process.kill()
             self._process = None
         self._attached = -1
 
@@ -160,11 +169,4 @@ class WriterProcess:
                 self._link.shutdown(socket.SHUT_RDWR)
             self._link.close()
             self._link = None
-        if self._process is not None:
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
-        self._attached = -1
+        self._end(_END_SECONDS)

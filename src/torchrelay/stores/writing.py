@@ -12,16 +12,17 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import xxhash
 
 from torchrelay.errors import CheckpointError
+from torchrelay.memory.crew import share_out
 from torchrelay.stores.seam import DataFiles, Sink
 
 PIECE = 1 << 18  # bytes of live memory that are copied, hashed and written at once
+FINISHERS = 32  # files that are made durable at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 
 
@@ -117,12 +118,13 @@ class Writing:
 
     def finish(self) -> list[bytes]:
         """Make the files durable; the digests of each file's chunks."""
-        with ThreadPoolExecutor(max_workers=max(1, len(self._sinks))) as pool:
-            pairs = zip(self._files, self._sinks, strict=True)
-            done = [pool.submit(self._at, file.name, sink.finish) for file, sink in pairs]
-            for future in done:
-                future.result()
+        pairs = list(zip(self._files, self._sinks, strict=True))
+        share_out(pairs, lambda: self._finish, FINISHERS)
         return [bytes(digests) for digests in self._digests]
+
+    def _finish(self, pair: tuple[FileSpec, Sink]) -> None:
+        file, sink = pair
+        self._at(file.name, sink.finish)
 
     def abort(self) -> None:
         for sink in self._sinks:

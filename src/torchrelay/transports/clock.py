@@ -17,6 +17,9 @@ class InterruptedTransfer(RelayError):
     """The caller has given up on a call of its own. Peers are told; the caller raises the cause."""
 
 
+TELLING = 0.25  # seconds that it may take to tell the other ranks
+
+
 class Deadline:
     """A point in time that ends a whole call, or an end that comes before."""
 
@@ -34,6 +37,10 @@ class Deadline:
 
     def left(self) -> float:
         return 0.0 if self._cause is not None else max(0.0, self._end - time.monotonic())
+
+    def early(self) -> float:
+        """Seconds left for something whose end other ranks are still to hear of."""
+        return self.left() - min(TELLING, self.seconds / 16)
 
     def hasten(self, seconds: float) -> None:
         """End in so many seconds, if that is sooner."""
