@@ -182,17 +182,6 @@ class Loader:
 
     def _land(self, call: Call, loading: Loading, wanted: Wanted, deadline: Deadline) -> Landed:
         """Objects first: where one refuses, on any rank, all have their old state again."""
-        try:
-            _together(call, "tell", loading.tell, deadline)
-        except BaseException:
-            lost = loading.take_back()
-            if lost:
-                raise TornStateError(
-                    "not every object took its old state back: "
-                    f"{', '.join(map(show, lost))} may be part new, the rest is old",
-                    phase="tell",
-                ) from None
-            raise
         landed: list[Landed] = []
 
         def act() -> None:
@@ -206,7 +195,13 @@ class Loader:
                     raise
                 raise TornStateError(f"{TORN}: {fault!r}", phase="land") from fault
 
-        _together(call, "land", act, deadline)
+        try:
+            _together(call, "tell", loading.tell, deadline)
+            _together(call, "land", act, deadline)
+        except BaseException:
+            if not loading.touched:
+                _take_back(loading)
+            raise
         return landed[0]
 
     def _pass_over(self, step: int, fault: RelayError, damaged: dict[int, str]) -> None:
@@ -216,6 +211,18 @@ class Loader:
         text = f"step {step} in {self._shelf.url} is damaged or gone, and is passed over: {fault}"
         logger.warning(text)
         warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _take_back(loading: Loading) -> None:
+    """No tensor of this rank was written: its objects get their old state again."""
+    lost = loading.take_back()
+    if lost:
+        names = ", ".join(map(show, lost))
+        raise TornStateError(
+            f"not every object took its old state back: {names} may be part new, the rest is old; "
+            "load again, or make it anew",
+            phase="tell",
+        )
 
 
 def _together(call: Call, phase: str, act: Callable[[], None], deadline: Deadline) -> None:

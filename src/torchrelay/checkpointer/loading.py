@@ -189,9 +189,13 @@ class Loading:
     def _read(self, some: list[Wave], verify: bool, *, own: bool) -> None:
         while some:
             wave = some.pop(0)  # its buffers are freed with it
-            self.touched = self.touched or own
             if not wave.arrived:
-                self._fetch(wave).land(verify=verify, checked=self._checked)
+                fetch = self._fetch(wave)
+                try:
+                    fetch.land(verify=verify, checked=self._checked)
+                finally:
+                    self.touched = self.touched or (own and fetch.begun)
+            self.touched = self.touched or own
             wave.finish()
 
     def _fetch(self, wave: Wave) -> Fetch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,14 @@ import torch
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.containers import Path, show
+from torchrelay.state.containers import (
+    Path,
+    has_records,
+    records_of,
+    show,
+    slots,
+    unflatten,
+)
 from torchrelay.state.fitting import ArrayFit, Fit
 from torchrelay.state.leaves import Part, build, check_buildable
 from torchrelay.state.spans import contiguous_strides
@@ -46,6 +54,30 @@ def check_leaf(leaf: m.Leaf, path: Path) -> None:
         raise
 
 
+def check_records(
+    tree: m.Node, leaves: Sequence[m.Leaf], wanted: Container[int] | None = None
+) -> None:
+    """Make registered types that plain values are all of, to see that it works; those that have
+    one of the `wanted` leaves, if given. The others are known when their bytes are here."""
+    if not has_records(tree):
+        return
+    for path, node in records_of(tree):
+        inside = [index for _, index in slots(node)]
+        if wanted is not None and not any(index in wanted for index in inside):
+            continue
+        if all(isinstance(leaves[index], (m.ValueLeaf, m.SizeLeaf)) for index in inside):
+            values = {n: make_leaf(leaves[n], path, _no_part, 0) for n in inside}
+            try:
+                unflatten(node, values)
+            except UnsupportedLeafError as fault:
+                fault.path = show(path)
+                raise
+
+
+def _no_part(part: m.TensorLeaf) -> torch.Tensor:
+    raise AssertionError("a plain value has no tensors")
+
+
 def strides_of(part: m.TensorLeaf) -> tuple[int, ...]:
     return contiguous_strides(part.shape) if part.strides is None else part.strides
 
@@ -54,7 +86,7 @@ def late_copy(
     pair: Fit | ArrayFit, part: Part
 ) -> tuple[torch.Tensor | np.ndarray[Any, Any], object]:
     if isinstance(pair, ArrayFit):
-        return pair.destination, build(pair.leaf, part, 0)
+        return pair.destination, make_leaf(pair.leaf, (), part, 0)
     return pair.destination, part(pair.part)
 
 

@@ -324,13 +324,18 @@ def has_records(tree: m.Node) -> bool:
     return any(has_records(child) for child in tree.items)
 
 
+def records_of(tree: m.Node, path: Path = ()) -> Iterator[tuple[Path, m.RecordNode]]:
+    """The registered types in a tree, with their paths; not those inside of others."""
+    if isinstance(tree, m.RecordNode):
+        yield path, tree
+    elif has_records(tree):
+        for key, child in children_of(tree):
+            yield from records_of(child, (*path, key))
+
+
 def inside_records(tree: m.Node) -> set[int]:
     """The leaves that registered types are made of."""
-    if isinstance(tree, m.RecordNode):
-        return {index for _, index in slots(tree)}
-    if not has_records(tree):
-        return set()
-    return set().union(*(inside_records(child) for _, child in children_of(tree)))
+    return {index for _, node in records_of(tree) for _, index in slots(node)}
 
 
 def grafted(tree: m.Node, stubs: Mapping[Path, int], path: Path = ()) -> m.Node:

@@ -18,7 +18,7 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.building import check_leaf, make_leaf, strides_of
+from torchrelay.state.building import check_leaf, check_records, make_leaf, strides_of
 from torchrelay.state.columns import Numbers, by_device, devices_of, others_of, sizes_of, table_of
 from torchrelay.state.containers import Path, check_types, has_records, leaf_paths, unflatten
 from torchrelay.state.landed import Landed, Places, chunks_of
@@ -47,6 +47,7 @@ class NewTensors:
         means: Means,
     ) -> None:
         check_types(manifest.tree)
+        check_records(manifest.tree, manifest.leaves)
         self._shards = shards
         self._manifest = manifest
         self._rank = rank

@@ -61,14 +61,17 @@ class Handover:
         self._renewal = self._renewed({**trial, **values})
         self._news = self._new_states({**leaves, **inside})
 
-    def tell(self) -> None:
-        """`MismatchError` where an object refuses; then all of them have their old state."""
+    def tell(self, *, written: bool = False) -> None:
+        """`MismatchError` where an object refuses; then all of them have their old state.
+
+        `written`: some of the caller's tensors are new already, so that no module can be asked.
+        """
         if self._before:
             self._telling.tell(self._news)
         asked = [
             path
             for path in self._modules
-            if path in self._renewal.modules or self._objects[path].choosy
+            if not written and (path in self._renewal.modules or self._objects[path].choosy)
         ]
         self._telling.ask(asked, self._renewal.apply_inside)
 

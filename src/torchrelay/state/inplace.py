@@ -14,7 +14,14 @@ from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.anew import Anew
-from torchrelay.state.building import check_leaf, copy_late, late_copy, make_leaf, strides_of
+from torchrelay.state.building import (
+    check_leaf,
+    check_records,
+    copy_late,
+    late_copy,
+    make_leaf,
+    strides_of,
+)
 from torchrelay.state.containers import (
     Matched,
     Path,
@@ -85,6 +92,9 @@ class ExistingTensors:
         # Registered types are made before anything is written: of bytes that are held back.
         inside = inside_records(manifest.tree)
         self._inside = matched.some(inside) if inside else []
+        if inside:
+            wanted = {index for index, _, _ in self._inside} | self._anew.paths.keys()
+            check_records(manifest.tree, manifest.leaves, wanted)
         later = [] if atomic else self._inside
         if later:
             pairs = [pair for pair in matched.pairs if pair[0] not in inside]
@@ -336,7 +346,7 @@ class ExistingTensors:
         handover.make(values, {**self._filled, **made}, inside)
         if inside and self._mine is not None:
             self._around(values, made, inside)
-        handover.tell()
+        handover.tell(written=self.torn)
         self.torn = self.torn or bool(self._written or late)
         if self._atomic:
             self._means.copy(self._last_copies, beside=self._notes())

@@ -70,6 +70,7 @@ class Fetch:
             for _, region in stream.elsewhere
         )
         self._batched = store.costly_reads or self._pinned
+        self.begun = False  # whether files were opened, so that bytes may have come
 
     def check(self) -> None:
         """Raise `DamagedError` unless every chunk that is wanted has its digest."""
@@ -144,6 +145,7 @@ class Fetch:
 
             return do
 
+        self.begun = True
         try:
             share_out(tasks, hand, workers)
         finally:
