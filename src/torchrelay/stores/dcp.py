@@ -12,9 +12,11 @@ import dataclasses
 import os
 import re
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -86,6 +88,7 @@ class Writer(StorageWriter):
         self._file_bytes = file_bytes
         self._timeout = timeout
         self._draft: Draft | None = None
+        self.save_id = str(uuid4())
         self._go(path)
 
     def _go(self, path: Place) -> None:
@@ -95,6 +98,7 @@ class Writer(StorageWriter):
         self._store: Store = open_store(root, timeout=self._timeout)
 
     def reset(self, checkpoint_id: Place | None = None) -> None:
+        self.save_id = str(uuid4())
         if checkpoint_id is not None:
             self._go(checkpoint_id)
 
@@ -168,16 +172,17 @@ class Writer(StorageWriter):
         try:
             outlined = outline_of(metadata, shares)
             ranks = plans.Outlines((outlined,), (0,) * max(1, len(results)), {})
-            record = commit_record(self._step, shares, ranks, __version__)
+            record = commit_record(self._step, shares, ranks, __version__, self.save_id)
             self._draft.commit(sealed(record))
         except BaseException:
             self._draft.discard()
             raise
         finally:
             self._draft = None
+        metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
 
-    def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
@@ -214,17 +219,25 @@ class Reader(StorageReader):
         self._given_step = step
         self._verify = verify
         self._timeout = timeout
+        self.load_id = str(uuid4())
         self._go(path)
+        self._forget()
 
     def _go(self, path: Place) -> None:
         self.checkpoint_id = os.fspath(path)
         root, self._step = _locate(path, self._given_step)
         self._store: Store = open_store(root, timeout=self._timeout)
+
+    def _forget(self) -> None:
+        """Read the record anew: since the last load the step may have been replaced."""
         self._record: Checkpoint | None = None
         self._planned: AsPlanned | None = None
 
     def reset(self, checkpoint_id: Place | None = None) -> None:
-        self._go(self.checkpoint_id if checkpoint_id is None else checkpoint_id)
+        self.load_id = str(uuid4())
+        if checkpoint_id is not None:
+            self._go(checkpoint_id)
+        self._forget()
 
     @property
     def record(self) -> Checkpoint:
@@ -252,7 +265,13 @@ class Reader(StorageReader):
         return self._planned
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.planned.metadata
+        self._forget()
+        told = StorageMeta(
+            checkpoint_id=self.checkpoint_id, save_id=self.record.save_id, load_id=self.load_id
+        )
+        return dataclasses.replace(
+            self.planned.metadata, storage_meta=told, version=CURRENT_DCP_VERSION
+        )
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -284,7 +303,12 @@ class Reader(StorageReader):
         if self._verify:
             for wave in planned:
                 Fetch(self._store, self.record, wave.wanted).check()
-        objects = [(item, self._object(item, planner)) for item in plan.items if _is_object(item)]
+        kept = {blob.name: blob for blob in self.record.blobs}
+        objects = [
+            (item, self._object(item, kept.get(item.storage_index.fqn), planner))
+            for item in plan.items
+            if _is_object(item)
+        ]
         while planned:
             wave = planned.pop(0)
             fetch = Fetch(self._store, self.record, wave.wanted)
@@ -298,11 +322,10 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def _object(self, item: ReadItem, planner: LoadPlanner) -> Any:
+    def _object(self, item: ReadItem, blob: Blob | None, planner: LoadPlanner) -> Any:
         name = item.storage_index.fqn
-        for blob in self.record.blobs:
-            if blob.name == name:
-                return blobs.give(blob.kind, self._bytes(blob), planner, name)
+        if blob is not None:
+            return blobs.give(blob.kind, self._bytes(blob), planner, name)
         value = self.planned.values[name]
         if isinstance(value, Unknown):
             raise UnsupportedLeafError(

@@ -122,7 +122,11 @@ class Share:
 
 
 def commit_record(
-    step: int, shares: Sequence[Written], outlines: Outlines, version: str
+    step: int,
+    shares: Sequence[Written],
+    outlines: Outlines,
+    version: str,
+    save_id: str | None = None,
 ) -> Checkpoint:
     """The commit record of a step that all ranks have written."""
     files: list[DataFile] = []
@@ -152,6 +156,7 @@ def commit_record(
         tensors=tuple(tensors),
         files=tuple(files),
         blobs=tuple(blobs),
+        save_id=save_id,
     )
 
 

@@ -82,7 +82,7 @@ class Own(_Record, frozen=True):
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A committed step. `ranks` says for each rank that saved which outline it has, `own` how its
-    outline differs from that."""
+    outline differs from that, `save_id` what a writer of torch's DCP called the save."""
 
     format: tuple[int, int] = FORMAT
     step: int
@@ -95,6 +95,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[StoredTensor, ...]
     files: tuple[DataFile, ...]
     blobs: tuple[Blob, ...] = ()
+    save_id: str | None = None
 
     @property
     def nbytes(self) -> int:
