@@ -72,7 +72,8 @@ def write_stock(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
     The directory is new or empty. What the format does not keep is under `read_stock`; dicts whose
     keys are the same text, as 1 and "1", are refused, and so is a tensor of which this process has
-    only a shard. `.metadata` is written last: without it there is no checkpoint.
+    only a shard. `.metadata` gets its name last, once it was read back: without it there is no
+    checkpoint.
     """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
