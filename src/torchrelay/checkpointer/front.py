@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, KeepAll
+from torchrelay.checkpointer.last_save import LastSave, agreed_step
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
 from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.checkpointer.pending import Pending, Saved, logger
 from torchrelay.checkpointer.saving import Save, Saver
 from torchrelay.checkpointer.shelf import Progress, Shelf
-from torchrelay.checkpointer.signals import SaveOnSignal
 from torchrelay.checkpointer.step_draft import GRACE
-from torchrelay.errors import RelayError, StorageTimeoutError, UsageError
+from torchrelay.errors import StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.stores.layout import FILE_BYTES
 from torchrelay.stores.locate import open_store
@@ -55,7 +55,8 @@ class Checkpointer:
     - `stage="device"` keeps a spare copy of GPU tensors in GPU memory, so that `save_async` waits
       for that copy alone.
     - `save_on_signal`: a function that returns (step, state); on SIGTERM that is saved, after the
-      save under way, and then the signal does what it would have done.
+      save under way, and then the signal does what it would have done. A process on its own does
+      it at once, ranks of a group at the `tick`, `save` or `save_async` that they agree on.
     - `read_only`: nothing is cleaned up at the start, and saving and deleting are refused.
     - `file_bytes`: how large a data file may get before tensors go to another; None: any size.
 
@@ -113,8 +114,7 @@ class Checkpointer:
         self._read_only = read_only
         if self._all.coordinates and not read_only:
             self._bounded("clean up", self._shelf.clean)
-        self._signal = SaveOnSignal(signals, self._last_save) if save_on_signal else None
-        self._on_signal = save_on_signal
+        self._last = LastSave(self, self._all, save_on_signal, signals, timeout)
         enrol(self)
 
     @property
@@ -135,9 +135,10 @@ class Checkpointer:
         """
         with self._exclusive():
             save = self._new_save(step, overwrite, timeout)
-            self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
-            saved = self._saver.save(save, state)
-            self._prune(save)
+            last = self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
+            with self._last.after(last):
+                saved = self._saver.save(save, state)
+                self._prune(save)
             return saved
 
     def save_async(
@@ -158,9 +159,10 @@ class Checkpointer:
             save = self._new_save(step, overwrite, timeout)
             if (on_busy or self._on_busy) == "skip" and self._busy(save):
                 return Pending(step, skipped=True)
-            self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
+            last = self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
             pending = Pending(step)
-            self._saver.save_async(save, state, pending, lambda: self._prune(save))
+            with self._last.after(last):
+                self._saver.save_async(save, state, pending, lambda: self._prune(save))
             return pending
 
     def prepare(self, state: object) -> int:
@@ -176,7 +178,7 @@ class Checkpointer:
     def _exclusive(self) -> Iterator[None]:
         """One call at a time, and none in the middle of another by way of a signal."""
         self._owner.check()
-        with self._calls, nullcontext() if self._signal is None else self._signal.held():
+        with self._calls, self._last.held():
             yield
 
     def wait(self, timeout: float | None = None) -> None:
@@ -194,41 +196,55 @@ class Checkpointer:
         return Save(step, overwrite, self._all.call(), deadline)
 
     def _busy(self, save: Save) -> bool:
-        """Whether any rank still writes; all ranks come to the same answer."""
-        mine = (
-            b"busy" if self._saver.pending is not None and not self._saver.pending.done() else b""
-        )
+        """Whether any rank still writes; all ranks come to the same answer. A save that is to be
+        the last one is not skipped."""
+        pending = self._saver.pending
+        mine = b"busy" if pending is not None and not pending.done() else b""
+        mine = b"last" if self._last.asked else mine
         heard = save.call.round(
             "begin", lambda: mine, lambda said: [max(said)] * len(said), save.deadline
         )
         return heard == b"busy"
 
-    def _settle(self, save: Save, check: Callable[[], None] = lambda: None) -> None:
+    def _settle(self, save: Save, check: Callable[[], None] = lambda: None) -> bool:
         """Wait for the save under way, and raise its failure if nobody has seen it. The ranks name
-        the same step, and the coordinator's check passes."""
+        the same step, and the coordinator's check passes. Returns whether any rank has a signal."""
 
         def mine() -> bytes:
             if self._saver.pending is not None:
                 self._saver.pending.settle(save.deadline.left())
-            return str(save.step).encode()
+            return msgspec.msgpack.encode((save.step, self._last.asked))
 
         def decide(said: list[bytes]) -> list[bytes]:
-            if len(set(said)) > 1:
-                steps = sorted({int(step) for step in said})
-                raise UsageError(f"ranks name different steps: {steps}", step=save.step)
+            words = [msgspec.msgpack.decode(data, type=tuple[int, bool]) for data in said]
+            agreed_step([step for step, _ in words])
             self._bounded("list the steps", check, save.deadline.early())
-            return said
+            return [msgspec.msgpack.encode(any(signalled for _, signalled in words))] * len(said)
 
         save.call.at("waiting for the save before")
-        save.call.round("begin", mine, decide, save.deadline)
+        heard = save.call.round("begin", mine, decide, save.deadline)
+        return msgspec.msgpack.decode(heard, type=bool)
 
-    def _last_save(self) -> None:
-        assert self._on_signal is not None
-        with suppress(RelayError, TimeoutError):  # it is logged; the last state still counts
-            self.wait(self._timeout)
-        step, state = self._on_signal()
-        if step not in self.steps():
-            self.save(step, state)
+    def tick(self, step: int) -> bool:
+        """Tell that an iteration is over; returns whether the loop should end.
+
+        Called by every rank once for each iteration, between two of them, by a job that has
+        `save_on_signal`. When any rank has a signal, all ranks make the last save at the same
+        tick, of the state that `save_on_signal` returns there. On ranks that have a signal it then
+        does what it did before; on the others, and from then on, `tick` returns True.
+
+        It waits for no other rank until then, and asks the group's store once a second at most.
+        """
+        self._owner.check()
+        _check_step(step)
+        if self._closed:
+            raise UsageError("this checkpointer is closed")
+        return self._last.tick()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last save was made, or tried, because of a signal to any rank."""
+        return self._last.stopped
 
     # Loading.
 
@@ -396,7 +412,7 @@ class Checkpointer:
         """
         if not self._owner.here:
             return
-        with self._calls:
+        with self._exclusive():
             if self._closed:
                 return
             self._closed = True
@@ -404,17 +420,15 @@ class Checkpointer:
                 if self._saver.pending is not None:
                     self._saver.pending.settle(self._timeout)
             finally:
-                if self._signal is not None:
-                    self._signal.remove()
                 self._saver.close()
+                self._last.close()
 
-    def forsake(self) -> None:
+    def _forsake(self) -> None:
         """Called in a child of a fork, which has no Checkpointer: let go of what is the parent's.
 
         No lock is taken: whoever held it in the parent is not here to release it.
         """
-        if self._signal is not None:
-            self._signal.remove()
+        self._last.forsake()
         self._saver.forsake()
 
     def __enter__(self) -> Checkpointer:

@@ -43,7 +43,7 @@ class Owned(Protocol):
     @property
     def url(self) -> str: ...
     def close(self) -> None: ...
-    def forsake(self) -> None: ...
+    def _forsake(self) -> None: ...
 
 
 _open: weakref.WeakSet[Owned] = weakref.WeakSet()
@@ -71,7 +71,7 @@ def _close_all() -> None:
 
 def _forsake_all() -> None:
     for owned in list(_open):
-        owned.forsake()
+        owned._forsake()
     _open.clear()
 
 

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import signal
 import socket
 import struct
 import sys
@@ -162,6 +163,8 @@ class _Writer:
 
 
 def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):  # it ends with the trainer, which may have both
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(NICE)
     with socket.socket(fileno=int(sys.argv[1])) as link:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from torch.distributed import DistError
+import torch.distributed as dist
 
 from torchrelay import errors
 from torchrelay.errors import CheckpointError, RelayError
@@ -62,7 +62,7 @@ class Assembly:
     def __init__(self, group: Any, purpose: str) -> None:
         self.rank: int = 0 if group is None else group.rank()
         self.world: int = 1 if group is None else group.size()
-        self._store: Any = _Board(group.get_group_store()) if self.world > 1 else None
+        self._store: Any = Board(group.get_group_store()) if self.world > 1 else None
         self._channel = f"torchrelay/{purpose}"
         if self._store is not None:
             # Counted in the store itself: it lives as long as the group, unlike a process.
@@ -81,24 +81,29 @@ class Assembly:
             self._calls += 1
             return Call(self, self._store, f"{self._channel}/{self._calls}")
 
+    def board(self, name: str) -> Board:
+        """Keys of the store that all ranks share; there is a store where there are several."""
+        prefix = f"{self._channel}/{name}"
+        return Board(dist.PrefixStore(prefix, self._store.store))  # type: ignore[attr-defined]
+
 
 class _StoreLost(CheckpointError):
     pass
 
 
-class _Board:
+class Board:
     """The group's store. Where it is gone, an error says so."""
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        self.store = store
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        act = getattr(self._store, name)
+        act = getattr(self.store, name)
 
         def call(*args: Any) -> Any:
             try:
                 return act(*args)
-            except DistError as fault:
+            except dist.DistError as fault:
                 raise _StoreLost(
                     "the group's store is gone, and with it the process that holds it (rank 0, "
                     f"as a rule): {str(fault).splitlines()[0]}"
