@@ -133,7 +133,10 @@ def flatten(state: object) -> Flat:
             return m.NamedTupleNode(kind.__name__, fields, items, kind.__module__)
         return leaf(value)
 
-    return Flat(visit(state, ()), leaves)
+    try:
+        return Flat(visit(state, ()), leaves)
+    finally:
+        leaves = []  # the functions above lead to each other, and would keep what is in it
 
 
 def is_namedtuple(kind: type) -> bool:

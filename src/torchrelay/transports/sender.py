@@ -105,6 +105,8 @@ class Sending:
             self._abort(f"the sender gave up: {cause}")
             raise
         finally:
+            for peer in self.peers.values():
+                peer.line.listen(None)
             self._worker.stop()
             self._serving.close()
             self.berth.end(keep=all(peer.stage == "done" for peer in self.peers.values()))
@@ -477,8 +479,9 @@ class Sending:
     # Ends
 
     def _listen(self, peer: Peer) -> None:
-        line, rank = peer.line, peer.rank
-        line.listen(lambda message: self._events.put(Said(rank, line, message)))
+        # A line outlives the call where the peer never ends it: it must not keep the state alive.
+        line, rank, events = peer.line, peer.rank, self._events
+        line.listen(lambda message: events.put(Said(rank, line, message)))
 
     def _by(self, *routes: str) -> list[Peer]:
         """The receivers that are served by one of these routes."""

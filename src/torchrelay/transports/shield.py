@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextvars
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TypeVar
 
 import torch
@@ -44,6 +45,7 @@ def shielded(deadline: Deadline, act: Callable[[], T]) -> T:
             with modes():
                 ended.append((context.run(act), None))
         except BaseException as fault:
+            _clear(fault)
             ended.append((None, fault))
         woken.put(None)
 
@@ -80,6 +82,24 @@ def _give_up(
             woken.get()
     except BaseException:
         _give_up(deadline, cause, claim, ended, woken)
+
+
+def _clear(fault: BaseException) -> None:
+    """Empty the library's frames that an exception leads to. They are over, and would keep the
+    state alive: for as long as the exception, or for good where it came by one of their variables.
+    """
+    seen: set[BaseException | None] = {None}
+    faults: list[BaseException | None] = [fault]
+    while faults:
+        one = faults.pop()
+        if one in seen or one is None:
+            continue
+        seen.add(one)
+        faults += [one.__cause__, one.__context__]
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("torchrelay."):
+                with suppress(RuntimeError):  # of a frame that still runs
+                    frame.clear()
 
 
 def _modes_here() -> Callable[[], AbstractContextManager[None]]:
