@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
 )
 from torchrelay.transports import fanout, place, wire
-from torchrelay.transports.group import Line
+from torchrelay.transports.group import Line, Post
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,27 @@ def tell_hashes(
         if passes_on and (digests := digests_from(peer.hashes)):
             peer.line.send(wire.Hashes(peer.hashes, digests))
             peer.hashes += len(digests)
+
+
+def hang_up(post: Post, events: queue.SimpleQueue[object], peers: Iterable[Peer]) -> list[object]:
+    """Leave the lines of absent receivers to the next call, with what was said on them since.
+
+    Returns the events that concern others.
+    """
+    said: dict[Line, list[wire.Message | Exception]] = {peer.line: [] for peer in peers}
+    others: list[object] = []
+    for line in said:
+        line.listen(None)
+    while not events.empty():
+        event = events.get()
+        if isinstance(event, Said) and event.line in said:
+            said[event.line].append(event.message)
+        else:
+            others.append(event)
+    for line, messages in said.items():
+        line.put_back(messages)
+        post.hang_up(line)
+    return others
 
 
 def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -> RelayError | None:

@@ -23,7 +23,7 @@ from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
 from torchrelay.transports.offers import shortened
 from torchrelay.transports.outflow import Hashed, Outflow, Sent
-from torchrelay.transports.peers import Peer, Said, go, outcome, tell_hashes
+from torchrelay.transports.peers import Peer, Said, go, hang_up, outcome, tell_hashes
 from torchrelay.transports.ring import Rings
 from torchrelay.transports.routes import ROUTES
 from torchrelay.transports.serving import Serving
@@ -146,7 +146,7 @@ class Sending:
         for peer in absent:
             peer.stage, peer.late = "failed", True
             peer.reason = f"did not join within {time.monotonic() - begun:.3g} s"
-        for event in self._hang_up(absent):
+        for event in hang_up(self._post, self._events, absent):
             self._handle(event)
         for peer in silent:
             if peer.stage == "joined":
@@ -164,26 +164,6 @@ class Sending:
         waits = [min(peer.joined_at for peer in here), *(p.joined_at for p in self._in("joined"))]
         end = time.monotonic() + self._deadline.left()
         return max(came + min(self._window, (end - came) / 2) for came in waits)
-
-    def _hang_up(self, peers: Sequence[Peer]) -> list[object]:
-        """Leave the lines of absent receivers to the next call, with what was said on them since.
-
-        Returns the events that concern others.
-        """
-        said: dict[Line, list[wire.Message | Exception]] = {peer.line: [] for peer in peers}
-        others: list[object] = []
-        for line in said:
-            line.listen(None)
-        while not self._events.empty():
-            event = self._events.get()
-            if isinstance(event, Said) and event.line in said:
-                said[event.line].append(event.message)
-            else:
-                others.append(event)
-        for line, messages in said.items():
-            line.put_back(messages)
-            self._post.hang_up(line)
-        return others
 
     def _joined(self, peer: Peer, join: wire.Join) -> None:
         peer.stage, peer.joined_at = "joined", time.monotonic()
@@ -497,5 +477,5 @@ class Sending:
         absent = self._in("called")
         for peer in absent:
             peer.stage, peer.reason = "failed", reason
-        self._hang_up(absent)
+        hang_up(self._post, self._events, absent)
         self._out.close()
