@@ -22,7 +22,7 @@
     │   ├── StorageTimeoutError        the storage did not answer in time (also a TimeoutError)
     │   └── CommitUnknownError         the step may have been committed: look again
     ├── TransferTimeoutError       a deadline passed (also a TimeoutError)
-    └── TornStateError             an `atomic=False` receive stopped midway: receive again
+    └── TornStateError             part old, part new: `atomic=False` stopped midway; receive again
 
 Each carries what is known of `rank`, `step`, `phase` and `path`, and shows it in its message.
 """
@@ -176,7 +176,8 @@ class TransferTimeoutError(RelayError, TimeoutError):
 
 
 class TornStateError(RelayError):
-    """A receive with `atomic=False` stopped midway: the destination is part old, part new.
+    """The destination is part old, part new: a receive or load with `atomic=False` stopped midway,
+    or an object refused its state and could not be put back, which the message names.
 
     A later receive into the same destination repairs it. `__cause__` is what went wrong.
     """

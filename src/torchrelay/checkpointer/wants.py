@@ -30,6 +30,7 @@ from torchrelay.state.containers import (
 )
 from torchrelay.state.fitting import ArrayFit, Fit, fit
 from torchrelay.state.handover import Handover, Pair
+from torchrelay.state.hints import with_hints
 from torchrelay.state.leaves import parts
 from torchrelay.state.objects import Held, parameter_of, unwrap
 from torchrelay.state.offer import Offer
@@ -178,7 +179,8 @@ class Wants:
         if strict:
             known, stored = {path for path, _ in here}, {path for path, _ in offered}
             lacking = [(path, 0) for path, _ in offered if path not in known and self.offer.exact]
-            match(lacking, [(path, 0) for path, _ in here if path not in stored], strict=True)
+            with with_hints(tree, flat.tree):
+                match(lacking, [(path, 0) for path, _ in here if path not in stored], strict=True)
         inside = []
         for index, path, place in matched.pairs:
             if index >= 0:

@@ -13,6 +13,7 @@ from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.arrays import dtype_from_text
 from torchrelay.state.containers import Path, flatten, show
+from torchrelay.state.hints import CUT_OTHERWISE, SHARDED_TO_WHOLE, WHOLE_TO_SHARDED
 from torchrelay.state.leaves import describe, finished
 from torchrelay.state.registry import subclass_name
 from torchrelay.state.values import decode_value
@@ -52,17 +53,18 @@ def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
         raise
 
 
-def _differ(what: str, offered: object, have: object) -> None:
-    raise MismatchError(f"{what} differs: offered {offered}, the destination has {have}")
+def _differ(what: str, offered: object, have: object, hint: str = "") -> None:
+    told = f"{what} differs: offered {offered}, the destination has {have}"
+    raise MismatchError(f"{told}; {hint}" if hint else told)
 
 
 def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _same(what: str, offered: object, have: object) -> None:
+def _same(what: str, offered: object, have: object, hint: str = "") -> None:
     if offered != have:
-        _differ(what, offered, have)
+        _differ(what, offered, have, hint)
 
 
 def _fit_array(leaf: m.ArrayLeaf, into: object) -> Iterator[ArrayFit]:
@@ -81,7 +83,7 @@ def _fit_array(leaf: m.ArrayLeaf, into: object) -> Iterator[ArrayFit]:
 
 def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
     if isinstance(into, t.ShardedTensor) and not isinstance(leaf, m.ShardedLeaf):
-        _differ("kind", "another kind of tensor", "a ShardedTensor")
+        _differ("kind", "another kind of tensor", "a ShardedTensor", WHOLE_TO_SHARDED)
     if isinstance(leaf, m.TensorLeaf):
         if into.is_quantized:
             _differ("kind", "a strided tensor", "a quantized tensor")
@@ -110,7 +112,8 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
     if not t.is_plain(into) and not into.is_quantized:
-        _differ("kind", "a strided tensor", _describe(into))
+        hint = WHOLE_TO_SHARDED if isinstance(into, t.DTensor) else ""
+        _differ("kind", "a strided tensor", _describe(into), hint)
     _same("dtype", part.dtype, t.NAMES[into.dtype])
     _same("shape", part.shape, tuple(into.shape))
     _same("being a meta tensor", bool(part.flags & m.META), into.device.type == "meta")
@@ -120,7 +123,7 @@ def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
 
 def _fit_dtensor(leaf: m.DTensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
     if not isinstance(into, t.DTensor):
-        _differ("kind", "a DTensor", _describe(into))
+        _differ("kind", "a DTensor", _describe(into), SHARDED_TO_WHOLE)
         return
     _same("global shape", leaf.shape, tuple(into.shape))
     _check_mesh(leaf, into)
@@ -130,15 +133,16 @@ def _fit_dtensor(leaf: m.DTensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
 def _check_mesh(leaf: m.DTensorLeaf, like: t.DTensor) -> None:
     """Whether the offered shard is this rank's own in the mesh of `like`."""
     _, spec = t.dtensor_parts(like)
-    _same("mesh shape", leaf.mesh.shape, tuple(spec.mesh.mesh.shape))
+    _same("mesh shape", leaf.mesh.shape, tuple(spec.mesh.mesh.shape), CUT_OTHERWISE)
     if leaf.shape == tuple(like.shape):
         mine = tuple(t.placement_record(placement) for placement in spec.placements)
-        _same("placements", _show(leaf.placements), _show(mine))
+        _same("placements", _show(leaf.placements), _show(mine), CUT_OTHERWISE)
     coordinate = spec.mesh.get_coordinate()
     if leaf.coordinate is not None and coordinate is not None:
         for dim, placement in enumerate(leaf.placements):
             if placement.kind != "replicate":
-                _same(f"place on mesh dimension {dim}", leaf.coordinate[dim], coordinate[dim])
+                what = f"place on mesh dimension {dim}"
+                _same(what, leaf.coordinate[dim], coordinate[dim], CUT_OTHERWISE)
 
 
 def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Path) -> t.DeviceMesh | None:
@@ -149,14 +153,14 @@ def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Path) -> t.DeviceMesh | None
     try:
         if isinstance(leaf, m.DTensorLeaf):
             if not isinstance(like, t.DTensor):
-                _differ("kind", "a DTensor", _describe(like))
+                _differ("kind", "a DTensor", _describe(like), SHARDED_TO_WHOLE)
                 return None
             _check_mesh(leaf, like)
             return t.dtensor_parts(like)[1].mesh
         # A scalar, such as a count of steps, is nobody's shard.
         shape = leaf.shape if isinstance(leaf, m.TensorLeaf) else ()
         if shape and isinstance(like, t.DTensor) and shape == tuple(like.shape):
-            _differ("kind", "a strided tensor", _describe(like))
+            _differ("kind", "a strided tensor", _describe(like), WHOLE_TO_SHARDED)
     except MismatchError as fault:
         fault.path = fault.path or show(path)
         raise
@@ -175,7 +179,7 @@ def _show(placements: tuple[m.Placement, ...]) -> str:
 
 def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
     if not isinstance(into, t.ShardedTensor):
-        _differ("kind", "a ShardedTensor", _describe(into))
+        _differ("kind", "a ShardedTensor", _describe(into), SHARDED_TO_WHOLE)
         return
     locals_, boxes, _, _ = t.sharded_parts(into)
     _same("global shape", leaf.shape, tuple(into.size()))

@@ -32,6 +32,7 @@ from torchrelay.state.containers import (
 )
 from torchrelay.state.fitting import ArrayFit, Fit, fit
 from torchrelay.state.handover import Handover
+from torchrelay.state.hints import with_hints
 from torchrelay.state.landed import Landed, Places, chunks_of, reaching
 from torchrelay.state.leaves import parts
 from torchrelay.state.means import Means
@@ -75,7 +76,8 @@ class ExistingTensors:
         self._put = partial(means.copy, alone=False)
         self.torn = False
         self.chunks = chunks_of(manifest)
-        matched, self._told = into.match(manifest.tree, strict=strict)
+        with with_hints(manifest.tree, into.flat.tree):
+            matched, self._told = into.match(manifest.tree, strict=strict)
         self._missing, self._extra = matched.missing, matched.extra
         self._anew = Anew(manifest, rank, device, shards)
         self._filled: dict[int, object] = {}  # leaves of told objects that are filled in

@@ -47,9 +47,20 @@ def describe(leaf: object, path: Path, add: Add) -> int | Finish:
         raise
     except TypeError as fault:
         raise UnsupportedLeafError(
-            f"a leaf of type {fault} cannot travel: see torchrelay.register()", path=show(path)
+            f"a leaf of type {fault} cannot travel: {_remedy(leaf)}", path=show(path)
         ) from None
     return record
+
+
+def _remedy(leaf: object) -> str:
+    if isinstance(leaf, type):
+        return "it is a class; put an instance, or its name as text, in its place"
+    if callable(getattr(leaf, "state_dict", None)):
+        return (
+            "put its state_dict() in its place (objects with state_dict and load_state_dict are "
+            "taken as they are in dicts, lists and tuples, not inside of other types)"
+        )
+    return "see torchrelay.register()"
 
 
 def _value(leaf: object, add: Add) -> Finish:
