@@ -17,7 +17,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pickle import UnpicklingError
@@ -80,7 +79,7 @@ SCENARIOS = {
 @pytest.fixture(autouse=True)
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are synced in their order, so that the same number is the same call each time."""
-    monkeypatch.setattr(writing, "ThreadPoolExecutor", lambda max_workers: ThreadPoolExecutor(1))
+    monkeypatch.setattr(writing, "FINISHERS", 1)
 
 
 @pytest.fixture

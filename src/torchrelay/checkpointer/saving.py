@@ -36,7 +36,7 @@ from torchrelay.state.objects import unwrap
 from torchrelay.state.outline import Named, outline
 from torchrelay.state.pause import gc_paused
 from torchrelay.stores import plans
-from torchrelay.stores.drafting import Share, Written, commit_record, sealed
+from torchrelay.stores.drafting import Share, Written, commit_record
 from torchrelay.stores.local import token
 from torchrelay.stores.planning import Planning
 from torchrelay.stores.seam import Store
@@ -338,8 +338,7 @@ class Saver:
         def decide(said: list[bytes]) -> list[bytes]:
             shares = [_written.decode(data) for data in said]
             assert save.outlines is not None and save.draft is not None
-            manifest = sealed(commit_record(save.step, shares, save.outlines, self._version))
-            save.draft.commit(manifest)
+            save.draft.commit(commit_record(save.step, shares, save.outlines, self._version))
             return [b""] * len(said)
 
         with save.watch("commit"):

@@ -170,8 +170,8 @@ class Shelf:
             for step in good:
                 if step not in wanted:
                     self.delete(step)
-        except (RelayError, OSError) as fault:
-            logger.warning("old steps could not be removed: %s", fault)
+        except Exception as fault:  # of a policy too: the step is committed all the same
+            logger.warning("old steps could not be removed: %s: %s", type(fault).__name__, fault)
 
 
 class Bar:

@@ -17,7 +17,9 @@ from typing import TypeVar
 from torchrelay.checkpointer.pending import logger
 from torchrelay.errors import CheckpointError, RelayError, StepExistsError, StorageTimeoutError
 from torchrelay.memory.bounded import bounded
+from torchrelay.stores.drafting import check_files, sealed
 from torchrelay.stores.final_act import unknown
+from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.transports.clock import Deadline
 
@@ -68,12 +70,18 @@ class StepDraft:
                 file=self._store.url,
             )
 
-    def commit(self, manifest: bytes) -> None:
-        """Make it the step."""
+    def commit(self, record: Checkpoint) -> None:
+        """Make it the step, if it has what the record says."""
+        manifest = sealed(record)
+
+        def act() -> None:
+            check_files(self.files, record)
+            self.files.commit(manifest)
+
         exists = f"step {self._step} was committed by another writer meanwhile"
         with self._faults("commit", "commit", exists):
             try:
-                self._bounded("commit", lambda: self.files.commit(manifest))
+                self._bounded("commit", act)
             except StorageTimeoutError as late:
                 if self.files.revoke():
                     raise

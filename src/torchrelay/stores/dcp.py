@@ -40,7 +40,7 @@ from torchrelay.state.memory import Region
 from torchrelay.state.outline import Outline, outline
 from torchrelay.state.parcel import unpack
 from torchrelay.stores import blobs, plans
-from torchrelay.stores.drafting import Share, Written, commit_record, sealed
+from torchrelay.stores.drafting import Share, Written, check_files, commit_record, sealed
 from torchrelay.stores.flattened import outline_of
 from torchrelay.stores.layout import FILE_BYTES, arrange
 from torchrelay.stores.local import token
@@ -173,6 +173,7 @@ class Writer(StorageWriter):
             outlined = outline_of(metadata, shares)
             ranks = plans.Outlines((outlined,), (0,) * max(1, len(results)), {})
             record = commit_record(self._step, shares, ranks, __version__, self.save_id)
+            check_files(self._draft, record)
             self._draft.commit(sealed(record))
         except BaseException:
             self._draft.discard()

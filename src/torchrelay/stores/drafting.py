@@ -27,6 +27,7 @@ from torchrelay.stores.records import (
     decode,
     encode,
 )
+from torchrelay.stores.seam import Draft
 from torchrelay.stores.writing import FileSpec, Range, Staged
 
 PASS_BYTES = 64 << 20
@@ -178,6 +179,21 @@ def sealed(record: Checkpoint) -> bytes:
     if lost is not None:
         raise _not_sealed(record, "a tensor that was written is in no rank's state", path=lost)
     return data
+
+
+def check_files(draft: Draft, record: Checkpoint) -> None:
+    """`CheckpointError` unless the data files that a record names are in the draft, whole."""
+    there = draft.sizes()
+    for file in record.files:
+        if (found := there.get(file.name)) != file.nbytes:
+            what = "is gone from it" if found is None else f"has {found} bytes in it"
+            raise CheckpointError(
+                f"the draft was changed after it was written: {file.name}, {file.nbytes} bytes, "
+                f"{what}. The step was not committed: save it again",
+                step=record.step,
+                phase="commit",
+                file=file.name,
+            )
 
 
 def _not_sealed(record: Checkpoint, why: str, path: str | None = None) -> CheckpointError:

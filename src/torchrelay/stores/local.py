@@ -13,6 +13,7 @@ leaves by a rename too, so no reader finds half of one.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -115,8 +116,7 @@ class LocalStore:
         return _mark(self._at(step))
 
     def sizes(self, step: int) -> dict[str, int]:
-        with os.scandir(self._at(step)) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.name != MANIFEST}
+        return _sizes(self._at(step))
 
     def reader(self, step: int, name: str, *, once: bool = True) -> LocalReader:
         return LocalReader(str(self._at(step) / name), once=once)
@@ -153,6 +153,8 @@ class LocalStore:
         removed = []
         for name in self._names():
             match = _DRAFT.fullmatch(name)
+            if match and match[2] == "old" and not self.path(int(match[1])).exists():
+                continue  # it is the step
             held = self._claimed(self.root / name, host=match[3]) if match else None
             if held is not None:
                 with _closing(held), suppress(OSError):  # another process may be cleaning too
@@ -168,9 +170,10 @@ class LocalStore:
                 continue
             held = self._claimed(self.root / name, host=match[3])
             if held is not None:
-                with _closing(held), suppress(FileNotFoundError):  # another process was faster
+                # Another process was faster, or nothing can be changed here: it counts as it is.
+                with _closing(held), suppress(OSError):
                     self._files.rename(str(self.root / name), str(self.path(int(match[1]))))
-                self._files.sync_dir(str(self.root))
+                    self._files.sync_dir(str(self.root))
 
     def _claimed(self, path: Path, host: str) -> int | None:
         """The lock of a draft, if no live writer may own it. Locks of other hosts may not be
@@ -213,6 +216,9 @@ class LocalDraft:
     def begin(self) -> None:
         place = self._store._at(self._step)
         if place.exists() and not self._overwrite:
+            if not (place / MANIFEST).exists():
+                reason = f"it is there and is no step, for it has no {MANIFEST}: move it away"
+                raise OSError(errno.ENOTEMPTY, reason, str(place))
             raise FileExistsError(17, "the step is committed", str(place))
         self._store.make()
         for _ in range(_TRIES):
@@ -243,6 +249,9 @@ class LocalDraft:
 
     def open(self, name: str, nbytes: int) -> LocalSink:
         return LocalSink(f"{self.path}/{name}", self._files, nbytes)
+
+    def sizes(self) -> dict[str, int]:
+        return _sizes(self.path)
 
     def commit(self, manifest: bytes) -> None:
         path = f"{self.path}/{MANIFEST}"
@@ -302,6 +311,15 @@ class LocalDraft:
         held, self._lock = self._lock, None  # forgotten first: no number is closed twice
         if held is not None:
             os.close(held)
+
+
+def _sizes(directory: str | Path) -> dict[str, int]:
+    with os.scandir(directory) as entries:
+        return {
+            entry.name: entry.stat().st_size
+            for entry in entries
+            if entry.is_file() and entry.name != MANIFEST
+        }
 
 
 def _mark(directory: Path) -> str:

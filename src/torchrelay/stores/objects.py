@@ -95,7 +95,10 @@ class ObjectStore:
         return self._token(step)
 
     def sizes(self, step: int) -> dict[str, int]:
-        found = self._bucket.objects(self._folder(step))
+        return self._sizes(self._folder(step))
+
+    def _sizes(self, folder: str) -> dict[str, int]:
+        found = self._bucket.objects(folder)
         matches = [(_DATA.fullmatch(one.path), one.nbytes) for one in found]
         return {match[3]: size for match, size in matches if match and match[3] != MANIFEST}
 
@@ -243,6 +246,9 @@ class ObjectDraft:
         part_bytes = max(self._store._part_bytes, ceil(nbytes / MAX_PARTS))
         path = f"{self._folder}/{name}"
         return ObjectSink(self, self._bucket, path, nbytes, part_bytes, self._store._concurrency)
+
+    def sizes(self) -> dict[str, int]:
+        return self._store._sizes(self._folder)
 
     def commit(self, manifest: bytes) -> None:
         replaced, before = "", b""

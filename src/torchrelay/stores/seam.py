@@ -53,6 +53,9 @@ class Draft(DataFiles, Protocol):
     def begin(self) -> None:
         """Make room. `FileExistsError` if the step is there and may not be replaced."""
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each data file that was finished, by any process, by name."""
+
     def commit(self, manifest: bytes) -> None:
         """Make the draft the step, whole and durable, in place of an older one if need be.
 

@@ -44,12 +44,12 @@ class WriterProcess:
         self._drop()
         ours, theirs = socket.socketpair()
         with theirs:
-            package = str(Path(__file__).resolve().parents[2])
-            paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+            package = Path(__file__).resolve().parents[1]
+            program = [sys.executable, "-I", str(package / "stores" / "writer_start.py")]
+            paths = [str(Path(path).absolute()) for path in sys.path if path]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "torchrelay.stores.writer_process", str(theirs.fileno())],
+                [*program, str(theirs.fileno()), str(package), *paths],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C in the trainer's terminal is not for it
             )

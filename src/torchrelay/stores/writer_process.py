@@ -1,8 +1,8 @@
 """The process that writes staged states: digests and I/O outside the trainer's interpreter.
 
-It is run as a program with the descriptor of a socket. Messages both ways are MessagePack records
-with their length before them; an arena comes as a descriptor. It imports no torch, and ends when
-the trainer's end of the socket closes, however that came about.
+`writer_start` runs it as a program with the descriptor of a socket. Messages both ways are
+MessagePack records with their length before them; an arena comes as a descriptor. It imports no
+torch, and ends when the trainer's end of the socket closes, however that came about.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 
 import msgspec
 
@@ -162,14 +161,11 @@ class _Writer:
             self._writing = None
 
 
-def main() -> None:
+def serve(link: int) -> None:
+    """Answer on a socket, given by its descriptor, until its other end closes."""
     for number in (signal.SIGTERM, signal.SIGINT):  # it ends with the trainer, which may have both
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    with socket.socket(fileno=int(sys.argv[1])) as link:
-        _Writer(link).serve()
-
-
-if __name__ == "__main__":
-    main()
+    with socket.socket(fileno=link) as end:
+        _Writer(end).serve()
