@@ -70,7 +70,7 @@ def save(
 
 
 def read(store: Store, step: int, name: str) -> bytes:
-    reader = store.reader(step, name)
+    reader = store.open(step).reader(name)
     try:
         target = bytearray(reader.nbytes)
         reader.read_into(0, [memoryview(target)])
@@ -81,7 +81,7 @@ def read(store: Store, step: int, name: str) -> bytes:
 
 def contents(store: Store, step: int) -> dict[str, bytes]:
     """All of a step, after a check that it is a whole one."""
-    sizes = store.sizes(step)
+    sizes = store.open(step).sizes()
     files = {name: read(store, step, name) for name in sizes}
     assert sizes == {name: len(content) for name, content in files.items()}
     return files
@@ -91,9 +91,9 @@ def test_an_empty_store_has_nothing(store: Store) -> None:
     assert store.steps() == []
     assert store.clean() == []
     for act in (
-        lambda: store.manifest(7),
-        lambda: store.sizes(7),
-        lambda: store.reader(7, "a.safetensors"),
+        lambda: store.open(7).manifest(),
+        lambda: store.open(7).sizes(),
+        lambda: store.open(7).reader("a.safetensors"),
         lambda: store.delete(7),
     ):
         with pytest.raises(FileNotFoundError, match="step-7"):
@@ -113,7 +113,7 @@ def test_round_trip(store: Store) -> None:
     }
     save(store, 3, files)
     assert store.steps() == [3]
-    assert store.manifest(3) == b"manifest of host-1-a"
+    assert store.open(3).manifest() == b"manifest of host-1-a"
     assert contents(store, 3) == files
 
 
@@ -122,8 +122,8 @@ def test_the_manifest_is_opaque(store: Store) -> None:
     draft = store.draft(0, "host-1-a")
     draft.begin()
     draft.commit(manifest)
-    assert store.manifest(0) == manifest
-    assert store.sizes(0) == {}
+    assert store.open(0).manifest() == manifest
+    assert store.open(0).sizes() == {}
 
 
 def test_steps_are_in_numerical_order(store: Store) -> None:
@@ -137,7 +137,7 @@ def test_a_draft_is_no_step_until_it_is_committed(store: Store) -> None:
     draft.begin()
     write(draft.open("a.safetensors", 4), b"abcd")
     assert store.steps() == []
-    for act in (lambda: store.manifest(5), lambda: store.reader(5, "a.safetensors")):
+    for act in (lambda: store.open(5).manifest(), lambda: store.open(5).reader("a.safetensors")):
         with pytest.raises(FileNotFoundError):
             act()
     draft.commit(b"m")
@@ -171,7 +171,7 @@ def test_unordered_sinks_take_any_order(store: Store) -> None:
 def test_ranges_fill_buffers_one_after_the_other(store: Store) -> None:
     content = random.Random(2).randbytes(5000)
     save(store, 1, {"a.safetensors": content})
-    reader = store.reader(1, "a.safetensors")
+    reader = store.open(1).reader("a.safetensors")
     assert reader.nbytes == 5000
     target = bytearray(b"-" * 300)
     view = memoryview(target)
@@ -186,7 +186,7 @@ def test_ranges_fill_buffers_one_after_the_other(store: Store) -> None:
 @pytest.mark.parametrize(("position", "nbytes"), [(4999, 2), (5000, 1), (9000, 1), (0, 5001)])
 def test_reading_past_the_end_is_an_error(store: Store, position: int, nbytes: int) -> None:
     save(store, 1, {"a.safetensors": b"x" * 5000})
-    reader = store.reader(1, "a.safetensors")
+    reader = store.open(1).reader("a.safetensors")
     with pytest.raises(EOFError, match=r"a\.safetensors"):
         reader.read_into(position, [memoryview(bytearray(nbytes))])
     reader.close()
@@ -195,7 +195,7 @@ def test_reading_past_the_end_is_an_error(store: Store, position: int, nbytes: i
 def test_threads_share_a_reader(store: Store) -> None:
     content = random.Random(3).randbytes(200_000)
     save(store, 1, {"a.safetensors": content})
-    reader = store.reader(1, "a.safetensors")
+    reader = store.open(1).reader("a.safetensors")
 
     def check(seed: int) -> bool:
         start = random.Random(seed).randrange(len(content) - 5000)
@@ -211,7 +211,7 @@ def test_threads_share_a_reader(store: Store) -> None:
 def test_a_missing_file_of_a_step_is_named(store: Store) -> None:
     save(store, 1, {"a.safetensors": b"a"})
     with pytest.raises(FileNotFoundError, match=r"step-1.*b\.safetensors"):
-        store.reader(1, "b.safetensors")
+        store.open(1).reader("b.safetensors")
 
 
 def test_a_committed_step_is_not_begun_again(store: Store) -> None:
@@ -230,7 +230,7 @@ def test_the_second_of_two_writers_does_not_commit(store: Store) -> None:
     with pytest.raises(FileExistsError, match="step-1"):
         drafts[b"1"].commit(b"m1")
     drafts[b"1"].discard()
-    assert store.manifest(1) == b"m2"
+    assert store.open(1).manifest() == b"m2"
     assert contents(store, 1) == {"a.safetensors": b"2"}
 
 
@@ -238,7 +238,7 @@ def test_overwrite_replaces_the_whole_step(store: Store) -> None:
     save(store, 1, {"a.safetensors": b"old", "gone.safetensors": b"old"})
     save(store, 1, {"a.safetensors": b"newer"}, token="host-2-b", overwrite=True)
     assert store.steps() == [1]
-    assert store.manifest(1) == b"manifest of host-2-b"
+    assert store.open(1).manifest() == b"manifest of host-2-b"
     assert contents(store, 1) == {"a.safetensors": b"newer"}
     assert store.clean() == []
 
@@ -255,7 +255,7 @@ def test_a_discarded_overwrite_leaves_the_step(store: Store) -> None:
     write(draft.open("a.safetensors", 3), b"new")
     assert contents(store, 1) == {"a.safetensors": b"old"}
     draft.discard()
-    assert store.manifest(1) == b"manifest of host-1-a"
+    assert store.open(1).manifest() == b"manifest of host-1-a"
     assert contents(store, 1) == {"a.safetensors": b"old"}
 
 
@@ -302,7 +302,7 @@ def test_delete(store: Store) -> None:
     store.delete(1)
     assert store.steps() == [2]
     with pytest.raises(FileNotFoundError):
-        store.reader(1, "a.safetensors")
+        store.open(1).reader("a.safetensors")
     assert contents(store, 2) == {"a.safetensors": b"2"}
     assert store.clean() == []
     save(store, 1, {"b.safetensors": b"again"}, token="host-1-c")

@@ -73,7 +73,7 @@ def test_a_large_file_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F811
     draft.commit(b"m")
     assert len(s3.seen("PUT .*partNumber=")) == 4
     assert read(store, 1, "a.safetensors") == content
-    assert store.sizes(1) == {"a.safetensors": len(content)}
+    assert store.open(1).sizes() == {"a.safetensors": len(content)}
 
 
 def test_one_large_buffer_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F811
@@ -100,7 +100,7 @@ def test_large_reads_are_ranges_fetched_side_by_side(s3: S3, url: str) -> None: 
     content = random.Random(2).randbytes(20 * MIB)
     store = open_at(url)
     save(store, 1, {"a.safetensors": content})
-    reader = store.reader(1, "a.safetensors")
+    reader = store.open(1).reader("a.safetensors")
     s3.hook = meeting("a.safetensors")
     target = bytearray(len(content) - 4 * MIB)
     cuts = [0, 17, 9 * MIB, 9 * MIB, len(target)]
@@ -114,7 +114,7 @@ def test_large_reads_are_ranges_fetched_side_by_side(s3: S3, url: str) -> None: 
 def test_a_failed_range_ends_the_read(s3: S3, url: str) -> None:  # noqa: F811
     store = open_at(url)
     save(store, 1, {"a.safetensors": bytes(20 * MIB)})
-    reader = store.reader(1, "a.safetensors")
+    reader = store.open(1).reader("a.safetensors")
     s3.hook = lambda method, path: 403
     with pytest.raises(PermissionError, match=r"runs/a/step-1/host-1-a/a\.safetensors"):
         reader.read_into(0, [memoryview(bytearray(20 * MIB))])
@@ -123,7 +123,7 @@ def test_a_failed_range_ends_the_read(s3: S3, url: str) -> None:  # noqa: F811
 def test_objects_that_vanish_under_a_reader(url: str) -> None:
     store = open_at(url)
     save(store, 1, {"a.safetensors": b"abc"})
-    reader = store.reader(1, "a.safetensors")
+    reader = store.open(1).reader("a.safetensors")
     store.delete(1)
     with pytest.raises(FileNotFoundError, match=r"a\.safetensors"):
         reader.read_into(0, [memoryview(bytearray(3))])
@@ -166,7 +166,7 @@ def test_an_overwrite_that_fails_leaves_the_old_step(s3: S3, url: str) -> None: 
         save(store, 1, {"a.safetensors": b"new"}, token="new", overwrite=True)
     s3.hook = None
     store.draft(1, "new").discard()
-    assert store.manifest(1) == b"manifest of old"
+    assert store.open(1).manifest() == b"manifest of old"
     assert contents(store, 1) == {"a.safetensors": b"old"}
     assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/new/a.safetensors")[0] == 404
 
@@ -202,7 +202,7 @@ def test_one_of_many_writers_commits(url: str) -> None:
     for thread in threads:
         thread.join()
     (winner,) = set(range(len(drafts))) - set(lost)
-    assert store.manifest(1) == str(winner).encode()
+    assert store.open(1).manifest() == str(winner).encode()
     assert contents(store, 1) == {"a.safetensors": str(winner).encode()}
 
 
@@ -214,7 +214,7 @@ def test_a_service_without_conditional_requests(url: str, monkeypatch: pytest.Mo
     save(store, 1, {"a.safetensors": b"a"})
     with pytest.raises(FileExistsError, match=r"manifest\.json"):
         late.commit(b"late")
-    assert store.manifest(1) == b"manifest of host-1-a"
+    assert store.open(1).manifest() == b"manifest of host-1-a"
 
 
 def test_a_commit_whose_answer_is_lost_is_a_commit(s3: S3, url: str) -> None:  # noqa: F811
@@ -290,7 +290,7 @@ def test_sizes_are_those_of_data_files(s3: S3, url: str) -> None:  # noqa: F811
         "step-1/c.safetensors",
     ):
         assert s3.ask("PUT", f"/{BUCKET}/runs/a/{name}", b"x")[0] == 200
-    assert store.sizes(1) == {"a.safetensors": 3}
+    assert store.open(1).sizes() == {"a.safetensors": 3}
 
 
 def test_prefixes_are_apart(s3: S3) -> None:  # noqa: F811
@@ -308,9 +308,9 @@ def test_a_copied_manifest_finds_its_only_folder(s3: S3, url: str) -> None:  # n
     assert contents(store, 1) == {"a.safetensors": b"a"}
     leave_behind(url, 1, "dead")
     with pytest.raises(OSError, match=r"manifest\.json"):
-        store.reader(1, "a.safetensors")
+        store.open(1).reader("a.safetensors")
     assert store.clean() == []  # either folder may be the step's
-    assert store.manifest(1) == b"manifest of host-1-a"
+    assert store.open(1).manifest() == b"manifest of host-1-a"
 
 
 @pytest.mark.parametrize("token", ["../other", "a/b", "", "."])
@@ -320,7 +320,7 @@ def test_a_hostile_token_is_no_path(s3: S3, url: str, token: str) -> None:  # no
     path = f"/{BUCKET}/runs/a/step-1/manifest.json"
     assert s3.ask("PUT", path, b"m", {f"x-amz-meta-{TOKEN}": token})[0] == 200
     with pytest.raises(OSError, match=r"manifest\.json"):
-        store.reader(1, "a.safetensors")
+        store.open(1).reader("a.safetensors")
 
 
 def test_a_part_that_fails_ends_the_upload(s3: S3, url: str) -> None:  # noqa: F811
@@ -398,8 +398,9 @@ def test_bad_names_are_refused(name: str) -> None:
     draft = store.draft(1, "t")
     with pytest.raises(UsageError):
         draft.open(name, 1)
+    save(store, 1, {"a.safetensors": b"a"})
     with pytest.raises(UsageError):
-        store.reader(1, name)
+        store.open(1).reader(name)
     with pytest.raises(UsageError):
         store.draft(1, name)
 

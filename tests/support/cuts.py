@@ -77,6 +77,11 @@ class CutFiles(Files):
             self.journal.append(Call("create", path))
             return fd
 
+    def reopen(self, path: str) -> int:
+        fd = super().reopen(path)
+        self._names[fd] = path
+        return fd
+
     def write(self, fd: int, buffers: Sequence[Any], position: int) -> None:
         data = b"".join(bytes(buffer) for buffer in buffers)
         path = self._names[fd]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, KeepAll
 from torchrelay.checkpointer.last_save import LastSave, agreed_step
-from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
+from torchrelay.checkpointer.loader import Loaded, Loader, Wanted, patience
 from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.checkpointer.pending import Pending, Saved, logger
 from torchrelay.checkpointer.saving import Save, Saver
@@ -316,7 +316,8 @@ class Checkpointer:
 
         Returns the step; `DamagedError` or `ManifestError` says what is wrong with it.
         """
-        return self._bounded("verify", lambda: self._shelf.verify(step, progress))
+        trying = patience(Deadline(self._timeout))
+        return self._bounded("verify", lambda: self._shelf.verify(step, progress, trying))
 
     def holds(self, step: int) -> bool:
         """Whether a step's commit record is whole and its files have the sizes it says."""

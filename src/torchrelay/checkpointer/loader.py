@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from torchrelay.errors import (
 )
 from torchrelay.memory.bounded import bounded
 from torchrelay.state.containers import show
+from torchrelay.stores.opening import OpenedStep
+from torchrelay.stores.patience import Patience
 from torchrelay.transports.assembly import Assembly, Call
 from torchrelay.transports.clock import Deadline, Stopwatch
 
@@ -67,6 +70,12 @@ class Wanted(NamedTuple):
         return self.verify and self.atomic and self.into is not None
 
 
+def patience(deadline: Deadline) -> Patience:
+    """What cannot be read is tried again until there is just the time left to tell all ranks."""
+    spare = min(2.0, deadline.seconds / 3)
+    return Patience(lambda: deadline.left() - spare)
+
+
 class Loader:
     """Loads for the ranks of an assembly."""
 
@@ -74,6 +83,7 @@ class Loader:
         self._shelf = shelf
         self._all = assembly
         self._planner = planner
+        self._held: OpenedStep | None = None  # the step that is being loaded
 
     def load(self, call: Call, wanted: Wanted, deadline: Deadline) -> Loaded:
         """The step asked for, or the newest that verifies.
@@ -81,13 +91,24 @@ class Loader:
         Every rank hears of damage that any of them finds, so all of them pass to the next step
         together.
         """
+        try:
+            return self._load(call, wanted, deadline)
+        finally:
+            self._close()
+
+    def _load(self, call: Call, wanted: Wanted, deadline: Deadline) -> Loaded:
         damaged: dict[int, str] = {}
         torn: RelayError | None = None
-        for step in self._candidates(call, wanted.step, deadline):
+        todo = self._candidates(call, wanted.step, deadline)
+        while todo:
+            step = todo.pop(0)
             watch = Stopwatch()
             try:
                 loading = self._plan(call, step, wanted, deadline, watch)
-            except (DamagedError, StepNotFoundError) as fault:  # or removed since it was listed
+            except (DamagedError, StepNotFoundError) as fault:
+                if self._has_moved(call, step, deadline):
+                    todo = self._others(call, wanted.step, damaged, deadline)
+                    continue
                 if wanted.step is not None:
                     raise
                 self._pass_over(step, fault, damaged)
@@ -97,6 +118,9 @@ class Loader:
                     landed = self._land(call, loading, wanted, deadline)
             except RelayError as fault:
                 torn = fault if loading.touched else torn
+                if isinstance(fault, DamagedError) and self._has_moved(call, step, deadline):
+                    todo = self._others(call, wanted.step, damaged, deadline)
+                    continue
                 if wanted.step is not None or not isinstance(fault, DamagedError):
                     if torn is None or isinstance(fault, TornStateError):
                         raise
@@ -131,7 +155,10 @@ class Loader:
             if len(asked) > 1:
                 raise UsageError(f"ranks ask for different steps: {sorted(map(str, asked))}")
             listed = bounded(
-                self._shelf.steps, deadline.early(), "list the steps", file=self._shelf.url
+                lambda: self._shelf.steps(patience(deadline)),
+                deadline.early(),
+                "list the steps",
+                file=self._shelf.url,
             )
             steps = sorted(listed, reverse=True)
             if step is not None and step not in steps:
@@ -146,18 +173,51 @@ class Loader:
         found: list[int] = msgspec.msgpack.decode(heard)
         return found
 
+    def _close(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _others(
+        self, call: Call, step: int | None, damaged: dict[int, str], deadline: Deadline
+    ) -> list[int]:
+        """The steps that are there, but for those that were found damaged."""
+        return [found for found in self._candidates(call, step, deadline) if found not in damaged]
+
+    def _has_moved(self, call: Call, step: int, deadline: Deadline) -> bool:
+        """Whether a step that could not be loaded is gone, or another save has its place: then it
+        is no damage, and there is a step to load."""
+        seen = b"" if self._held is None else self._held.digest
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            try:
+                with closing(self._shelf.open(step, patience(deadline))) as held:
+                    there = held.digest
+            except DamagedError:
+                there = b""
+            except StepNotFoundError:
+                return [b"moved"] * len(said)
+            moved = any(digest != there for digest in said)
+            return [b"moved" if moved else b""] * len(said)
+
+        if deadline.passed:
+            return False
+        return bool(call.round("look again", lambda: seen, decide, deadline))
+
     def _plan(
         self, call: Call, step: int, wanted: Wanted, deadline: Deadline, watch: Stopwatch
     ) -> Loading:
         """Work out what this rank reads, and look at all of it if that is asked for."""
         made: list[Loading] = []
+        self._close()
 
-        def act() -> None:
+        def act() -> bytes:
             bar = Bar(wanted.progress)
             with watch("plan"):
+                self._held = held = self._shelf.open(step, patience(deadline))
                 loading = Loading(
-                    self._shelf.store,
-                    self._shelf.record(step),
+                    held.files,
+                    held.record,
                     rank=self._all.rank,
                     world=self._all.world,
                     into=wanted.into,
@@ -176,8 +236,15 @@ class Loader:
                 if wanted.checked_first:
                     loading.check()
                 loading.make(verify=wanted.verify)
+            return held.digest
 
-        _together(call, "verify", act, deadline)
+        def decide(said: list[bytes]) -> list[bytes]:
+            if len(set(said)) > 1:
+                raise StepNotFoundError("the step was replaced while it was opened", step=step)
+            return said
+
+        call.at("verify")
+        call.round("verify", act, decide, deadline)
         return made[0]
 
     def _land(self, call: Call, loading: Loading, wanted: Wanted, deadline: Deadline) -> Landed:

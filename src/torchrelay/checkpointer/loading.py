@@ -25,7 +25,7 @@ from torchrelay.stores.metadata import metadata_of
 from torchrelay.stores.placing import Wave, Wish, by_name, shard_at, waves
 from torchrelay.stores.reading import Fetch
 from torchrelay.stores.records import Checkpoint, StoredTensor
-from torchrelay.stores.seam import Store
+from torchrelay.stores.seam import OpenStep
 
 
 class Landed(NamedTuple):
@@ -43,7 +43,7 @@ class Loading:
 
     def __init__(
         self,
-        store: Store,
+        store: OpenStep,
         checkpoint: Checkpoint,
         *,
         rank: int,

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from torchrelay.checkpointer.keep import Keep, KeepAll
 from torchrelay.checkpointer.pending import logger
 from torchrelay.errors import (
     CheckpointError,
     DamagedError,
-    ManifestError,
     RelayError,
     StepNotFoundError,
     StepOrderError,
 )
+from torchrelay.stores.opening import OpenedStep, open_newest, open_step
+from torchrelay.stores.patience import ONCE, Patience
 from torchrelay.stores.reading import Fetch, everything
-from torchrelay.stores.records import Checkpoint, decode
+from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import Store
 
 Progress = Callable[[int, int], None]
@@ -36,9 +37,9 @@ class Shelf:
     def url(self) -> str:
         return self.store.url
 
-    def steps(self) -> list[int]:
+    def steps(self, patience: Patience = ONCE) -> list[int]:
         with self._faults("list the steps"):
-            return self.store.steps()
+            return patience(self.store.steps)
 
     @contextmanager
     def _faults(
@@ -60,48 +61,43 @@ class Shelf:
                 logger.info("removed %s, left behind by a writer that is gone", name)
 
     def latest(self) -> int | None:
-        for step in reversed(self.steps()):
-            if self.holds(step):
-                return step
-        return None
-
-    def verify(self, step: int | None, progress: Progress | None) -> int:
-        if step is None:
+        while True:
             steps = self.steps()
-            if not steps:
-                raise StepNotFoundError(f"no step in {self.url}")
-            step = steps[-1]
-        record = self.record(step)
-        bar = Bar(progress, record.nbytes)
-        Fetch(self.store, record, everything(record), progress=bar.add).check()
-        return step
+            found = next(filter(self.holds, reversed(steps)), None)
+            # A step that was removed since it was listed has a successor.
+            if found == (steps[-1] if steps else None) or self.steps() == steps:
+                return found
+
+    def open(self, step: int, patience: Patience = ONCE) -> OpenedStep:
+        return open_step(self.store, step, patience)
+
+    def verify(self, step: int | None, progress: Progress | None, patience: Patience) -> int:
+        with self._faults("list the steps"):
+            if step is None:
+                held = open_newest(self.store, patience)
+            else:
+                held = self.open(step, patience)
+        with closing(held):
+            bar = Bar(progress, held.record.nbytes)
+            wanted = everything(held.record)
+            Fetch(held.files, held.record, wanted, progress=bar.add).check()
+            return held.record.step
 
     def record(self, step: int) -> Checkpoint:
         """The commit record of a step. `DamagedError` unless it is whole and of that step."""
-        file = f"{self.url}/step-{step}/manifest.json"
-        try:
-            data = self.store.manifest(step)
-        except FileNotFoundError:
-            raise StepNotFoundError(f"no step {step} in {self.url}", step=step) from None
-        except OSError as fault:
-            raise DamagedError(f"cannot be read: {fault}", step=step, file=file) from fault
-        try:
-            record = decode(data)
-        except ManifestError as fault:
-            raise DamagedError(
-                f"manifest.json: {fault.message}", step=step, phase="verify", file=file
-            ) from fault
-        if record.step != step:
-            raise DamagedError(f"manifest.json is that of step {record.step}", step=step, file=file)
-        return record
+        with closing(self.open(step)) as held:
+            return held.record
 
     def holds(self, step: int) -> bool:
-        """Whether the commit record is whole and the files have the sizes it says."""
+        """Whether the commit record is whole and the files have the sizes it says.
+
+        `CheckpointError` where that cannot be found out.
+        """
         try:
-            record, sizes = self.record(step), self.store.sizes(step)
-        except (RelayError, OSError):
+            with closing(self.open(step)) as held, self._faults("look at a step", step):
+                return held.holds()
+        except (DamagedError, StepNotFoundError):
             return False
-        return all(sizes.get(file.name) == file.nbytes for file in record.files)
 
     def note_damaged(self, step: int) -> None:
         """A load found a step damaged: it counts neither for retention nor as the newest."""

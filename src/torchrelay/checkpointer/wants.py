@@ -41,7 +41,7 @@ from torchrelay.state.ties import check_ties
 from torchrelay.stores.placing import by_name
 from torchrelay.stores.reading import opened
 from torchrelay.stores.records import Checkpoint, StoredTensor
-from torchrelay.stores.seam import Store
+from torchrelay.stores.seam import OpenStep
 
 _WHOLE = (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)
 Layers = list[dict[str, torch.Tensor]]
@@ -56,7 +56,7 @@ class Wants:
 
     def __init__(
         self,
-        store: Store,
+        store: OpenStep,
         checkpoint: Checkpoint,
         *,
         rank: int,

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from torchrelay.errors import UsageError
 
 CONNECT_SECONDS = 10.0
+CHUNK_BYTES = 8 << 20  # taken over from the library at once
 
 # Where each service's environment names an endpoint; obstore reads these by itself, but turns a
 # plain http:// one down unless it is told to allow it.
@@ -87,7 +88,8 @@ class Bucket:
         except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _reason(error), name) from error
         except (self._errors.BaseError, OSError) as error:
-            raise OSError(errno.EIO, _reason(error), name) from error
+            code = error.errno if isinstance(error, OSError) else None
+            raise OSError(code or errno.EIO, _reason(error), name) from error
 
     def put(
         self, path: str, content: bytes, attributes: Mapping[str, str], *, create: bool
@@ -123,11 +125,27 @@ class Bucket:
                 self._store, path, buffer_size=part_bytes, max_concurrency=concurrency
             )
 
-    def get(self, path: str) -> tuple[bytes, dict[str, str]]:
-        """An object's bytes and attributes, which belong together."""
+    def get(self, path: str, most: int) -> tuple[bytes, dict[str, str]]:
+        """An object's bytes and attributes, which belong together; at most so many bytes."""
         with self.named(path):
             result = self._obs.get(self._store, path)
-            return bytes(result.bytes()), dict(result.attributes)
+            return self._taken(path, result, most), dict(result.attributes)
+
+    def _taken(self, path: str, result: Any, most: int) -> bytes:
+        """What an answer holds. Memory is taken as bytes arrive, not by the length it announces."""
+        parts: list[bytes] = []
+        left = most - (result.range[1] - result.range[0])
+        if left >= 0:
+            left = most
+            for part in result.stream(min_chunk_size=min(most, CHUNK_BYTES)):
+                parts.append(bytes(part))
+                left -= len(part)
+                if left < 0:
+                    break
+        if left < 0:
+            reason = f"the answer is longer than {most} bytes, and no such object is that large"
+            raise OSError(errno.EFBIG, reason, self.name(path))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def attributes(self, path: str) -> dict[str, str]:
         with self.named(path):
@@ -137,10 +155,11 @@ class Bucket:
         with self.named(path):
             return int(self._obs.head(self._store, path)["size"])
 
-    def read_range(self, path: str, start: int, nbytes: int) -> memoryview:
+    def read_range(self, path: str, start: int, nbytes: int) -> bytes:
         """At most so many bytes; fewer where the object ends."""
         with self.named(path):
-            return memoryview(self._obs.get_range(self._store, path, start=start, length=nbytes))
+            options = {"range": (start, start + nbytes)}
+            return self._taken(path, self._obs.get(self._store, path, options=options), nbytes)
 
     def folders(self, path: str = "") -> list[str]:
         """Names, without the path, of what looks like directories right below it."""

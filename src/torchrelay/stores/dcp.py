@@ -30,9 +30,6 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchrelay.errors import (
-    DamagedError,
-    ManifestError,
-    StepNotFoundError,
     UnsupportedLeafError,
     UsageError,
 )
@@ -46,9 +43,10 @@ from torchrelay.stores.layout import FILE_BYTES, arrange
 from torchrelay.stores.local import token
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.metadata import AsPlanned, Unknown, as_planned
+from torchrelay.stores.opening import OpenedStep, open_newest, open_step
 from torchrelay.stores.placing import Wish, shard_at, waves
 from torchrelay.stores.reading import Fetch
-from torchrelay.stores.records import Blob, Checkpoint, decode
+from torchrelay.stores.records import Blob, Checkpoint
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.writing import Writing
 from torchrelay.version import __version__
@@ -231,7 +229,7 @@ class Reader(StorageReader):
 
     def _forget(self) -> None:
         """Read the record anew: since the last load the step may have been replaced."""
-        self._record: Checkpoint | None = None
+        self._held: OpenedStep | None = None
         self._planned: AsPlanned | None = None
 
     def reset(self, checkpoint_id: Place | None = None) -> None:
@@ -243,21 +241,16 @@ class Reader(StorageReader):
     @property
     def record(self) -> Checkpoint:
         """The commit record of the step that is read."""
-        if self._record is None:
-            step = self._step
-            if step is None:
-                steps = self._store.steps()
-                if not steps:
-                    raise StepNotFoundError(f"no step in {self._store.url}")
-                step = steps[-1]
-            file = f"{self._store.url}/step-{step}/manifest.json"
-            try:
-                self._record = decode(self._store.manifest(step))
-            except FileNotFoundError:
-                raise StepNotFoundError(f"no step {step} in {self._store.url}", step=step) from None
-            except ManifestError as fault:
-                raise DamagedError(fault.message, step=step, file=file) from fault
-        return self._record
+        return self._opened.record
+
+    @property
+    def _opened(self) -> OpenedStep:
+        if self._held is None:
+            if self._step is None:
+                self._held = open_newest(self._store)
+            else:
+                self._held = open_step(self._store, self._step)
+        return self._held
 
     @property
     def planned(self) -> AsPlanned:
@@ -303,7 +296,7 @@ class Reader(StorageReader):
         planned = waves(wishes)
         if self._verify:
             for wave in planned:
-                Fetch(self._store, self.record, wave.wanted).check()
+                Fetch(self._opened.files, self.record, wave.wanted).check()
         kept = {blob.name: blob for blob in self.record.blobs}
         objects = [
             (item, self._object(item, kept.get(item.storage_index.fqn), planner))
@@ -312,7 +305,7 @@ class Reader(StorageReader):
         ]
         while planned:
             wave = planned.pop(0)
-            fetch = Fetch(self._store, self.record, wave.wanted)
+            fetch = Fetch(self._opened.files, self.record, wave.wanted)
             fetch.land(verify=self._verify, checked=self._verify)
             wave.finish()
         for item, place in committed:
@@ -337,7 +330,7 @@ class Reader(StorageReader):
     def _bytes(self, blob: Blob) -> bytes:
         data = torch.empty(blob.nbytes, dtype=torch.uint8)
         wanted = {blob.file: [(blob.start, Region.row_major(data))]}
-        Fetch(self._store, self.record, wanted).land(verify=self._verify)
+        Fetch(self._opened.files, self.record, wanted).land(verify=self._verify)
         return data.numpy().tobytes()
 
     @classmethod

@@ -29,6 +29,10 @@ class Files:
     def create(self, path: str) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
+    def reopen(self, path: str) -> int:
+        """Open a file that was created here, to write more of it."""
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
     def write(self, fd: int, buffers: Sequence[Any], position: int) -> None:
         """All of the buffers, however many calls that takes."""
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
@@ -88,15 +92,20 @@ class Files:
             os.close(fd)
 
 
-def open_plain(path: str, within: int | None = None) -> int:
-    """Open a plain file to read, below a directory that is open where one is given.
+def open_plain(path: str, within: int | None, more: int = 0) -> int:
+    """Open a plain file to read, by its name in a directory that is open.
 
     Whatever else has its name is refused, without a wait for whoever may write to it.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=within)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | more
+    try:
+        fd = os.open(Path(path).name, flags, dir_fd=within)
+    except OSError as fault:
+        fault.filename = path
+        raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "no plain file", path)
+        raise OSError(errno.EINVAL, "it is no plain file", path)
     return fd
 
 

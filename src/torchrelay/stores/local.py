@@ -19,15 +19,17 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from torchrelay.stores.files import Files, lock, named
 from torchrelay.stores.final_act import FinalAct, unknown
-from torchrelay.stores.local_reader import LocalReader
+from torchrelay.stores.handles import Handles
+from torchrelay.stores.local_reader import LocalStep
+from torchrelay.stores.patience import ONCE, Patience
 from torchrelay.stores.removal import remove_directory
-from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, MAX_STEP, Buffer
+from torchrelay.stores.seam import MANIFEST, MAX_STEP, Buffer
 
 WRITE_OUT_BYTES = 8 << 20
 _TRIES = 100
@@ -47,8 +49,6 @@ def token() -> str:
 
 class LocalStore:
     """A directory with checkpoints; made when the first step is begun."""
-
-    costly_reads = False  # the second time comes from the page cache
 
     def __init__(self, root: str | os.PathLike[str], *, files: Files | None = None) -> None:
         self.root = Path(root).absolute()
@@ -92,12 +92,19 @@ class LocalStore:
         return place.name
 
     def steps(self) -> list[int]:
-        found = set()
-        for name in self._names():
-            match = _STEP.fullmatch(name) or _REPLACED.fullmatch(name)
-            if match and int(match[1]) <= MAX_STEP and (self.root / name / MANIFEST).exists():
-                found.add(int(match[1]))
-        return sorted(found)
+        folders = self._step_folders()
+        while True:
+            steps = [step for step, name in folders if (self.root / name / MANIFEST).exists()]
+            # One that was removed since it was listed has a successor, which may not be listed.
+            if len(steps) == len(folders) or (again := self._step_folders()) == folders:
+                return sorted(set(steps))
+            folders = again
+
+    def _step_folders(self) -> list[tuple[int, str]]:
+        names = self._names()
+        matches = [_STEP.fullmatch(name) or _REPLACED.fullmatch(name) for name in names]
+        found = [(int(match[1]), match[0]) for match in matches if match]
+        return sorted(place for place in found if place[0] <= MAX_STEP)
 
     def _names(self) -> list[str]:
         try:
@@ -105,21 +112,11 @@ class LocalStore:
         except FileNotFoundError:
             return []
 
-    def manifest(self, step: int) -> bytes:
-        path = self._at(step) / MANIFEST
-        nbytes = path.stat().st_size
-        if nbytes > MAX_MANIFEST_BYTES:
-            raise OSError(27, f"{nbytes} bytes, no commit record is that large", str(path))
-        return path.read_bytes()
+    def open(self, step: int, patience: Patience = ONCE) -> LocalStep:
+        return LocalStep(str(self._at(step)), patience)
 
     def mark(self, step: int) -> str:
         return _mark(self._at(step))
-
-    def sizes(self, step: int) -> dict[str, int]:
-        return _sizes(self._at(step))
-
-    def reader(self, step: int, name: str, *, once: bool = True) -> LocalReader:
-        return LocalReader(str(self._at(step) / name), once=once)
 
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> LocalDraft:
         return LocalDraft(self, step, token, overwrite, self._files)
@@ -211,6 +208,7 @@ class LocalDraft:
         self._lock: int | None = None
         self._act = FinalAct()
         self.mark = ""
+        self._handles: Handles[_Written] = Handles()
         self.path = f"{store.path(step)}.tmp-{token}"
 
     def begin(self) -> None:
@@ -248,7 +246,7 @@ class LocalDraft:
         return False
 
     def open(self, name: str, nbytes: int) -> LocalSink:
-        return LocalSink(f"{self.path}/{name}", self._files, nbytes)
+        return LocalSink(f"{self.path}/{name}", self._files, nbytes, self._handles)
 
     def sizes(self) -> dict[str, int]:
         return _sizes(self.path)
@@ -345,37 +343,68 @@ def _closing(fd: int) -> Iterator[None]:
         os.close(fd)
 
 
+class _Written:
+    """The descriptor of a data file. What was written is on the medium when it is closed."""
+
+    def __init__(self, fd: int, path: str, files: Files) -> None:
+        self.fd = fd
+        self._path = path
+        self._files = files
+
+    def close(self) -> None:
+        try:
+            with named(self._path):
+                self._files.sync(self.fd)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        fd, self.fd = self.fd, -1  # forgotten first: no number is closed twice
+        if fd >= 0:
+            os.close(fd)
+
+
 class LocalSink:
-    """A data file being written, by any number of threads."""
+    """A data file being written, by any number of threads. It is closed meanwhile where a draft has
+    many, and opened again by its name."""
 
     ordered = False
 
-    def __init__(self, path: str, files: Files, nbytes: int) -> None:
+    def __init__(
+        self, path: str, files: Files, nbytes: int, handles: Handles[_Written] | None = None
+    ) -> None:
         self._path = path
         self._files = files
         self._nbytes = nbytes
-        with named(path):
-            self._fd: int | None = files.create(path)
+        self._handles: Handles[_Written] = Handles() if handles is None else handles
+        self._ended = False
+        with named(path), self._handles.lent(path, lambda: self._opened(files.create)):
+            pass
+
+    def _opened(self, open_: Callable[[str], int]) -> _Written:
+        return _Written(open_(self._path), self._path, self._files)
+
+    def _lent(self) -> AbstractContextManager[_Written]:
+        assert not self._ended
+        return self._handles.lent(self._path, lambda: self._opened(self._files.reopen))
 
     def write(self, position: int, buffers: Sequence[Buffer]) -> None:
-        assert self._fd is not None
-        with named(self._path):
-            self._files.write(self._fd, buffers, position)
+        with named(self._path), self._lent() as file:
+            self._files.write(file.fd, buffers, position)
             end = position + sum(map(len, buffers))
             if end // WRITE_OUT_BYTES > position // WRITE_OUT_BYTES:
                 begin = position // WRITE_OUT_BYTES * WRITE_OUT_BYTES
-                self._files.write_out(self._fd, begin, WRITE_OUT_BYTES)
+                self._files.write_out(file.fd, begin, WRITE_OUT_BYTES)
 
     def finish(self) -> None:
-        assert self._fd is not None
-        with named(self._path):
-            self._files.sync(self._fd)
-            size = os.fstat(self._fd).st_size
+        with named(self._path), self._lent() as file:
+            self._files.sync(file.fd)
+            size = os.fstat(file.fd).st_size
             if size != self._nbytes:
                 raise OSError(5, f"{size} bytes on the medium, {self._nbytes} were written")
         self.abort()
 
     def abort(self) -> None:
-        fd, self._fd = self._fd, None  # forgotten first: no number is closed twice
-        if fd is not None:
-            os.close(fd)
+        self._ended = True
+        if (file := self._handles.drop(self._path)) is not None:
+            file.abort()

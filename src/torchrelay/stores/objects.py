@@ -14,28 +14,29 @@ from __future__ import annotations
 import errno
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from math import ceil
 from weakref import WeakSet
 
 from torchrelay.errors import UsageError
 from torchrelay.stores.bucket import Bucket
 from torchrelay.stores.final_act import FinalAct, unknown
+from torchrelay.stores.object_reader import ObjectStep, check_name
+from torchrelay.stores.patience import ONCE, Patience
 from torchrelay.stores.removal import ownership
-from torchrelay.stores.seam import DATA_NAME, MANIFEST, Buffer
+from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES, MAX_STEP, Buffer
 
 TOKEN = "torchrelaytoken"  # letters only: Azure and proxies refuse or drop other names
 PART_BYTES = 16 << 20
 LEAST_PART_BYTES = 5 << 20  # S3 takes no smaller part
 MAX_PARTS = 10_000  # of one object, on S3 and GCS
-RANGE_BYTES = 8 << 20  # of one request of a large read
 CONCURRENCY = 8
 DAY = 24 * 3600.0
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _FOLDER = re.compile(rf"{_STEP.pattern}/([^/]+)")
@@ -60,8 +61,6 @@ class ObjectStore:
     invisible here; a lifecycle rule of the bucket (abort incomplete multipart uploads) frees them.
     """
 
-    costly_reads = True
-
     def __init__(
         self,
         url: str,
@@ -83,28 +82,30 @@ class ObjectStore:
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="torchrelay-objects")
 
     def steps(self) -> list[int]:
+        folders = self._step_folders()
+        while True:
+            committed = self._pool.map(self._bucket.has, map(_manifest, folders))
+            steps = [step for step, there in zip(folders, committed, strict=True) if there]
+            # One that was removed since it was listed has a successor, which may not be listed.
+            if len(steps) == len(folders) or (again := self._step_folders()) == folders:
+                return steps
+            folders = again
+
+    def _step_folders(self) -> list[int]:
         matches = map(_STEP.fullmatch, self._bucket.folders())
         steps = sorted(int(match[1]) for match in matches if match)
-        committed = self._pool.map(self._bucket.has, map(_manifest, steps))
-        return [step for step, there in zip(steps, committed, strict=True) if there]
+        return [step for step in steps if step <= MAX_STEP]
 
-    def manifest(self, step: int) -> bytes:
-        return self._bucket.get(_manifest(step))[0]
+    def open(self, step: int, patience: Patience = ONCE) -> ObjectStep:
+        return ObjectStep(self._bucket, self._pool, step, partial(self._folder, step), patience)
 
     def mark(self, step: int) -> str:
         return self._token(step)
-
-    def sizes(self, step: int) -> dict[str, int]:
-        return self._sizes(self._folder(step))
 
     def _sizes(self, folder: str) -> dict[str, int]:
         found = self._bucket.objects(folder)
         matches = [(_DATA.fullmatch(one.path), one.nbytes) for one in found]
         return {match[3]: size for match, size in matches if match and match[3] != MANIFEST}
-
-    def reader(self, step: int, name: str, *, once: bool = True) -> ObjectReader:
-        _check_name(name)
-        return ObjectReader(self._bucket, self._pool, f"{self._folder(step)}/{name}")
 
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> ObjectDraft:
         if step < 0:
@@ -117,7 +118,7 @@ class ObjectStore:
         token = self._token(step)
         manifest = None
         with suppress(OSError):
-            manifest = self.manifest(step)
+            manifest = self._bucket.get(_manifest(step), MAX_MANIFEST_BYTES)[0]
         self._bucket.remove([_manifest(step)])
         if token:
             self._remove_own(f"step-{step}/{token}", manifest)
@@ -136,8 +137,8 @@ class ObjectStore:
     def set_aside(self, step: int) -> str:
         # A folder with a manifest of its own is spared by `clean`. While the step has its own too,
         # it is a step as before: taking that away is the one act that counts.
-        folder = self._folder(step)
-        content, attributes = self._bucket.get(_manifest(step))
+        content, attributes = self._bucket.get(_manifest(step), MAX_MANIFEST_BYTES)
+        folder = self._folder(step, attributes)
         self._bucket.put(f"{folder}/{MANIFEST}", content, attributes, create=False)
         self._bucket.remove([_manifest(step)])
         return folder
@@ -166,7 +167,7 @@ class ObjectStore:
             raise FileNotFoundError(
                 errno.ENOENT, "nothing was set aside under this name", self._bucket.name(name)
             )
-        self._remove_own(name, self._bucket.get(f"{name}/{MANIFEST}")[0])
+        self._remove_own(name, self._bucket.get(f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)[0])
 
     def clean(self) -> list[str]:
         drafts: dict[tuple[int, str], list[tuple[datetime, str]]] = {}
@@ -196,9 +197,11 @@ class ObjectStore:
     def free_bytes(self) -> int | None:
         return None
 
-    def _token(self, step: int) -> str:
-        """Which draft a step was; "" where that cannot be told."""
-        token = self._bucket.attributes(_manifest(step)).get(TOKEN)
+    def _token(self, step: int, attributes: Mapping[str, str] | None = None) -> str:
+        """Which draft a step was, by its manifest's attributes; "" where that cannot be told."""
+        if attributes is None:
+            attributes = self._bucket.attributes(_manifest(step))
+        token = attributes.get(TOKEN)
         if token is None:  # lost by a tool that copied the bucket without attributes
             folders = self._bucket.folders(f"step-{step}")
             if len(folders) > 1:
@@ -207,12 +210,12 @@ class ObjectStore:
             token = folders[0] if len(folders) == 1 else ""
         return token if _TOKEN.fullmatch(token) else ""
 
-    def _folder(self, step: int) -> str:
-        token = self._token(step)
+    def _folder(self, step: int, attributes: Mapping[str, str]) -> str:
+        token = self._token(step, attributes)
         if not token:
             name = self._bucket.name(_manifest(step))
             reason = f"the object has no attribute {TOKEN!r} that says which folder holds its data"
-            raise OSError(errno.EIO, reason, name)
+            raise OSError(errno.EINVAL, reason, name)
         return f"step-{step}/{token}"
 
 
@@ -241,7 +244,7 @@ class ObjectDraft:
         self._set_live(True)
 
     def open(self, name: str, nbytes: int) -> ObjectSink:
-        _check_name(name)
+        check_name(name)
         self._set_live(True)
         part_bytes = max(self._store._part_bytes, ceil(nbytes / MAX_PARTS))
         path = f"{self._folder}/{name}"
@@ -255,7 +258,7 @@ class ObjectDraft:
         if self._overwrite:
             with suppress(FileNotFoundError):
                 replaced = self._store._token(self._step)
-                before = self._store.manifest(self._step)
+                before = self._bucket.get(_manifest(self._step), MAX_MANIFEST_BYTES)[0]
         attributes = {TOKEN: self._token, "Content-Type": "application/json"}
         path = _manifest(self._step)
         with self._act.begun():
@@ -284,7 +287,7 @@ class ObjectDraft:
     def _is_in_place(self, manifest: bytes) -> bool | None:
         """Whether this draft is the step; None where that cannot be told."""
         try:
-            content, attributes = self._bucket.get(_manifest(self._step))
+            content, attributes = self._bucket.get(_manifest(self._step), MAX_MANIFEST_BYTES)
         except FileNotFoundError:
             return False
         except OSError:
@@ -402,73 +405,5 @@ class ObjectSink:
             raise UsageError(f"{self._path}: the file is finished, aborted or failed")
 
 
-class ObjectReader:
-    """One data object. Large reads are split into ranges that are fetched in parallel."""
-
-    cold = batched = True
-
-    def __init__(self, bucket: Bucket, pool: ThreadPoolExecutor, path: str) -> None:
-        self._bucket = bucket
-        self._pool = pool
-        self._path = path
-        self.nbytes = bucket.nbytes(path)
-
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        end = position + sum(map(len, views))
-        if end > self.nbytes:
-            name = self._bucket.name(self._path)
-            raise EOFError(f"{name} has {self.nbytes} bytes, the read ends at {end}")
-        pieces = list(_cut(views, RANGE_BYTES))
-        if len(pieces) == 1:
-            self._fetch(position, pieces[0])
-            return
-        starts = range(position, end, RANGE_BYTES)
-        jobs = [self._pool.submit(self._fetch, *job) for job in zip(starts, pieces, strict=True)]
-        try:
-            for job in jobs:
-                job.result()
-        finally:
-            # After a failure too, nothing may write into the caller's buffers once this returns.
-            wait([job for job in jobs if not job.cancel()])
-
-    def _fetch(self, start: int, views: Sequence[memoryview]) -> None:
-        nbytes = sum(map(len, views))
-        fetched = self._bucket.read_range(self._path, start, nbytes)
-        if len(fetched) != nbytes:
-            name = self._bucket.name(self._path)
-            raise EOFError(f"{name} gave {len(fetched)} of {nbytes} bytes at byte {start}")
-        at = 0
-        for view in views:
-            view[:] = fetched[at : at + len(view)]
-            at += len(view)
-
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-
 def _manifest(step: int) -> str:
     return f"step-{step}/{MANIFEST}"
-
-
-def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} cannot be the name of a data file: letters, digits and ._-")
-
-
-def _cut(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """The bytes of the views, in order, in groups of `size` bytes; the last may be smaller."""
-    group: list[memoryview] = []
-    room = size
-    for view in views:
-        while len(view):
-            group.append(view[:room])
-            view, room = view[room:], room - len(group[-1])
-            if not room:
-                yield group
-                group, room = [], size
-    if group:
-        yield group

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from torchrelay.errors import DamagedError
+from torchrelay.errors import CheckpointError, DamagedError
 from torchrelay.memory.crew import share_out
 from torchrelay.state.memory import Region
 from torchrelay.state.stream import Stream
 from torchrelay.stores.local_reader import PAGE
+from torchrelay.stores.patience import is_wrong
 from torchrelay.stores.records import Checkpoint, DataFile
-from torchrelay.stores.seam import DataReader, Store
+from torchrelay.stores.seam import DataReader, OpenStep
 from torchrelay.stores.writing import WORKERS, host_view
 
 PIECE = 1 << 18  # bytes read and hashed at once: they stay in the processor's cache
@@ -47,7 +48,7 @@ class Fetch:
 
     def __init__(
         self,
-        store: Store,
+        store: OpenStep,
         checkpoint: Checkpoint,
         wanted: Mapping[int, Iterable[Placed]],
         *,
@@ -200,6 +201,8 @@ class Fetch:
         if direct and not self._batched:
             views = [host_view(address, nbytes) for _, address, nbytes in direct]
             if reader.read_cached(task.start, views):
+                if not reader.unchanged():
+                    raise self._damaged(task, "was written to after it was checked")
                 return
         self._land_chunks(task, reader, buffer)
 
@@ -224,7 +227,7 @@ class Fetch:
         try:
             reader.read_into(at, views)
         except (OSError, EOFError) as fault:
-            raise self._damaged(task, f"cannot be read: {fault}") from fault
+            raise _unread(self._store, self._checkpoint, task, fault) from fault
 
     def _compare(self, task: _Task, digest: bytes) -> None:
         record = self._checkpoint.files[task.file]
@@ -236,14 +239,14 @@ class Fetch:
         return _damaged(self._store, self._checkpoint, task, problem)
 
 
-def opened(store: Store, checkpoint: Checkpoint, file: int, *, once: bool = False) -> DataReader:
+def opened(store: OpenStep, checkpoint: Checkpoint, file: int, *, once: bool = False) -> DataReader:
     """A file of a step; `DamagedError` unless it is there and as large as it was."""
     record = checkpoint.files[file]
     whole = _Task(file, 0, record.nbytes)
     try:
-        reader = store.reader(checkpoint.step, record.name, once=once)
+        reader = store.reader(record.name, once=once)
     except OSError as fault:
-        raise _damaged(store, checkpoint, whole, f"cannot be opened: {fault}") from fault
+        raise _unread(store, checkpoint, whole, fault) from fault
     if reader.nbytes != record.nbytes:
         reader.close()
         problem = f"has {reader.nbytes} bytes, {record.nbytes} were written"
@@ -252,13 +255,27 @@ def opened(store: Store, checkpoint: Checkpoint, file: int, *, once: bool = Fals
     return reader
 
 
-def _damaged(store: Store, checkpoint: Checkpoint, task: _Task, problem: str) -> DamagedError:
+def _unread(
+    store: OpenStep, checkpoint: Checkpoint, task: _Task, fault: OSError | EOFError
+) -> CheckpointError:
+    """Damage is what was found to be wrong; a medium that does not give its bytes is none."""
+    if isinstance(fault, EOFError) or is_wrong(fault):
+        return _damaged(store, checkpoint, task, f"cannot be read: {fault}")
+    return CheckpointError(
+        f"cannot be read: {fault.strerror or fault}; its bytes may be whole",
+        step=checkpoint.step,
+        phase="read",
+        file=f"{store.url}/{checkpoint.files[task.file].name}",
+    )
+
+
+def _damaged(store: OpenStep, checkpoint: Checkpoint, task: _Task, problem: str) -> DamagedError:
     record = checkpoint.files[task.file]
     names = leaves_in(checkpoint, task.file, task.start, task.stop)
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return DamagedError(
         f"{record.name} {problem}",
-        file=f"{store.url}/step-{checkpoint.step}/{record.name}",
+        file=f"{store.url}/{record.name}",
         step=checkpoint.step,
         phase="verify",
         path=shown or None,

@@ -13,6 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
+from torchrelay.stores.patience import ONCE, Patience
+
 Buffer = bytes | bytearray | memoryview
 
 MAX_STEP = (1 << 63) - 1
@@ -73,7 +75,8 @@ class Draft(DataFiles, Protocol):
 class DataReader(Protocol):
     """One data file of a committed step; safe to use from several threads.
 
-    A step that is replaced or deleted meanwhile may become unreadable (`OSError`).
+    A step that is replaced or deleted meanwhile may become unreadable (`OSError`), but no byte of
+    its successor is read in its place.
     """
 
     nbytes: int
@@ -86,6 +89,32 @@ class DataReader(Protocol):
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
         """Fill the buffers from memory alone, or say that this cannot be done."""
 
+    def unchanged(self) -> bool:
+        """Whether the file has not been written to since it was first opened."""
+
+    def close(self) -> None: ...
+
+
+class OpenStep(Protocol):
+    """A committed step as it was when it was opened, whatever takes its place meanwhile.
+
+    Reads that fail in a way that may pass are tried again as long as it was opened for. A file that
+    is missing or is no plain file, and a read that fails for good, is an `OSError`; see
+    `patience.is_wrong` for which of the two it is.
+    """
+
+    url: str
+    costly_reads: bool  # whether reading a file twice takes about twice as long as once
+
+    def manifest(self) -> bytes:
+        """The commit record."""
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each data file that is there, by name."""
+
+    def reader(self, name: str, *, once: bool = True) -> DataReader:
+        """A data file that is read once, or again soon (`once=False`)."""
+
     def close(self) -> None: ...
 
 
@@ -94,22 +123,15 @@ class Store(Protocol):
     `OSError`, each with the name of the file or object in its message."""
 
     url: str
-    costly_reads: bool  # whether reading a file twice takes about twice as long as once
 
     def steps(self) -> list[int]:
         """Steps that have a commit record, in ascending order."""
 
-    def manifest(self, step: int) -> bytes:
-        """The commit record."""
+    def open(self, step: int, patience: Patience = ONCE) -> OpenStep:
+        """A step to be read; `FileNotFoundError` if there is none."""
 
     def mark(self, step: int) -> str:
         """Which draft a step was."""
-
-    def sizes(self, step: int) -> dict[str, int]:
-        """Bytes of each data file that is there, by name."""
-
-    def reader(self, step: int, name: str, *, once: bool = True) -> DataReader:
-        """A data file that is read once, or again soon (`once=False`)."""
 
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> Draft:
         """A draft; nothing is written before its `begin`."""

@@ -1,0 +1,61 @@
+"""Reads that fail in a way that may pass are tried again, until somebody's time is up."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+logger = logging.getLogger("torchrelay")
+
+_PAUSES = (0.05, 1.0)  # seconds between tries: first, and after long silence
+
+# What says that the thing itself is not as it should be, or that asking again is of no use.
+WRONG = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.EINVAL,
+        errno.ENXIO,
+        errno.ENODEV,
+        errno.EFBIG,
+    }
+)
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EBADF})
+
+Result = TypeVar("Result")
+
+
+def is_wrong(fault: OSError) -> bool:
+    """Whether what is there is not a file that can be read at all: missing, a folder, a pipe."""
+    return fault.errno in WRONG
+
+
+class Patience:
+    """How long reads that cannot be done are tried again: while `left` says that seconds remain."""
+
+    def __init__(self, left: Callable[[], float] = lambda: 0.0) -> None:
+        self._left = left
+
+    def __call__(self, act: Callable[[], Result]) -> Result:
+        pause, longest = _PAUSES
+        told = False
+        while True:
+            try:
+                return act()
+            except OSError as fault:
+                if is_wrong(fault) or fault.errno in _REFUSED or self._left() <= pause:
+                    raise
+                if not told:
+                    logger.warning("cannot be read, and is tried again: %s", fault)
+                told = True
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+
+ONCE = Patience()

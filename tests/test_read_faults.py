@@ -1,0 +1,371 @@
+"""Loads beside other processes and on media that do not answer: the step that was asked for, whole,
+or an error that says so; never another one in silence."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrelay as tr
+from tests.support.s3 import S3, moto_server, s3  # noqa: F401
+from tests.support.saved import equal, state
+from torchrelay.checkpointer.loading import Loading
+from torchrelay.stores import local_reader
+from torchrelay.stores.local import LocalStore
+from torchrelay.stores.seam import MAX_MANIFEST_BYTES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {
+    "local": lambda request: str(request.getfixturevalue("tmp_path") / "run"),
+    "s3": lambda request: str(request.getfixturevalue("s3").url("run")),
+}
+
+
+@pytest.fixture(params=PLACES)
+def root(request: pytest.FixtureRequest) -> str:
+    return PLACES[request.param](request)
+
+
+def saved(root: str | Path, *steps: int) -> None:
+    with tr.Checkpointer(root, timeout=60) as held:
+        for step in steps:
+            held.save(step, state(step))
+
+
+def once_before(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], object]
+) -> None:
+    """Do something right before the first call of a method."""
+    original = getattr(owner, name)
+    done: list[int] = []
+
+    def method(*args: Any, **more: Any) -> Any:
+        if not done:
+            done.append(1)
+            act()
+        return original(*args, **more)
+
+    monkeypatch.setattr(owner, name, method)
+
+
+# What is checked is what is landed ---------------------------------------------------------------
+
+
+def test_a_step_that_was_overwritten_after_the_check_was_mixed_with_its_successor(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(root, 1)
+    other = tr.Checkpointer(root, timeout=60)
+    once_before(monkeypatch, Loading, "land", lambda: other.save(1, state(2), overwrite=True))
+    with other, tr.Checkpointer(root, timeout=60, read_only=True) as held:
+        into = state(0)
+        held.load(into)
+        assert equal(into, state(1))
+        held.load(into)
+        assert equal(into, state(2))
+
+
+def test_a_step_that_was_overwritten_after_its_record_was_read_is_read_again(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(root, 0, 1)
+    other = tr.Checkpointer(root, timeout=60)
+    once_before(monkeypatch, Loading, "__init__", lambda: other.save(1, state(2), overwrite=True))
+    with other, tr.Checkpointer(root, timeout=60, read_only=True) as held:
+        into = state(9)
+        got = held.load(into, step=1)
+        assert equal(into, state(2)) and got.report.damaged == {}
+
+
+def test_bytes_that_change_in_place_after_the_check_do_not_pass_as_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1)
+    file = tmp_path / "step-1" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    rotten = bytes(data)
+
+    def scribble() -> None:
+        with file.open("r+b") as out:
+            out.write(rotten)
+
+    once_before(monkeypatch, Loading, "land", scribble)
+    with tr.Checkpointer(tmp_path, read_only=True) as held:
+        with pytest.raises(tr.RelayError):
+            held.load(state(0), step=1)
+
+
+OVERWRITER = """
+import sys, torchrelay as tr
+from tests.support.saved import state
+held = tr.Checkpointer(sys.argv[1], group=False, keep=tr.KeepLast(1))
+step = 1
+while True:
+    if sys.argv[2] == "overwrite":
+        held.save(1, state(step % 50), overwrite=True)
+    else:
+        held.save(step, state(step))
+    step += 1
+    if step == 3:
+        print("going", flush=True)
+"""
+
+
+@contextmanager
+def beside(root: Path, how: str) -> Iterator[None]:
+    """Within: a process saves into the root, over and over."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", OVERWRITER, str(root), how], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"going\n"
+        yield
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def test_loads_beside_a_process_that_overwrites_the_step(tmp_path: Path) -> None:
+    with beside(tmp_path / "run", "overwrite"):
+        with tr.Checkpointer(tmp_path / "run", read_only=True) as held:
+            into = state(77)
+            for _ in range(60):
+                got = held.load(into)
+                assert got.report.damaged == {}
+                assert equal(into, state(into["seed"])), into["seed"]
+
+
+def test_loads_beside_a_trainer_that_keeps_one_step(tmp_path: Path) -> None:
+    seen = set()
+    with beside(tmp_path / "run", "keep one"):
+        with tr.Checkpointer(tmp_path / "run", read_only=True) as held:
+            for _ in range(60):
+                got = held.load()
+                assert got.report.damaged == {}
+                assert equal(got.state, state(got.step))
+                assert (held.latest() or 0) >= got.step
+                seen.add(got.step)
+    assert len(seen) > 1
+
+
+# List again, then load ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["opened", "planned"])
+def test_a_step_that_is_pruned_while_it_is_loaded_has_a_successor(
+    root: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(root, 1)
+    trainer = tr.Checkpointer(root, keep=tr.KeepLast(1), timeout=60)
+    reader = tr.Checkpointer(root, read_only=True, timeout=60)
+    owner: Any = type(reader._store) if moment == "opened" else Loading
+    name = "open" if moment == "opened" else "check"
+    once_before(monkeypatch, owner, name, lambda: trainer.save(2, state(2)))
+    into = state(0)
+    with trainer, reader:
+        got = reader.load(into)
+        assert got.report.damaged == {}
+    assert got.step == 2 and equal(into, state(2))
+
+
+def test_a_listing_that_is_overtaken_by_a_trainer_is_made_again(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(root, 1)
+    with tr.Checkpointer(root, keep=tr.KeepLast(1), timeout=60) as trainer:
+        store = trainer._store
+        original = store._step_folders  # type: ignore[attr-defined]
+        calls: list[int] = []
+
+        def listing() -> list[int]:
+            found: list[int] = original()
+            calls.append(1)
+            if len(calls) == 1:
+                trainer.save(2, state(2))
+            return found
+
+        with tr.Checkpointer(root, read_only=True, timeout=60) as reader:
+            monkeypatch.setattr(reader._store, "_step_folders", listing)
+            assert reader.steps() == [2]
+
+
+# What cannot be read -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[str]]:
+    """Makes the next so many openings of files of step 2 fail with an error number."""
+
+    def fail(code: int, times: int) -> list[str]:
+        original = local_reader.open_plain
+        tries: list[str] = []
+
+        def open_plain(path: str, within: int | None, more: int = 0) -> int:
+            if "step-2" in path and len(tries) < times:
+                tries.append(path)
+                raise OSError(code, os.strerror(code), path)
+            return original(path, within, more)
+
+        monkeypatch.setattr(local_reader, "open_plain", open_plain)
+        return tries
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE])
+def test_a_read_that_fails_for_a_while_is_not_damage(
+    tmp_path: Path, failing: Callable[[int, int], list[str]], code: int
+) -> None:
+    saved(tmp_path, 1, 2)
+    tries = failing(code, 5)
+    with tr.Checkpointer(tmp_path, read_only=True, timeout=30) as held:
+        into = state(0)
+        got = held.load(into)
+        assert (got.step, got.report.damaged) == (2, {}) and equal(into, state(2))
+        assert len(tries) == 5
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_read_that_fails_for_good_is_raised_and_no_older_step_is_taken(
+    tmp_path: Path, failing: Callable[[int, int], list[str]], code: int
+) -> None:
+    saved(tmp_path, 1, 2)
+    failing(code, 10**9)
+    with tr.Checkpointer(tmp_path, read_only=True, timeout=3) as held:
+        into = state(0)
+        begun = time.monotonic()
+        with pytest.raises(tr.CheckpointError, match="step-2") as told:
+            held.load(into)
+        assert not isinstance(told.value, (tr.DamagedError, tr.StepNotFoundError))
+        assert time.monotonic() - begun < 20 and equal(into, state(0))
+        for look in (held.latest, lambda: held.record(2), lambda: held.holds(2)):
+            with pytest.raises(tr.CheckpointError) as told:
+                look()
+            assert not isinstance(told.value, (tr.DamagedError, tr.StepNotFoundError))
+
+
+def test_a_bucket_that_is_busy_for_a_while_does_not_cost_the_newest_step(s3: S3) -> None:  # noqa: F811
+    saved(s3.url("run"), 1, 2)
+    with tr.Checkpointer(s3.url("run"), read_only=True, timeout=9) as held:
+        end = time.monotonic() + 3.5  # longer than the library tries by itself
+
+        def busy(method: str, path: str) -> int | None:
+            return 503 if "step-2" in path and time.monotonic() < end else None
+
+        s3.hook = busy
+        got = held.load()
+        assert (got.step, got.report.damaged) == (2, {})
+
+
+MANY = 160
+
+
+def few_files(root: str) -> None:
+    """Save and load a step of many files in a process that may open few."""
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, used + 40))
+    made = {f"w{i}": {"x": torch.full((4,), float(i))} for i in range(MANY)}
+    with tr.Checkpointer(root, group=False, timeout=60) as held:
+        held.save(1, made)
+        held.save_async(2, made).result(60)
+        for step in (1, 2):
+            into = {f"w{i}": {"x": torch.zeros(4)} for i in range(MANY)}
+            for target in (into, None):
+                got = held.load(target, step=step)
+                assert equal(got.state, made)
+            assert held.verify(step) == step
+    print("whole")
+
+
+def test_a_step_of_many_files_is_saved_and_loaded_with_few_open(tmp_path: Path) -> None:
+    code = f"from tests.test_read_faults import few_files; few_files({str(tmp_path)!r})"
+    child = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (child.returncode, child.stdout) == (0, "whole\n"), child.stderr
+    assert len(list((tmp_path / "step-1").iterdir())) == MANY + 1
+
+
+# What is no plain file ---------------------------------------------------------------------------
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+@pytest.mark.parametrize("make", [fifo, device])
+def test_what_is_no_plain_file_is_damage_and_is_not_waited_for(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-2" / name).unlink()
+    make(tmp_path / "step-2" / name)
+    with tr.Checkpointer(tmp_path, timeout=60) as held:
+        into = state(0)
+        with pytest.raises(tr.DamagedError, match="no plain file"):
+            held.load(into, step=2)
+        with pytest.raises(tr.DamagedError):
+            held.verify(2)
+        assert not held.holds(2) and held.latest() == 1
+        with pytest.warns(RuntimeWarning, match="step 2"):
+            assert held.load(into).step == 1
+        held.delete(2)
+        assert held.steps() == [1]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_an_object_that_announces_a_tebibyte_is_refused(
+    s3: S3,  # noqa: F811
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved(s3.url("run"), 1, 2)
+    ask = s3.ask
+
+    def lie(method: str, path: str, *more: Any) -> tuple[int, bytes, dict[str, str]]:
+        status, content, headers = ask(method, path, *more)
+        if "step-2" in path and name in path and "list-type" not in path:
+            headers["content-length"] = str(1 << 40)
+            if "content-range" in headers:
+                headers["content-range"] = f"bytes 0-{(1 << 40) - 1}/{1 << 40}"
+        return status, content, headers
+
+    monkeypatch.setattr(s3, "ask", lie)
+    assert MAX_MANIFEST_BYTES < 1 << 40
+    with tr.Checkpointer(s3.url("run"), read_only=True, timeout=20) as held:
+        into = state(0)
+        with pytest.raises(tr.DamagedError, match="step-2"):
+            held.load(into, step=2)
+        assert equal(into, state(0))
+        monkeypatch.setattr(s3, "ask", ask)
+
+
+def test_a_local_store_reads_by_way_of_the_directory_that_it_opened(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    held = LocalStore(tmp_path).open(1)
+    before = held.manifest()
+    (tmp_path / "step-1").rename(tmp_path / "elsewhere")
+    saved(tmp_path, 1)
+    assert held.manifest() == before and held.sizes()
+    held.reader("model.safetensors").read_into(0, [memoryview(bytearray(8))])
+    held.close()
