@@ -29,7 +29,7 @@ from torchrelay.state.snapshot import Snapshot, capture
 from torchrelay.transports import wire
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.channels import MOST_CONNECTIONS, usual_connections
-from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.clock import Deadline, Stopwatch, Timeout
 from torchrelay.transports.costs import Costs
 from torchrelay.transports.cuda_ipc import Exports, Openings
 from torchrelay.transports.group import GRACE, Bell, Line, Post, post_of
@@ -88,7 +88,7 @@ class Relay:
         self,
         group: Any = None,
         *,
-        timeout: float = 300.0,
+        timeout: Timeout = 300.0,
         join_window: float = 10.0,
         chunk_bytes: int | None = None,
         verify: bool | None = None,
@@ -140,8 +140,8 @@ class Relay:
         to: int | Iterable[int],
         *,
         step: int | None = None,
-        timeout: float | None = None,
-        join_timeout: float | None = None,
+        timeout: Timeout | None = None,
+        join_timeout: Timeout | None = None,
         route: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> Report:
@@ -260,7 +260,7 @@ class Relay:
         atomic: bool = True,
         device: torch.device | str | None = None,
         shards: Shards = "own",
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
         route: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> Received:

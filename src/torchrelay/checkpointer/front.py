@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
-from torchrelay.checkpointer.keep import Keep, KeepAll
+from torchrelay.checkpointer.keep import Keep, policy
 from torchrelay.checkpointer.last_save import LastSave, agreed_step
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted, patience
 from torchrelay.checkpointer.owner import Owner, enrol
@@ -31,7 +31,7 @@ from torchrelay.stores.locate import open_store
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import MAX_STEP, Store
 from torchrelay.transports.assembly import Assembly
-from torchrelay.transports.clock import Deadline
+from torchrelay.transports.clock import Deadline, Timeout, seconds_of
 from torchrelay.version import __version__
 
 _MIN_BUDGET = 16 << 20
@@ -46,7 +46,8 @@ class Checkpointer:
     together: each makes the same calls in the same order. Without a group, or with `group=False`, a
     process is on its own.
 
-    - `keep` says which steps stay; older ones are removed after a new one is committed.
+    - `keep` says which steps stay; older ones are removed after a new one is committed. A number
+      means that many of the newest.
     - `planner`: a `SavePlanner` and / or a `LoadPlanner` of torch, to be used in place of the
       default ones. They see the state as a flat dict of tensors by name.
     - `timeout` bounds each call, and an asynchronous save to its commit.
@@ -68,9 +69,9 @@ class Checkpointer:
         root: str | os.PathLike[str],
         *,
         group: Any = None,
-        keep: Keep | None = None,
+        keep: Keep | int | None = None,
         planner: SavePlanner | LoadPlanner | Iterable[SavePlanner | LoadPlanner] | None = None,
-        timeout: float = 1800.0,
+        timeout: Timeout = 1800.0,
         on_busy: Literal["wait", "skip"] = "wait",
         memory_budget: int | None = None,
         stage: Literal["host", "device"] = "host",
@@ -79,7 +80,7 @@ class Checkpointer:
         file_bytes: int | None = FILE_BYTES,
         read_only: bool = False,
     ) -> None:
-        Deadline(timeout)
+        self._timeout = seconds_of(timeout)
         if on_busy not in ("wait", "skip"):
             raise UsageError(f"on_busy is 'wait' or 'skip', not {on_busy!r}")
         if stage not in ("host", "device"):
@@ -93,11 +94,10 @@ class Checkpointer:
         elif group is False:
             group = None
         self._owner = Owner("Checkpointer")
-        self._timeout = timeout
         self._on_busy = on_busy
-        self._store: Store = open_store(root, timeout=timeout)
+        self._store: Store = open_store(root, timeout=self._timeout)
         self._all = Assembly(group, "checkpointer")
-        self._steps = Shelf(self._store, keep or KeepAll())
+        self._steps = Shelf(self._store, policy(keep))
         save_planner, load_planner = _planners(planner)
         self._loader = Loader(self._shelf, self._all, load_planner)
         self._saver = Saver(
@@ -125,7 +125,7 @@ class Checkpointer:
     # Saving.
 
     def save(
-        self, step: int, state: object, *, overwrite: bool = False, timeout: float | None = None
+        self, step: int, state: object, *, overwrite: bool = False, timeout: Timeout | None = None
     ) -> Saved:
         """Write a state; returns when the step is committed on the medium.
 
@@ -147,7 +147,7 @@ class Checkpointer:
         state: object,
         *,
         overwrite: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
         on_busy: Literal["wait", "skip"] | None = None,
     ) -> Pending:
         """Stage a state and return; a process beside this one writes it.
@@ -181,13 +181,13 @@ class Checkpointer:
         with self._calls, self._last.held():
             yield
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         """Until no save is under way; raises what went wrong with the last one."""
         self._owner.check()
         if self._saver.pending is not None:
             self._saver.pending.result(timeout)
 
-    def _new_save(self, step: int, overwrite: bool, timeout: float | None) -> Save:
+    def _new_save(self, step: int, overwrite: bool, timeout: Timeout | None) -> Save:
         if self._closed:
             raise UsageError("this checkpointer is closed")
         self._check_writable()
@@ -258,7 +258,7 @@ class Checkpointer:
         verify: bool = True,
         atomic: bool = True,
         device: torch.device | str | None = None,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
         progress: Progress | None = None,
     ) -> Loaded:
         """Read a step: into the caller's tensors, or as a new state (`into=None`).
@@ -351,7 +351,7 @@ class Checkpointer:
         self._check_writable()
         self._bounded("delete", lambda: self._shelf.delete(step))
 
-    def rollback(self, step: int, *, timeout: float | None = None) -> list[int]:
+    def rollback(self, step: int, *, timeout: Timeout | None = None) -> list[int]:
         """Set aside every step above `step`, so that the run goes on from there; returns them.
 
         They are steps no longer: `steps`, `latest`, `load` and retention do not see them. Their

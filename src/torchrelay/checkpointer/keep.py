@@ -15,8 +15,19 @@ class Keep:
         """Of `steps`, in ascending order, those that stay."""
         raise NotImplementedError
 
-    def __or__(self, other: Keep) -> Keep:
-        return _Either(self, other)
+    def __or__(self, other: Keep | int) -> Keep:
+        return _Either(self, policy(other))
+
+
+def policy(keep: Keep | int | None) -> Keep:
+    """What a caller means by `keep`: a policy, a number of steps, or nothing that ever goes."""
+    if keep is None:
+        return KeepAll()
+    if type(keep) is int:
+        return KeepLast(keep)
+    if not isinstance(keep, Keep):
+        raise UsageError(f"keep is a policy such as KeepLast(3), or a number, not {keep!r}")
+    return keep
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,8 @@ class KeepLast(Keep):
     count: int
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise UsageError(f"KeepLast keeps at least one step, not {self.count}")
+        if type(self.count) is not int or self.count < 1:
+            raise UsageError(f"KeepLast keeps at least one step, not {self.count!r}")
 
     def wanted(self, steps: Sequence[int]) -> set[int]:
         return set(steps[-self.count :])
@@ -57,8 +68,8 @@ class KeepEvery(Keep):
     interval: int
 
     def __post_init__(self) -> None:
-        if self.interval < 1:
-            raise UsageError(f"KeepEvery takes a positive interval, not {self.interval}")
+        if type(self.interval) is not int or self.interval < 1:
+            raise UsageError(f"KeepEvery takes a positive interval, not {self.interval!r}")
 
     def wanted(self, steps: Sequence[int]) -> set[int]:
         return {step for step in steps if step % self.interval == 0}

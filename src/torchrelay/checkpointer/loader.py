@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torchrelay.checkpointer.loading import Landed, Loading
 from torchrelay.checkpointer.pending import logger
+from torchrelay.checkpointer.selection import check_only
 from torchrelay.checkpointer.shelf import Bar, Progress, Shelf
 from torchrelay.errors import (
     DamagedError,
@@ -215,6 +216,7 @@ class Loader:
             bar = Bar(wanted.progress)
             with watch("plan"):
                 self._held = held = self._shelf.open(step, patience(deadline))
+                check_only(held.record, wanted.only)
                 loading = Loading(
                     held.files,
                     held.record,

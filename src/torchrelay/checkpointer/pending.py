@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torchrelay.checkpointer.owner import Owner
 from torchrelay.errors import CheckpointError
+from torchrelay.transports.clock import Timeout, seconds_of
 
 logger = logging.getLogger("torchrelay")
 
@@ -43,20 +44,21 @@ class Pending:
         """Whether the save has ended, well or not."""
         return self._ended.is_set()
 
-    def result(self, timeout: float | None = None) -> Saved | None:
+    def result(self, timeout: Timeout | None = None) -> Saved | None:
         """Wait until the step is committed; None if it was skipped. Raises what went wrong.
 
         `TimeoutError` after `timeout` seconds; the save goes on.
         """
         self._owner.check()
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"step {self.step} is not committed after {timeout} s")
+        seconds = None if timeout is None else seconds_of(timeout)
+        if not self._ended.wait(seconds):
+            raise TimeoutError(f"step {self.step} is not committed after {seconds} s")
         self._told = True
         if self._fault is not None:
             raise self._fault
         return self._saved
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
+    def exception(self, timeout: Timeout | None = None) -> BaseException | None:
         """Wait for the end and return what went wrong, if anything did."""
         self._owner.check()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -11,7 +12,6 @@ from torchrelay.checkpointer.pending import logger
 from torchrelay.errors import (
     CheckpointError,
     DamagedError,
-    RelayError,
     StepNotFoundError,
     StepOrderError,
 )
@@ -52,13 +52,20 @@ class Shelf:
             if missing is not None and isinstance(fault, FileNotFoundError):
                 raise StepNotFoundError(f"{missing} in {self.url}", step=step) from None
             reason = fault.strerror or str(fault)
+            if fault.errno == errno.EILSEQ:
+                reason += "; rename or remove that object, or keep steps under another prefix"
             place = str(fault.filename or self.url)
             raise CheckpointError(f"cannot {what}: {reason}", step=step, file=place) from fault
 
     def clean(self) -> None:
         with self._faults("look for what writers left behind"):
-            for name in self.store.clean():
-                logger.info("removed %s, left behind by a writer that is gone", name)
+            try:
+                for name in self.store.clean():
+                    logger.info("removed %s, left behind by a writer that is gone", name)
+            except OSError as fault:
+                if fault.errno != errno.EILSEQ:
+                    raise
+                logger.warning("what writers left behind stays: %s", fault)
 
     def latest(self) -> int | None:
         while True:

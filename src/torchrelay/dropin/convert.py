@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 from torchrelay.checkpointer import Checkpointer
@@ -14,7 +13,7 @@ from torchrelay.dropin.stock_dcp import (
     write_torch_save,
 )
 from torchrelay.errors import UsageError
-from torchrelay.stores.locate import OBJECTS
+from torchrelay.stores.locate import OBJECTS, directory_at, scheme_of
 
 Kind = Literal["torchrelay", "dcp", "torch"]
 KINDS = ("torchrelay", "dcp", "torch")
@@ -22,17 +21,16 @@ KINDS = ("torchrelay", "dcp", "torch")
 
 def kind_of(place: str | os.PathLike[str]) -> Kind:
     """What a place holds: steps of this library, a stock DCP directory, or a `torch.save` file."""
-    name = os.fspath(place)
-    path = Path(name)
-    if name.startswith(OBJECTS):
+    if scheme_of(place)[0] in OBJECTS:
         return "torchrelay"
+    path = directory_at(place)
     if path.is_file():
         return "torch"
     if (path / ".metadata").is_file():
         return "dcp"
     if path.is_dir():
         return "torchrelay"
-    raise UsageError(f"{name}: no checkpoint there")
+    raise UsageError(f"{os.fspath(place)}: no checkpoint there")
 
 
 def convert(

@@ -85,6 +85,8 @@ class Bucket:
             raise FileNotFoundError(errno.ENOENT, _reason(error), name) from error
         except self._errors.AlreadyExistsError as error:
             raise FileExistsError(errno.EEXIST, "the object is there already", name) from error
+        except self._errors.InvalidPathError as error:
+            raise OSError(errno.EILSEQ, _reason(error), name) from error
         except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _reason(error), name) from error
         except (self._errors.BaseError, OSError) as error:
@@ -167,11 +169,15 @@ class Bucket:
             found = self._obs.list_with_delimiter(self._store, path or None)["common_prefixes"]
             return [str(prefix).rstrip("/").rpartition("/")[2] for prefix in found]
 
-    def objects(self, path: str = "") -> list[ObjectInfo]:
-        """All objects below a path."""
+    def objects(self, path: str = "", *, after: str | None = None) -> list[ObjectInfo]:
+        """All objects below a path, or those of them that come after a name.
+
+        `OSError` with `EILSEQ` where one of them has a name that the library takes for none.
+        """
         with self.named(path):
-            found = self._obs.list(self._store, path or None, chunk_size=1000).collect()
-            return [ObjectInfo(one["path"], one["size"], one["last_modified"]) for one in found]
+            found = self._obs.list(self._store, path or None, offset=after, chunk_size=1000)
+            infos = [(one["path"], one["size"], one["last_modified"]) for one in found.collect()]
+            return [ObjectInfo(*info) for info in infos]
 
     def remove(self, paths: Sequence[str]) -> None:
         """Remove objects; one that is gone already is no failure."""

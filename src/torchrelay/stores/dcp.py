@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -79,7 +80,7 @@ class Writer(StorageWriter):
         step: int | None = None,
         overwrite: bool = True,
         file_bytes: int | None = FILE_BYTES,
-        timeout: float = 1800.0,
+        timeout: float | timedelta = 1800.0,
     ) -> None:
         self._given_step = step
         self._overwrite = overwrite
@@ -213,7 +214,7 @@ class Reader(StorageReader):
         *,
         step: int | None = None,
         verify: bool = True,
-        timeout: float = 1800.0,
+        timeout: float | timedelta = 1800.0,
     ) -> None:
         self._given_step = step
         self._verify = verify

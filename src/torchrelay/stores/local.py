@@ -80,8 +80,8 @@ class LocalStore:
         return place
 
     def _replaced(self, step: int) -> list[Path]:
-        matches = map(_REPLACED.fullmatch, self._names())
-        return [self.root / match[0] for match in matches if match and int(match[1]) == step]
+        matches = self._replacements(self._names())
+        return [self.root / match[0] for match in matches if int(match[1]) == step]
 
     def _settled(self, step: int) -> str:
         """The name of a step's directory, once nothing else is left that could count as it."""
@@ -102,9 +102,15 @@ class LocalStore:
 
     def _step_folders(self) -> list[tuple[int, str]]:
         names = self._names()
-        matches = [_STEP.fullmatch(name) or _REPLACED.fullmatch(name) for name in names]
-        found = [(int(match[1]), match[0]) for match in matches if match]
+        matches = [match for match in map(_STEP.fullmatch, names) if match]
+        matches += self._replacements(names)
+        found = [(int(match[1]), match[0]) for match in matches]
         return sorted(place for place in found if place[0] <= MAX_STEP)
+
+    def _replacements(self, names: list[str]) -> list[re.Match[str]]:
+        """Steps that were moved for their successors. A link with such a name is none of ours."""
+        matches = map(_REPLACED.fullmatch, names)
+        return [match for match in matches if match and not (self.root / match[0]).is_symlink()]
 
     def _names(self) -> list[str]:
         try:

@@ -61,7 +61,7 @@ class LocalStep:
         with os.scandir(self._directory.fd) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # a link to nothing, or removed meanwhile
-                    if entry.name != MANIFEST:
+                    if entry.name != MANIFEST and entry.is_file():
                         sizes[entry.name] = entry.stat().st_size
         return sizes
 

@@ -43,9 +43,10 @@ class ObjectStep:
         return self._content
 
     def sizes(self) -> dict[str, int]:
-        found = self._patience(lambda: self._bucket.objects(self._place()))
-        names = {one.path.rpartition("/")[2]: one.nbytes for one in found}
-        return {name: nbytes for name, nbytes in names.items() if name != MANIFEST}
+        folder = self._patience(self._place)
+        found = self._patience(lambda: self._bucket.objects(folder))
+        names = {one.path.removeprefix(f"{folder}/"): one.nbytes for one in found}
+        return {name: size for name, size in names.items() if name != MANIFEST and "/" not in name}
 
     def reader(self, name: str, *, once: bool = True) -> ObjectReader:
         check_name(name)

@@ -23,7 +23,7 @@ from math import ceil
 from weakref import WeakSet
 
 from torchrelay.errors import UsageError
-from torchrelay.stores.bucket import Bucket
+from torchrelay.stores.bucket import Bucket, ObjectInfo
 from torchrelay.stores.final_act import FinalAct, unknown
 from torchrelay.stores.object_reader import ObjectStep, check_name
 from torchrelay.stores.patience import ONCE, Patience
@@ -92,9 +92,20 @@ class ObjectStore:
             folders = again
 
     def _step_folders(self) -> list[int]:
-        matches = map(_STEP.fullmatch, self._bucket.folders())
+        try:
+            names = self._bucket.folders()
+        except OSError as fault:
+            if fault.errno != errno.EILSEQ:
+                raise
+            names = [one.path.partition("/")[0] for one in self._objects()]
+        matches = map(_STEP.fullmatch, set(names))
         steps = sorted(int(match[1]) for match in matches if match)
         return [step for step in steps if step <= MAX_STEP]
+
+    def _objects(self) -> list[ObjectInfo]:
+        """All objects of steps and drafts. Names that the library cannot list, of other objects,
+        mostly come before those."""
+        return self._bucket.objects(after="step-")
 
     def open(self, step: int, patience: Patience = ONCE) -> ObjectStep:
         return ObjectStep(self._bucket, self._pool, step, partial(self._folder, step), patience)
@@ -144,7 +155,7 @@ class ObjectStore:
         return folder
 
     def aside(self) -> list[str]:
-        found = [_DATA.fullmatch(one.path) for one in self._bucket.objects()]
+        found = [_DATA.fullmatch(one.path) for one in self._objects()]
         folders = [(int(match[1]), match[2]) for match in found if match and match[3] == MANIFEST]
         return [
             f"step-{step}/{token}" for step, token in sorted(folders) if self._is_aside(step, token)
@@ -171,7 +182,7 @@ class ObjectStore:
 
     def clean(self) -> list[str]:
         drafts: dict[tuple[int, str], list[tuple[datetime, str]]] = {}
-        for path, _, modified in self._bucket.objects():
+        for path, _, modified in self._objects():
             match = _DATA.fullmatch(path)
             if match and (match[3] == MANIFEST or DATA_NAME.fullmatch(match[3])):
                 drafts.setdefault((int(match[1]), match[2]), []).append((modified, path))

@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from torchrelay.errors import RelayError, UsageError
@@ -18,22 +19,31 @@ class InterruptedTransfer(RelayError):
 
 
 TELLING = 0.25  # seconds that it may take to tell the other ranks
+Timeout = float | timedelta  # seconds, or what torch's own calls take
+
+
+def seconds_of(timeout: Timeout) -> float:
+    """The seconds of a timeout; `UsageError` unless it is a positive length of time."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise UsageError(f"timeout is a number of seconds or a timedelta, not {timeout!r}")
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"timeout is a positive number of seconds, not {seconds}")
+    return seconds
 
 
 class Deadline:
     """A point in time that ends a whole call, or an end that comes before."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, timeout: Timeout) -> None:
         self._cause: BaseException | None = None
         self._waiting: list[queue.SimpleQueue[Any]] = []
-        self.set(seconds)
+        self.set(timeout)
 
-    def set(self, seconds: float) -> None:
-        """Have it be so many seconds from now."""
-        if not 0 < seconds < float("inf"):
-            raise UsageError(f"timeout is a positive number of seconds, not {seconds}")
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
+    def set(self, timeout: Timeout) -> None:
+        """Have it be so long from now."""
+        self.seconds = seconds_of(timeout)
+        self._end = time.monotonic() + self.seconds
 
     def left(self) -> float:
         return 0.0 if self._cause is not None else max(0.0, self._end - time.monotonic())
