@@ -114,7 +114,7 @@ class Checkpointer:
         self._read_only = read_only
         if self._all.coordinates and not read_only:
             self._bounded("clean up", self._shelf.clean)
-        self._last = LastSave(self, self._all, save_on_signal, signals, timeout)
+        self._last = LastSave(self, self._all, save_on_signal, signals, self._timeout)
         enrol(self)
 
     @property
