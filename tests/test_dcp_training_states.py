@@ -197,6 +197,7 @@ def test_a_job_of_three_ranks_goes_on_with_four(pool4: RankPool, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("savers", [1, 2, 3, 4])
 @pytest.mark.parametrize("save", SAVES)
 def test_a_job_goes_on_with_any_number_of_ranks(

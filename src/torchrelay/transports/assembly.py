@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchrelay import errors
 from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.transports.clock import Deadline
-from torchrelay.transports.store_values import drop, put, take
+from torchrelay.transports.store_values import drop, peek, put, take
 
 COORDINATOR = 0
 POLL = (0.0005, 0.02)  # seconds between looks at the store: first, and after long silence
@@ -75,6 +75,11 @@ class Assembly:
     @property
     def coordinates(self) -> bool:
         return self.rank == COORDINATOR
+
+    def sweep(self) -> None:
+        """Remove answers that came after this rank had stopped waiting for them."""
+        with self._lock:  # one thread at a time: a value is read to be removed
+            self.unheard = [name for name in self.unheard if not drop(self._store, name)]
 
     def call(self) -> Call:
         with self._lock:
@@ -200,16 +205,15 @@ class Call:
 
     def _hear(self, name: str, deadline: Deadline) -> _Word | None:
         """The coordinator's answer, if it comes in time. One that comes later is removed later."""
-        self._all.unheard = [late for late in self._all.unheard if not drop(self._store, late)]
+        self._all.sweep()
+        word: _Word | None = None
         try:
             if self._await([name], deadline.left() + _SPREAD):
-                word: _Word = _word.decode(take(self._store, name))
-                return word
-        except BaseException:
-            self._all.unheard.append(name)
-            raise
-        self._all.unheard.append(name)
-        return None
+                word = _word.decode(take(self._store, name))
+        finally:
+            if word is None:
+                self._all.unheard.append(name)
+        return word
 
     def _answer(self, phase: str, key: str, decide: Decide, deadline: Deadline) -> None:
         ranks = range(self._all.world)
@@ -242,8 +246,7 @@ class Call:
         places = []
         for rank in late[:8]:
             name = f"{self._prefix}/at/{rank}"
-            at = self._store.get(name).decode() if self._has(name) else "not yet begun"
-            places.append(f"rank {rank}: {at}")
+            places.append(f"rank {rank}: {peek(self._store, name, 'not yet begun')}")
         return _Word(
             kind="CheckpointError",
             message=f"no word in {deadline.seconds:g} s from {'; '.join(places)}",

@@ -21,6 +21,7 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
     def delete_key(self, key: str) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
 def put(store: Store, key: str, data: bytes) -> None:
@@ -54,6 +55,11 @@ def drop(store: Store, key: str) -> bool:
         return False
     _delete(store, [*_others(key, store.get(key)), key])
     return True
+
+
+def peek(store: Store, key: str, otherwise: str) -> str:
+    """The text under a key that may be removed at any moment: `get` would wait for it to return."""
+    return store.compare_set(key, otherwise, otherwise).decode()
 
 
 def _others(key: str, head: bytes) -> list[str]:
