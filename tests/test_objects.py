@@ -220,6 +220,8 @@ def recover_a_shard(rank: int, group: Any, form: str, atomic: bool, steps_before
     state: Any = {"model": model, "optimizer": optimizer, "step": 3}
     if form == "state dicts":
         state = app.state_dict()
+    elif form == "raw":
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     elif form == "application":
         state = {"app": app}
     with tr.Relay(group, timeout=30) as relay:
@@ -229,6 +231,8 @@ def recover_a_shard(rank: int, group: Any, form: str, atomic: bool, steps_before
             got = relay.recv(rank - 2, into=state, step=3, atomic=atomic)
             if form == "state dicts":
                 app.load_state_dict(got.state)
+            elif form == "raw":
+                optimizer.load_state_dict(got.state["optimizer"])
     for one in optimizer.state.values():
         assert isinstance(one["exp_avg"], DTensor) and one["exp_avg"].device_mesh == mesh
         assert not isinstance(one["step"], DTensor)
@@ -238,7 +242,14 @@ def recover_a_shard(rank: int, group: Any, form: str, atomic: bool, steps_before
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize(
     ("form", "steps_before"),
-    [("objects", 0), ("objects", 2), ("state dicts", 0), ("application", 0), ("application", 2)],
+    [
+        ("objects", 0),
+        ("objects", 2),
+        ("state dicts", 0),
+        ("raw", 2),
+        ("application", 0),
+        ("application", 2),
+    ],
 )
 def test_fsdp2_with_adamw_trains_on_after_one_transfer(
     pool4: RankPool, form: str, atomic: bool, steps_before: int

@@ -153,6 +153,26 @@ def test_a_type_of_a_checkpoint_that_its_bytes_do_not_make_tears_nothing(
     assert mine["e"].count == 4 and mine["e"].kept is kept and kept.all()  # type: ignore[attr-defined]
 
 
+class Sour:
+    """What it is cannot be said."""
+
+
+tr.register(Sour, name="test.Sour", encode=lambda one: {}[one], decode=lambda one: Sour())
+
+
+def test_a_type_that_cannot_be_encoded_is_refused_by_path(tmp_path: Path) -> None:
+    with tr.Checkpointer(tmp_path) as held:
+        with pytest.raises(tr.UnsupportedLeafError, match="cannot be encoded") as caught:
+            held.save(0, {"a": [Sour()]})
+        assert caught.value.path == "['a'][0]"
+        held.save(1, {"a": [torch.ones(2)]})
+        with pytest.raises(
+            tr.UnsupportedLeafError, match=r"test.Sour.*cannot be encoded"
+        ) as caught:
+            held.load(into={"a": [Sour()]})
+        assert caught.value.path == "['a'][0]"
+
+
 # Objects that refuse what they are told.
 
 

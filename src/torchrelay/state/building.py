@@ -23,16 +23,6 @@ from torchrelay.state.fitting import ArrayFit, Fit
 from torchrelay.state.leaves import Part, build, check_buildable
 from torchrelay.state.spans import contiguous_strides
 
-_UNBUILT = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    MemoryError,
-)
-
 
 def make_leaf(
     leaf: m.Leaf, path: Path, part: Part, rank: int, mesh: t.DeviceMesh | None = None
@@ -42,8 +32,8 @@ def make_leaf(
         if mesh is not None and isinstance(leaf, m.DTensorLeaf):
             return t.dtensor(part(leaf.local), leaf, mesh)
         return build(leaf, part, rank)
-    except _UNBUILT as fault:
-        raise UnsupportedLeafError(f"cannot be rebuilt here: {fault}", path=show(path)) from fault
+    except Exception as fault:  # also of the code of a tensor subclass
+        raise UnsupportedLeafError(f"cannot be rebuilt here: {fault!r}", path=show(path)) from fault
 
 
 def check_leaf(leaf: m.Leaf, path: Path) -> None:
@@ -86,7 +76,7 @@ def late_copy(
     pair: Fit | ArrayFit, part: Part
 ) -> tuple[torch.Tensor | np.ndarray[Any, Any], object]:
     if isinstance(pair, ArrayFit):
-        return pair.destination, make_leaf(pair.leaf, (), part, 0)
+        return pair.destination, build(pair.leaf, part, 0)
     return pair.destination, part(pair.part)
 
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError, UnsupportedLeafError
 from torchrelay.state import manifest as m
-from torchrelay.state.registry import codec_named, codec_of
+from torchrelay.state.registry import Codec, codec_named, codec_of
 from torchrelay.state.validation import FACTORIES
 from torchrelay.state.values import Key, decode_key, encode_key
 
@@ -120,7 +120,9 @@ def flatten(state: object) -> Flat:
         kind = type(value)
         codec = codec_of(kind)
         if codec is not None:
-            return m.RecordNode(codec.name, visit(codec.encode(value), (*path, codec.name)))
+            return m.RecordNode(
+                codec.name, visit(_encoded(codec, value, path), (*path, codec.name))
+            )
         if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
             keys = _keys(value, path)
             items = children(list(value.values()), path, value)
@@ -137,6 +139,15 @@ def flatten(state: object) -> Flat:
         return Flat(visit(state, ()), leaves)
     finally:
         leaves = []  # the functions above lead to each other, and would keep what is in it
+
+
+def _encoded(codec: Codec, value: object, path: Path) -> object:
+    try:
+        return codec.encode(value)
+    except Exception as fault:
+        raise UnsupportedLeafError(
+            f"registered type {codec.name!r} cannot be encoded: {fault!r}", path=show(path)
+        ) from fault
 
 
 def is_namedtuple(kind: type) -> bool:
