@@ -6,11 +6,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +15,13 @@ import pytest
 import torch
 
 import torchrelay as tr
+from tests.support.ranks import RankPool
 from tests.support.s3 import S3, moto_server, s3  # noqa: F401
 from tests.support.saved import equal, state
 from torchrelay.checkpointer.loading import Loading
 from torchrelay.stores import local_reader
 from torchrelay.stores.local import LocalStore
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES
-
-ROOT = Path(__file__).resolve().parent.parent
 
 PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {
     "local": lambda request: str(request.getfixturevalue("tmp_path") / "run"),
@@ -108,59 +104,44 @@ def test_bytes_that_change_in_place_after_the_check_do_not_pass_as_verified(
             held.load(state(0), step=1)
 
 
-OVERWRITER = """
-import sys, torchrelay as tr
-from tests.support.saved import state
-held = tr.Checkpointer(sys.argv[1], group=False, keep=tr.KeepLast(1))
-step = 1
-while True:
-    if sys.argv[2] == "overwrite":
-        held.save(1, state(step % 50), overwrite=True)
-    else:
-        held.save(step, state(step))
-    step += 1
-    if step == 3:
-        print("going", flush=True)
-"""
-
-
-@contextmanager
-def beside(root: Path, how: str) -> Iterator[None]:
-    """Within: a process saves into the root, over and over."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", OVERWRITER, str(root), how], cwd=ROOT, stdout=subprocess.PIPE
-    )
-    try:
-        assert child.stdout is not None and child.stdout.readline() == b"going\n"
-        yield
-        assert child.poll() is None
-    finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
-
-
-def test_loads_beside_a_process_that_overwrites_the_step(tmp_path: Path) -> None:
-    with beside(tmp_path / "run", "overwrite"):
-        with tr.Checkpointer(tmp_path / "run", read_only=True) as held:
-            into = state(77)
-            for _ in range(60):
-                got = held.load(into)
-                assert got.report.damaged == {}
-                assert equal(into, state(into["seed"])), into["seed"]
-
-
-def test_loads_beside_a_trainer_that_keeps_one_step(tmp_path: Path) -> None:
+def beside(rank: int, group: Any, root: str, how: str) -> list[str]:
+    """Rank 0 saves over and over while rank 1 loads; what was wrong with the loads."""
+    done = Path(root) / "done"
+    if rank == 0:
+        with tr.Checkpointer(root, group=False, keep=1) as held:
+            step = 1
+            while not done.exists():
+                if how == "overwrite":
+                    held.save(1, state(step % 50), overwrite=True)
+                else:
+                    held.save(step, state(step))
+                step += 1
+        return []
+    wrong = []
     seen = set()
-    with beside(tmp_path / "run", "keep one"):
-        with tr.Checkpointer(tmp_path / "run", read_only=True) as held:
-            for _ in range(60):
-                got = held.load()
-                assert got.report.damaged == {}
-                assert equal(got.state, state(got.step))
-                assert (held.latest() or 0) >= got.step
-                seen.add(got.step)
-    assert len(seen) > 1
+    try:
+        with tr.Checkpointer(root, group=False, read_only=True, timeout=20) as held:
+            while held.latest() is None:
+                pass
+            into = state(77)
+            end = time.monotonic() + 8
+            while len(seen) < 15 and time.monotonic() < end:
+                got = held.load(into)
+                seen.add(into["seed"])
+                if got.report.damaged or not equal(into, state(into["seed"])):
+                    wrong.append(f"{got.step} {into['seed']} {got.report.damaged}")
+                if how == "keep one" and (held.latest() or 0) < got.step:
+                    wrong.append(f"{held.latest()} after {got.step}")
+    finally:
+        done.touch()
+    return wrong if len(seen) > 1 else ["nothing was saved meanwhile"]
+
+
+@pytest.mark.parametrize("how", ["overwrite", "keep one"])
+def test_loads_beside_a_trainer_that_replaces_its_only_step(
+    pool2: RankPool, tmp_path: Path, how: str
+) -> None:
+    assert pool2.run(beside, str(tmp_path), how, timeout=60) == [[], []]
 
 
 # List again, then load ---------------------------------------------------------------------------
@@ -275,29 +256,27 @@ def test_a_bucket_that_is_busy_for_a_while_does_not_cost_the_newest_step(s3: S3)
 MANY = 160
 
 
-def few_files(root: str) -> None:
+def few_files(rank: int, group: Any, root: str) -> list[bool]:
     """Save and load a step of many files in a process that may open few."""
     used = len(list(Path("/proc/self/fd").iterdir()))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, used + 40))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     made = {f"w{i}": {"x": torch.full((4,), float(i))} for i in range(MANY)}
-    with tr.Checkpointer(root, group=False, timeout=60) as held:
-        held.save(1, made)
-        held.save_async(2, made).result(60)
-        for step in (1, 2):
+    with tr.Checkpointer(root, group=group, timeout=60) as held:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, hard))
+        try:
+            held.save(1, made)
+            held.save_async(2, made).result(60)
             into = {f"w{i}": {"x": torch.zeros(4)} for i in range(MANY)}
-            for target in (into, None):
-                got = held.load(target, step=step)
-                assert equal(got.state, made)
-            assert held.verify(step) == step
-    print("whole")
+            whole = [equal(held.load(into, step=2).state, made)]
+            return [*whole, equal(held.load(step=1).state, made), held.verify(1) == 1]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_step_of_many_files_is_saved_and_loaded_with_few_open(tmp_path: Path) -> None:
-    code = f"from tests.test_read_faults import few_files; few_files({str(tmp_path)!r})"
-    child = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert (child.returncode, child.stdout) == (0, "whole\n"), child.stderr
+def test_a_step_of_many_files_is_saved_and_loaded_with_few_open(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    assert pool2.run(few_files, str(tmp_path), timeout=60) == [[True] * 3] * 2
     assert len(list((tmp_path / "step-1").iterdir())) == MANY + 1
 
 
