@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -122,10 +123,10 @@ def beside(rank: int, group: Any, root: str, how: str) -> list[str]:
     try:
         with tr.Checkpointer(root, group=False, read_only=True, timeout=20) as held:
             while held.latest() is None:
-                pass
+                time.sleep(0.01)
             into = state(77)
-            end = time.monotonic() + 8
-            while len(seen) < 15 and time.monotonic() < end:
+            end = time.monotonic() + 40
+            while len(seen) < 10 and time.monotonic() < end:
                 got = held.load(into)
                 seen.add(into["seed"])
                 if got.report.damaged or not equal(into, state(into["seed"])):
@@ -141,7 +142,7 @@ def beside(rank: int, group: Any, root: str, how: str) -> list[str]:
 def test_loads_beside_a_trainer_that_replaces_its_only_step(
     pool2: RankPool, tmp_path: Path, how: str
 ) -> None:
-    assert pool2.run(beside, str(tmp_path), how, timeout=60) == [[], []]
+    assert pool2.run(beside, str(tmp_path), how, timeout=90) == [[], []]
 
 
 # List again, then load ---------------------------------------------------------------------------
@@ -219,6 +220,33 @@ def test_a_read_that_fails_for_a_while_is_not_damage(
         got = held.load(into)
         assert (got.step, got.report.damaged) == (2, {}) and equal(into, state(2))
         assert len(tries) == 5
+
+
+@pytest.mark.parametrize("owner", [local_reader, local_reader.LocalReader])
+def test_a_read_that_hangs_ends_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any
+) -> None:
+    saved(tmp_path, 1, 2)
+    name = "open_plain" if owner is local_reader else "read_into"
+    original = getattr(owner, name)
+    answers = threading.Event()
+
+    def hangs(*args: Any) -> Any:
+        answers.wait(60)
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, hangs)
+    try:
+        with tr.Checkpointer(tmp_path, read_only=True, timeout=2) as held:
+            into = state(0)
+            begun = time.monotonic()
+            with pytest.raises(tr.StorageTimeoutError):
+                held.load(into)
+            assert time.monotonic() - begun < 20 and equal(into, state(0))
+            answers.set()
+            assert held.load(into, timeout=60).step == 2 and equal(into, state(2))
+    finally:
+        answers.set()
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])

@@ -215,7 +215,12 @@ class Loader:
         def act() -> bytes:
             bar = Bar(wanted.progress)
             with watch("plan"):
-                self._held = held = self._shelf.open(step, patience(deadline))
+                self._held = held = bounded(
+                    lambda: self._shelf.open(step, patience(deadline)),
+                    deadline.early(),
+                    "open the step",
+                    file=self._shelf.url,
+                )
                 check_only(held.record, wanted.only)
                 loading = Loading(
                     held.files,
@@ -236,7 +241,8 @@ class Loader:
             with watch("verify"):
                 loading.compare_twins()
                 if wanted.checked_first:
-                    loading.check()
+                    # It reads into memory of its own, so it can be left behind.
+                    bounded(loading.check, deadline.early(), "read the step", file=held.files.url)
                 loading.make(verify=wanted.verify)
             return held.digest
 
