@@ -18,8 +18,9 @@ from torchrelay.checkpointer.wants import Layers, Wants
 from torchrelay.errors import MismatchError
 from torchrelay.state import tensors as t
 from torchrelay.state.building import copy_late, late_copy
-from torchrelay.state.containers import Path, show, unflatten
+from torchrelay.state.containers import show, unflatten
 from torchrelay.state.offer import pruned
+from torchrelay.state.paths import Path
 from torchrelay.state.pause import gc_paused
 from torchrelay.stores.metadata import metadata_of
 from torchrelay.stores.placing import Wave, Wish, by_name, shard_at, waves

@@ -4,7 +4,7 @@ refused here where it does not fit the destination. Nothing is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TypeGuard
@@ -18,12 +18,10 @@ from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.building import check_leaf, make_leaf
 from torchrelay.state.containers import (
-    Path,
     check_types,
     flatten,
     grafted,
     inside_records,
-    match,
     show,
     slots,
     subtree,
@@ -32,9 +30,11 @@ from torchrelay.state.fitting import ArrayFit, Fit, fit
 from torchrelay.state.handover import Handover, Pair
 from torchrelay.state.hints import with_hints
 from torchrelay.state.leaves import parts
+from torchrelay.state.matching import Comparison, ends_of, listed, refuse_differences
 from torchrelay.state.objects import Held, parameter_of, unwrap
 from torchrelay.state.offer import Offer
 from torchrelay.state.outline import dotted
+from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.plan import Chunks
 from torchrelay.state.spans import contiguous_strides
 from torchrelay.state.ties import check_ties
@@ -43,6 +43,7 @@ from torchrelay.stores.reading import opened
 from torchrelay.stores.records import Checkpoint, StoredTensor
 from torchrelay.stores.seam import OpenStep
 
+_MAX_NAMED, _MAX_NAMED_EACH = 1 << 24, 1 << 8
 _WHOLE = (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)
 Layers = list[dict[str, torch.Tensor]]
 
@@ -83,13 +84,15 @@ class Wants:
         self._first: dict[tuple[object, ...], StoredTensor] = {}
         self._inside: set[int] = set()  # leaves that registered types are made of
         self.offer = Offer.of(checkpoint.outlines_for(rank, world))
+        # Characters of paths, and their steps, that `only` may still be compared with.
+        self._named = _MAX_NAMED + _MAX_NAMED_EACH * len(self.offer.leaves)
         self.new: Layers = []
         self.own: Layers = []
         self.written: list[torch.Tensor] = []  # of the caller's
         # Tensors that are stored apart and share one place here: their bytes must be the same.
         self.twins: list[tuple[StoredTensor, StoredTensor, Path]] = []
         self.late: list[tuple[Fit | ArrayFit, int]] = []
-        self.made: dict[int, Path] = {}  # leaves that are built anew
+        self.made: dict[int, Iterable[object]] = {}  # leaves that are built anew
         self.grown: dict[int, object] = {}  # new distributed ones that objects are told
         self.filled: dict[int, object] = {}  # leaves of told objects that are filled in place
         self.values: dict[int, int] = {}  # by leaf here, the one whose value it takes
@@ -104,15 +107,21 @@ class Wants:
 
     def _want_new(self) -> None:
         check_types(self.offer.tree)
-        for path, index in slots(self.offer.tree):
-            if self._chosen(path):
-                self._make(index, path)
+        paths = LeafPaths(self.offer.tree)
+        leaves = (index for path, index in slots(self.offer.tree) if self._chosen(path))
+        for index in leaves if self._only else paths:
+            self._make(index, paths[index])
 
     def _chosen(self, path: Path) -> bool:
+        if not self._only:
+            return True
         name = dotted(path)
-        return not self._only or any(fnmatchcase(name, pattern) for pattern in self._only)
+        self._named -= len(name) + 8 * len(path)
+        if self._named < 0:
+            raise MismatchError("the paths of the step are too long to be looked through by `only`")
+        return any(fnmatchcase(name, pattern) for pattern in self._only)
 
-    def _make(self, index: int, path: Path, like: torch.Tensor | None = None) -> None:
+    def _make(self, index: int, path: Iterable[object], like: torch.Tensor | None = None) -> None:
         if index in self.made:
             return
         leaf = self.offer.leaves[index]
@@ -164,26 +173,26 @@ class Wants:
         stubs = {
             path: -1 - n for n, (path, held) in enumerate(objects.items()) if not held.in_place
         }
-        offered = [
-            (path, index)
-            for path, index in slots(grafted(tree, stubs))
-            if (path in told if index < 0 else self._chosen(path))
-        ]
-        here = [
-            (path, place)
-            for path, place in slots(grafted(flat.tree, stubs))
-            if (path in told or not self._only if place < 0 else self._chosen(path))
-        ]
-        matched = match(offered, here, strict=False)
-        self.missing, self.extra = matched.missing, matched.extra
+        found = Comparison(grafted(tree, stubs), grafted(flat.tree, stubs))
+
+        def missing() -> Iterator[Path]:
+            for path, node in ends_of(found.missing):
+                if path in told if _is_stub(node) else self._chosen(path):
+                    yield path
+
+        def extra() -> Iterator[Path]:
+            for path, node in ends_of(found.extra):
+                if path in told or not self._only if _is_stub(node) else self._chosen(path):
+                    yield path
+
         if strict:
-            known, stored = {path for path, _ in here}, {path for path, _ in offered}
-            lacking = [(path, 0) for path, _ in offered if path not in known and self.offer.exact]
+            kinds = () if self._only else found.kinds
             with with_hints(tree, flat.tree):
-                match(lacking, [(path, 0) for path, _ in here if path not in stored], strict=True)
+                refuse_differences(missing() if self.offer.exact else (), extra(), kinds)
+        self.missing, self.extra = listed(missing()), listed(extra())
         inside = []
-        for index, path, place in matched.pairs:
-            if index >= 0:
+        for index, path, place in found.pairs:
+            if index >= 0 and self._chosen(path):
                 self._fit(index, path, flat.leaves[place], place)
                 inside += [(index, path, place)] if index in self._inside else []
         mine = {path: flat.leaves[place] for path, place in slots(flat.tree)}
@@ -335,7 +344,7 @@ class Wants:
             return m.TensorLeaf(part.dtype, part.shape, None, part.storage, 0, leaf.flags)
         return leaf
 
-    def leaf(self, index: int, path: Path) -> object:
+    def leaf(self, index: int, path: Iterable[object]) -> object:
         """A leaf of new tensors that have been read."""
         return make_leaf(self._plainly(index), path, self.part_of(index), self._rank)
 
@@ -383,6 +392,11 @@ def _as_plain(leaf: m.Leaf, mine: object) -> m.Leaf:
     if isinstance(leaf, (m.DTensorLeaf, m.ShardedLeaf)):
         return next(parts(leaf))
     return leaf
+
+
+def _is_stub(node: m.Node) -> bool:
+    """Whether a node stands for an object that is told its state."""
+    return isinstance(node, int) and node < 0
 
 
 def _is_distributed(mine: object) -> TypeGuard[torch.Tensor]:

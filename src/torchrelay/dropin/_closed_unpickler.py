@@ -42,9 +42,12 @@ from torchrelay.dropin._torch_records import (
     _StateDictMeta,
     _TensorMeta,
 )
-from torchrelay.errors import RemoteProtocolError
+from torchrelay.errors import ManifestError, RemoteProtocolError
+from torchrelay.state.keys import Table
 
 _MAX_DEPTH = 200
+_MAX_DIMS = 64
+_ALWAYS = 10_000  # steps that any record may take
 _MAX_BYTES = 1 << 50
 
 _RECORDS = "torch.distributed.checkpoint._pg_transport."
@@ -114,6 +117,8 @@ def loads(data: bytes, limit: int = 1 << 30) -> _StateDictMeta:
         return _Builder(len(data)).state(Machine(data, _NAMES).run())
     except RemoteProtocolError:
         raise
+    except ManifestError as fault:
+        raise RemoteProtocolError(f"torch's state record was refused: {fault.message}") from fault
     except Exception as fault:  # every way in which hostile bytes can fail has this one meaning
         raise RemoteProtocolError(f"torch's state record is malformed: {fault!r:.200}") from fault
 
@@ -125,8 +130,17 @@ class _Builder:
         self.length = length
         # Objects that a pickle shares are made once: else a short one could describe a vast tree.
         self.specs: dict[int, TreeSpec] = {}
+        self.spans: dict[int, int] = {}  # by spec, the steps of all paths to its leaves
         self.meshes: dict[int, DeviceMesh] = {}
-        self.keys_left = 8 * length
+        self.leaves: dict[int, object] = {}
+        self.shards: dict[int, list[ShardMetadata]] = {}
+        # What is shared and yet has to be looked at by each that shares it.
+        self.left = 4 * length + _ALWAYS
+
+    def charge(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            refuse("its parts share each other more often than its length allows")
 
     def state(self, value: object) -> _StateDictMeta:
         f = _fields(value, _RECORDS + "_StateDictMeta")
@@ -137,8 +151,12 @@ class _Builder:
                 f"its tree has {spec.num_leaves} leaves, but {len(paths)} paths and "
                 f"{len(leaves)} leaves came with it"
             )
+        # A leaf takes more bytes than this with its path.
+        if len(leaves) > self.length // 16 + _ALWAYS:
+            refuse("it has more leaves than its length allows")
         if spec.num_nodes > self.length or not all(type(path) is tuple for path in paths):
             refuse("its tree or its paths are malformed")
+        self.charge(self.spans.get(id(f["treespec"]), 0))
         # The tree tells the paths; those beside it could point one leaf at another's place.
         told, again = tree_flatten_with_path(tree_unflatten(range(len(leaves)), spec))
         if [number for _, number in told] != list(range(len(leaves))) or again != spec:
@@ -147,7 +165,17 @@ class _Builder:
         return _StateDictMeta(spec, [path for path, _ in told], records)
 
     def leaf(self, value: Any) -> object:
+        if id(value) not in self.leaves:
+            self.leaves[id(value)] = self.new_leaf(value)
+        found = self.leaves[id(value)]
+        if isinstance(found, _ShardedTensorMeta):
+            self.charge(len(found.local_shards_meta))
+        return found
+
+    def new_leaf(self, value: Any) -> object:
         name = value.name if type(value) is Call else ""
+        if name == "builtins.bytearray":
+            self.charge(sum(len(data) for data in value.args if type(data) is bytes))
         if name == _RECORDS + "_TensorMeta":
             return self.tensor(value)
         if name == _RECORDS + "_DTensorMeta":
@@ -167,7 +195,10 @@ class _Builder:
             # torch before 2.12 keeps these two in public fields.
             context = f.get("_context", f.get("context"))
             below = _typed(f.get("_children", f.get("children_specs")), list)
+            self.charge(len(below))
             children = [self.tree(child, depth + 1) for child in below]
+            deeper = sum(self.spans.get(id(child), 0) for child in below)
+            self.spans[id(value)] = deeper + sum(child.num_leaves for child in children)
             kind = _typed(f["type"], Name).name
             self.specs[id(value)] = self.container(kind, context, children)
         return self.specs[id(value)]
@@ -191,15 +222,17 @@ class _Builder:
         if cls is collections.defaultdict:
             named, context = _typed(context, list)
             factory = None if named is None else _FACTORIES[_typed(named, Name).name]
+        before, table = self.left, Table()
         keys = [self.key(key) for key in _typed(context, list)]
-        if len(set(keys)) != width or len(keys) != width:
+        table.put(keys, weight=before - self.left)
+        if len(table) != width or len(keys) != width:
             refuse("the keys of a dict do not fit its items")
         return TreeSpec(cls, [factory, keys] if cls is collections.defaultdict else keys, children)
 
     def key(self, value: Any, depth: int = 0) -> object:
         # Each use of a key hashes it whole, and tuples that share their parts have vast wholes.
-        self.keys_left -= 1
-        if self.keys_left < 0 or depth > 16:
+        self.left -= 4
+        if self.left < 0 or depth > 16:
             refuse("a key of a dict is too large")
         if type(value) is tuple:
             return tuple(self.key(item, depth + 1) for item in value)
@@ -207,10 +240,10 @@ class _Builder:
 
     def tensor(self, value: object) -> _TensorMeta:
         f = _fields(value, _RECORDS + "_TensorMeta")
-        shape, stride = _size(f["shape"]), _counts(f["stride"])
+        shape, stride = _size(f["shape"]), _counts(f["stride"], _MAX_DIMS)
         dtype, nbytes = _dtype(f["dtype"]), _count(f["nbytes"], _MAX_BYTES)
         offset = _count(f["storage_offset"])
-        if len(shape) != len(stride) or len(shape) > 64 or math.prod(shape) >= 1 << 62:
+        if len(shape) != len(stride) or math.prod(shape) >= 1 << 62:
             refuse("a tensor has a malformed shape")
         if 0 not in shape:
             reach = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -224,7 +257,7 @@ class _Builder:
         placements = tuple(_placement(p) for p in _typed(f["placements"], tuple))
         meta = _made(f["tensor_meta"], _SPEC + "TensorMeta")
         shape, stride, dtype = meta
-        whole = TensorMeta(_size(shape), _counts(stride), _dtype(dtype))
+        whole = TensorMeta(_size(shape), _counts(stride, _MAX_DIMS), _dtype(dtype))
         dims = len(whole.shape)
         if len(placements) != mesh.ndim or dims != len(local.shape) or whole.dtype != local.dtype:
             refuse("a DTensor does not fit its local tensor or its mesh")
@@ -252,9 +285,11 @@ class _Builder:
         # A root mesh and its flattened meshes name each other, so it is known before it is whole.
         # Its constructor would create process groups; setting its state only looks them up.
         mesh = self.meshes[id(value)] = DeviceMesh.__new__(DeviceMesh)
+        self.charge(len(_typed(f["_flatten_rank_map"], tuple)))
         ranks = _counts(f["_flatten_rank_map"])
         names, root, where = f["_mesh_dim_names"], f["_root_mesh"], f["_coordinate_on_dim"]
         flat = _typed(f["_flatten_mapping"], dict)
+        self.charge(len(flat))
         state: dict[str, object] = {
             "_device_type": _typed(f["_device_type"], str),
             "_layout": _mesh_layout_of(f["_layout"], len(ranks)),
@@ -275,10 +310,16 @@ class _Builder:
 
     def sharded(self, value: object) -> _ShardedTensorMeta:
         f = _fields(value, _RECORDS + "_ShardedTensorMeta")
-        local = [self.tensor(t) for t in _typed(f["local_shards_meta"], list)]
-        boxes = [_shard(s) for s in _typed(f["local_shards_shard_metadata"], list)]
+        mine, where = f["local_shards_meta"], f["local_shards_shard_metadata"]
+        self.charge(8 * (len(_typed(mine, list)) + len(_typed(where, list))))
+        local = [self.tensor(t) for t in mine]
+        boxes = [_shard(s) for s in where]
         g = _fields(f["sharded_tensor_metadata"], _SHARDS + "ShardedTensorMetadata")
-        shards = [_shard(s) for s in _typed(g["shards_metadata"], list)]
+        told = _typed(g["shards_metadata"], list)
+        self.charge(16 * len(told))
+        if id(told) not in self.shards:
+            self.shards[id(told)] = [_shard(s) for s in told]
+        shards = self.shards[id(told)]
         whole = ShardedTensorMetadata(shards, _size(g["size"]), _properties(g["tensor_properties"]))
         if len(local) != len(boxes) or any(
             list(t.shape) != box.shard_sizes or t.dtype != whole.tensor_properties.dtype
@@ -325,8 +366,10 @@ def _count(value: object, cap: int = 1 << 62) -> int:
     return value
 
 
-def _counts(value: object) -> tuple[int, ...]:
-    return tuple(_count(n) for n in _typed(value, tuple))
+def _counts(value: object, most: int | None = None) -> tuple[int, ...]:
+    if most is not None and len(_typed(value, tuple)) > most:
+        refuse(f"a shape has more than {most} dimensions")
+    return tuple([_count(n) for n in _typed(value, tuple)])
 
 
 def _texts(value: list[object] | tuple[object, ...]) -> tuple[str, ...]:
@@ -335,7 +378,7 @@ def _texts(value: list[object] | tuple[object, ...]) -> tuple[str, ...]:
 
 def _size(value: object) -> torch.Size:
     (numbers,) = _made(value, "torch.Size")
-    return torch.Size(_counts(numbers))
+    return torch.Size(_counts(numbers, _MAX_DIMS))
 
 
 def _dtype(value: object) -> torch.dtype:
@@ -399,7 +442,8 @@ def _mesh_layout_of(value: object, ranks: int) -> Any:
 def _shard(value: object) -> ShardMetadata:
     f = _fields(value, _SHARD)
     placement = f["placement"]
-    offsets, sizes = (_counts(tuple(_typed(f[k], list))) for k in ("shard_offsets", "shard_sizes"))
+    lists = (_typed(f[name], list) for name in ("shard_offsets", "shard_sizes"))
+    offsets, sizes = (_counts(tuple(numbers[: _MAX_DIMS + 1]), _MAX_DIMS) for numbers in lists)
     where = None if placement is None else _remote(placement)
     return ShardMetadata(list(offsets), list(sizes), where)
 

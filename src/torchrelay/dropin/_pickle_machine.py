@@ -15,7 +15,9 @@ from collections.abc import Callable, Container
 from typing import Any, NoReturn
 
 from torchrelay.errors import RemoteProtocolError
+from torchrelay.state.keys import Table
 
+_MANY_SETS = 1000
 SCALARS = (type(None), bool, int, float, str, bytes)
 
 
@@ -61,13 +63,14 @@ def _loaded_namedtuple(module: str, name: str) -> type | None:
 class Machine:
     """The stack machine of pickle protocols 4 and 5, less all that can import, call or set."""
 
-    def __init__(self, data: bytes, names: Container[str]) -> None:
+    def __init__(self, data: Any, names: Container[str]) -> None:
         self.data = data
         self.names = names
         self.at = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
+        self.sets = 0
 
     def run(self) -> object:
         data, end = self.data, len(self.data)
@@ -76,7 +79,7 @@ class Machine:
             self.at += 1
             if code == pickle.STOP[0]:
                 break
-            step = _OPCODES.get(code)
+            step = OPCODES.get(code)
             if step is None:
                 refuse(f"opcode {bytes([code])!r} is not one that torch's records need")
             step(self)
@@ -91,7 +94,8 @@ class Machine:
         if size > len(self.data) - self.at:
             refuse("its record is cut short")
         self.at += size
-        return self.data[self.at - size : self.at]
+        taken: bytes = self.data[self.at - size : self.at]
+        return taken
 
     def number(self, layout: str) -> Any:
         return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
@@ -152,12 +156,20 @@ class Machine:
         items = self.since_mark()
         if not all(type(item) in SCALARS for item in items):
             refuse("a set holds something other than plain values")
+        Table(set).put(items)
         return items
+
+    def new_set(self) -> set[Any]:
+        # One byte of a pickle asks for one, which takes over 200.
+        self.sets += 1
+        if self.sets > _MANY_SETS + len(self.data) // 16:
+            refuse("it makes more sets than its length allows")
+        return set()
 
     def add(self) -> None:
         items = self.scalars()
-        if type(self.stack[-1]) is not set:
-            refuse("items are added to something other than a set")
+        if type(self.stack[-1]) is not set or self.stack[-1]:
+            refuse("items are added to something other than a new set")
         self.stack[-1].update(items)
 
 
@@ -188,7 +200,7 @@ def _long(raw: bytes) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-_OPCODES: dict[int, Callable[[Machine], None]] = {
+OPCODES: dict[int, Callable[[Machine], None]] = {
     code[0]: step
     for code, step in (
         (pickle.PROTO, Machine.protocol),
@@ -221,7 +233,7 @@ _OPCODES: dict[int, Callable[[Machine], None]] = {
         (pickle.EMPTY_DICT, _push(lambda m: {})),
         (pickle.SETITEM, lambda m: m.update(list(_last(2)(m)))),
         (pickle.SETITEMS, lambda m: m.update(m.since_mark())),
-        (pickle.EMPTY_SET, _push(lambda m: set())),
+        (pickle.EMPTY_SET, _push(Machine.new_set)),
         (pickle.ADDITEMS, Machine.add),
         (pickle.FROZENSET, _push(lambda m: frozenset(m.scalars()))),
         (pickle.MEMOIZE, lambda m: m.memo.append(m.stack[-1])),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchrelay.dropin._saved_pickle import check_archive
 from torchrelay.dropin._stock_metadata import Piece, StockMetadata, StockTensor
 from torchrelay.errors import DigestError, ManifestError, UnsupportedLeafError
 
@@ -73,6 +74,7 @@ class DataFiles:
             with zipfile.ZipFile(data) as archive:
                 packed = [e.filename for e in archive.infolist() if e.compress_type]
                 bad = archive.testzip() if self.check_crc and not packed else None
+                pickled = b"" if packed else pickle_in(archive)
         except Exception as fault:  # zipfile has as many ways to fail as a damaged file has
             raise DigestError(
                 f"{piece.length} bytes at {piece.offset} of {piece.file} are no intact archive of "
@@ -87,6 +89,11 @@ class DataFiles:
                 "without checksums needs check_crc=False)",
                 path=fqn,
             )
+        try:
+            check_archive(pickled, piece.length)
+        except ManifestError as fault:
+            fault.path = fqn
+            raise
         data.seek(0)
         return data
 
@@ -127,6 +134,12 @@ def whole_tensor(files: DataFiles, fqn: str, item: StockTensor) -> torch.Tensor:
             box = box.narrow(dim, start, size)
         box.copy_(part)
     return torch.empty(item.shape, dtype=item.dtype) if whole is None else whole
+
+
+def pickle_in(archive: zipfile.ZipFile) -> bytes:
+    """The pickle of an archive of `torch.save`; nothing where there is none."""
+    names = [e.filename for e in archive.infolist() if e.filename.endswith("data.pkl")]
+    return archive.read(names[0]) if names else b""
 
 
 def first_line(fault: Exception) -> str:

@@ -16,12 +16,12 @@ import torch
 
 from torchrelay.dropin._pickle_machine import Call, Machine, Name
 from torchrelay.errors import ManifestError, RelayError, RemoteProtocolError, UnsupportedLeafError
+from torchrelay.state.boxes import Comparisons
 
 MAX_METADATA = 1 << 30
 _MAX_NUMBER = 1 << 62
 _MAX_DIMS = 64
 _MAX_DEPTH = 200
-_MAX_COMPARISONS = 5_000_000
 
 _DCP = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -126,6 +126,7 @@ def _metadata(value: object, length: int) -> StockMetadata:
     # A list that a short pickle shares among its records could make for endless work; a chunk of
     # its own takes more bytes than this.
     room = length // 16
+    comparisons = Comparisons()
     for fqn, record in _typed(f["state_dict_metadata"], dict).items():
         name = _typed(fqn, str)
         if type(record) is Call and record.name == _DCP + "BytesStorageMetadata":
@@ -135,11 +136,11 @@ def _metadata(value: object, length: int) -> StockMetadata:
             room -= len(_typed(g["chunks"], list))
             if room < 0:
                 _refuse("it has more chunks than its bytes can tell")
-            items[name] = _tensor(name, g, pieces)
+            items[name] = _tensor(name, g, pieces, comparisons)
     return StockMetadata(items, _paths(f.get("planner_data"), length))
 
 
-_Pieces = dict[tuple[str, tuple[int, ...] | None], Piece]
+_Pieces = dict[tuple[str, str], Piece]  # by name, and by offset as text, which has a secret hash
 
 
 def _pieces(stored: dict[Any, Any]) -> _Pieces:
@@ -147,7 +148,7 @@ def _pieces(stored: dict[Any, Any]) -> _Pieces:
     for key, value in stored.items():
         f = _fields(key, _DCP + "MetadataIndex")
         fqn, offset = _typed(f["fqn"], str), f.get("offset")
-        index = (fqn, None if offset is None else _size(offset))
+        index = (fqn, str(None if offset is None else _size(offset)))
         if index in found:
             _refuse(f"{fqn!r:.200} is stored twice")
         g = _fields(value, _STORAGE_INFO)
@@ -168,7 +169,7 @@ def _pieces(stored: dict[Any, Any]) -> _Pieces:
 
 
 def _found(pieces: _Pieces, fqn: str, offset: tuple[int, ...] | None) -> Piece:
-    piece = pieces.get((fqn, offset))
+    piece = pieces.get((fqn, str(offset)))
     if piece is None:
         where = "" if offset is None else f" at {offset!r:.200}"
         _refuse(f"nothing is stored for {fqn!r:.200}{where}")
@@ -181,7 +182,7 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces) -> StockTensor:
+def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces, comparisons: Comparisons) -> StockTensor:
     shape, dtype = _size(f["size"]), _dtype(fqn, f["properties"])
     if math.prod(shape) * dtype.itemsize >= _MAX_NUMBER:
         _refuse(f"{fqn!r:.200} has a malformed shape")
@@ -197,39 +198,20 @@ def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces) -> StockTensor:
         if math.prod(sizes) * dtype.itemsize > piece.length:
             _refuse(f"a chunk of {fqn!r:.200} is larger than the {piece.length} bytes it is in")
         chunks.append(Chunk(offsets, sizes, piece))
-    _check_tiling(fqn, shape, chunks)
+    _check_tiling(fqn, shape, chunks, comparisons)
     return StockTensor(dtype, shape, tuple(chunks))
 
 
-def _check_tiling(fqn: str, shape: Sequence[int], chunks: list[Chunk]) -> None:
+def _check_tiling(
+    fqn: str, shape: Sequence[int], chunks: list[Chunk], comparisons: Comparisons
+) -> None:
     """Boxes inside a tensor tile it when none overlap and their volumes add up to its own."""
-    boxes = [c for c in chunks if 0 not in c.sizes]
-    if shape and boxes:
-        # Along the dimension with the most cuts, few boxes stand beside each other.
-        dim = max(range(len(shape)), key=lambda d: len({c.offsets[d] for c in boxes}))
-        boxes.sort(key=lambda c: c.offsets[dim])
-        left, open_boxes = _MAX_COMPARISONS, list[Chunk]()
-        for box in boxes:
-            start = box.offsets[dim]
-            open_boxes = [o for o in open_boxes if o.offsets[dim] + o.sizes[dim] > start]
-            left -= len(open_boxes)
-            if left < 0:
-                _refuse(f"{fqn!r:.200} is cut in too many ways")
-            if any(_overlap(box, other) for other in open_boxes):
-                _refuse(f"two chunks of {fqn!r:.200} overlap")
-            open_boxes.append(box)
-    elif len(boxes) > 1:
+    boxes = [(c.offsets, c.sizes) for c in chunks if 0 not in c.sizes]
+    if comparisons.overlap(boxes):
         _refuse(f"two chunks of {fqn!r:.200} overlap")
-    held, whole = sum(math.prod(c.sizes) for c in boxes), math.prod(shape)
+    held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if held != whole:
         _refuse(f"the chunks of {fqn!r:.200} hold {held} of its {whole} values")
-
-
-def _overlap(a: Chunk, b: Chunk) -> bool:
-    return all(
-        x < y + m and y < x + n
-        for x, n, y, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
 
 
 def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:

@@ -7,12 +7,15 @@ refuses is refused here by name, and never loaded another way.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import pickle
 import uuid
 import warnings
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -23,7 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchrelay.dropin._stock_files import DataFiles, first_line, whole_tensor
+from torchrelay.dropin._saved_pickle import check_archive, check_legacy
+from torchrelay.dropin._stock_files import DataFiles, first_line, pickle_in, whole_tensor
 from torchrelay.dropin._stock_metadata import MAX_METADATA, StockTensor, decode
 from torchrelay.errors import (
     CheckpointError,
@@ -120,10 +124,12 @@ def read_torch_save(path: str | os.PathLike[str]) -> Any:
     try:
         with Path(path).open("rb") as file:
             if not file.read(16).startswith(_TORCH_SAVE):
-                raise ManifestError(f"{path} is no torch.save file")
+                raise ManifestError("it is no torch.save file")
+            _look_through(file)
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
-    except RelayError:
+    except RelayError as fault:
+        fault.message = f"{path} was refused: {fault.message}"
         raise
     except OSError as fault:
         raise CheckpointError(f"could not be read: {fault}", file=str(path)) from fault
@@ -131,6 +137,21 @@ def read_torch_save(path: str | os.PathLike[str]) -> Any:
         raise UnsupportedLeafError(f"{path} was refused: {first_line(fault)}") from fault
     except Exception as fault:
         raise ManifestError(f"{path} is no intact torch.save file: {fault!r:.300}") from fault
+
+
+def _look_through(file: BinaryIO) -> None:
+    """Refuse what torch would take far more memory or time for than the file is long."""
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        with contextlib.closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as mapped:
+            check_legacy(mapped)
+        return
+    with zipfile.ZipFile(file) as archive:
+        if any(entry.compress_type for entry in archive.infolist()):
+            raise ManifestError("it has a compressed record")
+        check_archive(pickle_in(archive), length)
 
 
 def write_torch_save(path: str | os.PathLike[str], state: Any) -> None:

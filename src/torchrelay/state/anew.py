@@ -5,19 +5,19 @@ Memory of theirs alone is the caller's to keep, so bytes that arrive go straight
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import torch
 
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.building import check_leaf, make_leaf
-from torchrelay.state.containers import Path
 from torchrelay.state.fitting import fit, mesh_of
 from torchrelay.state.fresh import place_for
 from torchrelay.state.leaves import Part, parts
 from torchrelay.state.means import LARGE_BYTES, Means, allocate
 from torchrelay.state.objects import Held, parameter_of
+from torchrelay.state.paths import Path
 from torchrelay.state.plan import Chunks
 from torchrelay.state.runs import Runs
 from torchrelay.state.shards import Shards, check_shards
@@ -33,11 +33,11 @@ class Anew:
         self._device = device
         self._meshes: dict[int, t.DeviceMesh] = {}
         self._devices: dict[int, torch.device] = {}  # of storages
-        self.paths: dict[int, Path] = {}  # by leaf
+        self.paths: dict[int, Iterable[object]] = {}  # by leaf
         self.homes: dict[int, torch.Tensor] = {}  # by storage
         self.host = Runs([], [], [])
 
-    def add(self, index: int, path: Path, like: torch.Tensor | None = None) -> None:
+    def add(self, index: int, path: Iterable[object], like: torch.Tensor | None = None) -> None:
         """Have a leaf made, on the device of `like`, and on its mesh if it is distributed."""
         leaf = self._manifest.leaves[index]
         check_leaf(leaf, path)

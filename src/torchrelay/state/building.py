@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.containers import (
-    Path,
     has_records,
     records_of,
     show,
@@ -25,7 +24,7 @@ from torchrelay.state.spans import contiguous_strides
 
 
 def make_leaf(
-    leaf: m.Leaf, path: Path, part: Part, rank: int, mesh: t.DeviceMesh | None = None
+    leaf: m.Leaf, path: Iterable[object], part: Part, rank: int, mesh: t.DeviceMesh | None = None
 ) -> object:
     """The object of a leaf; a DTensor on `mesh` if that is given, else on one like the sender's."""
     try:
@@ -36,7 +35,7 @@ def make_leaf(
         raise UnsupportedLeafError(f"cannot be rebuilt here: {fault!r}", path=show(path)) from fault
 
 
-def check_leaf(leaf: m.Leaf, path: Path) -> None:
+def check_leaf(leaf: m.Leaf, path: Iterable[object]) -> None:
     try:
         check_buildable(leaf)
     except UnsupportedLeafError as fault:

@@ -18,6 +18,7 @@ from torchrelay.state import manifest as m
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Record = TypeVar("Record")
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Kind(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -152,12 +153,14 @@ def table_of(leaves: Sequence[m.Leaf]) -> Table:
 
 
 def _table(rows: Numbers, tensors: Sequence[Any]) -> Table:
-    kinds: dict[Any, int] = {}
-    keys = [(leaf.dtype, leaf.shape, leaf.strides, leaf.flags) for leaf in tensors]
-    numbers = np.array([kinds.setdefault(key, len(kinds)) for key in keys], np.int64)
+    kinds = [Kind(leaf.dtype, leaf.shape, leaf.strides, leaf.flags) for leaf in tensors]
+    known: dict[bytes, int] = {}  # by their encoding: a peer's numbers may hash alike
+    keys = map(_encode, kinds)
+    numbers = np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
+    firsts = dict(zip(reversed(numbers.tolist()), reversed(kinds), strict=True))
     storages = np.array([leaf.storage for leaf in tensors], np.int64)
     offsets = np.array([leaf.offset for leaf in tensors], np.int64)
-    return Table(rows, [Kind(*key) for key in kinds], numbers, storages, offsets)
+    return Table(rows, [firsts[n] for n in range(len(known))], numbers, storages, offsets)
 
 
 def _merged(table: Table, rows: Numbers, tensors: Sequence[Any]) -> Table:

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
-from torchrelay.errors import MismatchError, UnsupportedLeafError
+from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state import manifest as m
+from torchrelay.state.paths import Path
 from torchrelay.state.registry import Codec, codec_named, codec_of
 from torchrelay.state.validation import FACTORIES
 from torchrelay.state.values import Key, decode_key, encode_key
-
-Path = tuple[object, ...]
 
 _FACTORIES: dict[str, type] = {
     factory.__name__: factory for factory in (bool, dict, float, int, list, set, str, tuple)
 }
 assert tuple(_FACTORIES) == FACTORIES
 _PLAIN = (torch.Tensor, str, int, float, type(None))
+_LONG = 200  # characters of a key that an error shows
+_SHORT = range(-(1 << 63), 1 << 63)
+_WRITTEN_BITS = 10_000  # of a number in decimal: Python refuses more than 4,300 digits
 _MANY = 64  # tensors in one container for which numpy is worth its calls
 
 
@@ -38,9 +39,32 @@ class Flat(NamedTuple):
     leaves: list[object]
 
 
-def show(path: Path) -> str:
-    """A path as people write it: ['model']['layers'][0]."""
-    return "".join(f"[{key!r}]" for key in path) or "the state itself"
+def show(path: Iterable[object]) -> str:
+    """A path as people write it: ['model']['layers'][0]. Long keys are cut short."""
+    texts = [str(key) if type(key) is int and key in _SHORT else _brief(key) for key in path]
+    return f"[{']['.join(texts)}]" if texts else "the state itself"
+
+
+def _brief(key: object) -> str:
+    if isinstance(key, str):
+        return repr(key) if len(key) <= _LONG else f"{key[:_LONG]!r}..."
+    if isinstance(key, tuple):
+        few = ", ".join(map(_brief, key[:8]))
+        return f"({few}{', ...' if len(key) > 8 else ',' if len(key) == 1 else ''})"
+    return text_of(key)[:_LONG]
+
+
+def text_of(key: object) -> str:
+    """A key as text: `str`, also of numbers that Python has too many digits to write."""
+    if isinstance(key, int) and key.bit_length() > _WRITTEN_BITS:
+        return hex(key)
+    if isinstance(key, tuple) and any(isinstance(item, (int, tuple)) for item in key):
+        return f"({', '.join(map(_repr, key))}{',' if len(key) == 1 else ''})"
+    return str(key)
+
+
+def _repr(key: object) -> str:
+    return text_of(key) if isinstance(key, (int, tuple)) else repr(key)
 
 
 def flatten(state: object) -> Flat:
@@ -184,23 +208,26 @@ def _factory(value: dict[Any, Any], path: Path) -> str | None:
     return name
 
 
-def slots(tree: m.Node, leaves: Container[int] | None = None) -> list[tuple[Path, int]]:
-    """Path and leaf index of each slot of a tree, in order; those of these leaves if given."""
-    found: list[tuple[Path, int]] = []
+def slots(tree: m.Node, leaves: Container[int] | None = None) -> Iterator[tuple[Path, int]]:
+    """Path and leaf index of each slot of a tree, in order; those of these leaves if given.
 
-    def visit(node: m.Node, path: Path) -> None:
-        if isinstance(node, int):
-            if leaves is None or node in leaves:
-                found.append((path, node))
-            return
-        for key, child in children_of(node):
+    A peer's tree may have millions of slots at the end of a long path: keep only what you need.
+    """
+    if isinstance(tree, int):
+        if leaves is None or tree in leaves:
+            yield (), tree
+        return
+    stack: list[tuple[Path, Iterator[tuple[object, m.Node]]]] = [((), children_of(tree))]
+    while stack:
+        path, children = stack[-1]
+        for key, child in children:
             if not isinstance(child, int):
-                visit(child, (*path, key))
-            elif leaves is None or child in leaves:
-                found.append(((*path, key), child))
-
-    visit(tree, ())
-    return found
+                stack.append(((*path, key), children_of(child)))
+                break
+            if leaves is None or child in leaves:
+                yield (*path, key), child
+        else:
+            stack.pop()
 
 
 def subtree(tree: m.Node, path: Path) -> m.Node | None:
@@ -217,7 +244,10 @@ def subtree(tree: m.Node, path: Path) -> m.Node | None:
 
 def leaf_paths(tree: m.Node) -> dict[int, Path]:
     """The path of each leaf, the first one where it has several."""
-    return {index: path for path, index in reversed(slots(tree))}
+    found: dict[int, Path] = {}
+    for path, index in slots(tree):
+        found.setdefault(index, path)
+    return found
 
 
 def children_of(node: m.Node) -> Iterator[tuple[object, m.Node]]:
@@ -260,7 +290,7 @@ def unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) -> 
     `UnsupportedLeafError` names the path of a registered type that cannot be made of them.
     """
     try:
-        return _unflatten(tree, leaves)
+        return _unflatten(tree, leaves, {})
     except _Undecodable as found:
         raise UnsupportedLeafError(
             f"registered type {found.node.name!r} cannot be rebuilt here: {found.fault!r}; do both "
@@ -280,7 +310,12 @@ def _path_to(node: m.Node, tree: m.Node, path: Path) -> Path | None:
     return None
 
 
-def _unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) -> object:
+_Types = dict[tuple[str, ...], type[tuple[object, ...]]]
+
+
+def _unflatten(
+    tree: m.Node, leaves: Sequence[object] | Mapping[int, object], types: _Types
+) -> object:
     if isinstance(tree, int):
         return leaves[tree]
     if isinstance(tree, m.RecordNode):
@@ -288,7 +323,7 @@ def _unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) ->
         if codec is None:
             check_types(tree)
         assert codec is not None
-        body = _unflatten(tree.body, leaves)
+        body = _unflatten(tree.body, leaves, types)
         try:
             return codec.decode(body)
         except Exception as fault:
@@ -298,11 +333,14 @@ def _unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) ->
     if first >= 0 and isinstance(leaves, list) and items == tuple(range(first, first + len(items))):
         values = leaves[first : first + len(items)]  # mostly they follow each other
     else:
-        values = [leaves[n] if type(n) is int else _unflatten(n, leaves) for n in items]
+        values = [leaves[n] if type(n) is int else _unflatten(n, leaves, types) for n in items]
     if isinstance(tree, m.SequenceNode):
         return values if tree.kind == "list" else tuple(values)
     if isinstance(tree, m.NamedTupleNode):
-        return tuple.__new__(_namedtuple_type(tree), values)
+        key = (tree.module, tree.name, *tree.fields)
+        if key not in types:
+            types[key] = _namedtuple_type(tree)
+        return tuple.__new__(types[key], values)
     keys = [key if type(key) is str else decode_key(key) for key in tree.keys]
     pairs = zip(keys, values, strict=True)
     if tree.kind == "OrderedDict":
@@ -362,68 +400,3 @@ def grafted(tree: m.Node, stubs: Mapping[Path, int], path: Path = ()) -> m.Node:
         return tree
     items = tuple(grafted(child, stubs, (*path, key)) for key, child in children_of(tree))
     return replace(tree, items=items)
-
-
-Pair = tuple[int, Path, int]
-
-
-class Matched:
-    """Slots found on both sides (leaf offered, path, leaf here), and paths on one side only.
-
-    `tree` is that of both sides where they are equal. Leaf for leaf the same then, and the slots
-    are not looked for before they are asked for.
-    """
-
-    def __init__(
-        self,
-        pairs: list[Pair],
-        missing: list[str],
-        extra: list[str],
-        tree: m.Node | None = None,
-    ) -> None:
-        self.missing = missing
-        self.extra = extra
-        self.tree = tree
-        self._pairs = pairs
-
-    @cached_property
-    def pairs(self) -> list[Pair]:
-        if self.tree is None:
-            return self._pairs
-        return [(index, path, index) for path, index in slots(self.tree)]
-
-    def some(self, leaves: Container[int]) -> list[Pair]:
-        """The pairs of these leaves of the offer."""
-        if self.tree is None:
-            return [pair for pair in self._pairs if pair[0] in leaves]
-        return [(index, path, index) for path, index in slots(self.tree, leaves)]
-
-
-def match(
-    offered: Sequence[tuple[Path, int]], here: Sequence[tuple[Path, int]], *, strict: bool
-) -> Matched:
-    """Pair offered slots with the caller's by path; with `strict`, both have the same paths."""
-    have = dict(here)
-    pairs: list[Pair] = []
-    missing: list[str] = []
-    for path, index in offered:
-        if path in have:
-            pairs.append((index, path, have.pop(path)))
-        else:
-            missing.append(show(path))
-    extra = [show(path) for path in have]
-    if strict and (missing or extra):
-        sides = (
-            ("offered but not in the destination", missing),
-            ("in the destination but not offered", extra),
-        )
-        raise MismatchError(
-            "paths differ: "
-            + "; ".join(
-                f"{what}: {', '.join(paths[:5])}{' ...' if len(paths) > 5 else ''}"
-                for what, paths in sides
-                if paths
-            ),
-            path=(missing or extra)[0],
-        )
-    return Matched(pairs, missing, extra)

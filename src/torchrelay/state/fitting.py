@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,10 @@ from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.arrays import dtype_from_text
-from torchrelay.state.containers import Path, flatten, show
+from torchrelay.state.containers import flatten, show
 from torchrelay.state.hints import CUT_OTHERWISE, SHARDED_TO_WHOLE, WHOLE_TO_SHARDED
 from torchrelay.state.leaves import describe, finished
+from torchrelay.state.paths import Path
 from torchrelay.state.registry import subclass_name
 from torchrelay.state.values import decode_value
 
@@ -145,7 +146,7 @@ def _check_mesh(leaf: m.DTensorLeaf, like: t.DTensor) -> None:
                 _same(what, leaf.coordinate[dim], coordinate[dim], CUT_OTHERWISE)
 
 
-def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Path) -> t.DeviceMesh | None:
+def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Iterable[object]) -> t.DeviceMesh | None:
     """The mesh for a leaf that is made anew and belongs to `like`; None if it is not distributed.
 
     `MismatchError` where one of the two is distributed and the other is not, or otherwise.

@@ -7,7 +7,7 @@ keeps the memory of another.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from itertools import pairwise, repeat
 from typing import Any
@@ -20,10 +20,11 @@ from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.building import check_leaf, check_records, make_leaf, strides_of
 from torchrelay.state.columns import Numbers, by_device, devices_of, others_of, sizes_of, table_of
-from torchrelay.state.containers import Path, check_types, has_records, leaf_paths, unflatten
+from torchrelay.state.containers import check_types, has_records, unflatten
 from torchrelay.state.landed import Landed, Places, chunks_of
 from torchrelay.state.leaves import parts
 from torchrelay.state.means import LARGE_BYTES, Means, allocate
+from torchrelay.state.paths import LeafPaths
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.runs import Runs
 from torchrelay.state.shards import Shards, check_shards
@@ -32,6 +33,7 @@ _data_ptr = torch.Tensor.data_ptr
 _HOST = torch.device("cpu")
 _NOT_YET = object()
 _PART = 2048  # storages whose homes are made at a time
+_MANY = 256  # leaves that are asked for one by one
 _SHARED = -1  # storages of several leaves, or of parts of one
 
 
@@ -167,8 +169,8 @@ class NewTensors:
         return tensors
 
     @cached_property
-    def _paths(self) -> dict[int, Path]:
-        return leaf_paths(self._manifest.tree)
+    def _paths(self) -> LeafPaths:
+        return LeafPaths(self._manifest.tree)
 
     def places(self) -> Places:
         if self._on_host:
@@ -216,9 +218,12 @@ class NewTensors:
 
     def _built(self) -> object:
         leaves = self._ready
-        for index in [index for index, leaf in enumerate(leaves) if leaf is None]:
-            leaf = self._manifest.leaves[index]
-            leaves[index] = make_leaf(leaf, self._paths[index], self._part, self._rank)
+        missing = [index for index, leaf in enumerate(leaves) if leaf is None]
+        records: Sequence[m.Leaf] = self._manifest.leaves
+        if len(missing) > _MANY:
+            records = tuple(records)  # all at once are cheaper than each by itself
+        for index in missing:
+            leaves[index] = make_leaf(records[index], self._paths[index], self._part, self._rank)
         return unflatten(self._manifest.tree, leaves)
 
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torchrelay.state import manifest as m
-from torchrelay.state.containers import Flat, Path, subtree, unflatten
+from torchrelay.state.containers import Flat, subtree, unflatten
 from torchrelay.state.objects import Objects
+from torchrelay.state.paths import Path
 from torchrelay.state.renewal import Renewal
 from torchrelay.state.telling import Telling, tell_written
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
-from torchrelay.state.containers import Path, show
+from torchrelay.state.containers import show
+from torchrelay.state.paths import Path
 
 SHARDED_TO_WHOLE = (
     "the sender's tensor is cut over the ranks of its mesh, and this one is whole: receive into a "

@@ -23,8 +23,6 @@ from torchrelay.state.building import (
     strides_of,
 )
 from torchrelay.state.containers import (
-    Matched,
-    Path,
     grafted,
     inside_records,
     slots,
@@ -35,8 +33,10 @@ from torchrelay.state.handover import Handover
 from torchrelay.state.hints import with_hints
 from torchrelay.state.landed import Landed, Places, chunks_of, reaching
 from torchrelay.state.leaves import parts
+from torchrelay.state.matching import Matched
 from torchrelay.state.means import Means
 from torchrelay.state.memory import Region, copy_boxes
+from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.plan import aligned_sizes
 from torchrelay.state.prepared import Pair, Prepared, Straight, split_columns, straight
@@ -88,9 +88,10 @@ class ExistingTensors:
         self._mine: dict[int, object] | None = None
         if make_missing:
             self._mine = {index: into.flat.leaves[here] for index, _, here in matched.pairs[::-1]}
-            for path, index in slots(manifest.tree):
+            paths = LeafPaths(manifest.tree)
+            for index in paths:
                 if index not in self._mine and index not in self._anew.paths:
-                    self._anew.add(index, path)
+                    self._anew.add(index, paths[index])
         # Registered types are made before anything is written: of bytes that are held back.
         inside = inside_records(manifest.tree)
         self._inside = matched.some(inside) if inside else []

@@ -17,7 +17,8 @@ from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.arrays import dtype_from_text, dtype_to_text
-from torchrelay.state.containers import Path, check_types, flatten, show, unflatten
+from torchrelay.state.containers import check_types, flatten, show, unflatten
+from torchrelay.state.paths import Path
 from torchrelay.state.registry import subclass_name, subclass_named
 from torchrelay.state.spans import contiguous_strides
 from torchrelay.state.validation import SUB_BYTE, packed_bytes

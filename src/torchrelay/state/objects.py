@@ -16,7 +16,8 @@ import torch
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.containers import Path, is_namedtuple, show
+from torchrelay.state.containers import is_namedtuple, show
+from torchrelay.state.paths import Path
 from torchrelay.state.registry import codec_of
 
 _PLAIN = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torchrelay.state import manifest as m
+from torchrelay.state.keys import identities
 from torchrelay.state.outline import Outline
+from torchrelay.state.values import Key
 
 
 class Offer:
@@ -27,12 +29,16 @@ class Offer:
         first = outlines[0].tree
         others = [outline for outline in outlines[1:] if outline.tree != first]
         offer.exact = not others
-        for number, outline in enumerate([outlines[0], *others]):
+        offer.tree = first
+        layers = _Layers()
+        for outline in [outlines[0], *others]:
             shift = len(offer.leaves)
             offer.leaves += outline.leaves
             offer.homes += [outline] * len(outline.leaves)
             tree = shifted(outline.tree, shift) if shift else outline.tree
-            offer.tree = tree if number == 0 else _laid_over(offer.tree, tree)
+            layers.add(tree)
+        if others:
+            offer.tree = layers.node()
         return offer
 
 
@@ -55,14 +61,38 @@ def renumbered(node: m.Node, number: Callable[[int], int]) -> m.Node:
     return m.NamedTupleNode(node.name, node.fields, items, node.module)
 
 
-def _laid_over(top: m.Node, below: m.Node) -> m.Node:
-    if not isinstance(top, m.DictNode) or not isinstance(below, m.DictNode):
-        return top
-    others = dict(zip(below.keys, below.items, strict=True))
-    keys, items = list(top.keys), []
-    for key, item in zip(top.keys, top.items, strict=True):
-        items.append(_laid_over(item, others.pop(key)) if key in others else item)
-    return m.DictNode(top.kind, (*keys, *others), (*items, *others.values()), top.factory)
+class _Layers:
+    """Nodes laid over each other: the first one counts, but a dict takes what a later one adds."""
+
+    def __init__(self) -> None:
+        self._top: m.Node | None = None
+        self._items: dict[str | bytes, tuple[Key, _Layers]] | None = None
+
+    def add(self, node: m.Node) -> None:
+        """Lay a node under those that are there. Takes as long as the node is large."""
+        if self._top is None:
+            self._top = node
+            return
+        if not isinstance(self._top, m.DictNode) or not isinstance(node, m.DictNode):
+            return
+        if self._items is None:
+            self._items = {}
+            self._take_in(self._top)
+        self._take_in(node)
+
+    def _take_in(self, node: m.DictNode) -> None:
+        assert self._items is not None
+        for name, key, item in zip(identities(node.keys), node.keys, node.items, strict=True):
+            self._items.setdefault(name, (key, _Layers()))[1].add(item)
+
+    def node(self) -> m.Node:
+        top = self._top
+        assert top is not None
+        if self._items is None or not isinstance(top, m.DictNode):
+            return top
+        keys = tuple([key for key, _ in self._items.values()])
+        items = tuple([layers.node() for _, layers in self._items.values()])
+        return m.DictNode(top.kind, keys, items, top.factory)
 
 
 def pruned(tree: m.Node, made: dict[int, object]) -> tuple[m.Node, dict[int, object]]:

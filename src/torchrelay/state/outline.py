@@ -18,9 +18,10 @@ import torch
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.containers import Path, flatten, leaf_paths, show
+from torchrelay.state.containers import flatten, leaf_paths, show, text_of
 from torchrelay.state.images import touched
 from torchrelay.state.leaves import Finish, describe
+from torchrelay.state.paths import Path
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.plain import survey
 from torchrelay.state.spans import contiguous_strides, extent, overlapping, packed
@@ -72,7 +73,7 @@ def outline(state: object) -> Named:
 
 def dotted(path: Path) -> str:
     """The name of a leaf: what torch's planners would call it, in text that can be written."""
-    name = ".".join(map(str, path)) or "state"
+    name = ".".join(map(text_of, path)) or "state"
     return name if name.isascii() else name.encode(errors="backslashreplace").decode()
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torchrelay.errors import ManifestError
 from torchrelay.state import manifest as m
-from torchrelay.state.containers import Path
 from torchrelay.state.offer import renumbered
+from torchrelay.state.paths import Path
 from torchrelay.state.values import encode_key
 
 

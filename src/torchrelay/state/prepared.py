@@ -21,15 +21,13 @@ from torchrelay.state.columns import Kind, Table, table_of
 from torchrelay.state.compact import KnownTree
 from torchrelay.state.containers import (
     Flat,
-    Matched,
-    Path,
     flatten,
     grafted,
-    match,
-    slots,
     subtree,
 )
+from torchrelay.state.matching import Matched, match
 from torchrelay.state.objects import Objects, unwrap
+from torchrelay.state.paths import Path
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.plain import NBYTES, Plains, Sort, look
 from torchrelay.state.plan import Chunks
@@ -133,7 +131,7 @@ class Prepared:
             return self._match(tree, strict=strict), {}
         stubs = {path: -1 - number for number, path in enumerate(told)}
         offered, here = grafted(tree, stubs), grafted(self.flat.tree, stubs)
-        matched = match(slots(offered), slots(here), strict=strict)
+        matched = match(offered, here, strict=strict)
         pairs = [pair for pair in matched.pairs if pair[0] >= 0]
         branches = {path: subtree(tree, path) for index, path, _ in matched.pairs if index < 0}
         found = {path: branch for path, branch in branches.items() if branch is not None}
@@ -143,7 +141,7 @@ class Prepared:
         if tree is self.flat.tree or tree is self.plan.same_tree or tree == self.flat.tree:
             self.plan.same_tree = tree
             return Matched([], [], [], self.flat.tree)
-        return match(slots(tree), slots(self.flat.tree), strict=strict)
+        return match(tree, self.flat.tree, strict=strict)
 
 
 def prepare(into: object, like: Prepared | Layout | None = None) -> Prepared:

@@ -7,8 +7,9 @@ from typing import Any
 
 from torchrelay.errors import MismatchError, UnsupportedLeafError
 from torchrelay.state import manifest as m
-from torchrelay.state.containers import Path, has_records, show, slots, unflatten
+from torchrelay.state.containers import has_records, show, slots, unflatten
 from torchrelay.state.objects import Objects
+from torchrelay.state.paths import Path
 
 
 class Renewal:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Literal
 
 from torchrelay.errors import MismatchError, UsageError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.containers import Path, show
+from torchrelay.state.containers import show
 
 # "own": this rank's own part by the sender's mesh. "replica": also where this rank is not in that
 # mesh, so that the sender may be its counterpart in another replica. "as_sent": any.
@@ -24,7 +24,7 @@ def check_choice(shards: str) -> Shards:
     raise UsageError(f"shards is one of {', '.join(map(repr, SHARDS))}, not {shards!r}")
 
 
-def check_shards(leaf: m.Leaf, path: Path, shards: Shards) -> None:
+def check_shards(leaf: m.Leaf, path: Iterable[object], shards: Shards) -> None:
     """`MismatchError` for a distributed leaf of which the sender's part is not this rank's own."""
     if shards == "as_sent" or not isinstance(leaf, _DISTRIBUTED):
         return

@@ -15,8 +15,9 @@ import torch
 
 from torchrelay.errors import MismatchError, TornStateError
 from torchrelay.state import tensors as t
-from torchrelay.state.containers import Flat, Path, flatten, show, unflatten
+from torchrelay.state.containers import Flat, flatten, show, unflatten
 from torchrelay.state.objects import Held, Objects
+from torchrelay.state.paths import Path
 
 
 class _Old:

@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state import manifest as m
+from torchrelay.state.keys import remembered
 from torchrelay.state.validation import ITEM_SIZES
 
 __all__ = ["DTensor", "DeviceMesh", "ShardedTensor"]
@@ -423,14 +424,7 @@ def dtensor(
     """A DTensor around `local`. Without `mesh` one is described, with no process groups behind it:
     making those is a collective call, which one rank alone cannot do."""
     if mesh is None:
-        record = leaf.mesh
-        mesh = DeviceMesh(
-            record.device_type,
-            torch.tensor(record.ranks, dtype=torch.int).reshape(record.shape),
-            mesh_dim_names=record.names,
-            _init_backend=False,
-            _rank=global_rank() or 0,
-        )
+        mesh = _described(leaf.mesh, global_rank() or 0)
     spec = DTensorSpec(
         mesh,
         tuple(_placement(record) for record in leaf.placements),
@@ -441,6 +435,17 @@ def dtensor(
     if leaf.flags & m.PARAMETER:
         return torch.nn.Parameter(built, requires_grad=grad)
     return built.requires_grad_() if grad else built
+
+
+@remembered(64)
+def _described(record: m.Mesh, rank: int) -> DeviceMesh:
+    return DeviceMesh(
+        record.device_type,
+        torch.tensor(record.ranks, dtype=torch.int, device="cpu").reshape(record.shape),
+        mesh_dim_names=record.names,
+        _init_backend=False,
+        _rank=rank,
+    )
 
 
 def _box(shard: ShardMetadata) -> m.Box:

@@ -12,8 +12,9 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.state import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.containers import Path, show
+from torchrelay.state.containers import show
 from torchrelay.state.fitting import ArrayFit, Fit
+from torchrelay.state.paths import Path
 from torchrelay.state.plan import Chunks
 from torchrelay.state.spans import contiguous_strides, extent, overlapping, packed
 

@@ -8,9 +8,11 @@ in the tree. Only then is anything allocated for it.
 from __future__ import annotations
 
 import keyword
+import unicodedata
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from math import prod
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,17 @@ from torchrelay.state import manifest as m
 from torchrelay.state.arrays import dtype_from_text
 from torchrelay.state.columns import Numbers, Table, devices_of, others_of, sizes_of, table_of
 from torchrelay.state.digest import DIGEST_BYTES
+from torchrelay.state.keys import check_keys, remembered
 from torchrelay.state.plan import stream_bytes
 from torchrelay.state.spans import contiguous_strides, extent
-from torchrelay.state.values import decode_key, decode_value
+from torchrelay.state.values import decode_value
 
 MAX_NESTED = 16  # tensor subclasses in tensor subclasses
+MAX_MESH_DIMS = 16
+MAX_MORE_DIMS = 1 << 19  # of all tensors, beyond `_DIMS` of each: each costs time and memory
+_DIMS = 8
+MAX_CLASSES = 512  # of namedtuples, which may have to be made
+MAX_FIELDS = 1 << 14  # of those classes together
 MAX_SIZE = 1 << 62  # of a dimension, a stride or a product of dimensions
 _TOO_MUCH = m.MAX_STREAM_BYTES + 1  # so that sums of larger numbers stay in 64 bits
 
@@ -37,6 +45,8 @@ SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_
 QUANTIZED = ("qint8", "quint8", "qint32")
 SUB_BYTE = {"quint4x2": 2, "quint2x4": 4}
 PLACEMENTS = ("shard", "replicate", "partial", "strided")
+_Marks = np.ndarray[Any, np.dtype[np.bool_]]
+Reach = list[int] | defaultdict[int, int]  # by storage, the last byte that leaves reach
 _REAL = ("float", "bfloat", "complex")  # how the names of dtypes start that have gradients
 _NEGATED = ("int8", "int16", "int32", "int64", "uint8")  # besides those
 
@@ -67,11 +77,14 @@ def _check(manifest: m.Manifest, tree: bool) -> None:
     # Tensors are most of the leaves: those that are in order are checked together, the rest and
     # what is not in order one by one.
     table = table_of(manifest.leaves)
+    more = np.array([max(len(kind.shape) - _DIMS, 0) for kind in table.kinds], np.int64)
+    if len(table.kinds) and int(more[table.numbers].sum()) > MAX_MORE_DIMS:
+        raise ManifestError("too many tensors of many dimensions")
     reach = [0] * len(sizes)
     for leaf in others_of(manifest.leaves).values():
         _check_leaf(leaf, manifest.storages, reach)
-    fine, ends = _fine(table, sizes)
-    for index in np.flatnonzero(~fine).tolist():
+    fine, absent, ends = _fine(table, sizes)
+    for index in np.flatnonzero(~(fine | absent)).tolist():
         _check_leaf(table.record(index), manifest.storages, reach)
     reached = np.array(reach, np.int64)
     np.maximum.at(reached, table.storages[fine], ends[fine])
@@ -82,9 +95,10 @@ def _check(manifest: m.Manifest, tree: bool) -> None:
         )
 
 
-def _fine(table: Table, sizes: Numbers) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], Numbers]:
-    """`_check_tensor` for many at once: which of them have a storage and lie in it, and the last
-    byte of it that each reaches. `sizes` are those of storages, in range."""
+def _fine(table: Table, sizes: Numbers) -> tuple[_Marks, _Marks, Numbers]:
+    """`_check_tensor` for many at once: which of them have a storage and lie in it, which have
+    none and need none, and the last byte of it that each reaches. `sizes` are those of storages,
+    in range."""
     storages, offsets, numbers = table.storages, table.offsets, table.numbers
     for kind in table.kinds:
         _check_flags(kind.dtype, kind.flags)
@@ -96,8 +110,10 @@ def _fine(table: Table, sizes: Numbers) -> tuple[np.ndarray[Any, np.dtype[np.boo
     room = np.zeros(len(storages), np.int64)
     room[there] = sizes[storages[there]]
     fine = there & (nbytes > 0) & (offsets >= 0) & (offsets % itemsizes == 0) & (ends <= room)
-    fine &= ~np.array([bool(kind.flags & m.META) for kind in table.kinds], bool)[numbers]
-    return fine, ends
+    meta = np.array([bool(kind.flags & m.META) for kind in table.kinds], bool)[numbers]
+    empty = np.array([numel == 0 for numel, _, _ in known], bool)[numbers]
+    absent = (storages == -1) & (offsets == 0) & (empty | meta)
+    return fine & ~meta, absent, ends
 
 
 def check_outline(tree: m.Node, leaves: tuple[m.Leaf, ...], sizes: Sequence[int]) -> None:
@@ -113,13 +129,26 @@ def check_outline(tree: m.Node, leaves: tuple[m.Leaf, ...], sizes: Sequence[int]
 
 def check_leaves(leaves: Iterable[m.Leaf], sizes: Sequence[int]) -> None:
     """Raise `ManifestError` unless the leaves lie in tensors of these sizes."""
-    storages = tuple(map(m.Storage, sizes))
-    reach = [0] * len(sizes)
+    storages = _Sized(sizes)
+    reach: defaultdict[int, int] = defaultdict(int)
     try:
         for leaf in leaves:
             _check_leaf(leaf, storages, reach)
     except (ValueError, TypeError, OverflowError, RecursionError) as fault:
         raise ManifestError(f"invalid outline: {fault}") from None
+
+
+class _Sized(Sequence[m.Storage]):
+    """Storages of these sizes, each made when it is looked at."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        return m.Storage(self._sizes[index])
 
 
 def _check_stream(manifest: m.Manifest, sizes: Numbers) -> None:
@@ -152,6 +181,7 @@ def _check_stream(manifest: m.Manifest, sizes: Numbers) -> None:
 def _check_tree(tree: m.Node, leaves: int) -> None:
     """Every leaf is in the tree, first seen in order of its index."""
     seen = 0
+    classes: dict[tuple[str, ...], int] = {}
     stack: list[Iterator[m.Node]] = [iter((tree,))]
     while stack:
         for node in stack[-1]:
@@ -161,6 +191,8 @@ def _check_tree(tree: m.Node, leaves: int) -> None:
                 seen += node == seen
             else:
                 items = _node_children(node)
+                if isinstance(node, m.NamedTupleNode):
+                    _check_classes(classes, node)
                 # Most containers hold leaves alone, none of them seen before.
                 fresh = seen + len(items)
                 shallow = len(stack) <= m.MAX_DEPTH
@@ -177,6 +209,18 @@ def _check_tree(tree: m.Node, leaves: int) -> None:
         raise ManifestError(f"{leaves} leaves, {seen} of them in the tree")
 
 
+def _check_classes(classes: dict[tuple[str, ...], int], node: m.NamedTupleNode) -> None:
+    """Note a class of namedtuples. Each may have to be made, which takes time and memory."""
+    key = (node.module, node.name, *node.fields)
+    if key not in classes:
+        classes[key] = len(node.fields)
+        if len(classes) > MAX_CLASSES or sum(classes.values()) > MAX_FIELDS:
+            raise ManifestError(
+                f"namedtuples of more than {MAX_CLASSES} classes, or with more than {MAX_FIELDS} "
+                "fields in all"
+            )
+
+
 def _node_children(node: m.Node) -> tuple[m.Node, ...]:
     if isinstance(node, m.DictNode):
         if node.kind not in CONTAINERS or node.factory not in (None, *FACTORIES):
@@ -185,20 +229,17 @@ def _node_children(node: m.Node) -> tuple[m.Node, ...]:
             raise ManifestError(f"a {node.kind} has no factory")
         if len(node.keys) != len(node.items):
             raise ManifestError(f"{len(node.keys)} keys for {len(node.items)} items")
-        keys: Sequence[object] = node.keys
-        if not {str}.issuperset(map(type, keys)):
-            keys = [k if type(k) is str else decode_key(k) for k in node.keys]
-        if len(set(keys)) != len(keys):
-            raise ManifestError("a key stands twice in one dict")
+        check_keys(node.keys)
         return node.items
     if isinstance(node, m.SequenceNode):
         if node.kind not in SEQUENCES:
             raise ManifestError(f"sequence {node.kind[:40]!r}")
         return node.items
     if isinstance(node, m.NamedTupleNode):
-        names = [node.name.lstrip("_")]  # a class may be private, a field may not
-        names += [name for place, name in enumerate(node.fields) if name != f"_{place}"]
-        if len(node.fields) != len(node.items) or len(set(node.fields)) != len(node.fields):
+        fields = _spoken(node.fields)
+        names = [*_spoken([node.name.lstrip("_")])]  # a class may be private, a field may not
+        names += [name for place, name in enumerate(fields) if name != f"_{place}"]
+        if len(fields) != len(node.items) or len(set(fields)) != len(fields):
             raise ManifestError(f"namedtuple {node.name[:40]!r} with odd fields")
         if not all(map(_is_name, names)):
             raise ManifestError("a namedtuple's names are identifiers")
@@ -206,6 +247,13 @@ def _node_children(node: m.Node) -> tuple[m.Node, ...]:
     if isinstance(node, m.RecordNode):
         return (node.body,)
     raise ManifestError(f"node of type {type(node).__name__}")
+
+
+def _spoken(names: Sequence[str]) -> Sequence[str]:
+    """Identifiers as Python takes them: those that it normalises to one are one."""
+    if "".join(names).isascii():
+        return names
+    return [unicodedata.normalize("NFKC", name) for name in names]
 
 
 def _is_name(name: str) -> bool:
@@ -217,9 +265,7 @@ def _is_name(name: str) -> bool:
     )
 
 
-def _check_leaf(
-    leaf: m.Leaf, storages: Sequence[m.Storage], reach: list[int], depth: int = 0
-) -> None:
+def _check_leaf(leaf: m.Leaf, storages: Sequence[m.Storage], reach: Reach, depth: int = 0) -> None:
     if isinstance(leaf, m.TensorLeaf):
         _check_tensor(leaf, storages, reach)
     elif isinstance(leaf, m.ValueLeaf):
@@ -307,7 +353,7 @@ def _check_shape(shape: tuple[int, ...]) -> int:
     return numel
 
 
-@lru_cache(maxsize=1 << 14)
+@remembered(1 << 14)
 def _geometry(
     dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None
 ) -> tuple[int, int, int]:
@@ -323,7 +369,12 @@ def _geometry(
     return numel, size, extent(shape, strides) * size
 
 
-def _check_tensor(leaf: m.TensorLeaf, storages: Sequence[m.Storage], reach: list[int]) -> None:
+def last_byte(leaf: m.TensorLeaf) -> int:
+    """Up to where in its storage a strided tensor reaches."""
+    return leaf.offset + _geometry(leaf.dtype, leaf.shape, leaf.strides)[2]
+
+
+def _check_tensor(leaf: m.TensorLeaf, storages: Sequence[m.Storage], reach: Reach) -> None:
     numel, size, nbytes = _geometry(leaf.dtype, leaf.shape, leaf.strides)
     _check_flags(leaf.dtype, leaf.flags)
     if leaf.storage == -1:
@@ -346,7 +397,7 @@ def _check_flags(dtype: str, flags: int) -> None:
         raise ManifestError(f"a negation of dtype {dtype[:40]!r}")
 
 
-def _check_array(leaf: m.ArrayLeaf, storages: Sequence[m.Storage], reach: list[int]) -> None:
+def _check_array(leaf: m.ArrayLeaf, storages: Sequence[m.Storage], reach: Reach) -> None:
     numel = _check_shape(leaf.shape)
     dtype = dtype_from_text(leaf.descr)
     if leaf.scalar and leaf.shape:
@@ -359,9 +410,7 @@ def _check_array(leaf: m.ArrayLeaf, storages: Sequence[m.Storage], reach: list[i
         _reach(leaf.storage, 0, leaf.nbytes, storages, reach)
 
 
-def _reach(
-    index: int, first: int, last: int, storages: Sequence[m.Storage], reach: list[int]
-) -> None:
+def _reach(index: int, first: int, last: int, storages: Sequence[m.Storage], reach: Reach) -> None:
     if not 0 <= index < len(storages):
         raise ManifestError(f"storage {index} of {len(storages)}")
     if first < 0 or last > storages[index].nbytes:
@@ -376,13 +425,14 @@ def _check_dtensor(leaf: m.DTensorLeaf) -> None:
     _check_shape(leaf.mesh.shape)
     if len(leaf.strides) != len(leaf.shape):
         raise ManifestError("strides do not fit the shape of a DTensor")
-    if len(leaf.mesh.ranks) != prod(leaf.mesh.shape) or len(set(leaf.mesh.ranks)) != len(
-        leaf.mesh.ranks
-    ):
+    ranks = sorted(leaf.mesh.ranks)
+    if len(ranks) != prod(leaf.mesh.shape) or any(map(eq, ranks, ranks[1:])):
         raise ManifestError("the ranks of a mesh do not fit its shape")
-    if any(not 0 <= rank < 1 << 31 for rank in leaf.mesh.ranks):
+    if ranks and not 0 <= ranks[0] <= ranks[-1] < 1 << 31:
         raise ManifestError("rank out of range")
     dims = len(leaf.mesh.shape)
+    if dims > MAX_MESH_DIMS:
+        raise ManifestError(f"a mesh of {dims} dimensions, the cap is {MAX_MESH_DIMS}")
     if len(leaf.placements) != dims:
         raise ManifestError(f"{len(leaf.placements)} placements on a mesh of {dims} dimensions")
     for per_dim in (leaf.mesh.names, leaf.coordinate):

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrelay.errors import CheckpointError
 from torchrelay.state import manifest as m
-from torchrelay.state.containers import Path
 from torchrelay.state.offer import shifted
 from torchrelay.state.outline import Outline
+from torchrelay.state.paths import Path
 from torchrelay.state.pathtree import Key, tree_of_paths
 from torchrelay.state.tensors import NAMES
 from torchrelay.stores.drafting import Written

@@ -8,26 +8,27 @@ docs/checkpoint-format.md describes it, and tests/golden holds steps that every 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import msgspec
 import xxhash
 
 from torchrelay.errors import ManifestError
+from torchrelay.state.boxes import Comparisons
+from torchrelay.state.keys import check_keys
 from torchrelay.state.leaves import parts
 from torchrelay.state.manifest import Leaf
 from torchrelay.state.outline import Outline
 from torchrelay.state.pause import gc_paused
 from torchrelay.state.spans import extent, packed
-from torchrelay.state.validation import check_leaves, check_outline, itemsize
+from torchrelay.state.validation import check_leaves, check_outline, itemsize, last_byte
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES
 
 FORMAT = (1, 0)
 DIGEST_BYTES = 16
 ALIGN = 8  # of a tensor's first byte in its file, or its item size if that is less
-MAX_CELLS = 1 << 20  # beyond one a shard, of the grids that the shards of all tensors span
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -126,7 +127,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         if world == self.world or (len(self.outlines) == 1 and not self.own):
             return [self.outline(min(rank, self.world - 1))]
         first = rank if rank < self.world else 0
-        return [self.outline(r) for r in dict.fromkeys((first, *range(self.world)))]
+        # Ranks of one outline have the same paths, and what the first of them has counts.
+        ranks = {self.ranks[first]: first}
+        for other, number in enumerate(self.ranks):
+            ranks.setdefault(number, other)
+        return [self.outline(other) for other in ranks.values()]
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
@@ -138,7 +143,27 @@ class _Version(msgspec.Struct):
     format: tuple[int, int]
 
 
+class _OutlineNumbers(_Record, frozen=True):
+    tree: msgspec.Raw
+    leaves: msgspec.Raw
+    names: msgspec.Raw
+    strides: dict[str, msgspec.Raw] = {}
+
+
+class _OwnNumbers(_Record, frozen=True):
+    leaves: dict[str, msgspec.Raw]
+    names: dict[str, msgspec.Raw]
+
+
+class _Numbers(msgspec.Struct):
+    """The numbers by which parts of a record are keyed, as text, which has a secret hash."""
+
+    outlines: tuple[_OutlineNumbers, ...]
+    own: dict[str, _OwnNumbers] = {}
+
+
 _envelope = msgspec.json.Decoder(_Envelope)
+_numbers = msgspec.json.Decoder(_Numbers)
 _version = msgspec.json.Decoder(_Version)
 _checkpoint = msgspec.json.Decoder(Checkpoint)
 
@@ -170,11 +195,24 @@ def decode(data: bytes) -> Checkpoint:
                 raise ManifestError(
                     f"a checkpoint of format {major}.{minor}, this version reads {FORMAT[0]}.x"
                 )
+            _check_numbers(body)
             checkpoint = _checkpoint.decode(body)
             check(checkpoint)
         except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as fault:
             raise ManifestError(f"not a commit record: {fault}") from None
     return checkpoint
+
+
+def _check_numbers(body: bytes) -> None:
+    """The decoder puts what is keyed by numbers into dicts: those have to be dicts that work."""
+    found = _numbers.decode(body)
+    tables: list[Mapping[str, object]] = [
+        *(outline.strides for outline in found.outlines),
+        found.own,
+        *(table for own in found.own.values() for table in (own.leaves, own.names)),
+    ]
+    for table in tables:
+        check_keys(tuple(map(int, table)))
 
 
 def chunk_count(file: DataFile) -> int:
@@ -195,12 +233,11 @@ def check(checkpoint: Checkpoint) -> None:
         if len(file.digests) != DIGEST_BYTES * chunk_count(file):
             raise ManifestError(f"{file.name}: {len(file.digests)} bytes of digests")
     sizes: dict[str, int] = {}
-    room = MAX_CELLS
+    comparisons = Comparisons()
     for tensor in checkpoint.tensors:
         if tensor.name in sizes:
             raise ManifestError(f"tensor {tensor.name[:80]!r} stands there twice")
-        sizes[tensor.name], cells = _check_tensor(tensor, checkpoint.files, room)
-        room -= cells
+        sizes[tensor.name] = _check_tensor(tensor, checkpoint.files, comparisons)
     for blob in checkpoint.blobs:
         if blob.kind not in ("state", "raw"):
             raise ManifestError(f"blob of kind {blob.kind[:40]!r}")
@@ -224,7 +261,7 @@ def _check_own(
     checkpoint: Checkpoint, sizes: dict[str, int], shapes: dict[str, tuple[int, ...]]
 ) -> None:
     """What ranks have of their own; no more of an outline is looked at than it changes."""
-    users: dict[int, dict[int, list[int]]] = {}  # by outline and name, the leaves that lie there
+    needs: dict[int, _Needs] = {}  # by outline
     for rank, own in checkpoint.own.items():
         if not 0 <= rank < checkpoint.world:
             raise ManifestError(f"leaves of rank {rank} of {checkpoint.world}")
@@ -237,20 +274,44 @@ def _check_own(
         _check_names(own.names.values(), sizes)
         for index in own.names.keys() & shared.strides.keys():
             _check_strides(shapes[own.names[index]], shared.strides[index])
-        if number not in users:
-            users[number] = _users(shared)
-        moved = {at for index in own.names for at in users[number].get(index, ())}
-        leaves = [shared.leaves[at] for at in moved.difference(own.leaves)]
-        names = [own.names.get(index, name) for index, name in enumerate(shared.names)]
-        check_leaves((*leaves, *own.leaves.values()), [sizes[name] for name in names])
+        if own.names and number not in needs:
+            needs[number] = _needs(shared)
+        for index, name in own.names.items():
+            for last, at in needs[number].get(index, ()):
+                if at not in own.leaves:
+                    if last > sizes[name]:
+                        raise ManifestError(f"a leaf reaches past {name[:80]!r}")
+                    break
+        check_leaves(own.leaves.values(), _OwnSizes(shared.names, own.names, sizes))
 
 
-def _users(outline: Outline) -> dict[int, list[int]]:
-    users: dict[int, list[int]] = {}
+class _OwnSizes(Sequence[int]):
+    """The bytes of each tensor that an outline names, for a rank that has some names of its own."""
+
+    def __init__(self, shared: Sequence[str], own: Mapping[int, str], sizes: Mapping[str, int]):
+        self._shared, self._own, self._sizes = shared, own, sizes
+
+    def __len__(self) -> int:
+        return len(self._shared)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._sizes[self._own.get(index, self._shared[index])]
+
+
+_Needs = dict[int, list[tuple[int, int]]]
+
+
+def _needs(outline: Outline) -> _Needs:
+    """By name, the last byte of it that each leaf reaches, and the leaf; those that reach furthest
+    first."""
+    found: _Needs = {}
     for at, leaf in enumerate(outline.leaves):
         for part in parts(leaf):
-            users.setdefault(part.storage, []).append(at)
-    return users
+            if part.storage >= 0:
+                found.setdefault(part.storage, []).append((last_byte(part), at))
+    for leaves in found.values():
+        leaves.sort(reverse=True)
+    return found
 
 
 def _check_names(names: Iterable[str], sizes: dict[str, int]) -> None:
@@ -275,8 +336,10 @@ def _check_range(file: int, start: int, nbytes: int, files: tuple[DataFile, ...]
         raise ManifestError(f"{files[file].name}: bytes {start} to {start + nbytes} are not in it")
 
 
-def _check_tensor(tensor: StoredTensor, files: tuple[DataFile, ...], room: int) -> tuple[int, int]:
-    """The tensor's bytes, and the cells of its grid beyond one a shard: no more than `room`."""
+def _check_tensor(
+    tensor: StoredTensor, files: tuple[DataFile, ...], comparisons: Comparisons
+) -> int:
+    """The tensor's bytes."""
     size = itemsize(tensor.dtype)
     shape = tensor.shape
     if len(shape) > 64 or any(not 0 < length < 1 << 62 for length in shape):
@@ -290,44 +353,7 @@ def _check_tensor(tensor: StoredTensor, files: tuple[DataFile, ...], room: int) 
         _check_range(shard.file, shard.start, prod(shard.sizes) * size, files)
         if shard.start % min(size, ALIGN):
             raise ManifestError(f"{tensor.name[:80]!r}: elements at odd bytes of its file")
-    covered = sum(prod(shard.sizes) for shard in tensor.shards)
-    overlap, cells = _overlap(tensor.shards, room) if covered == prod(shape) else (True, 0)
-    if overlap:
+    boxes = [(shard.offsets, shard.sizes) for shard in tensor.shards]
+    if sum(prod(sizes) for _, sizes in boxes) != prod(shape) or comparisons.overlap(boxes):
         raise ManifestError(f"{tensor.name[:80]!r}: its shards do not cover it once")
-    return prod(shape) * size, cells
-
-
-def _overlap(shards: Iterable[Shard], room: int) -> tuple[bool, int]:
-    """Whether two boxes share an element, by the cells of the grid that all their edges make; and
-    how many cells there are beyond one a box."""
-    boxes = [shard for shard in shards if prod(shard.sizes)]
-    if len(boxes) < 2:
-        return False, 0
-    edges = [
-        sorted(
-            {
-                edge
-                for box in boxes
-                for edge in (box.offsets[dim], box.offsets[dim] + box.sizes[dim])
-            }
-        )
-        for dim in range(len(boxes[0].offsets))
-    ]
-    place = [{edge: index for index, edge in enumerate(line)} for line in edges]
-    spans = [
-        [
-            range(place[dim][offset], place[dim][offset + length])
-            for dim, (offset, length) in enumerate(zip(box.offsets, box.sizes, strict=True))
-        ]
-        for box in boxes
-    ]
-    more = sum(prod(map(len, span)) for span in spans) - len(boxes)
-    if more > room:
-        raise ManifestError(f"{len(boxes)} shards that cut a tensor into too many cells")
-    seen: set[tuple[int, ...]] = set()
-    for span in spans:
-        for cell in product(*span):
-            if cell in seen:
-                return True, more
-            seen.add(cell)
-    return False, more
+    return prod(shape) * size

@@ -1,0 +1,75 @@
+"""Boxes of a tensor, by offsets and sizes: whether two of them share an element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import ne
+from typing import Any
+
+import numpy as np
+
+from torchrelay.errors import ManifestError
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+MAX_COMPARISONS = 1 << 20  # of edges, beyond those that a grid of its boxes takes
+_GRID = 64  # boxes beside each other, for each of which a box may be compared for nothing
+_FEW = 4  # boxes that are compared one by one
+_MANY = 256  # boxes that are not compared all with all
+
+
+class Comparisons:
+    """Comparisons of boxes, of which a record may cost so many in all."""
+
+    def __init__(self) -> None:
+        self._left = MAX_COMPARISONS
+
+    def overlap(self, boxes: Sequence[Box]) -> bool:
+        """Whether any two boxes, which lie inside of one tensor, share an element.
+
+        `ManifestError` where the boxes are set in such a way that it takes too long to tell.
+        """
+        boxes = [box for box in boxes if 0 not in box[1]]
+        if len(boxes) < 2:
+            return False
+        dims = range(len(boxes[0][0]))
+        if not dims:
+            return True
+        if _FEW < len(boxes) <= _MANY:
+            return _any_meet(np.array(boxes, np.int64))
+        # Along the dimension with the most cuts, few boxes stand beside each other.
+        dim = max(dims, key=lambda d: _cuts([box[0][d] for box in boxes]))
+        boxes.sort(key=lambda box: box[0][dim])
+        beside: list[int] = []
+        columns = np.array(boxes, np.int64) if len(boxes) > _FEW else None
+        for number, (offsets, sizes) in enumerate(boxes):
+            start = offsets[dim]
+            beside = [n for n in beside if boxes[n][0][dim] + boxes[n][1][dim] > start]
+            self._left -= max(len(beside) - _GRID, 0) * len(dims)
+            if self._left < 0:
+                raise ManifestError("shards that are cut in too many ways")
+            if columns is not None and len(beside) > _FEW:
+                low, size = columns[beside, 0], columns[beside, 1]
+                apart = (low >= columns[number].sum(0)) | (low + size <= columns[number, 0])
+                if not apart.any(1).all():
+                    return True
+            elif any(_meet((offsets, sizes), boxes[other]) for other in beside):
+                return True
+            beside.append(number)
+        return False
+
+
+def _cuts(offsets: list[int]) -> int:
+    """How many different ones there are. Numbers of a peer are better sorted than hashed."""
+    offsets.sort()
+    return sum(map(ne, offsets, offsets[1:]))
+
+
+def _any_meet(boxes: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+    low, high = boxes[:, 0], boxes.sum(1)
+    meet = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(2)
+    return int(meet.sum()) > len(boxes)  # each meets itself
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))

@@ -1,0 +1,206 @@
+"""An offered tree beside that of a destination: which slots go together, and how the two differ.
+
+Items are paired by their keys. The offered tree is a peer's, and may be of any size: what stands on
+its side alone is kept as nodes, and its paths become text only where somebody is told of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import NamedTuple
+
+from torchrelay.errors import MismatchError
+from torchrelay.state import manifest as m
+from torchrelay.state.containers import show, slots
+from torchrelay.state.paths import Path, finder, items_of, key_of, names_of
+
+Pair = tuple[int, Path, int]
+
+_SHOWN = 5  # paths that an error names
+_LISTED = 1 << 23  # characters of the paths that a report names
+
+
+class Matched:
+    """Slots found on both sides (leaf offered, path, leaf here), and paths on one side only.
+
+    `tree` is that of both sides where they are equal. Leaf for leaf the same then, and the slots
+    are not looked for before they are asked for.
+    """
+
+    def __init__(
+        self,
+        pairs: list[Pair],
+        missing: list[str],
+        extra: list[str],
+        tree: m.Node | None = None,
+    ) -> None:
+        self.missing = missing
+        self.extra = extra
+        self.tree = tree
+        self._pairs = pairs
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        if self.tree is None:
+            return self._pairs
+        return [(index, path, index) for path, index in slots(self.tree)]
+
+    def some(self, leaves: Container[int]) -> list[Pair]:
+        """The pairs of these leaves of the offer."""
+        if self.tree is None:
+            return [pair for pair in self._pairs if pair[0] in leaves]
+        return [(index, path, index) for path, index in slots(self.tree, leaves)]
+
+
+class Lone(NamedTuple):
+    """What one side alone has: a node, or the items at some places of one."""
+
+    path: Path
+    node: m.Node
+    places: Sequence[int] | None = None
+
+    def ends(self) -> Iterator[tuple[Path, m.Node]]:
+        """Each leaf there, and each container that holds nothing."""
+        if self.places is None:
+            yield from _ends(self.path, self.node)
+            return
+        for place in self.places:
+            path = (*self.path, key_of(self.node, place))
+            yield from _ends(path, items_of(self.node)[place])
+
+
+def _ends(path: Path, node: m.Node) -> Iterator[tuple[Path, m.Node]]:
+    stack = [iter(((path, node),))]
+    while stack:
+        for path, node in stack[-1]:
+            items = items_of(node)
+            if items:
+                stack.append(_items(path, node))
+                break
+            yield path, node
+        else:
+            stack.pop()
+
+
+def _items(path: Path, node: m.Node) -> Iterator[tuple[Path, m.Node]]:
+    for place, item in enumerate(items_of(node)):
+        yield (*path, key_of(node, place)), item
+
+
+class Difference(NamedTuple):
+    """Containers of two kinds at one path."""
+
+    path: Path
+    offered: str
+    here: str
+
+
+class Comparison:
+    """Two trees side by side."""
+
+    def __init__(self, offered: m.Node, here: m.Node) -> None:
+        self.pairs: list[Pair] = []
+        self.missing: list[Lone] = []  # offered, not here
+        self.extra: list[Lone] = []
+        self.kinds: list[Difference] = []
+        self._compare(offered, here, ())
+
+    def _compare(self, offered: m.Node, here: m.Node, path: Path) -> None:
+        if isinstance(offered, int) and isinstance(here, int):
+            self.pairs.append((offered, path, here))
+        elif isinstance(offered, int) or isinstance(here, int):
+            self.missing.append(Lone(path, offered))
+            self.extra.append(Lone(path, here))
+        else:
+            kinds = _kind(offered), _kind(here)
+            if kinds[0] != kinds[1]:
+                self.kinds.append(Difference(path, *kinds))
+            self._pair(offered, here, path)
+
+    def _pair(self, offered: m.Node, here: m.Node, path: Path) -> None:
+        theirs, ours = items_of(offered), items_of(here)
+        find = finder(offered)
+        taken = bytearray(len(theirs))
+        lacking = array("q")
+        for place, name in enumerate(names_of(here)):
+            there = find(name)
+            if there is None:
+                lacking.append(place)
+                continue
+            taken[there] = 1
+            self._compare(theirs[there], ours[place], (*path, key_of(here, place)))
+        if lacking:
+            self.extra.append(Lone(path, here, lacking))
+        if not all(taken):
+            left = array("q", (place for place, mark in enumerate(taken) if not mark))
+            self.missing.append(Lone(path, offered, left))
+
+
+def _kind(node: m.Node) -> str:
+    """The kind of a container as far as it matters. Dicts are taken for each other, whichever they
+    are, and namedtuples by their fields: the destination keeps its own."""
+    if isinstance(node, m.DictNode):
+        return "a dict"
+    if isinstance(node, m.NamedTupleNode):
+        return "a namedtuple"
+    if isinstance(node, m.RecordNode):
+        return "a registered type"
+    return f"a {node.kind}" if isinstance(node, m.SequenceNode) else "a leaf"
+
+
+def ends_of(lone: Iterable[Lone]) -> Iterator[tuple[Path, m.Node]]:
+    return (end for one in lone for end in one.ends())
+
+
+def match(offered: m.Node, here: m.Node, *, strict: bool) -> Matched:
+    """Pair the slots of two trees; with `strict`, both have the same containers and keys."""
+    found = Comparison(offered, here)
+    if strict:
+        refuse_differences(_paths(found.missing), _paths(found.extra), found.kinds)
+        return Matched(found.pairs, [], [])
+    return Matched(found.pairs, listed(_paths(found.missing)), listed(_paths(found.extra)))
+
+
+def _paths(lone: Iterable[Lone]) -> Iterator[Path]:
+    return (path for path, _ in ends_of(lone))
+
+
+def refuse_differences(
+    missing: Iterable[Path], extra: Iterable[Path], kinds: Iterable[Difference] = ()
+) -> None:
+    """Raise `MismatchError` if there is any of these. It names the first of each."""
+    lacking, more = (list(islice(paths, _SHOWN + 1)) for paths in (missing, extra))
+    differing = list(islice(kinds, _SHOWN + 1))
+    sides = (
+        ("offered but not in the destination", list(map(show, lacking))),
+        ("in the destination but not offered", list(map(show, more))),
+        (
+            "of another kind",
+            [f"{show(x.path)} ({x.offered} offered, {x.here} here)" for x in differing],
+        ),
+    )
+    said = [
+        f"{what}: {', '.join(texts[:_SHOWN])}{' ...' if len(texts) > _SHOWN else ''}"
+        for what, texts in sides
+        if texts
+    ]
+    if said:
+        first = (*lacking, *more, *(x.path for x in differing))[0]
+        raise MismatchError(f"paths differ: {'; '.join(said)}", path=show(first))
+
+
+def listed(paths: Iterable[Path]) -> list[str]:
+    """Paths as text, as many as fit; the last entry says so where there are more."""
+    found: list[str] = []
+    room = _LISTED
+    for path in paths:
+        text = show(path)
+        room -= len(text)
+        if room < 0:
+            found.append("... and more")
+            break
+        found.append(text)
+    return found
