@@ -33,7 +33,12 @@ from typing import Any
 
 
 class RelayError(Exception):
-    """Base of all torchrelay errors. Unknown context is `None`."""
+    """Base of all torchrelay errors. Unknown context is `None`.
+
+    `report` is that of a live transfer, where the error is what a `send` ended with.
+    """
+
+    report: Any = None
 
     def __init__(
         self,
@@ -81,16 +86,12 @@ class RouteError(RelayError):
     Nothing was written. `send` raises it where a receiver did; `report` tells how others fared.
     """
 
-    report: Any = None
-
 
 class StepMismatchError(RelayError):
     """The step offered and the step asked for differ. Nothing was written.
 
     On the sender's side `report` tells how the other receivers fared.
     """
-
-    report: object | None = None
 
 
 class ManifestError(RelayError):
@@ -111,8 +112,6 @@ class PeerError(RelayError):
 
 class PeerRefusedError(PeerError):
     """A receiver turned the state down. `report`, where set, tells how the others fared."""
-
-    report: object | None = None
 
 
 class PeerAbortedError(PeerError):

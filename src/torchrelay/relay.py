@@ -8,14 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchrelay.errors import (
-    PeerRefusedError,
-    RemoteProtocolError,
-    RouteError,
-    StateError,
-    StepMismatchError,
-    UsageError,
-)
+from torchrelay.errors import RelayError, RemoteProtocolError, StateError, UsageError
 from torchrelay.memory.kernels import warm_up
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.memory.side import in_use, settle
@@ -149,9 +142,11 @@ class Relay:
 
         Objects with `state_dict` and `load_state_dict` may stand in it at any depth, or be it. The
         state must not change until this returns. Receivers that are absent, late or lost are
-        named in `report.failed` and do not keep the others from getting it. Raises where no
-        receiver got it, and where one refused it: `PeerRefusedError`, `StepMismatchError` or
-        `RouteError`, with `report` telling how the others fared. `timeout` bounds the whole call;
+        named in `report.failed` and do not keep the others from getting it. One that was lost after
+        all had been sent may have the state: it is in `report.unknown`, and the report of the next
+        send to it tells in `settled`. Raises where no receiver is known to have the state, and
+        where one refused it: `PeerRefusedError`, `StepMismatchError` or `RouteError`; the error's
+        `report` tells how each fared. `timeout` bounds the whole call;
         `join_timeout` is how long to wait for the first receiver to come, if less than that.
         `route` is as for the relay, for this call.
         """
@@ -238,14 +233,21 @@ class Relay:
                 },
                 verified=all(compares(name, self._verify) for name in taken),
                 receivers=tuple(peer.rank for peer in peers if peer.stage == "done"),
-                failed={peer.rank: peer.reason for peer in peers if peer.stage != "done"},
+                failed={
+                    peer.rank: peer.reason
+                    for peer in peers
+                    if peer.stage not in ("done", "unknown")
+                },
+                unknown={peer.rank: peer.reason for peer in peers if peer.stage == "unknown"},
+                settled=self._post.settled(wondered),
                 rerouted=tuple(sending.rerouted),
                 connections=sending.berth.connections,
             )
 
+        wondered = self._post.wondered(lines)
         try:
             sending.run()
-        except (PeerRefusedError, StepMismatchError, RouteError) as fault:
+        except RelayError as fault:
             fault.report = report()
             raise
         return report()

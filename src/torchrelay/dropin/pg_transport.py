@@ -75,11 +75,13 @@ class PGTransport:
             )
             return
         report = self._relay.send(state_dict, dst_ranks)
-        if report.failed:
-            rank, reason = next(iter(report.failed.items()))
+        lost = {**report.failed, **report.unknown}
+        if lost:
+            rank, reason = next(iter(lost.items()))
             raise PeerLostError(
-                f"not every rank got the checkpoint: rank {rank} {reason} "
-                f"(failed: {sorted(report.failed)}, got it: {list(report.receivers)})",
+                f"not every rank is known to have the checkpoint: rank {rank} {reason} "
+                f"(failed: {sorted(report.failed)}, unknown: {sorted(report.unknown)}, "
+                f"got it: {list(report.receivers)})",
                 rank=rank,
             )
 

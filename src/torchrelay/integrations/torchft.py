@@ -67,10 +67,11 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
             # A quorum calls both sides at the same time: who is not there by then will not come.
             join_timeout=seconds / 2,
         )
-        if report.failed:
+        lost = {**report.failed, **report.unknown}
+        if lost:
             raise PeerLostError(
-                f"not every rank got the checkpoint: {report.failed}",
-                rank=next(iter(report.failed)),
+                f"not every rank is known to have the checkpoint: {lost}",
+                rank=next(iter(lost)),
                 step=step,
             )
 

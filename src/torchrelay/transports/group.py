@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -65,6 +65,12 @@ class Line:
             for message in waiting:
                 assert sink is not None
                 sink(message)
+
+    def last_word(self) -> wire.Message | None:
+        """What the peer has ended the transfer with, where nobody has listened to it."""
+        with self._lock:
+            last = self._inbox[-1] if self._inbox else None
+        return None if isinstance(last, Exception) or not self.ended.is_set() else last
 
     def put_back(self, messages: Sequence[wire.Message | Exception]) -> None:
         """Return messages that were handed out but not heeded, after `listen(None)`."""
@@ -206,6 +212,7 @@ class Post:
         self._lock = threading.Lock()
         self._lines: dict[int, list[Line]] = {}
         self._bells: dict[int, list[Bell]] = {}
+        self._unknown: dict[int, Line] = {}
 
     @property
     def group(self) -> ProcessGroup:
@@ -265,6 +272,25 @@ class Post:
                 line = self.call(line.peer)  # it has left an earlier call, and may wait anew
             else:
                 self.hang_up(line)
+
+    def wonder(self, line: Line) -> None:
+        """Keep the line to a receiver that may have got the state: its last word is yet to come."""
+        self._unknown[line.peer] = line
+
+    def wondered(self, peers: Iterable[int]) -> dict[int, Line]:
+        """The lines that were kept to these receivers; they are the caller's now."""
+        return {peer: self._unknown.pop(peer) for peer in peers if peer in self._unknown}
+
+    def settled(self, wondered: Mapping[int, Line]) -> dict[int, bool]:
+        """Which receivers have told meanwhile: whether they have it. The others are kept."""
+        found = {}
+        for peer, line in wondered.items():
+            word = line.last_word()
+            if word is None:
+                self._unknown.setdefault(peer, line)
+            else:
+                found[peer] = isinstance(word, wire.Done)
+        return found
 
     def bell(self, peer: int) -> Bell:
         """A posted receive from `peer`: one left unanswered by an earlier call, or a new one."""

@@ -33,9 +33,10 @@ class Peer:
 
     rank: int
     line: Line
-    stage: str = "called"  # called, joined, accepted, done, refused or failed
+    stage: str = "called"  # called, joined, accepted, done, refused, failed or unknown
     reason: str = ""
     late: bool = False  # failed for want of time
+    absent: bool = False  # never came: its line is the next call's
     refusal: wire.Refuse | None = None
     place: wire.Place = field(default_factory=wire.Place)
     reads: bool = False  # may read other receivers, and be read
@@ -48,6 +49,18 @@ class Peer:
     trailed: bool = False  # has it
     joined_at: float = 0.0
     knocked_at: float = 0.0
+
+    def give_up(self, reason: str, *, late: bool = False) -> None:
+        """It has failed; but one that has been told all it needs may have the state."""
+        may_have_it = self.stage == "accepted" and self.trailed
+        self.stage, self.reason, self.late = "unknown" if may_have_it else "failed", reason, late
+
+    def settle(self, word: wire.Message | Exception) -> None:
+        """Find out about one that may have the state, by what it says after all."""
+        if isinstance(word, wire.Done):
+            self.stage = "done"
+        elif isinstance(word, wire.Leave | wire.Refuse):
+            self.stage = "failed"
 
 
 def go(
@@ -96,10 +109,11 @@ def hang_up(post: Post, events: queue.SimpleQueue[object], peers: Iterable[Peer]
 
     Returns the events that concern others.
     """
-    said: dict[Line, list[wire.Message | Exception]] = {peer.line: [] for peer in peers}
+    said: dict[Line, list[wire.Message | Exception]] = {}
     others: list[object] = []
-    for line in said:
-        line.listen(None)
+    for peer in peers:
+        peer.absent, said[peer.line] = True, []
+        peer.line.listen(None)
     while not events.empty():
         event = events.get()
         if isinstance(event, Said) and event.line in said:
@@ -129,12 +143,18 @@ def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -
     if not everyone or any(peer.stage == "done" for peer in everyone):
         return None
     first = everyone[0]
-    reasons = "; ".join(f"rank {peer.rank} {peer.reason}" for peer in everyone)
+    reasons = "; ".join(_fate(peer) for peer in everyone)
+    got = "is known to have" if any(peer.stage == "unknown" for peer in everyone) else "got"
     kind: type[RelayError] = TransferTimeoutError if first.late else PeerLostError
     word = "timed out" if first.late else "failed"
     return kind(
-        f"send {word}, no receiver got the state: {reasons}; {sent}",
+        f"send {word}, no receiver {got} the state: {reasons}; {sent}",
         rank=first.rank,
         step=step,
         phase=phase,
     )
+
+
+def _fate(peer: Peer) -> str:
+    may = ", and may have the state: the report of the next send to it tells"
+    return f"rank {peer.rank} {peer.reason}{may if peer.stage == 'unknown' else ''}"

@@ -21,6 +21,8 @@ class Report:
     verified: bool = True  # whether digests were compared
     receivers: tuple[int, ...] = ()  # that have the state
     failed: dict[int, str] = field(default_factory=dict)  # rank: why it has not
+    unknown: dict[int, str] = field(default_factory=dict)  # rank: why it may have it or not
+    settled: dict[int, bool] = field(default_factory=dict)  # unknown before: whether it had it
     rerouted: tuple[int, ...] = ()  # served directly after their upstream was lost
     missing: tuple[str, ...] = ()  # offered, not in the destination (strict=False)
     extra: tuple[str, ...] = ()  # in the destination, not offered (strict=False)

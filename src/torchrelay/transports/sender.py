@@ -106,7 +106,10 @@ class Sending:
             raise
         finally:
             for peer in self.peers.values():
-                peer.line.listen(None)
+                if not peer.absent:
+                    peer.line.listen(None)
+                if peer.stage == "unknown":
+                    self._post.wonder(peer.line)
             self._worker.stop()
             self._serving.close()
             self.berth.end(keep=all(peer.stage == "done" for peer in self.peers.values()))
@@ -217,12 +220,17 @@ class Sending:
             tell_hashes(self._hops, self.peers, self._out.digests_from)
             self._send_trailers()
             if self._deadline.passed:
+                self._take(0.0)  # what has come while this process stood still counts
                 for peer in self._in("accepted"):
                     self._fail(peer, f"not done after {self._deadline.seconds:.3g} s", late=True)
                 break
             self._take(min(self._deadline.left(), self._tick()))
             self._check_stalls()
         ends = time.monotonic() + GRACE
+        while any(not peer.line.ended.is_set() for peer in self._in("unknown")):
+            if time.monotonic() > ends:
+                break
+            self._take(TICK)
         for peer in self._in("done"):
             peer.line.delivered.wait(max(0.0, ends - time.monotonic()))
         self._out.close()
@@ -338,6 +346,9 @@ class Sending:
         if event.line is not peer.line or peer.stage in ("done", "refused", "failed"):
             return
         message = event.message
+        if peer.stage == "unknown":
+            peer.settle(message)
+            return
         if isinstance(message, Exception):
             if peer.stage == "called" and peer.line.adopted:
                 self._ring_again(peer)
@@ -388,6 +399,7 @@ class Sending:
         again = self._joining and (message.late or peer.line.adopted)
         if peer.stage == "accepted" or not again:
             self._fail(peer, f"gave up: {message.message}", late=message.late)
+            peer.settle(message)
             return
         # It answered an earlier call, or had little time left: it may be calling anew.
         peer.line.send(wire.Fin())
@@ -442,14 +454,15 @@ class Sending:
 
     def _fail(self, peer: Peer, reason: str, *, late: bool = False) -> None:
         """Give up on one receiver, and see to those around it."""
-        peer.stage, peer.reason, peer.late = "failed", reason, late
+        peer.give_up(reason, late=late)
         peer.line.send(wire.Abort(wire.text(f"the sender gave up on this rank: {reason}")))
         self._out.cut(peer.rank)
         for hop in self._hops:
             if hop.downstream == peer.rank:
                 self._detach(hop.rank)
         done = [p.rank for p in self._in("done")]
-        self._reroute(fanout.orphans(self._hops, [p.rank for p in self._in("failed")], done))
+        lost = [p.rank for p in self._in("failed", "unknown")]
+        self._reroute(fanout.orphans(self._hops, lost, done))
 
     def _reroute(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -472,7 +485,7 @@ class Sending:
 
     def _abort(self, reason: str) -> None:
         for peer in self._in("joined", "accepted"):
-            peer.stage, peer.reason = "failed", reason
+            peer.give_up(reason)
             peer.line.send(wire.Abort(wire.text(reason)))
         absent = self._in("called")
         for peer in absent:
