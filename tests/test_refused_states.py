@@ -333,6 +333,30 @@ def test_an_object_that_refuses_on_one_rank_leaves_all_ranks_as_they_were(
     pool2.run(refused_on_one, str(tmp_path), timeout=SECONDS)
 
 
+def torn_on_one(rank: int, group: Any, folder: str) -> None:
+    """The other has no tensors, and all of its state is new when it hears of it."""
+
+    def state(value: int, refuses: bool) -> dict[str, Any]:
+        if rank == 1:
+            return {"late": Late(value, refuses)}
+        return {"picky": Picky(value), "epoch": value}
+
+    with tr.Checkpointer(folder, group=group, timeout=30) as held:
+        held.save(1, state(1, False))
+        mine = state(0, True)
+        with pytest.raises(tr.TornStateError, match="the rest is new") as caught:
+            held.load(into=mine)
+        assert caught.value.rank == 1
+        if rank == 0:
+            assert mine["picky"].value == mine["epoch"] == 1
+
+
+def test_a_module_that_is_torn_on_one_rank_leaves_no_other_rank_between(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    pool2.run(torn_on_one, str(tmp_path), timeout=SECONDS)
+
+
 def test_an_object_that_cannot_be_put_back_is_named_torn(tmp_path: Path) -> None:
     def state(value: int, refuses: bool) -> dict[str, Any]:
         return {

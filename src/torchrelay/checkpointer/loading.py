@@ -39,7 +39,7 @@ class Loading:
     """One load on one rank: planned by the constructor, then `check`, `make`, `tell`, `land` and
     `commit`. Nothing of the caller's is written before `land`, and `tell` has a way back.
 
-    `touched` says whether the caller's tensors have been written to.
+    `touched` says whether anything of the caller's has been written to, but for objects.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Loading:
         wants = self._wants
         if wants.handover is None:
             return Landed(self._state, [], [])
-        self.touched = self.touched or bool(self._copies)
+        self.touched = True
         self._tell_planner(self._new_items, len(self._items))
         for destination, source in self._copies:
             copy_late(destination, source)
