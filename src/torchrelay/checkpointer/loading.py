@@ -137,7 +137,7 @@ class Loading:
 
     def _bits_of(self, stored: StoredTensor) -> torch.Tensor:
         self._wants.look_at_files(stored)
-        whole = torch.empty(stored.shape, dtype=t.dtype_named(stored.dtype))
+        whole = torch.empty(stored.shape, dtype=t.dtype_named(stored.dtype), device="cpu")
         wishes = []
         for shard in stored.shards:
             place = whole

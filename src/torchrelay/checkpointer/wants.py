@@ -30,7 +30,13 @@ from torchrelay.state.fitting import ArrayFit, Fit, fit
 from torchrelay.state.handover import Handover, Pair
 from torchrelay.state.hints import with_hints
 from torchrelay.state.leaves import parts
-from torchrelay.state.matching import Comparison, ends_of, listed, refuse_differences
+from torchrelay.state.matching import (
+    Comparison,
+    Difference,
+    ends_of,
+    listed,
+    refuse_differences,
+)
 from torchrelay.state.objects import Held, parameter_of, unwrap
 from torchrelay.state.offer import Offer
 from torchrelay.state.outline import dotted
@@ -182,11 +188,13 @@ class Wants:
 
         def extra() -> Iterator[Path]:
             for path, node in ends_of(found.extra):
+                if self._checkpoint.planned and not isinstance(node, int):
+                    continue
                 if path in told or not self._only if _is_stub(node) else self._chosen(path):
                     yield path
 
         if strict:
-            kinds = () if self._only else found.kinds
+            kinds = [] if self._only else self._known_kinds(found.kinds)
             with with_hints(tree, flat.tree):
                 refuse_differences(missing() if self.offer.exact else (), extra(), kinds)
         self.missing, self.extra = listed(missing()), listed(extra())
@@ -207,6 +215,12 @@ class Wants:
         check_ties(self._claims, Chunks(sizes, ()))
         self.inside, self._leaves = inside, flat.leaves
         self.handover = Handover(into, flat, objects, tree, told, inside, before=self._atomic)
+
+    def _known_kinds(self, kinds: list[Difference]) -> list[Difference]:
+        """Those that are no guess of a planner's, which takes tuples of tensors for lists."""
+        if not self._checkpoint.planned:
+            return kinds
+        return [kind for kind in kinds if (kind.offered, kind.here) != ("a list", "a tuple")]
 
     def _told(self, roots: list[Path]) -> dict[Path, m.Node]:
         """What is stored for each of these objects; one takes all of its state, or none."""

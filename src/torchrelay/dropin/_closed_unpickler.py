@@ -293,7 +293,7 @@ class _Builder:
         state: dict[str, object] = {
             "_device_type": _typed(f["_device_type"], str),
             "_layout": _mesh_layout_of(f["_layout"], len(ranks)),
-            "_rank_map": torch.tensor(ranks, dtype=torch.int),
+            "_rank_map": torch.tensor(ranks, dtype=torch.int, device="cpu"),
             "_flatten_rank_map": ranks,
             "_mesh_dim_names": None if names is None else _texts(_typed(names, tuple)),
             "_root_mesh": None if root is None else self.mesh(root, depth + 1),

@@ -128,12 +128,12 @@ def whole_tensor(files: DataFiles, fqn: str, item: StockTensor) -> torch.Tensor:
         if chunk.sizes == item.shape:
             return part
         if whole is None:
-            whole = torch.empty(item.shape, dtype=item.dtype)
+            whole = torch.empty(item.shape, dtype=item.dtype, device="cpu")
         box = whole
         for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             box = box.narrow(dim, start, size)
         box.copy_(part)
-    return torch.empty(item.shape, dtype=item.dtype) if whole is None else whole
+    return torch.empty(item.shape, dtype=item.dtype, device="cpu") if whole is None else whole
 
 
 def pickle_in(archive: zipfile.ZipFile) -> bytes:

@@ -295,7 +295,9 @@ def _owned(view: torch.Tensor) -> torch.Tensor:
     size = 0 if view.numel() == 0 else reach * item
 
     def over(storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-        return torch.empty(0, dtype=view.dtype).set_(storage, offset, view.shape, view.stride())
+        return torch.empty(0, dtype=view.dtype, device="cpu").set_(
+            storage, offset, view.shape, view.stride()
+        )
 
     if size == storage.nbytes():
         return over(storage, start)

@@ -161,7 +161,7 @@ def _waiter(deadline: Deadline) -> Callable[[Work, str], None]:
             over.set()
 
         watcher = Watcher("torch")
-        watcher.watch(work, torch.empty(0), report)
+        watcher.watch(work, torch.empty(0, device="cpu"), report)
         watcher.close()
         while not over.wait(min(left(), TICK)):
             if not left():

@@ -56,7 +56,7 @@ class Arena:
             unregister(self.address)
             self.pinned = False
         if self._map is not None:
-            self.tensor = torch.empty(0, dtype=torch.uint8)
+            self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._map = None  # unmapped when the last view of it is gone
         fd, self.fd = self.fd, -1  # forgotten first: no number is closed twice
         if fd >= 0:

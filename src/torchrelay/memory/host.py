@@ -18,7 +18,7 @@ from torchrelay.memory.pages import HUGE_PAGE
 def host_block(nbytes: int) -> torch.Tensor:
     """`nbytes` of host memory, freed with the tensor; `MemoryError` if there is none."""
     if nbytes < HUGE_PAGE:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     try:
         size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -248,7 +248,7 @@ def check_buildable(leaf: m.Leaf) -> None:
         t.dtype_named(leaf.dtype)
     if isinstance(leaf, m.ValueLeaf) and leaf.kind != "plain":
         try:
-            build(leaf, lambda part: torch.empty(0), 0)
+            build(leaf, lambda part: torch.empty(0, device="cpu"), 0)
         except (RuntimeError, ValueError) as fault:
             raise UnsupportedLeafError(f"no such {leaf.kind} here: {fault}") from None
     if isinstance(leaf, m.SubclassLeaf):
@@ -307,7 +307,8 @@ def _build_quantized(leaf: m.QuantizedLeaf, part: Part) -> torch.Tensor:
         scale, point = map(decode_value, leaf.scalars)
         if not isinstance(scale, float) or not isinstance(point, int):
             raise ValueError(f"quantized with scale {scale!r} and zero point {point!r}")
-        quantizer = (leaf.scheme, scale, point, torch.empty(0), torch.empty(0), 0)
+        none = torch.empty(0, device="cpu")
+        quantizer = (leaf.scheme, scale, point, none, none, 0)
     else:
         scales, points = (part(tensor) for tensor in leaf.tensors)
         quantizer = (leaf.scheme, 1.0, 0, scales, points, leaf.axis)

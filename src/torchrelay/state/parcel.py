@@ -18,7 +18,7 @@ def pack(state: object) -> bytes:
     manifest = encode(snapshot.manifest)
     out = bytearray(len(manifest).to_bytes(_LENGTH_BYTES, "little") + manifest)
     for index, nbytes in enumerate(snapshot.chunks.sizes):
-        chunk = torch.empty(nbytes, dtype=torch.uint8)
+        chunk = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         snapshot.read(index, chunk)
         out += chunk.numpy().tobytes()
     return bytes(out)

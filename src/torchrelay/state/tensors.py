@@ -252,7 +252,7 @@ def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:
 @cache
 def _guards_tell() -> bool:
     """Whether this torch's guards see every difference that counts here."""
-    base = torch.zeros(4, 4)
+    base = torch.zeros(4, 4, device="cpu")
     others = (
         base.t(),
         base[:2],
@@ -261,11 +261,11 @@ def _guards_tell() -> bool:
         base.double(),
         torch._neg_view(base),
         torch.nn.Parameter(base, False),
-        torch.zeros(4, 4, requires_grad=True),
+        torch.zeros(4, 4, requires_grad=True, device="cpu"),
         1,
     )
     guards = _tensor_guards([base])
-    if guards is None or guards.check(torch.ones(4, 4)) is not True:
+    if guards is None or guards.check(torch.ones(4, 4, device="cpu")) is not True:
         return False
     two = _tensor_guards([base, base])
     return not any(guards.check(other) for other in others) and not two.check(base, base)
@@ -327,22 +327,22 @@ def sparse(
     layout: str, parts: Sequence[torch.Tensor], shape: Sequence[int], coalesced: bool
 ) -> torch.Tensor:
     """A sparse tensor of its parts; `RuntimeError` where they do not fit together."""
+    # Where the parts are, whatever the default device is.
+    how: dict[str, Any] = {"check_invariants": True, "device": parts[-1].device}
     if layout == "coo":
         indices, values = parts
-        return torch.sparse_coo_tensor(
-            indices, values, tuple(shape), check_invariants=True, is_coalesced=coalesced
-        )
+        return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=coalesced, **how)
     kind = next(known for known, name in SPARSE.items() if name == layout)
     make: Any = torch.sparse_compressed_tensor
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls compressed layouts a beta feature
-        built: torch.Tensor = make(*parts, tuple(shape), layout=kind, check_invariants=True)
+        built: torch.Tensor = make(*parts, tuple(shape), layout=kind, **how)
     return built
 
 
 def quantizer_of(tensor: torch.Tensor) -> tuple[str, float, int, torch.Tensor, torch.Tensor, int]:
     """Scheme, per-tensor scale and zero point, per-channel scales and zero points, axis."""
-    none = torch.empty(0)
+    none = torch.empty(0, device="cpu")
     scheme = str(tensor.qscheme()).removeprefix("torch.")
     if scheme == "per_tensor_affine":
         return scheme, tensor.q_scale(), tensor.q_zero_point(), none, none, 0

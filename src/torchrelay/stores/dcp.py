@@ -329,7 +329,7 @@ class Reader(StorageReader):
         return blobs.archive(value)
 
     def _bytes(self, blob: Blob) -> bytes:
-        data = torch.empty(blob.nbytes, dtype=torch.uint8)
+        data = torch.empty(blob.nbytes, dtype=torch.uint8, device="cpu")
         wanted = {blob.file: [(blob.start, Region.row_major(data))]}
         Fetch(self._opened.files, self.record, wanted).land(verify=self._verify)
         return data.numpy().tobytes()

@@ -108,7 +108,7 @@ class Share:
             return
         for index, (file, stream) in enumerate(zip(self.files, self.streams, strict=True)):
             size = -(-PASS_BYTES // file.chunk_bytes) * file.chunk_bytes
-            buffer = torch.empty(min(size, file.nbytes), dtype=torch.uint8)
+            buffer = torch.empty(min(size, file.nbytes), dtype=torch.uint8, device="cpu")
             for start in range(0, file.nbytes, size):
                 stop = min(start + size, file.nbytes)
                 stream.read(start, stop, buffer)

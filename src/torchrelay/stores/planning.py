@@ -235,7 +235,7 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     if isinstance(tensor, t.DTensor):
         tensor = t.dtensor_parts(tensor)[0]
     if isinstance(tensor, t.ShardedTensor):
-        tensor = next(iter(t.sharded_parts(tensor)[0]), torch.empty(0))
+        tensor = next(iter(t.sharded_parts(tensor)[0]), torch.empty(0, device="cpu"))
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -246,7 +246,7 @@ def _replicas(named: Named) -> dict[str, bytes]:
     for name, tensor in named.tensors.items():
         if type(tensor) is torch.Tensor:
             region = Region.row_major(tensor)
-            sample = torch.empty(min(region.nbytes, SMALL_BYTES), dtype=torch.uint8)
+            sample = torch.empty(min(region.nbytes, SMALL_BYTES), dtype=torch.uint8, device="cpu")
             if region.nbytes <= SMALL_BYTES:
                 region.read(0, region.nbytes, sample)
             else:

@@ -288,12 +288,14 @@ class _Buffer:
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._whole: Any = memoryview(b"")
 
     def view(self, nbytes: int) -> memoryview:
         if self.tensor.numel() < nbytes:
-            room = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=self._pinned)
+            room = torch.empty(
+                nbytes + PAGE, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+            )
             skip = -room.data_ptr() % PAGE
             self.tensor = room[skip : skip + nbytes]
             memory: Any = self.tensor.numpy()
@@ -314,7 +316,7 @@ class _Nowhere:
     """The place of bytes that are looked at and not kept."""
 
     address = 0
-    keep = torch.empty(0)
+    keep = torch.empty(0, device="cpu")
 
     def __init__(self, file: DataFile) -> None:
         self.nbytes = file.nbytes

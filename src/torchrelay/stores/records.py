@@ -99,6 +99,12 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     save_id: str | None = None
 
     @property
+    def planned(self) -> bool:
+        """Whether a planner of torch's told the containers, as it does to the DCP writer: it takes
+        tuples of tensors for lists, and drops empty containers."""
+        return self.save_id is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(file.nbytes for file in self.files)

@@ -28,7 +28,7 @@ class BufferPool:
                         continue
                     return self._kept.pop(index)
         if pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if device == "cpu":
             return host_block(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=device)

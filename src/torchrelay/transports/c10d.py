@@ -81,7 +81,7 @@ def _settle() -> None:
     if not _returned(0.1):
         for group in list(_groups):
             if group.size() > 1 and group.rank() >= 0:
-                scratch = torch.zeros(1)
+                scratch = torch.zeros(1, device="cpu")
                 with suppress(RuntimeError):
                     peer = (group.rank() + 1) % group.size()
                     group.recv([scratch], peer, _LAST_TAG).wait(timedelta(milliseconds=1))

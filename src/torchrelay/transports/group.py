@@ -126,11 +126,11 @@ class Line:
             self.ended.set()
 
     def _read_one(self) -> wire.Message:
-        head = torch.zeros(wire.FRAME_BYTES, dtype=torch.uint8)
+        head = torch.zeros(wire.FRAME_BYTES, dtype=torch.uint8, device="cpu")
         wait_for(self.group.recv([head], self.peer, self._tag), head)
         length, payload = wire.read_frame(head.numpy().tobytes())
         if payload is None:
-            body = torch.empty(length, dtype=torch.uint8)
+            body = torch.empty(length, dtype=torch.uint8, device="cpu")
             wait_for(self.group.recv([body], self.peer, self._tag), body)
             payload = body.numpy().tobytes()
         return wire.read_message(payload, self.group.size())
@@ -160,7 +160,7 @@ class Bell:
 
     @classmethod
     def post(cls, group: ProcessGroup, peer: int) -> Bell:
-        bell, number = cls(), torch.zeros(1, dtype=torch.int64)
+        bell, number = cls(), torch.zeros(1, dtype=torch.int64, device="cpu")
 
         def ring(fault: Exception | None) -> None:
             if fault is None:
@@ -242,7 +242,7 @@ class Post:
                     return line
         transfer = secrets.randbelow(1 << wire.ID_BITS)
         line = Line(self.group, peer, transfer)
-        number = torch.tensor([wire.prelude(transfer)], dtype=torch.int64)
+        number = torch.tensor([wire.prelude(transfer)], dtype=torch.int64, device="cpu")
         watcher = Watcher("prelude")
         # A pair that is broken already raises at once; the line's reader reports the same.
         with suppress(RuntimeError):

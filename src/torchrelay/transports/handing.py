@@ -122,7 +122,7 @@ class _Thread:
 
     def _hear(self, count: int) -> list[int]:
         """Wait for a message of so many numbers."""
-        numbers = torch.zeros(count, dtype=torch.int64)
+        numbers = torch.zeros(count, dtype=torch.int64, device="cpu")
         with inside_backend():
             wait_for(self._there.recv([numbers], self._peer, self._tag), numbers)
         heard: list[int] = numbers.tolist()
@@ -131,7 +131,7 @@ class _Thread:
     def _say(self, numbers: Sequence[int]) -> None:
         """Post a message. The one before it is taken by then: what is heard between shows it."""
         self._see_taken()
-        message = torch.tensor(numbers, dtype=torch.int64)
+        message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._said = self._there.send([message], self._peer, self._tag), message
 
     def _see_taken(self) -> None:

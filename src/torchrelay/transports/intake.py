@@ -36,7 +36,7 @@ from torchrelay.transports.handing import Way, way_in, way_on
 from torchrelay.transports.lanes import Channel
 from torchrelay.transports.worker import Worker, hashers, on_the_way
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Slot:

@@ -101,7 +101,7 @@ class MappedRing:
         if self.pinned:
             unregister(self._tensor.data_ptr())
             self.pinned = False
-        self._tensor, self._map = torch.empty(0, dtype=torch.uint8), None
+        self._tensor, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
 
 
 class MappedRings:
