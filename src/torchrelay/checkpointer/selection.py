@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import MismatchError
 from torchrelay.state.containers import slots
 from torchrelay.state.outline import dotted
 from torchrelay.stores.records import Checkpoint
@@ -15,13 +15,13 @@ _SHOWN = 8
 
 
 def check_only(record: Checkpoint, patterns: Sequence[str]) -> None:
-    """Raise `UsageError` for a pattern that no path of any rank matches, with the keys near it."""
+    """Raise `MismatchError` for a pattern that no path of any rank matches; it names near keys."""
     if not patterns:
         return
     paths = {dotted(path) for outline in record.outlines for path, _ in slots(outline.tree)}
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):
-            raise UsageError(
+            raise MismatchError(
                 f"only={pattern!r} matches nothing in the step; {_near(pattern, paths)}",
                 step=record.step,
             )
