@@ -21,6 +21,7 @@ from torchrelay.checkpointer.last_save import LastSave, agreed_step
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted, patience
 from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.checkpointer.pending import Pending, Saved, logger
+from torchrelay.checkpointer.planners import planners
 from torchrelay.checkpointer.saving import Save, Saver
 from torchrelay.checkpointer.shelf import Progress, Shelf
 from torchrelay.checkpointer.step_draft import GRACE
@@ -35,6 +36,7 @@ from torchrelay.transports.clock import Deadline, Timeout, seconds_of
 from torchrelay.version import __version__
 
 _MIN_BUDGET = 16 << 20
+RETRIES = 2  # of an asynchronous save whose failure stops nothing
 
 Result = TypeVar("Result")
 
@@ -52,6 +54,10 @@ class Checkpointer:
       default ones. They see the state as a flat dict of tensors by name.
     - `timeout` bounds each call, and an asynchronous save to its commit.
     - `on_busy`: what `save_async` does while another save is being written: "wait" or "skip".
+    - `on_error`: whether a failed `save_async` that nobody asked about is raised by the next call
+      ("raise"), or logged and counted in `failures` alone ("warn").
+    - `retries`: how often such a save is tried again from what it staged; by default 2 times with
+      "warn", and not with "raise".
     - `memory_budget` bounds the staged copy of `save_async` in bytes; without, it is one copy.
     - `stage="device"` keeps a spare copy of GPU tensors in GPU memory, so that `save_async` waits
       for that copy alone.
@@ -73,6 +79,8 @@ class Checkpointer:
         planner: SavePlanner | LoadPlanner | Iterable[SavePlanner | LoadPlanner] | None = None,
         timeout: Timeout = 1800.0,
         on_busy: Literal["wait", "skip"] = "wait",
+        on_error: Literal["raise", "warn"] = "raise",
+        retries: int | None = None,
         memory_budget: int | None = None,
         stage: Literal["host", "device"] = "host",
         save_on_signal: Callable[[], tuple[int, Any]] | None = None,
@@ -83,6 +91,12 @@ class Checkpointer:
         self._timeout = seconds_of(timeout)
         if on_busy not in ("wait", "skip"):
             raise UsageError(f"on_busy is 'wait' or 'skip', not {on_busy!r}")
+        if on_error not in ("raise", "warn"):
+            raise UsageError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        if retries is None:
+            retries = RETRIES if on_error == "warn" else 0
+        if type(retries) is not int or retries < 0:
+            raise UsageError(f"retries is a number from 0, not {retries!r}")
         if stage not in ("host", "device"):
             raise UsageError(f"stage is 'host' or 'device', not {stage!r}")
         if memory_budget is not None and memory_budget < _MIN_BUDGET:
@@ -95,10 +109,11 @@ class Checkpointer:
             group = None
         self._owner = Owner("Checkpointer")
         self._on_busy = on_busy
+        self._on_error = on_error
         self._store: Store = open_store(root, timeout=self._timeout)
         self._all = Assembly(group, "checkpointer")
         self._steps = Shelf(self._store, policy(keep))
-        save_planner, load_planner = _planners(planner)
+        save_planner, load_planner = planners(planner)
         self._loader = Loader(self._shelf, self._all, load_planner)
         self._saver = Saver(
             self._store,
@@ -107,6 +122,7 @@ class Checkpointer:
             memory_budget=memory_budget,
             file_bytes=file_bytes,
             stage=stage,
+            retries=retries,
             version=__version__,
         )
         self._closed = False
@@ -125,7 +141,13 @@ class Checkpointer:
     # Saving.
 
     def save(
-        self, step: int, state: object, *, overwrite: bool = False, timeout: Timeout | None = None
+        self,
+        step: int,
+        state: object,
+        *,
+        overwrite: bool = False,
+        timeout: Timeout | None = None,
+        progress: Progress | None = None,
     ) -> Saved:
         """Write a state; returns when the step is committed on the medium.
 
@@ -134,7 +156,7 @@ class Checkpointer:
         remains.
         """
         with self._exclusive():
-            save = self._new_save(step, overwrite, timeout)
+            save = self._new_save(step, overwrite, timeout, progress)
             last = self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
             with self._last.after(last):
                 saved = self._saver.save(save, state)
@@ -149,6 +171,7 @@ class Checkpointer:
         overwrite: bool = False,
         timeout: Timeout | None = None,
         on_busy: Literal["wait", "skip"] | None = None,
+        progress: Progress | None = None,
     ) -> Pending:
         """Stage a state and return; a process beside this one writes it.
 
@@ -156,11 +179,11 @@ class Checkpointer:
         `Pending` is logged, and raised by the next call or by `close`.
         """
         with self._exclusive():
-            save = self._new_save(step, overwrite, timeout)
+            save = self._new_save(step, overwrite, timeout, progress)
             if (on_busy or self._on_busy) == "skip" and self._busy(save):
                 return Pending(step, skipped=True)
             last = self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
-            pending = Pending(step)
+            pending = Pending(step, quiet=self._on_error == "warn")
             with self._last.after(last):
                 self._saver.save_async(save, state, pending, lambda: self._prune(save))
             return pending
@@ -187,13 +210,19 @@ class Checkpointer:
         if self._saver.pending is not None:
             self._saver.pending.result(timeout)
 
-    def _new_save(self, step: int, overwrite: bool, timeout: Timeout | None) -> Save:
+    def _new_save(
+        self,
+        step: int,
+        overwrite: bool,
+        timeout: Timeout | None,
+        progress: Progress | None = None,
+    ) -> Save:
         if self._closed:
             raise UsageError("this checkpointer is closed")
         self._check_writable()
         _check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
-        return Save(step, overwrite, self._all.call(), deadline)
+        return Save(step, overwrite, self._all.call(), deadline, progress)
 
     def _busy(self, save: Save) -> bool:
         """Whether any rank still writes; all ranks come to the same answer. A save that is to be
@@ -245,6 +274,11 @@ class Checkpointer:
     def stopped(self) -> bool:
         """Whether the last save was made, or tried, because of a signal to any rank."""
         return self._last.stopped
+
+    @property
+    def failures(self) -> int:
+        """How many asynchronous saves of this checkpointer have failed, retries included."""
+        return self._saver.failures
 
     # Loading.
 
@@ -446,21 +480,3 @@ class Checkpointer:
 def _check_step(step: int) -> None:
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise UsageError(f"a step is a number from 0 to {MAX_STEP}, not {step!r}")
-
-
-def _planners(
-    given: SavePlanner | LoadPlanner | Iterable[SavePlanner | LoadPlanner] | None,
-) -> tuple[SavePlanner | None, LoadPlanner | None]:
-    several = () if given is None else given
-    if isinstance(several, (SavePlanner, LoadPlanner)):
-        several = (several,)
-    save: SavePlanner | None = None
-    load: LoadPlanner | None = None
-    for planner in several:
-        if isinstance(planner, SavePlanner) and save is None:
-            save = planner
-        elif isinstance(planner, LoadPlanner) and load is None:
-            load = planner
-        else:
-            raise UsageError(f"planner takes a SavePlanner and a LoadPlanner, not {planner!r}")
-    return save, load

@@ -13,7 +13,6 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torchrelay.checkpointer.loading import Landed, Loading
-from torchrelay.checkpointer.pending import logger
 from torchrelay.checkpointer.selection import check_only
 from torchrelay.checkpointer.shelf import Bar, Progress, Shelf
 from torchrelay.errors import (
@@ -284,7 +283,6 @@ class Loader:
         if isinstance(fault, DamagedError):
             self._shelf.note_damaged(step)
         text = f"step {step} in {self._shelf.url} is damaged or gone, and is passed over: {fault}"
-        logger.warning(text)
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 

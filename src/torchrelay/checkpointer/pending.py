@@ -15,28 +15,31 @@ logger = logging.getLogger("torchrelay")
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed step. `bytes` are those of this rank's files; `seconds` are by phase."""
+    """A committed step. `bytes` are those of this rank's files; `seconds` are by phase; `failures`
+    are those of the attempts before the one that was committed."""
 
     step: int
     url: str
     bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
+    failures: tuple[str, ...] = ()
 
 
 class Pending:
     """A save that is being written. The state it was given may change.
 
-    `skipped`: it was never begun, because another one was under way (`on_busy="skip"`).
+    `skipped`: it was never begun, because another one was under way (`on_busy="skip"`). A failure
+    of one that is `quiet` is told to those who ask for it, and to nobody else.
     """
 
-    def __init__(self, step: int, *, skipped: bool = False) -> None:
+    def __init__(self, step: int, *, skipped: bool = False, quiet: bool = False) -> None:
         self.step = step
         self.skipped = skipped
         self._owner = Owner("Pending")
         self._ended = threading.Event()
         self._saved: Saved | None = None
         self._fault: BaseException | None = None
-        self._told = False
+        self._told = quiet
         if skipped:
             self._ended.set()
 

@@ -11,9 +11,11 @@ how a commit may end.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,11 +24,13 @@ import msgspec
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from torchrelay.checkpointer.pending import Pending, Saved, logger
+from torchrelay.checkpointer.shelf import Bar, Progress
 from torchrelay.checkpointer.staging import (
     HereTarget,
     Pipeline,
     ProcessTarget,
     arena_bytes,
+    in_parts,
 )
 from torchrelay.checkpointer.step_draft import StepDraft
 from torchrelay.errors import CheckpointError, StorageTimeoutError
@@ -45,6 +49,7 @@ from torchrelay.stores.writing import WORKERS
 from torchrelay.transports.assembly import Assembly, Call
 from torchrelay.transports.clock import Deadline, Stopwatch
 
+RETRY_SECONDS = 1.0  # before the second attempt of a save; twice as long before each later one
 BLOCKING_ARENA = 1 << 30  # bytes that a blocking save stages through, where it must stage
 
 _written = msgspec.msgpack.Decoder(Written)
@@ -78,6 +83,7 @@ class Save:
     overwrite: bool
     call: Call
     deadline: Deadline
+    progress: Progress | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
     token: str = ""
     mark: str = ""
@@ -91,6 +97,7 @@ class _Staged(NamedTuple):
 
     share: Share
     finish: Callable[[], list[bytes]]
+    again: Callable[[], list[bytes]] | None  # the same for another draft, if all is still staged
 
 
 class Saver:
@@ -105,6 +112,7 @@ class Saver:
         memory_budget: int | None,
         file_bytes: int | None,
         stage: str,
+        retries: int,
         version: str,
     ) -> None:
         self._store = store
@@ -112,7 +120,9 @@ class Saver:
         self._planning = Planning(planner, assembly.rank, assembly.world, file_bytes)
         self._budget = memory_budget
         self._stage = stage
+        self._retries = retries
         self._version = version
+        self.failures = 0  # of asynchronous saves, with all of their attempts
         self._arena: Arena | None = None
         self._process = WriterProcess()
         self._spare = DeviceCopy()
@@ -146,8 +156,8 @@ class Saver:
             thread.start()
             share, drafted = self._plan(save, state)
             with save.watch("stage"):
-                finish = self._stage_share(save, share, drafted)
-            staged.put(_Staged(share, finish))
+                word = self._stage_share(save, share, drafted)
+            staged.put(word)
         except BaseException as fault:
             staged.put(fault)
             if thread.ident is None:  # there is no other thread
@@ -222,17 +232,23 @@ class Saver:
         faults: list[BaseException] = []
         draft = save.draft.files
         target: list[HereTarget] = []
+        bar = Bar(save.progress, share.nbytes)
 
         def work() -> None:
             try:
                 if share.on_host:
                     target.append(HereTarget(draft, share.files))
-                    target[0].write_ranges(share.ranges())
+                    whole = share.ranges()
+                    placed = [(part.file, part.start, part.stop, 0) for part in whole]
+                    for parts in in_parts(placed, share.files, bar):
+                        target[0].write_ranges(
+                            [whole[f]._replace(start=a, stop=b) for f, a, b, _ in parts]
+                        )
                     done.append(target[0].finish(save.deadline))
                     return
                 arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
                 target.append(HereTarget(draft, share.files, arena.address))
-                pipeline = Pipeline(share, share.streams, arena, target[0], save.deadline)
+                pipeline = Pipeline(share, share.streams, arena, target[0], save.deadline, bar)
                 pipeline.stage(WORKERS)
                 done.append(pipeline.finish())
                 self._arena = arena
@@ -269,10 +285,8 @@ class Saver:
             arena = None
         return arena or Arena(need, pinned=pinned)
 
-    def _stage_share(
-        self, save: Save, share: Share, drafted: plans.Drafted
-    ) -> Callable[[], list[bytes]]:
-        """Copy a share; returns what waits for its files, to be called from another thread."""
+    def _stage_share(self, save: Save, share: Share, drafted: plans.Drafted) -> _Staged:
+        """Copy a share; what waits for its files is called from another thread."""
         save.call.at("staging")
         if self._stage != "device":
             return self._stage_here(save, share)
@@ -281,15 +295,19 @@ class Saver:
 
         def finish() -> list[bytes]:
             self._spare.wait()
-            return self._stage_here(save, spare)()
+            return self._stage_here(save, spare).finish()
 
-        return finish
+        return _Staged(share, finish, again=finish)
 
-    def _stage_here(self, save: Save, share: Share) -> Callable[[], list[bytes]]:
+    def _stage_here(self, save: Save, share: Share) -> _Staged:
         arena = self._take_arena(share, self._budget)
-        place = (self._store.url, save.step, save.token)
-        target = ProcessTarget(self._process, arena, place, share.files, save.deadline)
-        pipeline = Pipeline(share, share.streams, arena, target, save.deadline)
+
+        def target() -> ProcessTarget:
+            place = (self._store.url, save.step, save.token)
+            return ProcessTarget(self._process, arena, place, share.files, save.deadline)
+
+        bar = Bar(save.progress, share.nbytes)
+        pipeline = Pipeline(share, share.streams, arena, target(), save.deadline, bar)
         pipeline.stage(WORKERS)
 
         def finish() -> list[bytes]:
@@ -297,7 +315,12 @@ class Saver:
             self._arena = arena
             return digests
 
-        return finish
+        def again() -> list[bytes]:
+            digests = pipeline.write_again(target())
+            self._arena = arena
+            return digests
+
+        return _Staged(share, finish, again if pipeline.holds_all else None)
 
     # Commit.
 
@@ -318,21 +341,72 @@ class Saver:
     def _finish(
         self, save: Save, staged: _Staged, pending: Pending, after: Callable[[], None]
     ) -> None:
-        share = staged.share
         try:
-            try:
-                save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
-                with save.watch("write"):
-                    written = share.written(staged.finish())
-            except BaseException as fault:
-                self._give_up(save, fault)
-                raise
-            saved = self._commit(save, share, written)
+            saved = self._written(save, staged)
             after()
         except BaseException as fault:
+            self.failures += 1
             pending.end(None, fault)
         else:
             pending.end(saved, None)
+
+    def _written(self, save: Save, staged: _Staged) -> Saved:
+        """Write what is staged and commit it, in as many attempts as there may be."""
+        failures: list[str] = []
+        finish: Callable[[], list[bytes]] | None = staged.finish
+        while True:
+            try:
+                if finish is None:
+                    finish = self._begin_again(save, staged)
+                saved = self._attempt(save, staged.share, finish)
+                return dataclasses.replace(saved, failures=tuple(failures))
+            except BaseException as fault:
+                wait = RETRY_SECONDS * 2 ** len(failures)
+                failures.append(str(fault))
+                if len(failures) > self._retries or not save.call.answered:
+                    raise
+                if not self._all_can(save, staged, fault, wait):
+                    raise
+                logger.warning("saving step %d is tried again: %s", save.step, fault)
+                time.sleep(wait)
+                finish = None
+
+    def _attempt(self, save: Save, share: Share, finish: Callable[[], list[bytes]]) -> Saved:
+        try:
+            save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
+            with save.watch("write"):
+                written = share.written(finish())
+        except BaseException as fault:
+            self._give_up(save, fault)
+            raise
+        return self._commit(save, share, written)
+
+    def _all_can(self, save: Save, staged: _Staged, fault: BaseException, wait: float) -> bool:
+        """Whether every rank has what it staged, time left, and met with a fault that may pass."""
+        may_pass = type(fault) in (CheckpointError, StorageTimeoutError)
+        can = may_pass and staged.again is not None and save.deadline.left() > 2 * wait
+        mine = b"yes" if can else b"no"
+        heard = save.call.round(
+            "retry", lambda: mine, lambda said: [min(said)] * len(said), save.deadline
+        )
+        return heard == b"yes"
+
+    def _begin_again(self, save: Save, staged: _Staged) -> Callable[[], list[bytes]]:
+        """Another draft of the same step, for what is staged."""
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            save.token = token()
+            draft = self._draft(save)
+            save.mark = draft.begin(self._planning.nbytes)
+            save.draft = draft
+            return [msgspec.msgpack.encode((save.token, save.mark))] * len(said)
+
+        heard = save.call.round("retry", lambda: b"", decide, save.deadline)
+        save.token, save.mark = msgspec.msgpack.decode(heard, type=tuple[str, str])
+        if not self._all.coordinates:
+            save.draft = self._draft(save)
+        assert staged.again is not None
+        return staged.again
 
     def _commit(self, save: Save, share: Share, written: Written) -> Saved:
         def decide(said: list[bytes]) -> list[bytes]:

@@ -186,6 +186,10 @@ class Bar:
         self._done = 0
         self.total = total
 
+    @property
+    def is_shown(self) -> bool:
+        return self._show is not None
+
     def add(self, nbytes: int) -> None:
         if self._show is not None:
             with self._lock:

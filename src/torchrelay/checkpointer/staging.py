@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Protocol
 
+from torchrelay.checkpointer.shelf import Bar
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.staging import Copy, stage
@@ -22,6 +23,7 @@ from torchrelay.stores.writing import FileSpec, Range, Staged, Writing
 from torchrelay.transports.clock import Deadline
 
 SLOTS = 4  # of an arena smaller than the share
+PART_BYTES = 64 << 20  # after which somebody who looks on is told
 
 Placed = tuple[int, int, int, int]  # file, start and stop in it, place in the arena
 
@@ -121,6 +123,26 @@ def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
         yield slot
 
 
+def in_parts(placed: list[Placed], files: list[FileSpec], bar: Bar) -> Iterator[list[Placed]]:
+    """All at once; or, where somebody looks on, in parts that are counted when they are written.
+    A part has some of each file that is left, cut at its chunks."""
+    if not bar.is_shown:
+        yield placed
+        return
+    while placed:
+        part: list[Placed] = []
+        rest: list[Placed] = []
+        for index, start, stop, at in placed:
+            chunk = files[index].chunk_bytes
+            end = min(stop, start + max(1, PART_BYTES // len(placed) // chunk) * chunk)
+            part.append((index, start, end, at))
+            if end < stop:
+                rest.append((index, end, stop, at + end - start))
+        yield part
+        bar.add(sum(stop - start for _, start, stop, _ in part))
+        placed = rest
+
+
 def _paged(nbytes: int) -> int:
     return -(-nbytes // 4096) * 4096
 
@@ -135,16 +157,23 @@ class Pipeline:
     called once from any thread, when everything is durable."""
 
     def __init__(
-        self, share: Share, streams: list[Stream], arena: Arena, target: Target, deadline: Deadline
+        self,
+        share: Share,
+        streams: list[Stream],
+        arena: Arena,
+        target: Target,
+        deadline: Deadline,
+        bar: Bar,
     ) -> None:
+        self._bar = bar
         self._share = share
         self._streams = streams
         self._arena = arena
         self._target = target
         self._deadline = deadline
-        whole = arena_bytes(share.files)
-        self._slot_bytes = arena.nbytes if whole <= arena.nbytes else arena.nbytes // SLOTS
-        slots = 1 if whole <= arena.nbytes else SLOTS
+        self.holds_all = arena_bytes(share.files) <= arena.nbytes
+        slots = 1 if self.holds_all else SLOTS
+        self._slot_bytes = arena.nbytes // slots
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(slots):
             self._free.put(slot)
@@ -186,7 +215,8 @@ class Pipeline:
         try:
             while (job := self._jobs.get()) is not None and not self._failed.is_set():
                 slot, placed = job
-                self._target.write(placed, self._deadline)
+                for part in in_parts(placed, self._share.files, self._bar):
+                    self._target.write(part, self._deadline)
                 self._free.put(slot)
         except BaseException as fault:
             self._fail(fault)
@@ -194,6 +224,12 @@ class Pipeline:
     def _fail(self, fault: BaseException) -> None:
         self._fault = self._fault or fault
         self._failed.set()
+
+    def write_again(self, target: Target) -> list[bytes]:
+        """Write what was staged to other files, if the arena `holds_all` of it."""
+        for placed in fills(self._share.files, self._slot_bytes):
+            target.write(placed, self._deadline)
+        return target.finish(self._deadline)
 
     def finish(self) -> list[bytes]:
         """The digests of each file's chunks."""

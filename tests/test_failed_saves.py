@@ -1,0 +1,166 @@
+"""A failed asynchronous save need not stop training; saves tell how far they are; damage is told
+once."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrelay as tr
+from tests.support.cuts import stores_with
+from tests.support.ranks import RankPool
+from tests.support.saved import equal, state, training, which
+from torchrelay.checkpointer import saving, staging
+from torchrelay.stores.files import Files
+from torchrelay.stores.seam import MANIFEST
+
+
+class FailingCommit(Files):
+    """A medium on which the first commit records cannot be written."""
+
+    def __init__(self, failures: int) -> None:
+        self._left = failures
+
+    def create(self, path: str) -> int:
+        if path.endswith(MANIFEST) and self._left:
+            self._left -= 1
+            raise OSError(errno.EIO, "the medium has a fault", path)
+        return super().create(path)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "RETRY_SECONDS", 0.01)
+
+
+def checkpointer_on(root: Path, failures: int, **options: Any) -> tr.Checkpointer:
+    with stores_with(FailingCommit(failures)):
+        return tr.Checkpointer(root, group=False, timeout=30, **options)
+
+
+def test_a_failed_save_stops_nothing_if_it_is_to_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in the `Pending`, in the log and in the count; the next calls go on."""
+    with checkpointer_on(tmp_path, 1, on_error="warn", retries=0) as checkpointer:
+        pending = checkpointer.save_async(1, state(1))
+        checkpointer.save_async(2, state(2)).result(20)
+        assert isinstance(pending.exception(20), tr.CheckpointError)
+        assert checkpointer.failures == 1
+        assert which(checkpointer.load().state, [2]) == 2
+    told = [record for record in caplog.records if "step 1 failed" in record.getMessage()]
+    assert [record.levelno for record in told] == [logging.ERROR]
+
+
+def test_a_failed_save_is_raised_by_the_next_call_by_default(tmp_path: Path) -> None:
+    with checkpointer_on(tmp_path, 1) as checkpointer:
+        checkpointer.save_async(1, state(1))
+        with pytest.raises(tr.CheckpointError, match="the medium has a fault"):
+            checkpointer.save_async(2, state(2))
+        assert checkpointer.failures == 1
+
+
+def test_a_failed_save_is_tried_again_from_what_it_staged(tmp_path: Path) -> None:
+    """The state may be another one by then."""
+    with checkpointer_on(tmp_path, 2, on_error="warn") as checkpointer:
+        live = training(1)
+        pending = checkpointer.save_async(1, live)
+        live["big"].zero_()
+        saved = pending.result(30)
+        assert saved is not None and len(saved.failures) == 2
+        assert all("the medium has a fault" in failure for failure in saved.failures)
+        assert checkpointer.failures == 0
+        assert equal(checkpointer.load(step=1).state, training(1))
+    assert [path.name for path in tmp_path.iterdir() if ".tmp-" in path.name] == []
+
+
+def test_retries_are_bounded(tmp_path: Path) -> None:
+    with checkpointer_on(tmp_path, 99, on_error="warn", retries=3) as checkpointer:
+        assert isinstance(checkpointer.save_async(1, state(1)).exception(30), tr.CheckpointError)
+        assert checkpointer.failures == 1 and checkpointer.steps() == []
+
+
+def test_what_is_staged_no_more_is_not_tried_again(tmp_path: Path) -> None:
+    """With a budget, the arena has been filled anew by then."""
+    options = {"on_error": "warn", "retries": 5, "memory_budget": 16 << 20}
+    with checkpointer_on(tmp_path, 1, **options) as checkpointer:
+        pending = checkpointer.save_async(1, {"w": torch.ones(6 << 20)})
+        assert isinstance(pending.exception(30), tr.CheckpointError)
+        assert checkpointer.failures == 1 and checkpointer.steps() == []
+
+
+def test_a_step_that_is_there_is_not_tried_again(tmp_path: Path) -> None:
+    with checkpointer_on(tmp_path, 0, on_error="warn", retries=5) as checkpointer:
+        checkpointer.save(1, state(1))
+        with pytest.raises(tr.StepExistsError):
+            checkpointer.save_async(1, state(2))
+        assert which(checkpointer.load().state, [1]) == 1
+
+
+def retry_together(rank: int, group: Any, root: str) -> tuple[int, bool]:
+    saving.RETRY_SECONDS = 0.01
+    with (
+        stores_with(FailingCommit(1)),
+        tr.Checkpointer(root, group=group, timeout=30, on_error="warn") as checkpointer,
+    ):
+        live = {"w": torch.full((500,), 1.0), "own": torch.full((3,), float(rank))}
+        pending = checkpointer.save_async(1, live)
+        live["w"].zero_()
+        saved = pending.result(30)
+        assert saved is not None
+        got = checkpointer.load().state
+        return len(saved.failures), bool((got["w"] == 1).all() and (got["own"] == rank).all())
+
+
+def test_all_ranks_try_again_together(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(retry_together, str(tmp_path), timeout=60) == [(1, True), (1, True)]
+
+
+@pytest.mark.parametrize("bad", [{"on_error": "ignore"}, {"retries": -1}, {"retries": 1.5}])
+def test_bad_arguments_are_refused(tmp_path: Path, bad: dict[str, Any]) -> None:
+    with pytest.raises(tr.UsageError, match=next(iter(bad))):
+        tr.Checkpointer(tmp_path, group=False, **bad)
+
+
+@pytest.mark.parametrize("kind", ["save", "save_async", "budget"])
+def test_a_save_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(staging, "PART_BYTES", 4 << 20)
+    large = {"a": torch.arange(5 << 20), "b": {"c": torch.arange(1 << 20), "d": torch.ones(3)}}
+    told: list[tuple[int, int]] = []
+    budget = 16 << 20 if kind == "budget" else None
+    with tr.Checkpointer(tmp_path, group=False, memory_budget=budget) as checkpointer:
+
+        def show(done: int, total: int) -> None:
+            told.append((done, total))
+
+        if kind == "save":
+            saved = checkpointer.save(1, large, progress=show)
+        else:
+            found = checkpointer.save_async(1, large, progress=show).result(30)
+            assert found is not None
+            saved = found
+        assert equal(checkpointer.load().state, large)
+    assert len(told) > 5 and {total for _, total in told} == {saved.bytes}
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1][0] == saved.bytes
+
+
+def test_damage_is_announced_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step))
+        (tmp_path / "step-2" / "model.safetensors").write_bytes(b"")
+        caplog.clear()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert checkpointer.load().step == 1
+    told_of = [str(one.message) for one in told] + [one.getMessage() for one in caplog.records]
+    assert len([text for text in told_of if "step 2" in text]) == 1
