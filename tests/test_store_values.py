@@ -151,14 +151,17 @@ def answered_late(rank: int, group: Any) -> int:
     """Rank 1 gives up before the coordinator has spoken; its next round removes the answer."""
     member = Member(rank, group)
     every = Assembly(member, "test")
+    every.call().round("begin", bytes, lambda said: said, Deadline(20))
     before = member.keys()
+    call = every.call()
+    member.keys()  # the coordinator has begun the call
     if rank == 1:
         with pytest.raises(CheckpointError, match="did not answer"):
-            every.call().round("plan", bytes, lambda said: said, Deadline(0.1))
+            call.round("plan", bytes, lambda said: said, Deadline(0.1))
         dist.barrier(group)
     else:
         dist.barrier(group)
-        every.call().round("plan", bytes, lambda said: said, Deadline(20))
+        call.round("plan", bytes, lambda said: said, Deadline(20))
     member.keys()
     every.call().round("end", bytes, lambda said: said, Deadline(20))
     return member.keys() - before

@@ -88,50 +88,53 @@ class Checkpointer:
         file_bytes: int | None = FILE_BYTES,
         read_only: bool = False,
     ) -> None:
-        self._timeout = seconds_of(timeout)
-        if on_busy not in ("wait", "skip"):
-            raise UsageError(f"on_busy is 'wait' or 'skip', not {on_busy!r}")
-        if on_error not in ("raise", "warn"):
-            raise UsageError(f"on_error is 'raise' or 'warn', not {on_error!r}")
-        if retries is None:
-            retries = RETRIES if on_error == "warn" else 0
-        if type(retries) is not int or retries < 0:
-            raise UsageError(f"retries is a number from 0, not {retries!r}")
-        if stage not in ("host", "device"):
-            raise UsageError(f"stage is 'host' or 'device', not {stage!r}")
-        if memory_budget is not None and memory_budget < _MIN_BUDGET:
-            raise UsageError(f"memory_budget is at least {_MIN_BUDGET} bytes, not {memory_budget}")
-        if file_bytes is not None and file_bytes < 1:
-            raise UsageError(f"file_bytes is a positive number or None, not {file_bytes}")
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         elif group is False:
             group = None
-        self._owner = Owner("Checkpointer")
-        self._on_busy = on_busy
-        self._on_error = on_error
-        self._store: Store = open_store(root, timeout=self._timeout)
         self._all = Assembly(group, "checkpointer")
-        self._steps = Shelf(self._store, policy(keep))
-        save_planner, load_planner = planners(planner)
-        self._loader = Loader(self._shelf, self._all, load_planner)
-        self._saver = Saver(
-            self._store,
-            self._all,
-            planner=save_planner,
-            memory_budget=memory_budget,
-            file_bytes=file_bytes,
-            stage=stage,
-            retries=retries,
-            version=__version__,
-        )
-        self._closed = False
-        self._calls = threading.RLock()
-        self._read_only = read_only
-        if self._all.coordinates and not read_only:
-            self._bounded("clean up", self._shelf.clean)
-        self._last = LastSave(self, self._all, save_on_signal, signals, self._timeout)
-        enrol(self)
+        with self._all.joining():
+            self._timeout = seconds_of(timeout)
+            if on_busy not in ("wait", "skip"):
+                raise UsageError(f"on_busy is 'wait' or 'skip', not {on_busy!r}")
+            if on_error not in ("raise", "warn"):
+                raise UsageError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+            if retries is None:
+                retries = RETRIES if on_error == "warn" else 0
+            if type(retries) is not int or retries < 0:
+                raise UsageError(f"retries is a number from 0, not {retries!r}")
+            if stage not in ("host", "device"):
+                raise UsageError(f"stage is 'host' or 'device', not {stage!r}")
+            if memory_budget is not None and memory_budget < _MIN_BUDGET:
+                raise UsageError(
+                    f"memory_budget is at least {_MIN_BUDGET} bytes, not {memory_budget}"
+                )
+            if file_bytes is not None and file_bytes < 1:
+                raise UsageError(f"file_bytes is a positive number or None, not {file_bytes}")
+            self._owner = Owner("Checkpointer")
+            self._on_busy = on_busy
+            self._on_error = on_error
+            self._store: Store = open_store(root, timeout=self._timeout)
+            self._steps = Shelf(self._store, policy(keep))
+            save_planner, load_planner = planners(planner)
+            self._loader = Loader(self._shelf, self._all, load_planner)
+            self._saver = Saver(
+                self._store,
+                self._all,
+                planner=save_planner,
+                memory_budget=memory_budget,
+                file_bytes=file_bytes,
+                stage=stage,
+                retries=retries,
+                version=__version__,
+            )
+            self._closed = False
+            self._calls = threading.RLock()
+            self._read_only = read_only
+            if self._all.coordinates and not read_only:
+                self._bounded("clean up", self._shelf.clean)
+            self._last = LastSave(self, self._all, save_on_signal, signals, self._timeout)
+            enrol(self)
 
     @property
     def url(self) -> str:
@@ -222,7 +225,7 @@ class Checkpointer:
         self._check_writable()
         _check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
-        return Save(step, overwrite, self._all.call(), deadline, progress)
+        return Save(step, overwrite, self._all.call(f"step {step}"), deadline, progress)
 
     def _busy(self, save: Save) -> bool:
         """Whether any rank still writes; all ranks come to the same answer. A save that is to be

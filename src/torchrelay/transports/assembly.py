@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchrelay import errors
 from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.transports.clock import Deadline
-from torchrelay.transports.store_values import drop, peek, put, take
+from torchrelay.transports.store_values import drop, peek, put, read, take
 
 COORDINATOR = 0
 POLL = (0.0005, 0.02)  # seconds between looks at the store: first, and after long silence
@@ -56,7 +56,8 @@ class Assembly:
     """The ranks of a group, or one process alone (`group=None`).
 
     Every rank makes the same assemblies in the same order, and the same calls of each. Several
-    calls may be under way at once.
+    calls may be under way at once. The coordinator counts them: a rank that missed one, or made one
+    alone, takes part in the next.
     """
 
     def __init__(self, group: Any, purpose: str) -> None:
@@ -81,10 +82,75 @@ class Assembly:
         with self._lock:  # one thread at a time: a value is read to be removed
             self.unheard = [name for name in self.unheard if not drop(self._store, name)]
 
-    def call(self) -> Call:
+    def call(self, what: str = "") -> Call:
+        """A call of all ranks; `what` names one that is made once, such as the save of a step."""
         with self._lock:
-            self._calls += 1
+            try:
+                self._calls = self._calls + 1 if self._store is None else self._number(what)
+            except _StoreLost as lost:
+                raise CheckpointError(lost.message, phase="begin") from lost
             return Call(self, self._store, f"{self._channel}/{self._calls}")
+
+    def _number(self, what: str) -> int:
+        mine = self._calls + 1
+        if self.coordinates:
+            self._note(mine, what)
+            return mine
+        opened, doing, over = self._noted()
+        if mine > opened:
+            return opened + 1
+        if over:  # without this rank: it comes late for that call, or missed it
+            return opened if what and doing == what else opened + 1
+        if mine < opened and doing != what:
+            self._calls = opened - 1
+            raise CheckpointError(
+                f"this rank is late with {what or 'a call'}: the others gave it up and are at "
+                f"{doing or 'another'}",
+                rank=self.rank,
+                phase="begin",
+            )
+        return opened
+
+    def give_up(self) -> None:
+        """The coordinator's: the call that was begun last is over, and not every rank was there."""
+        _, what, _ = self._noted()
+        self._note(self._calls, what, over=True)
+
+    def take_back(self, said: str) -> None:
+        """A call that the coordinator has not begun does not count, and the word for it must not be
+        taken for one for the next."""
+        opened, _, _ = self._noted()
+        if opened < self._calls:
+            drop(self._store, said)
+            self._calls = opened
+
+    def _note(self, number: int, what: str, over: bool = False) -> None:
+        self._store.set(f"{self._channel}/opened", msgspec.msgpack.encode((number, what, over)))
+
+    def _noted(self) -> tuple[int, str, bool]:
+        """The call that the coordinator began last; whether it is over without some rank."""
+        key = f"{self._channel}/opened"
+        if not self._store.check([key]):
+            return 0, "", False
+        return msgspec.msgpack.decode(self._store.get(key), type=tuple[int, str, bool])
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Within: this rank gets ready to take part. If it fails, no other waits for it: every call
+        of theirs raises what went wrong here."""
+        try:
+            yield
+        except BaseException as fault:
+            if self._store is not None:
+                word = msgspec.msgpack.encode(_failure("open", self.rank, fault))
+                with suppress(_StoreLost):
+                    put(self._store, self.refusal, word)
+            raise
+
+    @property
+    def refusal(self) -> str:
+        """The key with the reason why some rank never takes part."""
+        return f"{self._channel}/refused"
 
     def board(self, name: str) -> Board:
         """Keys of the store that all ranks share; there is a store where there are several."""
@@ -184,7 +250,7 @@ class Call:
         put(self._store, said, msgspec.msgpack.encode(word))
         if self._all.coordinates:
             self._answer(phase, key, decide, deadline)
-        heard = self._hear(f"{key}/heard/{self._all.rank}", deadline)
+        heard = self._hear(said, f"{key}/heard/{self._all.rank}", deadline)
         if heard is None:
             if fault is not None:
                 raise fault
@@ -203,7 +269,7 @@ class Call:
             raise fault  # this rank's own, with its traceback
         return _heard(heard)
 
-    def _hear(self, name: str, deadline: Deadline) -> _Word | None:
+    def _hear(self, said: str, name: str, deadline: Deadline) -> _Word | None:
         """The coordinator's answer, if it comes in time. One that comes later is removed later."""
         self._all.sweep()
         word: _Word | None = None
@@ -213,6 +279,8 @@ class Call:
         finally:
             if word is None:
                 self._all.unheard.append(name)
+        if word is None:
+            self._all.take_back(said)
         return word
 
     def _answer(self, phase: str, key: str, decide: Decide, deadline: Deadline) -> None:
@@ -224,6 +292,8 @@ class Call:
         else:
             late = [rank for rank, name in zip(ranks, names, strict=True) if not self._has(name)]
             answers = [self._late(phase, late, deadline)] * self._all.world
+            if self._rounds == 1:
+                self._all.give_up()
             for name in names:
                 drop(self._store, name)
         for rank, answer in zip(ranks, answers, strict=True):
@@ -266,6 +336,8 @@ class Call:
         end = time.monotonic() + seconds
         pause, longest = POLL
         while not self._store.check(names):
+            if self._has(self._all.refusal):
+                _heard(_word.decode(read(self._store, self._all.refusal)))
             if time.monotonic() > end:
                 return False
             time.sleep(pause)

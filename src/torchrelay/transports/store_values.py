@@ -41,12 +41,22 @@ def put(store: Store, key: str, data: bytes) -> None:
 
 def take(store: Store, key: str) -> bytearray:
     """Read a value that is there, and remove it."""
+    head, data = _read(store, key)
+    _delete(store, [*_others(key, head), key])
+    return data
+
+
+def read(store: Store, key: str) -> bytearray:
+    """Read a value that is there and stays."""
+    return _read(store, key)[1]
+
+
+def _read(store: Store, key: str) -> tuple[bytes, bytearray]:
     head = store.get(key)
     data = bytearray(head[_COUNT_BYTES:])
     for name in _others(key, head):
         data += store.get(name)
-    _delete(store, [*_others(key, head), key])
-    return data
+    return head, data
 
 
 def drop(store: Store, key: str) -> bool:

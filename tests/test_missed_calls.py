@@ -1,0 +1,129 @@
+"""A rank that misses a call, makes one alone or never joins costs the others that call, no more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import torchrelay as tr
+from tests.support.ranks import RankPool
+from tests.support.saved import state, which
+from torchrelay.stores.local import LocalStore
+
+TIMEOUT = 1.5
+
+
+def tried(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except tr.RelayError as fault:
+        return f"{type(fault).__name__}: {fault}"
+    return "ok"
+
+
+def miss(rank: int, group: Any, root: str, absent: int, what: str) -> list[str]:
+    """One rank does not make the second call. The others give it up, and all go on."""
+    told = []
+    with tr.Checkpointer(root, timeout=30) as ckpt:
+
+        def call(step: int, timeout: float) -> str:
+            if what == "load":
+                return tried(lambda: ckpt.load(timeout=timeout))
+            return tried(lambda: ckpt.save(step, state(step), timeout=timeout))
+
+        ckpt.save(1, state(1))
+        if rank != absent:
+            told.append(call(2, TIMEOUT))
+        dist.barrier(group)
+        for step in (3, 4):
+            told.append(call(step, 20))
+        dist.barrier(group)
+        told.append(str(ckpt.steps()))
+    return told
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_call_that_one_rank_missed_does_not_spoil_the_later_ones(
+    pool2: RankPool, tmp_path: Path, absent: int, what: str
+) -> None:
+    told = pool2.run(miss, str(tmp_path), absent, what, timeout=90)
+    steps = "[1, 3, 4]" if what == "save" else "[1]"
+    there, missing = told[1 - absent], told[absent]
+    assert there[0].startswith("CheckpointError"), told
+    assert there[1:] == ["ok", "ok", steps], told
+    assert missing == ["ok", "ok", steps], told
+
+
+def late(rank: int, group: Any, root: str) -> list[str]:
+    """Rank 1 makes the second call when the others have given it up."""
+    told = []
+    with tr.Checkpointer(root, timeout=30) as ckpt:
+        ckpt.save(1, state(1))
+        if rank == 0:
+            told.append(tried(lambda: ckpt.save(2, state(2), timeout=TIMEOUT)))
+        dist.barrier(group)
+        begun = time.monotonic()
+        if rank == 1:
+            told.append(tried(lambda: ckpt.save(2, state(2), timeout=20)))
+        assert time.monotonic() - begun < 10
+        dist.barrier(group)
+        told.append(tried(lambda: ckpt.save(3, state(3), timeout=20)))
+        told.append(str(ckpt.steps()))
+    return told
+
+
+def test_a_rank_that_comes_late_is_told_at_once_and_is_there_for_the_next(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    for told in pool2.run(late, str(tmp_path), timeout=90):
+        assert told[0].startswith("CheckpointError") and "rank 1" in told[0], told
+        assert told[1:] == ["ok", "[1, 3]"], told
+
+
+def refuse(rank: int, group: Any, root: str, bad: int) -> list[str]:
+    """The constructor fails on one rank alone; then all make another one."""
+    told = []
+    clean = LocalStore.clean
+    if rank == bad:
+        if rank == 0:
+            LocalStore.clean = fail  # type: ignore[method-assign]
+        options: dict[str, Any] = {} if rank == 0 else {"on_busy": "perhaps"}
+    else:
+        options = {}
+    made: list[tr.Checkpointer] = []
+    try:
+        told.append(tried(lambda: made.append(tr.Checkpointer(root, timeout=60, **options))))
+    finally:
+        LocalStore.clean = clean  # type: ignore[method-assign]
+    begun = time.monotonic()
+    for ckpt in made:
+        told.append(tried(lambda ckpt=ckpt: ckpt.save(1, state(1))))  # type: ignore[misc]
+        told.append(tried(lambda ckpt=ckpt: ckpt.load()))  # type: ignore[misc]
+        ckpt.close()
+    assert time.monotonic() - begun < 30
+    with tr.Checkpointer(root, timeout=60) as ckpt:
+        ckpt.save(2, state(2))
+        told.append(str(which(ckpt.load().state, range(9))))
+    return told
+
+
+def fail(store: LocalStore) -> list[str]:
+    raise PermissionError(13, "Permission denied", store.url)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_constructor_that_fails_on_one_rank_leaves_nobody_waiting(
+    pool2: RankPool, tmp_path: Path, bad: int
+) -> None:
+    told = pool2.run(refuse, str(tmp_path), bad, timeout=90)
+    why = "Permission denied" if bad == 0 else "on_busy"
+    assert why in told[bad][0] and told[bad][1:] == ["2"], told
+    assert told[1 - bad][0] == "ok" and told[1 - bad][-1] == "2", told
+    for one in told[1 - bad][1:3]:
+        assert why in one and f"rank {bad}" in one, told
