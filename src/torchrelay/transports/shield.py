@@ -22,6 +22,8 @@ from torchrelay.memory import threads
 from torchrelay.memory.side import in_use
 from torchrelay.transports.clock import Deadline
 
+LOOK_UP = 0.5  # seconds: a signal that comes just before a wait begins does not end that wait
+
 T = TypeVar("T")
 
 
@@ -52,7 +54,8 @@ def shielded(deadline: Deadline, act: Callable[[], T]) -> T:
     try:
         threads.run(run, "call")
         while not ended:
-            woken.get()
+            with suppress(queue.Empty):
+                woken.get(timeout=LOOK_UP)
     except BaseException as cause:
         _give_up(deadline, cause, claim, ended, woken)
         ended.clear()
@@ -79,7 +82,8 @@ def _give_up(
         if claim.acquire(blocking=False):
             return  # it had not begun, and never will
         while not ended:
-            woken.get()
+            with suppress(queue.Empty):
+                woken.get(timeout=LOOK_UP)
     except BaseException:
         _give_up(deadline, cause, claim, ended, woken)
 
