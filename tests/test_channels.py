@@ -159,31 +159,34 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> Iterator[channels.Berth]:
 
 def test_only_who_knows_the_token_is_let_in(proposed: channels.Berth) -> None:
     record = proposed.record
-    assert record is not None and len(record.token) == TOKEN_BYTES
+    assert record is not None
+    told = b"t" * TOKEN_BYTES
     strangers = [socket.create_connection((record.host, record.port))]  # it says nothing
     for said in (
         b"GET / HTTP/1.1\r\n\r\n" + bytes(99),
         bytes(TOKEN_BYTES + 4),
-        record.token + lanes.NUMBER.pack(2),  # the third of two
-        record.token[:-1],
+        told + lanes.NUMBER.pack(2),  # the third of two
+        told[:-1],
     ):
         one = socket.create_connection((record.host, record.port))
         one.sendall(said)
         one.shutdown(socket.SHUT_WR)
         strangers.append(one)
-    guest = Channels().answer(0, record, 1, LONG)
+    with patched(channels.secrets, token_bytes=lambda count: told[:count]):
+        guest = Channels().answer(0, record, 1, LONG)
+    assert guest.token == told
     guest.agreed(Deadline(LONG))
-    proposed.agreed(Deadline(LONG))
+    proposed.agreed(Deadline(LONG), guest.token)
     assert proposed.channel is not None and guest.channel is not None
     assert proposed.connections == guest.connections == 2
     for one in strangers:
         with contextlib.suppress(ConnectionResetError):
             assert one.recv(1) == b""
         one.close()
-    told, room = Told(), torch.zeros(5, dtype=torch.uint8)
-    guest.channel.way_in(3).put(room, told)
+    heard, room = Told(), torch.zeros(5, dtype=torch.uint8)
+    guest.channel.way_in(3).put(room, heard)
     proposed.channel.way_on(3).put(torch.ones(5, dtype=torch.uint8), Told())
-    assert told.wait().fault is None and room.all()
+    assert heard.wait().fault is None and room.all()
     guest.end(keep=False)
 
 
@@ -191,7 +194,7 @@ def test_a_receiver_that_never_connects_costs_a_bounded_wait(
     proposed: channels.Berth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.05)
-    proposed.agreed(Deadline(LONG))
+    proposed.agreed(Deadline(LONG), bytes(TOKEN_BYTES))
     assert proposed.channel is None and "timed out" in proposed.instead["connections"]
 
 
@@ -206,8 +209,9 @@ def test_who_cannot_be_reached_is_not_tried_again_at_once(monkeypatch: pytest.Mo
         return connect(*args)
 
     monkeypatch.setattr(socket, "create_connection", counted)
+    monkeypatch.setattr(channels, "check_peer", lambda host: None)
     here = Channels()
-    record = wire.Channel("x", 2, "127.0.0.1", port, bytes(TOKEN_BYTES))
+    record = wire.Channel("x", 2, "127.0.0.1", port)
     for _ in range(3):
         berth = here.answer(0, record, 2, LONG)
         assert berth.record is None and "refused" in berth.instead["connections"]
@@ -218,13 +222,14 @@ def test_who_cannot_be_reached_is_not_tried_again_at_once(monkeypatch: pytest.Mo
 
 
 def test_who_had_no_time_to_connect_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_slow(record: wire.Channel, ends: float) -> Channel:
+    def too_slow(record: wire.Channel, token: bytes, ends: float) -> Channel:
         tries.append(record)
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(channels, "_connect", too_slow)
+    monkeypatch.setattr(channels, "check_peer", lambda host: None)
     here, tries = Channels(), []
-    record = wire.Channel("x", 2, "127.0.0.1", 5, bytes(TOKEN_BYTES))
+    record = wire.Channel("x", 2, "127.0.0.1", 5)
     for left, count in ((0.1, 1), (0.1, 2), (LONG, 3), (LONG, 3)):
         assert "timed out" in here.answer(0, record, 2, left).instead["connections"]
         assert len(tries) == count
@@ -363,11 +368,8 @@ def kept_from_connecting(rank: int, group: Any, who: str) -> Any:
     def unreachable(*args: Any) -> Any:
         raise OSError("no way there")
 
-    def forged(record: wire.Channel, ends: float) -> Channel:
-        import msgspec
-
-        other = msgspec.structs.replace(record, token=bytes(TOKEN_BYTES))
-        return real(other, ends)
+    def forged(record: wire.Channel, token: bytes, ends: float) -> Channel:
+        return real(record, bytes(TOKEN_BYTES), ends)
 
     real = channels._connect
     with contextlib.ExitStack() as stack:

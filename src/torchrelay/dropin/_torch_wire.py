@@ -93,7 +93,7 @@ def recv_torch(
     """
     if not 0 < length <= 1 << 30:
         raise RemoteProtocolError(f"a record of {length} bytes was announced", rank=src_rank)
-    body = torch.empty(length, dtype=torch.uint8, device=device)
+    body = torch.zeros(length, dtype=torch.uint8, device=device)
     wait(pg.recv([body], src_rank, RECORD_TAG), f"receiving torch record from {src_rank}")
     record = loads(body.cpu().numpy().tobytes())
     parts = list(_parts(record.non_tensor_leaves))
@@ -158,7 +158,8 @@ def _storages(
     posted: list[tuple[Work, torch.Tensor]] = []
     for i in range(len(parts)):
         for j in range(i + len(posted), min(i + _IN_FLIGHT, len(parts))):
-            buffer = torch.empty(parts[j].nbytes, dtype=torch.uint8, device=device)
+            # Zeros: a message may be shorter than was said, and what was here before is not sent.
+            buffer = torch.zeros(parts[j].nbytes, dtype=torch.uint8, device=device)
             posted.append((pg.recv([buffer], src_rank, FIRST_TENSOR_TAG + j), buffer))
         work, buffer = posted.pop(0)
         wait(work, f"receiving torch tensor {i + 1} of {len(parts)} from {src_rank}")

@@ -60,6 +60,18 @@ class Runs:
         found = moves(self, Runs(starts, starts, sizes))
         return Runs(found.positions, found.sources, found.nbytes)
 
+    def without(self, other: Runs) -> Runs:
+        """What they have of the stream and the other has not."""
+        both = moves(other, self)
+        if both.nbytes.sum() == (self.stops - self.starts).sum():
+            return Runs([], [], [])
+        # Gaps begin where a run does or the other's ends, and end the other way round.
+        begin = np.sort(np.concatenate((self.starts, both.positions + both.nbytes)))
+        end = np.sort(np.concatenate((both.positions, self.stops)))
+        begin, end = begin[begin < end], end[begin < end]
+        run = _holding(self, begin)
+        return Runs(begin, self.addresses[run] + (begin - self.starts[run]), end - begin)
+
     def pack(self) -> bytes:
         """As bytes, for another process on this machine."""
         table = np.stack([self.starts, self.addresses, self.stops - self.starts])

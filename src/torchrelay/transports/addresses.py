@@ -1,4 +1,4 @@
-"""Where to listen so that other ranks reach it: where gloo does.
+"""Where to listen so that other ranks reach it: where gloo does. And where not to connect to.
 
 That is an interface named in GLOO_SOCKET_IFNAME, or else the address that this machine's own name
 stands for, or else the machine itself alone. Where gloo reaches from one rank to another, so do
@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 _NAME_BYTES = 15
@@ -29,6 +30,37 @@ def listen_here() -> socket.socket:
         except OSError as cause:
             fault = cause
     raise fault
+
+
+def check_peer(host: str) -> None:
+    """`OSError` unless the address is one that this process has a TCP connection with.
+
+    A rank of the group is: gloo has connected to it. So a peer cannot have this process connect to
+    a machine of its choice. A name would be looked up for the peer, so it is refused too.
+    """
+    try:
+        wanted = _plain(host)
+    except ValueError:
+        raise OSError("the sender does not say an address, but a name") from None
+    if wanted not in _connected():
+        raise OSError("this process has no connection to that address: it is not the sender's")
+
+
+def _connected() -> Iterator[str]:
+    """The other ends of this process's TCP connections."""
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if path.readlink().name.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(path.name))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6):
+                        yield _plain(one.getpeername()[0])
+
+
+def _plain(host: str) -> str:
+    """An address, one text for all ways to write it, and one for all of this machine alone."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    return "loopback" if address.is_loopback else str(address)
 
 
 def _candidates() -> Iterator[tuple[socket.AddressFamily, str]]:

@@ -3,8 +3,9 @@ agreed on, kept for the next.
 
 A process group has one connection to each rank and one thread that serves all of them, and what is
 posted there can never be taken back. A channel is a few more connections, which share the work, and
-can be cut. The sender listens where gloo would, for as long as it takes; a receiver shows the token
-that it was told over the group.
+can be cut. The sender listens where gloo would, for as long as it takes; a receiver shows a random
+token there, and tells the sender over the group which. It connects to no other address than those
+that this process is connected to already: where that is, is not for a peer to choose.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import suppress
 
 from torchrelay.memory.pool import cores
 from torchrelay.transports import wire
-from torchrelay.transports.addresses import listen_here
+from torchrelay.transports.addresses import check_peer, listen_here
 from torchrelay.transports.clock import Deadline
 from torchrelay.transports.lanes import NUMBER, Channel
 
@@ -48,8 +49,10 @@ class Berth:
         give: Callable[[Channel], None] | None = None,
         listener: socket.socket | None = None,
         far: Callable[[], None] | None = None,
+        token: bytes = b"",
     ) -> None:
         self.record = record
+        self.token = token  # that a receiver has shown
         self.channel: Channel | None = None  # once both sides have it
         self.instead: dict[str, str] = {}  # why there is none although there should be
         self.connections = 0  # that the transfer had
@@ -58,19 +61,19 @@ class Berth:
     def answered(self, accept: wire.Accept, deadline: Deadline) -> None:
         """What the receiver says to it."""
         if accept.channel:
-            self.agreed(deadline)
+            self.agreed(deadline, accept.token)
         elif accept.route == "group":
             if self._far is not None:
                 self._far()
             if self._ready is not None:
                 self._ready.cut()  # it is lost there
 
-    def agreed(self, deadline: Deadline) -> None:
-        """Both sides want it, and the receiver has connected."""
+    def agreed(self, deadline: Deadline, token: bytes = b"") -> None:
+        """Both sides want it, and the receiver has connected, with this token."""
         if self._listener is not None and self.record is not None:
             ends = time.monotonic() + min(CONNECT_SECONDS, deadline.left())
             try:
-                self._ready = _accept(self._listener, self.record, ends)
+                self._ready = _accept(self._listener, self.record, token, ends)
             except OSError as fault:
                 self.instead = {"connections": f"not made: {fault}"}
             self._listener.close()
@@ -116,8 +119,7 @@ class Channels:
             berth.instead = {"connections": f"not made: {fault}"}
             return berth
         host, port = listener.getsockname()[:2]
-        token = secrets.token_bytes(TOKEN_BYTES)
-        record = wire.Channel(secrets.token_hex(8), connections, host, port, token)
+        record = wire.Channel(secrets.token_hex(8), connections, host, port)
         return Berth(record, None, give, listener)
 
     def answer(
@@ -127,7 +129,7 @@ class Channels:
         berth = Berth()
         if record is None or not connections or not 0 < record.lanes <= MOST_CONNECTIONS:
             return berth
-        give = self._giver("in", peer)
+        give, token = self._giver("in", peer), secrets.token_bytes(TOKEN_BYTES)
         channel = self._take("in", peer, lambda idle: idle.id == record.id)
         if channel is None and record.port:
             failed_at, why = self._failed.get(peer, (float("-inf"), ""))
@@ -136,13 +138,14 @@ class Channels:
                 return berth
             seconds = min(CONNECT_SECONDS, left / 4)
             try:
-                channel = _connect(record, time.monotonic() + seconds)
+                check_peer(record.host)
+                channel = _connect(record, token, time.monotonic() + seconds)
             except (OSError, OverflowError, ValueError) as fault:  # or no host or port at all
                 why = f"not made: {record.host} port {record.port}: {fault}"[:300]
                 berth.instead = {"connections": why}
                 if seconds == CONNECT_SECONDS or not isinstance(fault, TimeoutError):
                     self._failed[peer] = time.monotonic(), why
-        return berth if channel is None else Berth(record, channel, give)
+        return berth if channel is None else Berth(record, channel, give, token=token)
 
     def _giver(self, side: str, peer: int) -> Callable[[Channel], None]:
         def give(channel: Channel) -> None:
@@ -167,13 +170,13 @@ class Channels:
 # Making one: the receiver connects, says the token and which of the connections it is.
 
 
-def _connect(record: wire.Channel, ends: float) -> Channel:
+def _connect(record: wire.Channel, token: bytes, ends: float) -> Channel:
     lanes: list[socket.socket] = []
     try:
         for lane in range(record.lanes):
             left = max(ends - time.monotonic(), 0.001)
             lanes.append(socket.create_connection((record.host, record.port), left))
-            lanes[-1].sendall(record.token + NUMBER.pack(lane))
+            lanes[-1].sendall(token + NUMBER.pack(lane))
         return Channel(record.id, lanes)
     except BaseException:
         for one in lanes:
@@ -181,14 +184,16 @@ def _connect(record: wire.Channel, ends: float) -> Channel:
         raise
 
 
-def _accept(listener: socket.socket, record: wire.Channel, ends: float) -> Channel:
+def _accept(listener: socket.socket, record: wire.Channel, token: bytes, ends: float) -> Channel:
     """The connections of whoever shows the token; others are turned away."""
+    if len(token) != TOKEN_BYTES:
+        raise OSError("the receiver says no token")
     lanes: dict[int, socket.socket] = {}
     try:
         while len(lanes) < record.lanes:
             listener.settimeout(max(ends - time.monotonic(), 0.001))
             one = listener.accept()[0]
-            number = _hear(one, record, min(ends, time.monotonic() + HELLO_SECONDS))
+            number = _hear(one, record, token, min(ends, time.monotonic() + HELLO_SECONDS))
             if number is None or number in lanes:
                 one.close()
             else:
@@ -200,7 +205,7 @@ def _accept(listener: socket.socket, record: wire.Channel, ends: float) -> Chann
         raise
 
 
-def _hear(connection: socket.socket, record: wire.Channel, ends: float) -> int | None:
+def _hear(connection: socket.socket, record: wire.Channel, token: bytes, ends: float) -> int | None:
     """Which connection this is; None for a stranger."""
     size = TOKEN_BYTES + NUMBER.size
     heard = b""
@@ -211,7 +216,7 @@ def _hear(connection: socket.socket, record: wire.Channel, ends: float) -> int |
             if not more:
                 return None
             heard += more
-    if len(heard) < size or not hmac.compare_digest(heard[:TOKEN_BYTES], record.token):
+    if len(heard) < size or not hmac.compare_digest(heard[:TOKEN_BYTES], token):
         return None
     number: int = NUMBER.unpack(heard[TOKEN_BYTES:])[0]
     return number if number < record.lanes else None

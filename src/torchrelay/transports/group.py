@@ -11,19 +11,24 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from torchrelay.errors import PeerLostError, RemoteProtocolError, UsageError
+from torchrelay.errors import (
+    PeerLostError,
+    RemoteProtocolError,
+    TransferTimeoutError,
+    UsageError,
+)
 from torchrelay.memory import threads
 from torchrelay.state.tensors import device_backends
 from torchrelay.transports import wire
 from torchrelay.transports.c10d import ProcessGroup, Watcher, inside_backend, use, wait_for
 from torchrelay.transports.channels import Channels
-from torchrelay.transports.clock import Deadline
+from torchrelay.transports.clock import TICK, Deadline
 from torchrelay.transports.device_group import DeviceGroup, Mail
 from torchrelay.transports.trading import Trading
 
@@ -33,6 +38,11 @@ CLOSED = (
     "ranks that live (torch.distributed.new_group) before the next transfer"
 )
 
+
+UNHEARD = 1024  # messages of a peer that wait to be heard, at most
+LARGE = 64 << 10  # bytes of a message that is not taken while others wait
+UNWANTED = 64  # messages that are taken after the call is over
+PAUSES = (0.001, 0.02)  # seconds between looks whether they have been heard: first, and last
 
 Sink = Callable[[wire.Message | Exception], None]
 
@@ -46,6 +56,8 @@ class Line:
         self._lock = threading.Lock()
         self._inbox: list[wire.Message | Exception] = []
         self._sink: Sink | None = None
+        self._depth: Callable[[], int] | None = None  # of them wait there to be heard
+        self._unwanted: int | None = None  # messages that may still come, once the call is over
         self._writer: Watcher | None = None
         self.delivered = threading.Event()  # set while nothing is on its way out
         self.delivered.set()
@@ -57,10 +69,13 @@ class Line:
         self.adopted = False  # left by an earlier call, maybe on connections since replaced
         threads.run(self._read, "line")
 
-    def listen(self, sink: Sink | None) -> None:
-        """Hand messages to `sink`, those that came before included; None keeps them for later."""
+    def listen(self, sink: Sink | None, depth: Callable[[], int] | None = None) -> None:
+        """Hand messages to `sink`, those that came before included; None keeps them for later.
+
+        `depth` tells how many of them wait there: with many, no more are taken from the peer.
+        """
         with self._lock:
-            self._sink = sink
+            self._sink, self._depth = sink, depth
             waiting, self._inbox = (self._inbox, []) if sink else ([], self._inbox)
             for message in waiting:
                 assert sink is not None
@@ -72,6 +87,14 @@ class Line:
             last = self._inbox[-1] if self._inbox else None
         return None if isinstance(last, Exception) or not self.ended.is_set() else last
 
+    def leave(self) -> None:
+        """The call is over. Of what the peer still says, its last word is waited for; but a peer
+        that goes on and on is not even listened to."""
+        with self._lock:
+            self._sink, self._depth = _ignore, None
+            self._inbox.clear()
+            self._unwanted = UNWANTED
+
     def put_back(self, messages: Sequence[wire.Message | Exception]) -> None:
         """Return messages that were handed out but not heeded, after `listen(None)`."""
         with self._lock:
@@ -81,6 +104,11 @@ class Line:
         """For how many seconds the peer has not taken what is on its way to it."""
         with self._lock:
             return time.monotonic() - self._taken_at if self._outgoing else 0.0
+
+    @property
+    def untaken(self) -> int:
+        """Messages on their way to the peer."""
+        return self._outgoing
 
     def send(self, message: wire.Message) -> None:
         """Post a message. Does not block; a broken line is reported to the sink by the reader."""
@@ -118,19 +146,35 @@ class Line:
             while True:
                 message = self._read_one()
                 self._deliver(message)
-                if isinstance(message, wire.TERMINAL):
+                if isinstance(message, wire.TERMINAL) or self._enough():
                     return
         except Exception as fault:
             self._deliver(fault)
         finally:
             self.ended.set()
 
+    def _enough(self) -> bool:
+        if self._unwanted is None:
+            return False
+        self._unwanted -= 1
+        return self._unwanted < 0
+
+    def _wait_until_heard(self, unheard: int) -> None:
+        """Let the peer keep what it has to say while more than so many messages wait here."""
+        pause, longest = PAUSES
+        while (self._depth() if self._depth else len(self._inbox)) > unheard:
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
     def _read_one(self) -> wire.Message:
+        self._wait_until_heard(UNHEARD)
         head = torch.zeros(wire.FRAME_BYTES, dtype=torch.uint8, device="cpu")
         wait_for(self.group.recv([head], self.peer, self._tag), head)
         length, payload = wire.read_frame(head.numpy().tobytes())
         if payload is None:
-            body = torch.empty(length, dtype=torch.uint8, device="cpu")
+            self._wait_until_heard(0 if length > LARGE else UNHEARD)
+            # Zeros: gloo takes a shorter message for all of it.
+            body = torch.zeros(length, dtype=torch.uint8, device="cpu")
             wait_for(self.group.recv([body], self.peer, self._tag), body)
             payload = body.numpy().tobytes()
         return wire.read_message(payload, self.group.size())
@@ -147,6 +191,10 @@ class Line:
             else:
                 self._sink(message)
         self.heard.set()
+
+
+def _ignore(message: wire.Message | Exception) -> None:
+    pass
 
 
 class Bell:
@@ -231,6 +279,19 @@ class Post:
         if self._mail is not None or (len(kinds) == 1 and kinds <= set(self.direct)):
             return self.direct[0] if self._mail is not None else next(iter(kinds))
         return "cpu"
+
+    @contextmanager
+    def alone(self, deadline: Deadline) -> Iterator[None]:
+        """Within: nobody else sends through a backend without tags."""
+        while not self.one_at_a_time.acquire(timeout=min(deadline.left(), TICK)):
+            if deadline.passed:
+                raise TransferTimeoutError(
+                    "timed out: another transfer on this group did not end", phase="data"
+                )
+        try:
+            yield
+        finally:
+            self.one_at_a_time.release()
 
     def call(self, peer: int) -> Line:
         """A line to a receiver: one left half open, or a new one with its prelude on the way."""

@@ -188,6 +188,15 @@ class Outflow:
                 self._hashing.add(index)
                 self._worker.submit(lambda index=index: self._hash(index))  # type: ignore[misc]
 
+    def hash_ahead(self) -> None:
+        """Hash what lies in host memory as it is sent, before it is: a receiver that passes chunks
+        on is to know their digests when they come."""
+        if self.verify and self._device == "cpu":
+            whole = (
+                i for i in range(len(self._chunks)) if self._snapshot.view(i, "cpu") is not None
+            )
+            self.hash(whole)
+
     def _hash(self, index: int) -> None:
         try:
             data, lease = self._bytes_of(index, "cpu", uses=1)

@@ -49,6 +49,13 @@ class Peer:
     trailed: bool = False  # has it
     joined_at: float = 0.0
     knocked_at: float = 0.0
+    lane: int = 1  # the last one that it has asked for chunks on
+
+    def may_ask(self, need: wire.Need, chunks: int) -> bool:
+        """Whether these are chunks that there are, each once, on a lane that was not used."""
+        fine = need.lane > self.lane and len(set(need.chunks)) == len(need.chunks)
+        self.lane = need.lane
+        return fine and max(need.chunks, default=0) < chunks
 
     def give_up(self, reason: str, *, late: bool = False) -> None:
         """It has failed; but one that has been told all it needs may have the state."""
@@ -114,7 +121,7 @@ def hang_up(post: Post, events: queue.SimpleQueue[object], peers: Iterable[Peer]
     for peer in peers:
         peer.absent, said[peer.line] = True, []
         peer.line.listen(None)
-    while not events.empty():
+    for _ in range(events.qsize()):  # not those of a peer that goes on and on
         event = events.get()
         if isinstance(event, Said) and event.line in said:
             said[event.line].append(event.message)

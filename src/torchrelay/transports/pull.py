@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from torchrelay.errors import DigestError, PeerLostError, RemoteProtocolError, TransferTimeoutError
 from torchrelay.memory.side import on_side_stream
-from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, read
+from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
 from torchrelay.state.digest import RollingDigest, digest
 from torchrelay.state.landed import Places
 from torchrelay.state.landing import Landing
 from torchrelay.state.pause import gc_paused
-from torchrelay.state.runs import Runs, moves
+from torchrelay.state.runs import Moves, Runs, moves
 from torchrelay.transports import cuda_ipc, wire
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.clock import Deadline
@@ -36,6 +37,7 @@ from torchrelay.transports.worker import Worker
 
 TICK = 1.0
 IN_CACHE = 1 << 20  # bytes that are read and then hashed
+_ZEROS = np.zeros(64 << 10, np.uint8)
 
 
 class Ways(NamedTuple):
@@ -84,6 +86,16 @@ def find_ways(
     except ValueError as fault:
         raise RemoteProtocolError(str(fault), rank=rank, phase="join") from None
     return Ways(sources, readings, opened, places, shares, copier)
+
+
+def _clear(gaps: Runs) -> None:
+    """Write zeros where the sender's memory leads nowhere: what the memory here was used for before
+    is no part of the state."""
+    if not len(gaps.starts):
+        return
+    whole = Moves(gaps.starts, gaps.starts, gaps.addresses, gaps.stops - gaps.starts)
+    cut = whole.cut(len(_ZEROS))
+    copy(cut._replace(sources=np.full(len(cut.nbytes), _ZEROS.ctypes.data, np.uint64)))
 
 
 @dataclass(frozen=True)
@@ -173,16 +185,24 @@ class Pull:
     def _read_straight(self, places: Places, shares: Shares) -> None:
         sources, straight = self._ways.sources, shares.straight
         if self._verify:
-            for chunk in self._ways.straight_and_hashed:
+            straight = self._ways.straight_and_hashed
+            _clear(self._of(places.host, straight).without(sources))
+            for chunk in straight:
                 self._submit(partial(self._read_and_hash, chunk))
             return
-        if len(straight) < len(self._chunks):
-            offsets, sizes = self._chunks.offsets, self._chunks.sizes
-            sources = sources.only([offsets[i] for i in straight], [sizes[i] for i in straight])
+        sources = self._of(sources, straight)
         with gc_paused():  # memory may be made as it goes
             for part in places.parts():
+                _clear(self._of(part, straight).without(sources.facing(part)))
                 for batch in self._ways.readings.batches(sources.facing(part), part):
                     self._submit(partial(self._read_batch, batch))
+
+    def _of(self, runs: Runs, chunks: list[int]) -> Runs:
+        """What they have of these chunks."""
+        if len(chunks) == len(self._chunks):
+            return runs
+        offsets, sizes = self._chunks.offsets, self._chunks.sizes
+        return runs.only([offsets[i] for i in chunks], [sizes[i] for i in chunks])
 
     def _read_buffered(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:

@@ -120,7 +120,7 @@ class Receiving:
         return self._landing.chunks.nbytes if self._landing is not None else 0
 
     def run(self) -> Landed:
-        self._line.listen(self._events.put)
+        self._line.listen(self._events.put, self._events.qsize)
         try:
             with self._deadline.wakes(self._events):
                 return self._run()
@@ -142,6 +142,7 @@ class Receiving:
             if self.intake is not None:
                 self.intake.close()
             self.berth.end(keep=self._whole)
+            self._line.leave()
 
     def _run(self) -> Landed:
         with self._watch("join"):
@@ -161,7 +162,14 @@ class Receiving:
                 )
             agreed = self.berth.record is not None
             self._line.send(
-                wire.Accept(self.choice.route, ring, self.choice.instead, hashed, agreed)
+                wire.Accept(
+                    self.choice.route,
+                    ring,
+                    self.choice.instead,
+                    hashed,
+                    agreed,
+                    self.berth.token,
+                )
             )
             if agreed:
                 self.berth.agreed(self._deadline)
@@ -311,7 +319,7 @@ class Receiving:
         held = Held(self._step, offered, (self._line, offer, self._nonce))
         self._post.trading.settle(self._sender, held, self._deadline)
         self._line, offer, self._nonce = held.catch
-        self._line.listen(self._events.put)
+        self._line.listen(self._events.put, self._events.qsize)
         return offer
 
     def _consider(self, offer: wire.Offer) -> Landing:

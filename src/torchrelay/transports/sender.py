@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
-from torchrelay.errors import StateError, TransferTimeoutError
+from torchrelay.errors import StateError
 from torchrelay.memory.pool import cores
 from torchrelay.state.columns import devices_of
 from torchrelay.state.snapshot import Snapshot
@@ -29,6 +29,7 @@ from torchrelay.transports.routes import ROUTES
 from torchrelay.transports.serving import Serving
 from torchrelay.transports.worker import Worker, hashers
 
+UNTAKEN = 64  # messages that a receiver which goes on asking has not taken
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
 
 
@@ -106,10 +107,11 @@ class Sending:
             raise
         finally:
             for peer in self.peers.values():
-                if not peer.absent:
-                    peer.line.listen(None)
                 if peer.stage == "unknown":
+                    peer.line.listen(None)
                     self._post.wonder(peer.line)
+                elif not peer.absent:
+                    peer.line.leave()
             self._worker.stop()
             self._serving.close()
             self.berth.end(keep=all(peer.stage == "done" for peer in self.peers.values()))
@@ -118,21 +120,11 @@ class Sending:
         if fault is not None:
             raise fault
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Nobody else sends through a backend without tags, from here until the data is over."""
+    def _alone(self) -> AbstractContextManager[None]:
+        """From here until the data is over, where the backend that carries it has no tags."""
         if self._device == "cpu" or not self._by("group"):
-            yield
-            return
-        while not self._post.one_at_a_time.acquire(timeout=min(self._deadline.left(), TICK)):
-            if self._deadline.passed:
-                raise TransferTimeoutError(
-                    "timed out: another transfer on this group did not end", phase="data"
-                )
-        try:
-            yield
-        finally:
-            self._post.one_at_a_time.release()
+            return nullcontext()
+        return self._post.alone(self._deadline)
 
     # Joining
 
@@ -211,6 +203,8 @@ class Sending:
             self._let_read(peer, share=len(nearby))
         if accepted:
             self._out.verify = self._verify
+            if len(accepted) > 1:
+                self._out.hash_ahead()
             if channel is not None:
                 self._out.open_channel(accepted[0].rank, channel, accepted[0].line.transfer)
             else:
@@ -326,7 +320,7 @@ class Sending:
         """Handle one event, and those that are there with it."""
         try:
             event = self._events.get(timeout=max(timeout, 0.001))
-            while True:
+            for _ in range(self._events.qsize() + 1):  # not those of a peer that goes on and on
                 self._handle(event)
                 event = self._events.get_nowait()
         except queue.Empty:
@@ -372,9 +366,11 @@ class Sending:
             self.berth.answered(message, self._deadline)
         elif isinstance(message, wire.Fill) and peer.stage == "accepted":
             if not self._serving.fill(peer.line, message):
-                self._fail(peer, "asked for a chunk or slot that does not exist")
+                self._fail(peer, "asked for a chunk or slot that does not exist, or is not free")
         elif isinstance(message, wire.Pulled) and peer.stage == "accepted":
             peer.pulled, peer.trailed = True, False
+            if peer.line.untaken > UNTAKEN:
+                self._fail(peer, "asks, and does not take the answers")
         elif isinstance(message, wire.Refuse):
             peer.stage, peer.reason, peer.refusal = "refused", message.message, message
             peer.line.send(wire.Fin())
@@ -410,9 +406,8 @@ class Sending:
         self._listen(peer)
 
     def _need(self, peer: Peer, need: wire.Need) -> None:
-        known = range(len(self._chunks))
-        if not 1 < need.lane < wire.LANES or any(index not in known for index in need.chunks):
-            self._fail(peer, "asked for chunks that do not exist")
+        if not peer.may_ask(need, len(self._chunks)):
+            self._fail(peer, "asked for chunks that do not exist, or on a lane that it has used")
             return
         if not need.chunks:
             return
@@ -474,7 +469,7 @@ class Sending:
     def _listen(self, peer: Peer) -> None:
         # A line outlives the call where the peer never ends it: it must not keep the state alive.
         line, rank, events = peer.line, peer.rank, self._events
-        line.listen(lambda message: events.put(Said(rank, line, message)))
+        line.listen(lambda said: events.put(Said(rank, line, said)), events.qsize)
 
     def _by(self, *routes: str) -> list[Peer]:
         """The receivers that are served by one of these routes."""

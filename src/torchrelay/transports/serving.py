@@ -39,6 +39,7 @@ class Serving:
         self._sum_up = compares("cuda_ipc", verify)
         self._chunks = snapshot.chunks
         self._lent: dict[int, Ring] = {}
+        self._filling: set[tuple[int, int]] = set()  # rank and slot
         self._here = place.here()
         self._proofs: list[place.Proof] = []
         self._worker: Worker | None = None
@@ -153,12 +154,16 @@ class Serving:
         return ring.record
 
     def fill(self, line: Line, wanted: wire.Fill) -> bool:
-        """Put a chunk into a slot and say so; whether both exist."""
+        """Put a chunk into a slot and say so; whether both exist and the slot is free."""
         ring = self._lent.get(line.peer)
         if ring is None or not (
             0 <= wanted.slot < ring.record.slots and 0 <= wanted.chunk < len(self._chunks)
         ):
             return False
+        place_in_ring = line.peer, wanted.slot
+        if place_in_ring in self._filling:
+            return False
+        self._filling.add(place_in_ring)
         if self._worker is None:
             self._worker = Worker(min(cores(), FILLERS), niceness=0)
         size = self._chunks.sizes[wanted.chunk]
@@ -171,6 +176,7 @@ class Serving:
             except Exception as fault:
                 line.send(wire.Abort(wire.text(f"a chunk could not be read: {fault}")))
             else:
+                self._filling.discard(place_in_ring)
                 line.send(wire.Filled(wanted.chunk, wanted.slot))
 
         self.filled_bytes += size

@@ -167,14 +167,14 @@ class Memory(msgspec.Struct, array_like=True, frozen=True):
 class Channel(msgspec.Struct, array_like=True, frozen=True):
     """TCP connections beside those of the group, for the chunks of one transfer.
 
-    Kept from an earlier one, or (with a port) to be made by whoever shows the token there.
+    Kept from an earlier one, or (with a port) to be made by the receiver, with a token of its own
+    that it tells in `Accept`.
     """
 
     id: Name
     lanes: Connections
     host: Name = ""
     port: Port = 0
-    token: Token = b""
 
 
 # From the receiver to the sender.
@@ -199,6 +199,7 @@ class Accept(_Message, tag="accept", frozen=True):
     instead: Reasons = {}  # faster routes, and why each was not taken
     hashed: Chunks = ()  # chunks whose digests I compare, not by the group
     channel: bool = False  # I agree to the one that was offered
+    token: Token = b""  # random, that I have shown on its connections
 
 
 class Fill(_Message, tag="fill", frozen=True):
