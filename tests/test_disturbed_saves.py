@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,43 @@ def test_a_policy_that_raises_does_not_fail_a_committed_save(
         saved = ckpt.save_async(2, state(2)).result(60)
         assert saved is not None and ckpt.steps() == [1, 2]
     assert "ZeroDivisionError: a policy of the user's own" in caplog.text
+
+
+def test_retention_trusts_no_memory_of_a_step_having_been_good(tmp_path: Path) -> None:
+    with tr.Checkpointer(tmp_path, keep=tr.KeepLast(2)) as ckpt:
+        ckpt.save(1, state(1))
+        ckpt.save(2, state(2))
+        os.truncate(tmp_path / "step-2" / "model.safetensors", 9)
+        ckpt.save(3, state(3))
+        assert 1 in ckpt.steps() and which(ckpt.load(step=1).state, range(9)) == 1
+
+
+AT_THE_END = """
+import sys, torch, torchrelay as tr
+ckpt = tr.Checkpointer(sys.argv[1], keep=tr.KeepLast(1))
+ckpt.save(1, {"w": torch.ones(9)})
+ckpt.save_async(2, {"w": torch.ones(9)})
+"""
+
+
+def test_old_steps_in_a_bucket_are_removed_at_the_end_of_a_program(
+    s3: S3,  # noqa: F811
+) -> None:
+    """The interpreter ends while the last save is being written."""
+    pytest.importorskip("obstore")
+    go = threading.Event()
+
+    def hold(method: str, path: str) -> None:
+        if method == "PUT" and "step-2" in path:
+            go.wait(2)  # until the program is at its end
+
+    s3.hook = hold
+    command = [sys.executable, "-c", AT_THE_END, s3.url("run")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0 and "could not be removed" not in ran.stderr, ran.stderr
+    s3.hook = None
+    with tr.Checkpointer(s3.url("run")) as ckpt:
+        assert ckpt.steps() == [2]
 
 
 # A draft that is not what was written ------------------------------------------------------------

@@ -30,7 +30,6 @@ class Shelf:
     def __init__(self, store: Store, keep: Keep) -> None:
         self.store = store
         self._keep = keep
-        self._good: set[int] = set()
         self._damaged: set[int] = set()  # steps that a load found damaged
 
     @property
@@ -140,7 +139,6 @@ class Shelf:
             )
         newer = [found for found in steps if found > step]
         for found in reversed(newer):
-            self._good.discard(found)
             with self._faults("set a step aside", found):
                 self.store.set_aside(found)
         self._damaged.difference_update(newer)
@@ -155,7 +153,6 @@ class Shelf:
             self.store.remove_aside(name)
 
     def delete(self, step: int) -> None:
-        self._good.discard(step)
         self._damaged.discard(step)
         with self._faults("delete", step, missing=f"no step {step}"):
             self.store.delete(step)
@@ -167,8 +164,7 @@ class Shelf:
             return
         try:
             steps = [step for step in self.steps() if step not in self._damaged]
-            self._good = {step for step in steps if step in self._good or self.holds(step)}
-            good = sorted(self._good)
+            good = sorted(filter(self.holds, steps))  # as they are: one may have been damaged since
             wanted = self._keep.wanted(good) | {*good[-1:], committed}
             for step in good:
                 if step not in wanted:

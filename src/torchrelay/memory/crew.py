@@ -10,6 +10,7 @@ from typing import TypeVar
 from torchrelay.memory import threads
 
 Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]], most: int) -> None:
@@ -44,3 +45,24 @@ def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]],
         running.wait()
     if failures:
         raise failures[0]
+
+
+class Crew:
+    """At most `most` tasks at once, whoever has them done. Its threads hold up no interpreter that
+    ends, and it serves to the end: the executors of the standard library do neither."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._places = threading.Semaphore(most)
+
+    def each(self, act: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result]:
+        """What `act` returns for each; the first failure is raised when no task is under way."""
+        todo = list(tasks)
+        results: dict[int, Result] = {}
+
+        def do(index: int) -> None:
+            with self._places:
+                results[index] = act(todo[index])
+
+        share_out(range(len(todo)), lambda: do, self._most)
+        return [results[index] for index in range(len(todo))]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 
 from torchrelay.errors import UsageError
+from torchrelay.memory.crew import Crew
 from torchrelay.stores.bucket import Bucket
 from torchrelay.stores.patience import Patience
 from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES
@@ -25,13 +25,13 @@ class ObjectStep:
     def __init__(
         self,
         bucket: Bucket,
-        pool: ThreadPoolExecutor,
+        crew: Crew,
         step: int,
         folder: Callable[[Mapping[str, str]], str],
         patience: Patience,
     ) -> None:
         self._bucket = bucket
-        self._pool = pool
+        self._crew = crew
         self._patience = patience
         path = f"step-{step}/{MANIFEST}"
         self.url = bucket.name(f"step-{step}")
@@ -51,7 +51,7 @@ class ObjectStep:
     def reader(self, name: str, *, once: bool = True) -> ObjectReader:
         check_name(name)
         path = f"{self._patience(self._place)}/{name}"
-        return ObjectReader(self._bucket, self._pool, path, self._patience)
+        return ObjectReader(self._bucket, self._crew, path, self._patience)
 
     def _place(self) -> str:
         self._folder = self._folder or self._find(self._attributes)
@@ -66,11 +66,9 @@ class ObjectReader:
 
     cold = batched = True
 
-    def __init__(
-        self, bucket: Bucket, pool: ThreadPoolExecutor, path: str, patience: Patience
-    ) -> None:
+    def __init__(self, bucket: Bucket, crew: Crew, path: str, patience: Patience) -> None:
         self._bucket = bucket
-        self._pool = pool
+        self._crew = crew
         self._path = path
         self._patience = patience
         self.nbytes = patience(lambda: bucket.nbytes(path))
@@ -86,13 +84,8 @@ class ObjectReader:
             self._fetch(position, pieces[0])
             return
         starts = range(position, end, RANGE_BYTES)
-        jobs = [self._pool.submit(self._fetch, *job) for job in zip(starts, pieces, strict=True)]
-        try:
-            for job in jobs:
-                job.result()
-        finally:
-            # After a failure too, nothing may write into the caller's buffers once this returns.
-            wait([job for job in jobs if not job.cancel()])
+        # After a failure too, nothing writes into the caller's buffers once this returns.
+        self._crew.each(lambda job: self._fetch(*job), zip(starts, pieces, strict=True))
 
     def _fetch(self, start: int, views: Sequence[memoryview]) -> None:
         nbytes = sum(map(len, views))

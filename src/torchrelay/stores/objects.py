@@ -15,7 +15,6 @@ import errno
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
@@ -23,6 +22,7 @@ from math import ceil
 from weakref import WeakSet
 
 from torchrelay.errors import UsageError
+from torchrelay.memory.crew import Crew
 from torchrelay.stores.bucket import Bucket, ObjectInfo
 from torchrelay.stores.final_act import FinalAct, unknown
 from torchrelay.stores.object_reader import ObjectStep, check_name
@@ -79,12 +79,12 @@ class ObjectStore:
         self._grace = grace
         self._part_bytes = part_bytes
         self._concurrency = concurrency
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="torchrelay-objects")
+        self._crew = Crew(concurrency)
 
     def steps(self) -> list[int]:
         folders = self._step_folders()
         while True:
-            committed = self._pool.map(self._bucket.has, map(_manifest, folders))
+            committed = self._crew.each(self._bucket.has, map(_manifest, folders))
             steps = [step for step, there in zip(folders, committed, strict=True) if there]
             # One that was removed since it was listed has a successor, which may not be listed.
             if len(steps) == len(folders) or (again := self._step_folders()) == folders:
@@ -108,7 +108,7 @@ class ObjectStore:
         return self._bucket.objects(after="step-")
 
     def open(self, step: int, patience: Patience = ONCE) -> ObjectStep:
-        return ObjectStep(self._bucket, self._pool, step, partial(self._folder, step), patience)
+        return ObjectStep(self._bucket, self._crew, step, partial(self._folder, step), patience)
 
     def mark(self, step: int) -> str:
         return self._token(step)
