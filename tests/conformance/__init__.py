@@ -1,0 +1,1 @@
+"""Every door with every kind of training job on every number of ranks: see `matrix`."""

@@ -1,0 +1,206 @@
+"""The doors that a state can go through, each as its users call it.
+
+A durable door saves a job at a root and loads it into another job, on as many ranks or others. A
+live door sends the job of each rank of one replica to the same rank of another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+import torchrelay as tr
+from tests.conformance.jobs import Job, painted
+from torchrelay import dropin
+from torchrelay.stores.dcp import Reader, Writer
+
+TIMEOUT = 20.0
+LIMIT = timedelta(seconds=TIMEOUT)
+
+
+class Durable:
+    """A way to save and to load. `whole`: it carries all of the state, not the model alone."""
+
+    whole = True
+
+    def save(self, root: str, job: Job) -> None:
+        raise NotImplementedError
+
+    def load(self, root: str, job: Job) -> None:
+        raise NotImplementedError
+
+
+class ByCheckpointer(Durable):
+    def save(self, root: str, job: Job) -> None:
+        with tr.Checkpointer(root, timeout=TIMEOUT) as there:
+            there.save(job.step, job.objects())
+
+    def load(self, root: str, job: Job) -> None:
+        with tr.Checkpointer(root, timeout=TIMEOUT) as there:
+            job.taken(there.load(into=job.objects()).state)
+
+
+class ByCheckpointerAsync(ByCheckpointer):
+    def save(self, root: str, job: Job) -> None:
+        with tr.Checkpointer(root, timeout=TIMEOUT) as there:
+            there.save_async(job.step, job.objects())
+
+
+class ByDcp(Durable):
+    def save(self, root: str, job: Job) -> None:
+        dcp.save(job.plain(), storage_writer=Writer(f"{root}/step-{job.step}", timeout=TIMEOUT))
+
+    def load(self, root: str, job: Job) -> None:
+        job.train(1)  # torch loads into an optimizer that has a state
+        into = job.plain()
+        dcp.load(into, storage_reader=Reader(root, timeout=TIMEOUT))
+        job.adopt(into)
+
+
+class ByDcpAsync(ByDcp):
+    def save(self, root: str, job: Job) -> None:
+        writer = Writer(f"{root}/step-{job.step}", timeout=TIMEOUT)
+        dcp.async_save(job.plain(), storage_writer=writer).result(TIMEOUT)
+
+
+class ByDropin(Durable):
+    def save(self, root: str, job: Job) -> None:
+        self._there(root).save(job.plain(), checkpoint_id=f"{root}/step-{job.step}")
+
+    def load(self, root: str, job: Job) -> None:
+        job.train(1)
+        into = job.plain()
+        self._there(root).load(into)
+        job.adopt(into)
+
+    @staticmethod
+    def _there(root: str) -> dropin.Checkpointer:
+        return dropin.Checkpointer(Writer(root, timeout=TIMEOUT), Reader(root, timeout=TIMEOUT))
+
+
+class ByDropinAsync(ByDropin):
+    def save(self, root: str, job: Job) -> None:
+        target = f"{root}/step-{job.step}"
+        self._there(root).async_save(job.plain(), checkpoint_id=target).result(TIMEOUT)
+
+
+class ByExport(ByCheckpointer):
+    """The model alone, as Hugging Face files: it trains on with a new optimizer."""
+
+    whole = False
+
+    def save(self, root: str, job: Job) -> None:
+        super().save(root, job)
+        if dist.get_rank() == 0:
+            with tr.Checkpointer(root, group=False, timeout=TIMEOUT, read_only=True) as there:
+                there.export_hf(Path(root) / "hf", under=job.model_key)
+        dist.barrier()
+
+    def load(self, root: str, job: Job) -> None:
+        found = load_file(Path(root) / "hf" / "model.safetensors")
+        plain = job.plain()
+        model = plain[job.model_key]
+        # A tied tensor is in the file once, under the first of its names.
+        names: dict[int, str] = {}
+        named = {
+            name: found[name if name in found else names[tensor.data_ptr()]]
+            for name, tensor in model.items()
+            if names.setdefault(0 if isinstance(tensor, DTensor) else tensor.data_ptr(), name)
+        }
+        job.adopt({**plain, job.model_key: painted(model, named)})
+
+
+DURABLE: dict[str, Durable] = {
+    "Checkpointer.save": ByCheckpointer(),
+    "Checkpointer.save_async": ByCheckpointerAsync(),
+    "dcp.save": ByDcp(),
+    "dcp.async_save": ByDcpAsync(),
+    "dropin.Checkpointer.save": ByDropin(),
+    "dropin.Checkpointer.async_save": ByDropinAsync(),
+    "export_hf": ByExport(),
+}
+
+
+class Live:
+    """A way from a rank that has a state to one that needs it."""
+
+    def send(self, job: Job, to: int) -> None:
+        raise NotImplementedError
+
+    def recv(self, job: Job, source: int) -> None:
+        raise NotImplementedError
+
+
+class ByRelay(Live):
+    def send(self, job: Job, to: int) -> None:
+        with tr.Relay(timeout=TIMEOUT) as relay:
+            relay.send(job.objects(), to, step=job.step)
+
+    def recv(self, job: Job, source: int) -> None:
+        with tr.Relay(timeout=TIMEOUT) as relay:
+            job.taken(relay.recv(source, into=job.objects()).state)
+
+
+class ByTransport(Live):
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+
+    def send(self, job: Job, to: int) -> None:
+        self._transport(None).send_checkpoint([to], job.plain())
+
+    def recv(self, job: Job, source: int) -> None:
+        job.train(1)
+        got: Any = self._transport(job.plain).recv_checkpoint(source)
+        job.adopt(got)
+
+    def _transport(self, state: Any) -> dropin.PGTransport:
+        group: Any = dist.group.WORLD
+        cpu = torch.device("cpu")
+        return dropin.PGTransport(group, LIMIT, cpu, state, protocol=self._protocol)
+
+
+class ByTorchft(Live):
+    def send(self, job: Job, to: int) -> None:
+        self._transport(None).send_checkpoint([to], job.step, job.plain(), LIMIT)
+
+    def recv(self, job: Job, source: int) -> None:
+        job.train(1)
+        job.adopt(self._transport(job.plain).recv_checkpoint(source, "torchrelay", 2, LIMIT))
+
+    def _transport(self, state: Any) -> Any:
+        _find_torchft()
+        from torchrelay.integrations.torchft import RelayTransport
+
+        return RelayTransport(dist.group.WORLD, LIMIT, "cpu", state)
+
+
+LIVE: dict[str, Live] = {
+    "Relay": ByRelay(),
+    "PGTransport, relay": ByTransport("relay"),
+    "PGTransport, torch": ByTransport("torch"),
+    "torchft": ByTorchft(),
+}
+
+
+def torchft_source() -> Path:
+    return Path(sys.prefix) / "torchft-src" / "torchft"
+
+
+def _find_torchft() -> None:
+    """torchft, or where it has no wheel its Python files: the transport needs nothing else."""
+    try:
+        importlib.import_module("torchft")
+    except ImportError:
+        package = types.ModuleType("torchft")
+        package.__path__ = [str(torchft_source())]
+        sys.modules["torchft"] = package
