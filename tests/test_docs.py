@@ -9,6 +9,7 @@ How a fenced block is run is told by its info string:
     python safetensors    a snippet that is skipped where that library cannot be imported
     python s3             a snippet with a bucket `s3://bucket`: moto's server on loopback
     python ranks=2 torchft   the same; skipped where torchft cannot be imported
+    python torchrun       a script that torchrun starts, with two ranks and one restart
     python norun          needs what a test has not (a torchft lighthouse); compiled only
     hex NAME              bytes, with remarks after three spaces
 """
@@ -86,8 +87,13 @@ def text_of(name: str) -> str:
 
 BLOCKS = [block for path in PAGES for block in blocks_of(name_of(path), path.read_text("utf-8"))]
 PYTHON = [block for block in BLOCKS if block.info[0] == "python" and "norun" not in block.info]
+LAUNCHED = [b for b in PYTHON if "torchrun" in b.info]
 SCRIPTS = [b for b in PYTHON if not b.ranks and "__main__" in b.source]
-SNIPPETS = [b for b in PYTHON if not b.ranks and "__main__" not in b.source and "s3" not in b.info]
+SNIPPETS = [
+    block
+    for block in PYTHON
+    if not block.ranks and "__main__" not in block.source and not {"s3", "torchrun"} & {*block.info}
+]
 ON_S3 = [b for b in PYTHON if "s3" in b.info]
 NOT_RUN = [block for block in BLOCKS if "norun" in block.info]
 
@@ -97,14 +103,24 @@ NOT_RUN = [block for block in BLOCKS if "norun" in block.info]
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: block.where)
 def test_script_runs(block: Block, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+    run_script(block, tmp_path, [sys.executable])
+
+
+@pytest.mark.parametrize("block", LAUNCHED, ids=lambda block: block.where)
+def test_script_runs_under_torchrun(block: Block, tmp_path: Path) -> None:
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    run_script(block, tmp_path, [sys.executable, "-m", "torch.distributed.run", *options])
+
+
+def run_script(block: Block, folder: Path, launcher: list[str]) -> None:
+    script = folder / "script.py"
     script.write_text(block.source, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, script],
+        [*launcher, script],
         capture_output=True,
         text=True,
         timeout=SCRIPT_SECONDS,
-        cwd=tmp_path,
+        cwd=folder,
         check=False,
     )
     assert done.returncode == 0, f"{block.where}\n{done.stdout}\n{done.stderr}"
@@ -308,6 +324,32 @@ def test_design_has_every_module() -> None:
     for path in sorted(source.rglob("*.py")):
         if path.name not in ("__init__.py", "__main__.py"):
             assert f"`{path.relative_to(source).as_posix()}`" in text, path.name
+
+
+def test_pages_say_what_their_snippets_are_given() -> None:
+    for path in PAGES:
+        text = path.read_text("utf-8")
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+        blocks = [b for b in blocks_of(name_of(path), text) if b.info[0] == "python"]
+        for name in ("rank", "relay", "folder"):
+            used = [b for b in blocks if _is_given(name, b.source)]
+            assert not used or f"`{name}`" in prose, f"{used[0].where} has {name} from nowhere"
+
+
+def _is_given(name: str, source: str) -> bool:
+    """Whether a snippet uses a name that it does not define."""
+    nodes = list(ast.walk(ast.parse(source)))
+    uses = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    defines = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return name in uses - defines - {n.arg for n in nodes if isinstance(n, ast.arg)}
+
+
+def test_blocks_that_are_not_run_say_so() -> None:
+    for block in NOT_RUN:
+        text = text_of(block.page)
+        before = text.splitlines()[: block.line - 1]
+        paragraph = " ".join(before[-6:])
+        assert "not run" in paragraph, f"{block.where} does not say that it is not run"
 
 
 # Wire format
