@@ -140,6 +140,15 @@ def test_rm_asks_first_and_removes_all_or_nothing(place: Path) -> None:
     assert not list(place.glob("step-*"))
 
 
+def test_rollback_sets_steps_aside_and_rm_removes_them(place: Path) -> None:
+    assert command("rollback", place, 7).returncode == 1
+    assert command("rollback", place, 1).stdout == "set aside: 2\n"
+    assert "1 set aside by a rollback" in command("ls", place).stdout
+    assert command("rm", place).returncode == 1
+    assert command("rm", place, "--aside", "--yes").returncode == 0
+    assert [child.name for child in place.iterdir()] == ["step-1"]
+
+
 def test_inspect_as_json(place: Path) -> None:
     found = json.loads(command("inspect", place, "--json").stdout)
     assert found["step"] == 2 and found["bytes"] == 48
@@ -152,6 +161,9 @@ def test_messages_name_options_and_no_python(place: Path, tmp_path: Path) -> Non
     assert there.returncode == 0, there.stderr
     again = command("convert", place, tmp_path / "other")
     assert again.returncode == 1 and "--step" in again.stderr and "=True" not in again.stderr
+    lower = command("convert", place, tmp_path / "other", "--step", 1)
+    assert lower.returncode == 1 and "higher --step" in lower.stderr
+    assert "rollback(" not in lower.stderr
     wrong = command("export-hf", place, tmp_path / "hf", "--under", "modl")
     assert wrong.returncode == 1 and "model, step" in wrong.stderr and "--under" in wrong.stderr
     assert not (tmp_path / "hf").exists()

@@ -37,6 +37,8 @@ def _convert(
             written = convert(source, target, to=to, step=step)
         except tr.StepExistsError as fault:
             fail(f"step {fault.step} is in {target} already: choose another --step, or rm it first")
+        except tr.StepOrderError as fault:
+            fail(f"{target} has steps above {fault.step}: take a higher --step, or rollback first")
         else:
             print(f"{target}" + ("" if written is None else f" step {written}"))
 

@@ -1,4 +1,4 @@
-"""Commands on the steps of a place: ls, inspect, verify, rm."""
+"""Commands on the steps of a place: ls, inspect, verify, rollback, rm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
 STEP = typer.Option(None, "--step", help="The newest, if it is left out.")
-STEPS = typer.Argument(help="The steps to remove.")
+STEPS = typer.Argument(None, help="The steps to remove.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
@@ -30,6 +30,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("ls")(_ls)
     app.command("inspect")(_inspect)
     app.command("verify")(_verify)
+    app.command("rollback")(_rollback)
     app.command("rm")(_rm)
 
 
@@ -54,7 +55,9 @@ def _ls(place: str = PLACE, as_json: bool = JSON) -> None:
                 [_row(facts) for facts in steps],
             )
             total = sum(facts.get("bytes", 0) for facts in steps)
-            print(f"{len(steps)} steps, {size(total)}")
+            aside = len(there.aside())
+            note = f"; {aside} set aside by a rollback" if aside else ""
+            print(f"{len(steps)} steps, {size(total)}{note}")
         if not steps:
             fail(f"there is no step in {there.url}")
         if any(facts["damage"] for facts in steps):
@@ -174,23 +177,44 @@ def _verify(
             raise typer.Exit(1)
 
 
+def _rollback(
+    place: str = PLACE,
+    step: int = typer.Argument(help="The step that the run shall go on from."),
+) -> None:
+    """Set aside every step above one, so that the next start goes on from that one.
+
+    Their bytes stay until `rm --aside`.
+    """
+    with one_line_errors(), tr.Checkpointer(place, group=False) as there:
+        if step not in there.steps():
+            fail(f"there is no step {step} in {there.url}")
+        newer = there.rollback(step)
+        print(f"set aside: {', '.join(map(str, newer)) or 'nothing, it is the newest step'}")
+
+
 def _rm(
     place: str = PLACE,
     steps: list[int] = STEPS,
+    aside: bool = typer.Option(False, "--aside", help="Remove what rollbacks have set aside."),
     yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask."),
 ) -> None:
     """Remove steps. Nothing is removed if one of them is not there."""
+    steps = steps or []
     with one_line_errors():
         with opened(place) as there:
-            present = there.steps()
+            present, set_aside = there.steps(), there.aside() if aside else []
         absent = sorted(set(steps) - set(present))
         if absent:
             shown = ", ".join(map(str, present)) or "none"
             fail(f"there is no step {', '.join(map(str, absent))} in {place}; there are: {shown}")
-        named = ", ".join(map(str, steps))
+        named = ", ".join([*(f"step {step}" for step in steps), *set_aside])
+        if not named:
+            fail("nothing is set aside" if aside else "name a step to remove, or --aside")
         if not yes:
-            typer.confirm(f"Remove step {named} of {place}?", abort=True)
+            typer.confirm(f"Remove {named} of {place}?", abort=True)
         with tr.Checkpointer(place, group=False) as there:
             for step in dict.fromkeys(steps):
                 there.delete(step)
-        print(f"removed step {named}")
+            for name in set_aside:
+                there.remove_aside(name)
+        print(f"removed {named}")
