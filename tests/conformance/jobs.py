@@ -187,7 +187,7 @@ class Nested(Job):
         return losses
 
 
-def in_order(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+def in_order(group, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations
     """Means in the order of the ranks. gloo's own sums depend on where in its bucket a gradient
     lies, and a wrapper that has made a step has another order than a new one."""
     parts = [torch.empty_like(bucket.buffer()) for _ in range(group.size())]
