@@ -50,8 +50,9 @@ def page(results: dict[Cell, str], seconds: float) -> str:
 
 ## To a step and back
 
-Saved by 1, 2, 3 and 4 ranks, loaded by 1, 2, 3 and 4 ranks: 16 trips each. `export_hf` carries the
-model alone, which trains on with a new optimizer.
+Saved by 1, 2, 3 and 4 ranks, and loaded by as many and by another number: 8 trips each. The other
+number turns, so that each door and each job meets all of them. `export_hf` carries the model alone,
+which trains on with a new optimizer.
 
 {table(list(DURABLE), good, all_)}
 ## From a live replica to another

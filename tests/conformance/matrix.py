@@ -35,16 +35,20 @@ class Cell(NamedTuple):
 
 
 def cells(door: str, job: str, *, all_ranks: bool) -> list[Cell]:
-    """Every number of ranks, or one, and for durable doors another one at the load.
+    """Every number of ranks, or one; for durable doors as many at the load, and another number.
 
-    The one is chosen so that each door, and each job, meets every number of ranks.
+    The choices turn, so that each door, and each job, meets every pair of numbers.
     """
     turn = [*DURABLE, *LIVE].index(door) + list(JOBS).index(job)
     sizes = RANKS if all_ranks else (RANKS[turn % len(RANKS)],)
     if door in LIVE:
         return [Cell(door, job, ranks, ranks) for ranks in sizes]
-    others = RANKS if all_ranks else (sizes[0], RANKS[(turn + 1 + turn // 4 % 3) % len(RANKS)])
-    return [Cell(door, job, ranks, loaded) for ranks in sizes for loaded in others]
+    shift = 1 + turn // len(RANKS) % (len(RANKS) - 1)
+    return [
+        Cell(door, job, ranks, loaded)
+        for ranks in sizes
+        for loaded in (ranks, RANKS[(RANKS.index(ranks) + shift) % len(RANKS)])
+    ]
 
 
 def all_cells(*, all_ranks: bool) -> Iterator[Cell]:
