@@ -294,7 +294,9 @@ def asleep(rank: int, group: Any, root: str, sleeper: int) -> list[Any]:
 def test_a_rank_asleep_in_its_write(pool4: RankPool, tmp_path: Path, sleeper: int) -> None:
     results = pool4.run(asleep, str(tmp_path), sleeper)
     for rank, (out, whole, after) in enumerate(results):
-        assert out.error == "CheckpointError" and out.seconds < SHORT + GRACE, out
+        # The rank's own word, or the coordinator's that it has none from it: whichever is first.
+        assert out.error in ("StorageTimeoutError", "CheckpointError"), out
+        assert out.seconds < SHORT + GRACE, out
         assert (out.rank or sleeper, out.phase) == (sleeper, "write"), (rank, out)
         assert f"rank-0000{sleeper}-of-00004.safetensors" in out.text, (rank, out)
         assert whole and after
