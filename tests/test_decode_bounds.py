@@ -8,6 +8,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.hostile import CASES, LENGTH, SOON, Case, Cost, measure
+from torchrelay.errors import TransferTimeoutError
+from torchrelay.state import codec
+from torchrelay.state import manifest as m
+from torchrelay.state.codec import Recall
 
 SECONDS = 2.0
 MEGABYTES = 300.0
@@ -37,3 +41,17 @@ def test_an_input_costs_no_more_than_its_length_allows(case: Case) -> None:
     assert not cost.outcome.startswith("BARE"), cost
     assert cost.seconds < SECONDS * SLACK, cost
     assert cost.megabytes < MEGABYTES, cost
+
+
+def test_the_deadline_ends_the_decoding_of_a_large_tree() -> None:
+    tree: m.Node = m.SequenceNode("list", (m.SequenceNode("list", ()),) * 100_000)
+    data = codec.encode(m.Manifest(m.VERSION, 1, tree, (), (), ()))
+    looks = []
+
+    def in_time() -> None:
+        looks.append(0)
+        if len(looks) > 20:
+            raise TransferTimeoutError("late")
+
+    with pytest.raises(TransferTimeoutError):
+        Recall().decode(data, None, in_time)

@@ -6,6 +6,8 @@ records agree with each other, or a `ManifestError`; time and memory are bounded
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from torchrelay.errors import ManifestError
@@ -16,6 +18,10 @@ from torchrelay.state.pause import gc_paused
 from torchrelay.state.validation import check, check_step
 
 Buffer = bytes | bytearray | memoryview
+
+
+def _always() -> None:
+    """For callers who have time."""
 
 
 class _Version(msgspec.Struct, array_like=True):
@@ -50,15 +56,19 @@ def encode_json(manifest: Manifest) -> bytes:
     return msgspec.json.encode(manifest, enc_hook=tuple)
 
 
-def decode(data: Buffer, known: KnownTree | None = None) -> Manifest:
+def decode(
+    data: Buffer, known: KnownTree | None = None, in_time: Callable[[], None] = _always
+) -> Manifest:
     """The manifest in MessagePack `data`, validated whole, or `ManifestError`.
 
-    Where it is in columns and has the tree of `known`, it is given that object.
+    Where it is in columns and has the tree of `known`, it is given that object. `in_time` is called
+    now and then, and raises when the caller's time is over.
     """
+    in_time()
     with gc_paused():
         if _in_columns(data):
-            return _decode_columns(data, known)
-        return _decode(data, _manifest, _version)
+            return _decode_columns(data, known, in_time)
+        return _decode(data, _manifest, _version, in_time)
 
 
 def decode_json(data: Buffer) -> Manifest:
@@ -82,7 +92,7 @@ def _in_columns(data: Buffer) -> bool:
         return False
 
 
-def _decode_columns(data: Buffer, known: KnownTree | None) -> Manifest:
+def _decode_columns(data: Buffer, known: KnownTree | None, in_time: Callable[[], None]) -> Manifest:
     _check_length(data)
     try:
         manifest, same_tree = compact.decode(data, known)
@@ -93,7 +103,7 @@ def _decode_columns(data: Buffer, known: KnownTree | None) -> Manifest:
         _check_version(_version_in(data, _version))
         raise ManifestError(f"not a manifest: {fault}") from None
     _check_version(manifest.version)
-    check(manifest, tree=not same_tree)
+    check(manifest, tree=not same_tree, in_time=in_time)
     return manifest
 
 
@@ -136,16 +146,18 @@ class Recall:
         # replaced: threads that do so at once may forget an entry, and nothing else.
         self._known: tuple[tuple[bytes, Manifest], ...] = ()
 
-    def decode(self, data: Buffer, known: KnownTree | None = None) -> Manifest:
+    def decode(
+        self, data: Buffer, known: KnownTree | None = None, in_time: Callable[[], None] = _always
+    ) -> Manifest:
         """As the function `decode`."""
         try:
             start, stop = _step_span(data)
         except ValueError:
-            return decode(data, known)
+            return decode(data, known, in_time)
         rest = b"".join((memoryview(data)[:start], memoryview(data)[stop:]))
         found = next((entry for entry in self._known if entry[0] == rest), None)
         if found is None:
-            found = rest, decode(data, known)
+            found = rest, decode(data, known, in_time)
             manifest = found[1]
         else:
             step = msgspec.msgpack.decode(memoryview(data)[start:stop])
@@ -178,6 +190,7 @@ def _decode(
     data: Buffer,
     decoder: msgspec.msgpack.Decoder[Manifest] | msgspec.json.Decoder[Manifest],
     version_decoder: msgspec.msgpack.Decoder[_Version] | msgspec.json.Decoder[_Version],
+    in_time: Callable[[], None] = _always,
 ) -> Manifest:
     _check_length(data)
     try:
@@ -186,7 +199,7 @@ def _decode(
         _check_version(_version_in(data, version_decoder))
         raise ManifestError(f"not a manifest: {fault}") from None
     _check_version(manifest.version)
-    check(manifest)
+    check(manifest, in_time=in_time)
     return manifest
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import keyword
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from operator import eq
 from typing import Any
@@ -29,6 +29,7 @@ from torchrelay.state.values import decode_value
 
 MAX_NESTED = 16  # tensor subclasses in tensor subclasses
 MAX_MESH_DIMS = 16
+_NOW_AND_THEN = 1024  # containers between two looks at the clock
 MAX_MORE_DIMS = 1 << 19  # of all tensors, beyond `_DIMS` of each: each costs time and memory
 _DIMS = 8
 MAX_CLASSES = 512  # of namedtuples, which may have to be made
@@ -51,10 +52,13 @@ _REAL = ("float", "bfloat", "complex")  # how the names of dtypes start that hav
 _NEGATED = ("int8", "int16", "int32", "int64", "uint8")  # besides those
 
 
-def check(manifest: m.Manifest, *, tree: bool = True) -> None:
-    """Raise `ManifestError` unless the manifest is valid. `tree=False`: its tree is known to be."""
+def check(
+    manifest: m.Manifest, *, tree: bool = True, in_time: Callable[[], None] | None = None
+) -> None:
+    """Raise `ManifestError` unless the manifest is valid. `tree=False`: its tree is known to be.
+    `in_time` is called now and then."""
     try:
-        _check(manifest, tree)
+        _check(manifest, tree, in_time)
     except ManifestError:
         raise
     except (ValueError, TypeError, OverflowError, UnicodeDecodeError, RecursionError) as fault:
@@ -66,12 +70,14 @@ def check_step(step: int | None) -> None:
         raise ManifestError(f"step {step} is out of range")
 
 
-def _check(manifest: m.Manifest, tree: bool) -> None:
+def _check(manifest: m.Manifest, tree: bool, in_time: Callable[[], None] | None) -> None:
     check_step(manifest.step)
     if len(manifest.leaves) > m.MAX_LEAVES:
         raise ManifestError(f"{len(manifest.leaves)} leaves, the cap is {m.MAX_LEAVES}")
     if tree:
-        _check_tree(manifest.tree, len(manifest.leaves))
+        _check_tree(manifest.tree, len(manifest.leaves), in_time)
+    if in_time is not None:
+        in_time()
     sizes = sizes_of(manifest.storages)
     _check_stream(manifest, sizes)
     # Tensors are most of the leaves: those that are in order are checked together, the rest and
@@ -178,9 +184,9 @@ def _check_stream(manifest: m.Manifest, sizes: Numbers) -> None:
             raise ManifestError(f"a digest is not {DIGEST_BYTES} bytes")
 
 
-def _check_tree(tree: m.Node, leaves: int) -> None:
+def _check_tree(tree: m.Node, leaves: int, in_time: Callable[[], None] | None = None) -> None:
     """Every leaf is in the tree, first seen in order of its index."""
-    seen = 0
+    seen = seen_nodes = 0
     classes: dict[tuple[str, ...], int] = {}
     stack: list[Iterator[m.Node]] = [iter((tree,))]
     while stack:
@@ -191,6 +197,9 @@ def _check_tree(tree: m.Node, leaves: int) -> None:
                 seen += node == seen
             else:
                 items = _node_children(node)
+                seen_nodes += 1
+                if in_time is not None and seen_nodes % _NOW_AND_THEN == 0:
+                    in_time()
                 if isinstance(node, m.NamedTupleNode):
                     _check_classes(classes, node)
                 # Most containers hold leaves alone, none of them seen before.

@@ -325,7 +325,7 @@ class Receiving:
     def _consider(self, offer: wire.Offer) -> Landing:
         """Look at the offer; refuse it with a reason, or prepare to land it."""
         try:
-            self.manifest = self._recall.decode(offer.manifest, self._known)
+            self.manifest = self._recall.decode(offer.manifest, self._known, self._in_time)
             step = self.manifest.step
             if self._step is not None and step != self._step:
                 raise StepMismatchError(
@@ -347,6 +347,16 @@ class Receiving:
             self._line.ended.wait(min(GRACE, self._deadline.left()))
             raise
         return self._landing
+
+    def _in_time(self) -> None:
+        if self._deadline.passed:
+            raise TransferTimeoutError(
+                f"timed out after {self._deadline.seconds:.3g} s: the manifest of rank "
+                f"{self._sender} was not read in that time",
+                rank=self._sender,
+                step=self._step,
+                phase="join",
+            )
 
     def _expect(self, kind: type[Awaited]) -> Awaited:
         try:
