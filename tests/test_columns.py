@@ -479,9 +479,9 @@ def transfer(rank: int, group: Any, minor: int, sender_in_records: bool) -> list
             return forms
         decode = codec.Recall.decode
 
-        def seen(self: codec.Recall, data: bytes, known: KnownTree | None = None) -> m.Manifest:
+        def seen(self: codec.Recall, data: bytes, *rest: Any) -> m.Manifest:
             forms.append("columns" if fields_of(bytes(data))[2] == compact.FORM else "records")
-            return decode(self, data, known)
+            return decode(self, data, *rest)
 
         patch.setattr(codec.Recall, "decode", seen)
         patch.setattr(wire, "MINOR", minor)
