@@ -319,10 +319,9 @@ class Sending:
     def _take(self, timeout: float) -> None:
         """Handle one event, and those that are there with it."""
         try:
-            event = self._events.get(timeout=max(timeout, 0.001))
-            for _ in range(self._events.qsize() + 1):  # not those of a peer that goes on and on
-                self._handle(event)
-                event = self._events.get_nowait()
+            self._handle(self._events.get(timeout=max(timeout, 0.001)))
+            for _ in range(self._events.qsize()):  # not those of a peer that goes on and on
+                self._handle(self._events.get_nowait())
         except queue.Empty:
             return
 
