@@ -114,8 +114,7 @@ class Loader:
                 self._pass_over(step, fault, damaged)
                 continue
             try:
-                with watch("land"):
-                    landed = self._land(call, loading, wanted, deadline)
+                landed = self._land(call, loading, wanted, deadline, watch)
             except RelayError as fault:
                 torn = fault if loading.touched else torn
                 if isinstance(fault, DamagedError) and self._has_moved(call, step, deadline):
@@ -254,14 +253,18 @@ class Loader:
         call.round("verify", act, decide, deadline)
         return made[0]
 
-    def _land(self, call: Call, loading: Loading, wanted: Wanted, deadline: Deadline) -> Landed:
+    def _land(
+        self, call: Call, loading: Loading, wanted: Wanted, deadline: Deadline, watch: Stopwatch
+    ) -> Landed:
         """Objects first: where one refuses, on any rank, all have their old state again."""
         landed: list[Landed] = []
 
         def act() -> None:
             try:
-                loading.land(verify=wanted.verify)
-                landed.append(loading.commit())
+                with watch("land"):
+                    loading.land(verify=wanted.verify)
+                with watch("commit"):
+                    landed.append(loading.commit())
             except RelayError:
                 raise
             except Exception as fault:  # of a planner of the user's, or of a device
