@@ -528,14 +528,14 @@ def both(rank: int, group: Any, root: str) -> None:
         for step in range(3):
             for number, there in enumerate((one, other, third)):
                 made = {"n": torch.full((5,), 100.0 * step + 10 * number + rank), "rank": rank}
-                pendings.append(there.save_async(10 * number + step, made))
+                pendings.append(there.save_async(10 * step + number, made))
             pendings[2].result(TIMEOUT)
-            assert third.load(step=20).state["rank"] == rank
+            assert third.load(step=2).state["rank"] == rank
         for pending in reversed(pendings):
             pending.result(TIMEOUT)
         for step in range(3):
-            assert one.load(step=10 + step).state["n"][0] == 100 * step + 10 + rank
-            assert other.load(step=step).state["n"][0] == 100 * step + rank
+            assert one.load(step=10 * step + 1).state["n"][0] == 100 * step + 10 + rank
+            assert other.load(step=10 * step).state["n"][0] == 100 * step + rank
 
 
 def test_several_checkpointers_at_once(pool2: Any, tmp_path: Path) -> None:
