@@ -35,7 +35,7 @@ from tests.support.s3 import S3, moto_server, s3  # noqa: F401
 from torchrelay import dropin, errors
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
-from torchrelay.state import codec, manifest, outline, validation
+from torchrelay.state import boxes, codec, manifest, outline, validation
 from torchrelay.state.digest import digest
 from torchrelay.state.snapshot import capture
 from torchrelay.stores import dcp, layout, objects, seam
@@ -443,6 +443,9 @@ def test_limits_are_as_described() -> None:
     assert (caps["chunk"], manifest.MAX_CHUNK_BYTES) == ("2^28 bytes", 1 << 28)
     assert (caps["dimensions of a tensor"], manifest.MAX_DIMS) == ("64", 64)
     assert (caps["lanes"], wire.LANES) == ("16", 16)
+    assert (caps["dimensions of a mesh"], validation.MAX_MESH_DIMS) == ("16", 16)
+    more = caps["dimensions of all tensors, beyond 8 of each"]
+    assert (more, validation.MAX_MORE_DIMS) == ("2^19", 1 << 19)
 
 
 def hex_of(name: str) -> bytes:
@@ -491,8 +494,12 @@ def test_safetensors_dtypes_are_as_described() -> None:
 def test_checkpoint_limits_are_as_described() -> None:
     caps = dict(rows_under("## Limits", FORMAT))
     assert (caps["commit record"], seam.MAX_MANIFEST_BYTES) == ("2^31 bytes", 1 << 31)
-    cells = caps["cells that shards span, beyond one for each"]
-    assert (cells, commit.MAX_CELLS) == ("2^20 in all", 1 << 20)
+    compared = caps["comparisons of shards, beyond 64 for each and for each dimension"]
+    assert (compared, boxes.MAX_COMPARISONS) == ("2^20 in all", 1 << 20)
+    named = caps["classes of namedtuples in a tree, fields of all of them"]
+    assert named == "512, 2^14"
+    assert (validation.MAX_CLASSES, validation.MAX_FIELDS) == (512, 1 << 14)
+    assert (caps["dimensions of a mesh"], validation.MAX_MESH_DIMS) == ("16", 16)
     assert seam.MAX_STEP == (1 << 63) - 1 and "below 2^63" in FORMAT
     assert caps["file name"] == f"`{commit.PLAIN_NAME.pattern}`"
     assert layout.CHUNK_BYTES == (4 << 10, 1 << 20) and "1 MiB" in FORMAT and "4 KiB" in FORMAT
