@@ -300,7 +300,8 @@ def test_one_rank_asleep(pool2: RankPool, tmp_path: Path) -> None:
     no rank"""
     begun = time.monotonic()
     for out, whole, after in pool2.run(asleep, str(tmp_path), 1, group_timeout=60):
-        assert out.error == "CheckpointError" and out.seconds < SHORT + GRACE
+        assert out.error in ("CheckpointError", "StorageTimeoutError")  # by rank 1, or for it
+        assert out.seconds < SHORT + GRACE
         assert out.rank == 1 and out.phase == "write" and "rank-00001-of" in out.text
         assert whole and after
     assert time.monotonic() - begun < 60
