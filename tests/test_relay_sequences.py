@@ -110,8 +110,6 @@ def mixed(rank: int, group: Any, rounds: int) -> list[Any]:
         begun = time.monotonic()
         if rank == 0:
             end = ends_with(relay.send, state, 1, step=number, progress=sending)
-        elif kind == "unsupported":
-            end = "fine"  # nothing was sent; the next round finds this rank as it was
         else:
             end = ends_with(relay.recv, 0, into=into, step=step, progress=receiving)
         outcomes.append((kind, end, time.monotonic() - begun))
@@ -128,7 +126,7 @@ ENDS = {
     "dtype": ("PeerRefusedError", "MismatchError"),
     "step": ("StepMismatchError", "StepMismatchError"),
     "extra": ("PeerRefusedError", "MismatchError"),
-    "unsupported": ("UnsupportedLeafError", "fine"),
+    "unsupported": ("UnsupportedLeafError", "PeerAbortedError"),
     "sender": ("RuntimeError", "PeerAbortedError"),
     "receiver": ("PeerLostError", "RuntimeError"),
     "interrupt": ("Interrupt", "PeerAbortedError"),
