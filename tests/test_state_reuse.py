@@ -276,7 +276,7 @@ class TestPrepare:
             except (KeyError, RuntimeError, AttributeError, IndexError, ValueError):
                 continue
         snapshot, destination = capture(source), prepare(into)
-        matched = destination.match(snapshot.manifest.tree, strict=False)
+        matched, _ = destination.match(snapshot.manifest.tree, strict=False)
         pieces, rest = split(matched.pairs, snapshot.manifest, destination, snapshot.chunks.starts)
         found = split_columns(matched, snapshot.manifest, destination, snapshot.chunks)
         columns = [column.tolist() for column in found.pieces[:5]]

@@ -12,6 +12,7 @@ from torchrelay.errors import (
     ManifestError,
     MismatchError,
     PeerLostError,
+    RelayError,
     RemoteProtocolError,
     RouteError,
     StateError,
@@ -240,6 +241,14 @@ class Receiving:
         )
         self.intake.run()
 
+    def _why_gone(self) -> RelayError | None:
+        """Why the sender has given up, if it has: it takes away then what a route needs."""
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, (wire.Abort, RelayError)):
+                return failure(event, self._sender, "join")
+        return None
+
     def _choose(self, offer: wire.Offer, landing: Landing) -> None:
         """Find the route; open the sender's device memory if that is it."""
         opened: list[cuda_ipc.Source] = []
@@ -345,6 +354,8 @@ class Receiving:
             path = None if fault.path is None else wire.text(fault.path)
             self._goodbye(wire.Refuse(kind, wire.text(fault.message), path))
             self._line.ended.wait(min(GRACE, self._deadline.left()))
+            if isinstance(fault, RouteError) and (gone := self._why_gone()) is not None:
+                raise gone from fault
             raise
         return self._landing
 

@@ -222,7 +222,7 @@ class Sending:
             self._check_stalls()
         ends = time.monotonic() + GRACE
         while any(not peer.line.ended.is_set() for peer in self._in("unknown")):
-            if time.monotonic() > ends:
+            if time.monotonic() > ends - GRACE / 2:
                 break
             self._take(TICK)
         for peer in self._in("done"):
