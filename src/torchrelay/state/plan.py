@@ -41,7 +41,8 @@ def chunk_size(stream_bytes: int, receivers: int, *, on_device: bool = False) ->
     hops = max(receivers - 1, 0)
     most = 16 * MIB if hops else 64 * MIB if on_device else 32 * MIB
     wanted = stream_bytes // (64 * hops or 16)
-    return aligned(max(MIN_CHUNK_BYTES, min(most, wanted)))
+    least = MIN_CHUNK_BYTES // 2 if hops else MIN_CHUNK_BYTES
+    return aligned(max(least, min(most, wanted)))
 
 
 def cut(nbytes: Sizes, chunk_bytes: int, small_bytes: int = SMALL_BYTES) -> tuple[int, ...]:

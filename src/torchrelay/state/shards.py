@@ -80,9 +80,11 @@ def _coordinate(mesh: m.Mesh, place: int) -> tuple[int, ...]:
 def _of_boxes(leaf: m.ShardedLeaf, rank: int | None, shards: Shards) -> str:
     if sum(prod(box.sizes) for box in leaf.boxes) == prod(leaf.shape):
         return ""
+    if shards == "replica":
+        return ""  # it says itself which rows it has, as torch passes it from rank to rank
     owners = {_rank_of(box) for box in leaf.all_boxes}
     if rank not in owners:
-        return "" if shards == "replica" else "and this rank has none of it"
+        return "and this rank has none of it"
     if {_rank_of(box) for box in leaf.boxes} == {rank}:
         return ""
     return f"and not that of rank {rank}"
