@@ -159,8 +159,7 @@ def test_small_storages_come_first() -> None:
 @given(st.integers(0, 1 << 42), st.integers(1, 64))
 def test_chunk_size_is_in_bounds(stream: int, receivers: int) -> None:
     size = plan.chunk_size(stream, receivers)
-    least = plan.MIN_CHUNK_BYTES if receivers == 1 else plan.MIN_CHAINED_BYTES
-    assert least <= size <= m.MAX_CHUNK_BYTES
+    assert plan.MIN_CHUNK_BYTES <= size <= m.MAX_CHUNK_BYTES
     assert size % m.ALIGN == 0
 
 

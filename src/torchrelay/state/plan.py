@@ -21,7 +21,6 @@ Sizes = Sequence[int] | Column | np.ndarray[Any, np.dtype[np.int64]]
 MIB = 1 << 20
 SMALL_BYTES = 4 * MIB  # a copy this long costs less than a message of its own
 MIN_CHUNK_BYTES = 1 * MIB
-MIN_CHAINED_BYTES = MIN_CHUNK_BYTES // 2  # in a chain, where each hop waits for whole chunks
 
 
 def stream_order(
@@ -42,8 +41,7 @@ def chunk_size(stream_bytes: int, receivers: int, *, on_device: bool = False) ->
     hops = max(receivers - 1, 0)
     most = 16 * MIB if hops else 64 * MIB if on_device else 32 * MIB
     wanted = stream_bytes // (64 * hops or 16)
-    least = MIN_CHAINED_BYTES if hops else MIN_CHUNK_BYTES
-    return aligned(max(least, min(most, wanted)))
+    return aligned(max(MIN_CHUNK_BYTES, min(most, wanted)))
 
 
 def cut(nbytes: Sizes, chunk_bytes: int, small_bytes: int = SMALL_BYTES) -> tuple[int, ...]:
