@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,34 +24,38 @@ OLD, LONG = 100, 25.0
 STILL = 2.5  # seconds that a receiver stands still: longer than a sender waits for its last word
 
 
-def runs_out_of_time(pause: float) -> AbstractContextManager[None]:
-    """Within: a sender has no time left `pause` seconds after it has told all there is to tell."""
+def runs_out_of_time(wait: Callable[[], object]) -> AbstractContextManager[None]:
+    """Within: a sender that has told all there is to tell waits, and then has no time left."""
     original = Sending._send_trailers
 
     def send_trailers(sending: Sending) -> None:
         original(sending)
         if any(peer.trailed for peer in sending.peers.values()):
-            time.sleep(pause)
+            wait()
             sending._deadline.hasten(0.0)
 
     return patched(Sending, _send_trailers=send_trailers)
 
 
-def stands_still(receiving: Receiving, message: wire.Message) -> None:
-    """In place of `_goodbye`: nothing happens for a while before the last word is said."""
-    if isinstance(message, wire.Done):
-        time.sleep(STILL)
-    GOODBYE(receiving, message)
+def stands_still(store: dist.Store, then: Callable[..., None]) -> AbstractContextManager[None]:
+    """Within: a receiver that has it all tells `store` so, and waits before it goes on."""
+
+    def goodbye(receiving: Receiving, message: wire.Message) -> None:
+        if isinstance(message, wire.Done):
+            store.set(HAS_IT_ALL, "")
+            time.sleep(STILL)
+            then()
+        GOODBYE(receiving, message)
+
+    return patched(Receiving, _goodbye=goodbye)
 
 
-def fails_late(receiving: Receiving, message: wire.Message) -> None:
-    if isinstance(message, wire.Done):
-        time.sleep(STILL)
-        raise MemoryError("after all")
-    GOODBYE(receiving, message)
+def fail() -> None:
+    raise MemoryError("after all")
 
 
 GOODBYE = Receiving._goodbye
+HAS_IT_ALL = "the receiver has all data"
 
 
 def report_of(call: Callable[[], tr.Report]) -> tr.Report:
@@ -65,7 +70,7 @@ def late_sender(rank: int, group: Any) -> Any:
     """The sender stands still while its receiver finishes."""
     relay, live = tr.Relay(group, chunk_bytes=CHUNK), weights(OLD)
     if rank == 0:
-        with runs_out_of_time(0.5):
+        with runs_out_of_time(lambda: time.sleep(0.5)):
             report = report_of(lambda: relay.send(weights(1), 1, timeout=LONG))
         return report.receivers, report.failed, report.unknown
     relay.recv(0, into=live, timeout=LONG)
@@ -82,15 +87,16 @@ def test_a_sender_that_stood_still_believes_what_it_was_told_meanwhile(
 def late_receiver(rank: int, group: Any, gets_it: bool) -> Any:
     """The receiver stands still with all data in its hands, past the sender's deadline."""
     relay, live = tr.Relay(group, chunk_bytes=CHUNK), weights(OLD)
+    store = group.get_group_store()
     if rank == 0:
-        with runs_out_of_time(0.0):
+        with runs_out_of_time(lambda: store.wait([HAS_IT_ALL], timedelta(seconds=LONG))):
             first = report_of(lambda: relay.send(weights(1), 1, timeout=LONG))
         dist.barrier(group)
         second = relay.send(weights(2), 1, timeout=LONG)
         third = relay.send(weights(3), 1, timeout=LONG)
         return first.receivers, first.failed, list(first.unknown), second.settled, third.settled
 
-    with patched(Receiving, _goodbye=stands_still if gets_it else fails_late):
+    with stands_still(store, (lambda: None) if gets_it else fail):
         try:
             relay.recv(0, into=live, timeout=LONG)
         except MemoryError:

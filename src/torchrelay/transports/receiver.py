@@ -354,16 +354,18 @@ class Receiving:
             path = None if fault.path is None else wire.text(fault.path)
             self._goodbye(wire.Refuse(kind, wire.text(fault.message), path))
             self._line.ended.wait(min(GRACE, self._deadline.left()))
-            if isinstance(fault, RouteError) and (gone := self._why_gone()) is not None:
-                raise gone from fault
+            if isinstance(fault, RouteError):
+                if (gone := self._why_gone()) is not None:
+                    raise gone from fault
+                self._in_time()  # no time is left to hear whether the sender is gone
             raise
         return self._landing
 
     def _in_time(self) -> None:
         if self._deadline.passed:
             raise TransferTimeoutError(
-                f"timed out after {self._deadline.seconds:.3g} s: the manifest of rank "
-                f"{self._sender} was not read in that time",
+                f"timed out after {self._deadline.seconds:.3g} s: the offer of rank "
+                f"{self._sender} was not answered in that time",
                 rank=self._sender,
                 step=self._step,
                 phase="join",
