@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"state"},
     {"memory"},
     {"transports", "stores"},
-    {"relay", "endpoint", "checkpointer"},
+    {"relay", "endpoint", "checkpointer", "resharding"},
     {"dropin", "integrations"},
     {"recovery"},
     {"cli", "demo", "__main__"},

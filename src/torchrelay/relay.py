@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from torchrelay.errors import RelayError, RemoteProtocolError, StateError, Usage
 from torchrelay.memory.kernels import warm_up
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.memory.side import in_use, settle
+from torchrelay.resharding.gather import Destination, Gather
+from torchrelay.resharding.holding import Holding
 from torchrelay.state.blueprint import Blueprint
 from torchrelay.state.codec import Recall
 from torchrelay.state.landing import land
@@ -27,6 +30,9 @@ from torchrelay.transports.costs import Costs
 from torchrelay.transports.cuda_ipc import Exports, Openings
 from torchrelay.transports.group import GRACE, Bell, Line, Post, post_of
 from torchrelay.transports.offers import Offers
+from torchrelay.transports.parts import Branch
+from torchrelay.transports.peers import Peer
+from torchrelay.transports.progress import Progress, ProgressCallback, reporter, untold
 from torchrelay.transports.readings import Readings
 from torchrelay.transports.receiver import Receiving, answer
 from torchrelay.transports.report import Report
@@ -36,15 +42,6 @@ from torchrelay.transports.sender import Sending
 from torchrelay.transports.shield import shielded
 
 __all__ = ["Progress", "Received", "Relay", "Report"]
-
-ProgressCallback = Callable[["Progress"], None]
-
-
-class Progress(NamedTuple):
-    """Bytes of the state that have gone out or come in, of all."""
-
-    done: int
-    total: int
 
 
 class Received(NamedTuple):
@@ -162,16 +159,69 @@ class Relay:
                 deadline.set(self._timeout if timeout is None else timeout)
                 wait = Deadline(deadline.seconds if join_timeout is None else join_timeout)
                 _check_step(step)
-                told, way = _reporter(progress), check_route(route) or self._route
+                told, way = reporter(progress), check_route(route) or self._route
                 with watch("capture"):
                     snapshot = self._capture(state, step, len(ranks))
             except BaseException as fault:
                 reason = f"the sender cannot send its state: {type(fault).__name__}: {fault}"
                 self._post.excuse(lines.values(), reason, min(2 * GRACE, deadline.left()))
                 raise
-            return self._send(snapshot, lines, deadline, wait.seconds, way, watch, told)
+            make = self._branches(state, step, deadline, way)
+            return self._send(snapshot, lines, deadline, wait.seconds, way, watch, told, make)
 
         return shielded(deadline, act)
+
+    def _branches(
+        self, state: object, step: int | None, deadline: Deadline, route: str | None
+    ) -> Callable[[Peer, Callable[[], None]], Branch]:
+        """How receivers are served that take parts of a state."""
+        held: list[Holding] = []
+        lock = threading.Lock()
+
+        def describe() -> Holding:
+            with lock:
+                if not held:
+                    held.append(Holding(unwrap(state).state, step))
+                return held[0]
+
+        def serve(views: list[torch.Tensor], line: Line) -> int:
+            snapshot = capture(views, step, chunk_bytes=self._chunk_bytes)
+            sending = self._sending(
+                snapshot, {line.peer: line}, deadline, deadline.seconds, route, Stopwatch(), untold
+            )
+            sending.run()
+            return sending.wire_bytes
+
+        return lambda peer, over: Branch(self._post, peer, describe, serve, deadline, over)
+
+    def _sending(
+        self,
+        snapshot: Snapshot,
+        lines: dict[int, Line],
+        deadline: Deadline,
+        join_timeout: float,
+        route: str | None,
+        watch: Stopwatch,
+        progress: Callable[[int, int], None],
+        branch: Callable[[Peer, Callable[[], None]], Branch] | None = None,
+    ) -> Sending:
+        return Sending(
+            self._post,
+            snapshot,
+            lines,
+            deadline=deadline,
+            window=self._join_window,
+            join_timeout=join_timeout,
+            verify=self._verify,
+            route=route,
+            connections=self._connections,
+            buffers=self._buffers,
+            rings=self._rings,
+            exports=self._exports,
+            watch=watch,
+            progress=progress,
+            branch=branch,
+        )
 
     def _capture(self, state: object, step: int | None, receivers: int) -> Snapshot:
         snapshot = capture(
@@ -193,22 +243,10 @@ class Relay:
         route: str | None,
         watch: Stopwatch,
         progress: Callable[[int, int], None],
+        branch: Callable[[Peer, Callable[[], None]], Branch],
     ) -> Report:
-        sending = Sending(
-            self._post,
-            snapshot,
-            lines,
-            deadline=deadline,
-            window=self._join_window,
-            join_timeout=join_timeout,
-            verify=self._verify,
-            route=route,
-            connections=self._connections,
-            buffers=self._buffers,
-            rings=self._rings,
-            exports=self._exports,
-            watch=watch,
-            progress=progress,
+        sending = self._sending(
+            snapshot, lines, deadline, join_timeout, route, watch, progress, branch
         )
 
         def report() -> Report:
@@ -254,7 +292,7 @@ class Relay:
 
     def recv(
         self,
-        source: int,
+        source: int | Sequence[int],
         *,
         into: object = None,
         step: int | None = None,
@@ -279,14 +317,29 @@ class Relay:
         `shards="own"` refuses one that is not this rank's own by the sender's mesh; "replica" also
         takes it where this rank is not in that mesh, and "as_sent" in any case.
         `route` is as for the relay, for this call.
+
+        With several sources each has a part of the state, by placements of its own mesh: only what
+        this rank lacks is fetched, each box from one of those that have it, and cut anew for the
+        tensors of `into`, whatever their mesh. `into=None` makes whole tensors. It is always
+        staged. A source that is lost is named in `report.failed` if the others have its part.
+        Values and plain tensors are those of the first source.
         """
-        self._check_rank(source)
+        several = not isinstance(source, int)
+        sources = self._receivers(source)
+        if not sources:
+            raise UsageError("no source to receive from")
         _check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
         check_choice(shards)
         where, way = _device(device), check_route(route) or self._route
-        told = _reporter(progress)
+        told = reporter(progress)
         settle()  # what is written to on a GPU may still be in use by its streams
+        if several:
+            if shards != "own":
+                raise UsageError("shards is for one source: of several, parts are cut anew")
+            wanted = Destination(into, strict, step, where, self.rank)
+            return shielded(deadline, lambda: self._gather(sources, wanted, deadline, way, told))
+        source = sources[0]
 
         def act() -> Received:
             if in_use():
@@ -321,6 +374,44 @@ class Relay:
                 )
 
         return shielded(deadline, act)
+
+    def _gather(
+        self,
+        sources: Sequence[int],
+        wanted: Destination,
+        deadline: Deadline,
+        route: str | None,
+        progress: Callable[[int, int], None],
+    ) -> Received:
+        watch = Stopwatch()
+
+        def receive(rank: int, transfer: int, told: Callable[[int, int], None]) -> Received:
+            return self.receive_from(
+                rank,
+                transfer,
+                deadline,
+                Stopwatch(),
+                into=None,
+                step=None,
+                strict=True,
+                atomic=True,
+                device=None,
+                shards="as_sent",
+                route=route,
+                progress=told,
+            )
+
+        gathered = Gather(
+            self._post,
+            sources,
+            wanted,
+            receive=receive,
+            deadline=deadline,
+            window=self._join_window,
+            watch=watch,
+            progress=progress,
+        ).run()
+        return Received(gathered.landed.state, gathered.step, gathered.report(self.rank, watch))
 
     def receive_from(
         self,
@@ -476,15 +567,3 @@ def _device(device: torch.device | str | None) -> torch.device | None:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as fault:
         raise UsageError(f"device is one of torch's, not {device!r}: {fault}") from None
-
-
-def _reporter(progress: ProgressCallback | None) -> Callable[[int, int], None]:
-    if progress is None:
-        return untold
-    if not callable(progress):
-        raise UsageError(f"progress is a function of a Progress, not {progress!r}")
-    return lambda done, total: progress(Progress(done, total))
-
-
-def untold(done: int, total: int) -> None:
-    """Progress that nobody asked for."""

@@ -23,7 +23,7 @@ from torchrelay.state.offer import pruned
 from torchrelay.state.paths import Path
 from torchrelay.state.pause import gc_paused
 from torchrelay.stores.metadata import metadata_of
-from torchrelay.stores.placing import Wave, Wish, by_name, shard_at, waves
+from torchrelay.stores.placing import Wave, Wish, all_of, arrived, by_name, shard_at, waves
 from torchrelay.stores.reading import Fetch
 from torchrelay.stores.records import Checkpoint, StoredTensor
 from torchrelay.stores.seam import OpenStep
@@ -81,14 +81,15 @@ class Loading:
                 device=device,
                 converts=planner is not None,
             )
-            self._waves_new = self._plan(self._wants.new, coordinator)
+            self._plan(self._wants.new, coordinator)
             self._new_items = len(self._items)
-            self._waves = self._plan(self._wants.own, coordinator)
+            self._plan(self._wants.own, coordinator)
+        self._planned: tuple[list[Wave], list[Wave]] | None = None
+        self._take: Callable[[Wish], torch.Tensor] | None = None
 
-    def _plan(self, layers: Layers, coordinator: bool) -> list[Wave]:
+    def _plan(self, layers: Layers, coordinator: bool) -> None:
         planner = self._planner or DefaultLoadPlanner(flatten_state_dict=False)
         metadata = metadata_of(self._checkpoint)
-        first = len(self._items)
         for layer in layers:
             planner.set_up_planner(dict(layer), metadata, coordinator)
             plan = planner.create_local_plan()
@@ -96,10 +97,17 @@ class Loading:
             items = [item for item in plan.items if item.type.name == "TENSOR"]
             self._items += items
             self._places += [planner.resolve_tensor(item).detach() for item in items]
-        return waves(self._wishes(first))
 
-    def _wishes(self, first: int) -> Iterator[Wish]:
-        for item, place in zip(self._items[first:], self._places[first:], strict=True):
+    @property
+    def _waves(self) -> tuple[list[Wave], list[Wave]]:
+        """Reads into new tensors, and into the caller's. Planned when they are first asked for."""
+        if self._planned is None:
+            new = self._new_items
+            self._planned = waves(self._wishes(0, new)), waves(self._wishes(new, None))
+        return self._planned
+
+    def _wishes(self, first: int, stop: int | None) -> Iterator[Wish]:
+        for item, place in zip(self._items[first:stop], self._places[first:stop], strict=True):
             index = item.storage_index
             stored = self._tensors[index.fqn]
             shard = shard_at(stored, index.offset or (), index.index)
@@ -110,13 +118,30 @@ class Loading:
     def nbytes(self) -> int:
         return sum(place.nbytes for place in self._places)
 
+    def wishes(self) -> Iterator[Wish]:
+        """Every box that this load reads, for a source that brings all of them at once."""
+        yield from self._wishes(0, None)
+        for *twins, _ in self._wants.twins:
+            for stored in twins:
+                whole = torch.empty(stored.shape, dtype=t.dtype_named(stored.dtype), device="meta")
+                yield from all_of(stored, whole)
+
+    def arrive(self, take: Callable[[Wish], torch.Tensor]) -> None:
+        """In place of `check`: everything is here, and `take` gives the elements of a box."""
+        new = self._new_items
+        self._take = take
+        self._planned = (
+            [arrived(self._wishes(0, new), take)],
+            [arrived(self._wishes(new, None), take)],
+        )
+
     def check(self) -> None:
         """Raise `DamagedError` unless all that is wanted has its digest.
 
         Bytes that are costly to read are kept for `land`, in memory of their own.
         """
         self._checked = True
-        for some in (self._waves_new, self._waves):
+        for some in self._waves:
             for number, wave in enumerate(some):
                 if not self._store.costly_reads:
                     self._fetch(wave).check()
@@ -138,20 +163,16 @@ class Loading:
     def _bits_of(self, stored: StoredTensor) -> torch.Tensor:
         self._wants.look_at_files(stored)
         whole = torch.empty(stored.shape, dtype=t.dtype_named(stored.dtype), device="cpu")
-        wishes = []
-        for shard in stored.shards:
-            place = whole
-            for dim, (offset, size) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
-                place = place.narrow(dim, offset, size)
-            wishes.append(Wish(stored, shard, (0,) * whole.dim(), shard.sizes, place))
-        for wave in waves(wishes):
-            self._fetch(wave).land()
+        wishes = all_of(stored, whole)
+        for wave in waves(wishes) if self._take is None else [arrived(wishes, self._take)]:
+            if not wave.arrived:
+                self._fetch(wave).land()
             wave.finish()
         return t.raw_of(whole)
 
     def make(self, *, verify: bool) -> None:
         """Read what is new, and work out everything that will be the caller's."""
-        self._read(self._waves_new, verify, own=False)
+        self._read(self._waves[0], verify, own=False)
         with gc_paused():
             self._make_leaves()
 
@@ -185,7 +206,7 @@ class Loading:
 
     def land(self, *, verify: bool) -> None:
         """Read everything into its place."""
-        self._read(self._waves, verify, own=True)
+        self._read(self._waves[1], verify, own=True)
 
     def _read(self, some: list[Wave], verify: bool, *, own: bool) -> None:
         while some:

@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_flatten_with_path
 from torchrelay.dropin._torch_wire import recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
 from torchrelay.memory.side import settle
-from torchrelay.relay import Relay, untold
+from torchrelay.relay import Relay
 from torchrelay.transports import wire
 from torchrelay.transports.c10d import Watcher
 from torchrelay.transports.clock import TICK, Deadline, Stopwatch
 from torchrelay.transports.group import Bell, post_of
+from torchrelay.transports.progress import untold
 from torchrelay.transports.receiver import answer
 from torchrelay.transports.shield import shielded
 

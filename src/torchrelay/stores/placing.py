@@ -86,6 +86,37 @@ def waves(wishes: Iterable[Wish]) -> list[Wave]:
     return planned.waves
 
 
+def arrived(wishes: Iterable[Wish], take: Callable[[Wish], torch.Tensor]) -> Wave:
+    """Boxes whose elements are here: `take` gives them. What is left is to copy them.
+
+    `MismatchError` for a destination that cannot be written to.
+    """
+    wave = Wave(arrived=True)
+    for wish in wishes:
+        if prod(wish.sizes):
+            _region(wish.destination)
+            wave.moves.append(partial(_fill, wish.destination, take(wish)))
+    return wave
+
+
+def _fill(destination: torch.Tensor, box: torch.Tensor) -> None:
+    if destination.dtype == box.dtype:
+        t.raw_of(destination).copy_(t.raw_of(box))
+    else:
+        destination.copy_(box)
+
+
+def all_of(stored: StoredTensor, whole: torch.Tensor) -> list[Wish]:
+    """All of a stored tensor, into one of its shape."""
+    wishes = []
+    for shard in stored.shards:
+        place = whole
+        for dim, (offset, size) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
+            place = place.narrow(dim, offset, size)
+        wishes.append(Wish(stored, shard, (0,) * whole.dim(), shard.sizes, place))
+    return wishes
+
+
 class _Waves:
     """Reads come in the order of their files: no byte of a file is wanted twice in one wave."""
 

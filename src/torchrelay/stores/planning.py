@@ -79,7 +79,7 @@ class Planning:
         """This rank's part before the ranks meet."""
         last = self._last
         self.forget()
-        replicas = _replicas(named) if self._world > 1 else {}
+        replicas = replicas_of(named) if self._world > 1 else {}
         self._signature = _signature(named) if self._given is None else []
         if last is not None and last.signature == self._signature:
             self._planner, self._repeated = last.planner, last
@@ -239,7 +239,7 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _replicas(named: Named) -> dict[str, bytes]:
+def replicas_of(named: Named) -> dict[str, bytes]:
     """Of plain tensors, what ranks that hold the same have in common: the bytes, if few, else
     samples of them. Different samples show different tensors; equal ones make a replica likely."""
     found = {}

@@ -33,7 +33,8 @@ class Peer:
 
     rank: int
     line: Line
-    stage: str = "called"  # called, joined, accepted, done, refused, failed or unknown
+    # called, joined, accepted, done, refused, failed or unknown; apart: it takes parts (`Branch`)
+    stage: str = "called"
     reason: str = ""
     late: bool = False  # failed for want of time
     absent: bool = False  # never came: its line is the next call's
@@ -59,7 +60,7 @@ class Peer:
 
     def give_up(self, reason: str, *, late: bool = False) -> None:
         """It has failed; but one that has been told all it needs may have the state."""
-        may_have_it = self.stage == "accepted" and self.trailed
+        may_have_it = self.stage in ("accepted", "apart") and self.trailed
         self.stage, self.reason, self.late = "unknown" if may_have_it else "failed", reason, late
 
     def settle(self, word: wire.Message | Exception) -> None:

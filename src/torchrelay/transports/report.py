@@ -28,6 +28,7 @@ class Report:
     extra: tuple[str, ...] = ()  # in the destination, not offered (strict=False)
     handed_bytes: int = 0  # of `wire_bytes`, read from the receiver before this one in the chain
     connections: int = 0  # beside those of the group, that carried the data
+    sources: dict[int, int] = field(default_factory=dict)  # bytes that each of several sent
 
     @property
     def total_seconds(self) -> float:

@@ -23,6 +23,7 @@ from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
 from torchrelay.transports.offers import shortened
 from torchrelay.transports.outflow import Hashed, Outflow, Sent
+from torchrelay.transports.parts import Branch
 from torchrelay.transports.peers import Peer, Said, go, hang_up, outcome, tell_hashes
 from torchrelay.transports.ring import Rings
 from torchrelay.transports.routes import ROUTES
@@ -54,6 +55,7 @@ class Sending:
         exports: Exports,
         watch: Stopwatch,
         progress: Callable[[int, int], None],
+        branch: Callable[[Peer, Callable[[], None]], Branch] | None = None,
     ) -> None:
         self._post = post
         self._me = post.group.rank()
@@ -76,6 +78,8 @@ class Sending:
         self._connections = connections
         self.berth = Berth()
         self.peers = {rank: Peer(rank, line) for rank, line in receivers.items()}
+        self._branch = branch
+        self._branches: dict[int, Branch] = {}
         self._hops: list[fanout.Hop] = []
         self._patience = 0.0
         self._joining = True
@@ -84,7 +88,8 @@ class Sending:
 
     @property
     def wire_bytes(self) -> int:
-        return self._out.wire_bytes + self._serving.filled_bytes
+        apart = sum(branch.wire_bytes for branch in self._branches.values())
+        return self._out.wire_bytes + self._serving.filled_bytes + apart
 
     @property
     def messages(self) -> int:
@@ -102,6 +107,9 @@ class Sending:
                 if self._in("accepted"):
                     with self._watch("data"), self._alone():
                         self._transfer()
+                with self._watch("parts"):
+                    while self._in("apart"):
+                        self._take(TICK)  # each branch ends by the deadline
         except BaseException as cause:
             self._abort(f"the sender gave up: {cause}")
             raise
@@ -151,10 +159,10 @@ class Sending:
         """Until when to wait. The first to come waits a window for the others to come, and as long
         for each that came to answer; it must not lose to them the time to be served in.
         """
-        here = self._in("joined", "accepted", "refused")
+        here = self._in("joined", "accepted", "refused", "apart")
         if not here:
             return begun + self._join_timeout
-        if not self._in("accepted", "refused"):
+        if not self._in("accepted", "refused", "apart"):
             return float("inf")
         waits = [min(peer.joined_at for peer in here), *(p.joined_at for p in self._in("joined"))]
         end = time.monotonic() + self._deadline.left()
@@ -334,6 +342,8 @@ class Sending:
             return
         if isinstance(event, Exception):
             raise event
+        if event is None:  # a branch is over
+            return
         assert isinstance(event, Said)
         peer = self.peers[event.rank]
         if event.line is not peer.line or peer.stage in ("done", "refused", "failed"):
@@ -342,6 +352,9 @@ class Sending:
         if peer.stage == "unknown":
             peer.settle(message)
             return
+        if peer.stage == "apart":
+            self._branches[peer.rank].hear(message)
+            return
         if isinstance(message, Exception):
             if peer.stage == "called" and peer.line.adopted:
                 self._ring_again(peer)
@@ -349,6 +362,9 @@ class Sending:
                 self._fail(peer, str(message))
         elif isinstance(message, wire.Join) and peer.stage == "called":
             self._joined(peer, message)
+        elif isinstance(message, wire.Survey) and peer.stage == "called" and self._branch:
+            peer.stage, peer.joined_at = "apart", time.monotonic()
+            self._branches[peer.rank] = self._branch(peer, lambda: self._events.put(None))
         elif isinstance(message, wire.Accept) and peer.stage == "joined":
             if message.route not in ROUTES:
                 self._fail(peer, f"took route {message.route!r}, which is not known here")
@@ -478,6 +494,8 @@ class Sending:
         return [peer for peer in self.peers.values() if peer.stage in stages]
 
     def _abort(self, reason: str) -> None:
+        for branch in self._branches.values():
+            branch.stop(reason, GRACE)
         for peer in self._in("joined", "accepted"):
             peer.give_up(reason)
             peer.line.send(wire.Abort(wire.text(reason)))

@@ -18,7 +18,7 @@ from msgspec import Meta
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.state.manifest import MAX_CHUNK_BYTES, MAX_STREAM_BYTES
 
-MAJOR, MINOR = 1, 4
+MAJOR, MINOR = 1, 5
 COLUMNS = 2  # minor version from which on manifests in columns are read
 CHANNELS = 3  # minor version from which on connections beside the group's are understood
 
@@ -90,6 +90,7 @@ Offset = Annotated[int, Meta(ge=0, le=MAX_STREAM_BYTES)]
 Bytes = Annotated[int, Meta(ge=1, le=MAX_STREAM_BYTES)]
 Threads = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Index = Annotated[int, Meta(ge=0, le=(1 << 20) - 1)]
+BoxIndex = Annotated[int, Meta(ge=0, le=(1 << 24) - 1)]
 Port = Annotated[int, Meta(ge=0, le=0xFFFF)]
 Connections = Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
@@ -99,6 +100,7 @@ Token = Annotated[bytes, Meta(max_length=16)]
 Digest = Annotated[bytes, Meta(max_length=16)]
 Handle = Annotated[bytes, Meta(max_length=64)]
 Blob = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
+Lengths = Annotated[tuple[Offset, ...], Meta(max_length=64)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=1024)]
 Chunks = Annotated[tuple[Chunk, ...], Meta(max_length=MAX_CHUNKS)]
 Digests = Annotated[tuple[Digest, ...], Meta(max_length=MAX_CHUNKS)]
@@ -191,6 +193,26 @@ class Join(_Message, tag="join", frozen=True):
     knows: Digest = b""  # digest of an earlier offer's manifest and table of memory, which I have
 
 
+class Survey(_Message, tag="survey", frozen=True):
+    """In place of `Join`: I take parts of your state, and of others'. What do you have?"""
+
+    minor: Minor
+
+
+class Cut(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A box within a box that the sender has; `box` counts in its record."""
+
+    box: BoxIndex
+    offsets: Lengths
+    sizes: Lengths
+
+
+class Select(_Message, tag="select", frozen=True):
+    """Send me these boxes, as a transfer of its own whose state is a list of them."""
+
+    cuts: Annotated[tuple[Cut, ...], Meta(max_length=1 << 24)]
+
+
 class Accept(_Message, tag="accept", frozen=True):
     """The state fits; I am ready for data, by this route."""
 
@@ -256,6 +278,18 @@ class Leave(_Message, tag="leave", frozen=True):
 
 
 # From the sender to a receiver.
+
+
+class Inventory(_Message, tag="inventory", frozen=True):
+    """What I have: the record of this rank."""
+
+    record: Blob
+
+
+class Selected(_Message, tag="selected", frozen=True):
+    """The boxes that you asked for come as this transfer; answer it by `Join`."""
+
+    transfer: Id
 
 
 class Offer(_Message, tag="offer", frozen=True):
@@ -382,8 +416,35 @@ def read_note(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return chunks
 
 
-ToSender = Join | Accept | Refuse | Fill | Pulled | Blocked | Stalled | Need | Unlink | Done | Leave
-ToReceiver = Offer | Go | Filled | Knock | Detach | Reroute | Hashes | Trailer | Fin | Abort
+ToSender = (
+    Join
+    | Survey
+    | Select
+    | Accept
+    | Refuse
+    | Fill
+    | Pulled
+    | Blocked
+    | Stalled
+    | Need
+    | Unlink
+    | Done
+    | Leave
+)
+ToReceiver = (
+    Inventory
+    | Selected
+    | Offer
+    | Go
+    | Filled
+    | Knock
+    | Detach
+    | Reroute
+    | Hashes
+    | Trailer
+    | Fin
+    | Abort
+)
 Message = ToSender | ToReceiver
 
 TERMINAL = (Refuse, Done, Leave, Fin, Abort)

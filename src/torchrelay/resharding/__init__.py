@@ -1,0 +1,1 @@
+"""A state that several live ranks have parts of, cut anew for another rank."""

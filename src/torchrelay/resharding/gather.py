@@ -1,0 +1,391 @@
+"""A receive from several ranks that each have a part of a state.
+
+All of them say what they have. That is one record of a whole state, and the load that reads
+checkpoints plans what this rank lacks of it: only these boxes are asked for. They come as verified
+transfers into memory of their own; when all are here, they are landed as a load lands. Where a
+rank is lost, what it was to send is planned anew on those that are left.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from torchrelay.checkpointer.loading import Landed, Loading
+from torchrelay.errors import (
+    DigestError,
+    ManifestError,
+    MismatchError,
+    PeerError,
+    RelayError,
+    RemoteProtocolError,
+    StateError,
+    StepMismatchError,
+    TornStateError,
+    TransferTimeoutError,
+)
+from torchrelay.memory import threads
+from torchrelay.resharding.owners import Whole, whole_of
+from torchrelay.resharding.record import RankRecord, decode
+from torchrelay.state.containers import show
+from torchrelay.state.validation import itemsize
+from torchrelay.stores.placing import Wish
+from torchrelay.transports import wire
+from torchrelay.transports.clock import Deadline, InterruptedTransfer, Stopwatch
+from torchrelay.transports.group import Post
+from torchrelay.transports.parts import Conversation, open_conversation, part_from
+from torchrelay.transports.receiver import answer
+from torchrelay.transports.report import Report
+
+T = TypeVar("T")
+Key = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, offsets in the whole tensor, sizes
+LOST = (PeerError, TransferTimeoutError, RemoteProtocolError, ManifestError, DigestError)
+
+
+class Fetched(Protocol):
+    """What a transfer of boxes gives."""
+
+    @property
+    def state(self) -> Any: ...
+
+    @property
+    def report(self) -> Report: ...
+
+
+class Destination(NamedTuple):
+    """What a caller of a receive wants."""
+
+    into: object
+    strict: bool
+    step: int | None
+    device: torch.device | None
+    rank: int
+
+
+@dataclass
+class Gathered:
+    """What has come, and from whom."""
+
+    landed: Landed
+    step: int | None
+    nbytes: int
+    reports: list[Report]
+    sources: dict[int, int] = field(default_factory=dict)  # bytes, by rank
+    lost: dict[int, str] = field(default_factory=dict)  # why, by rank
+
+    def report(self, rank: int, watch: Stopwatch) -> Report:
+        routes = {one.route for one in self.reports}
+        by = routes.pop() if len(routes) == 1 else "mixed" if routes else "group"
+        return Report(
+            step=self.step,
+            bytes=self.nbytes,
+            wire_bytes=sum(one.wire_bytes for one in self.reports),
+            messages=sum(one.messages for one in self.reports),
+            seconds=watch.seconds,
+            route=by,
+            routes={rank: by},
+            instead={why: text for one in self.reports for why, text in one.instead.items()},
+            verified=all(one.verified for one in self.reports),
+            receivers=(rank,),
+            failed=self.lost,
+            missing=tuple(self.landed.missing),
+            extra=tuple(self.landed.extra),
+            connections=sum(one.connections for one in self.reports),
+            sources=self.sources,
+        )
+
+
+class Gather:
+    """One receive from several ranks. `receive` takes a transfer of boxes from one of them."""
+
+    def __init__(
+        self,
+        post: Post,
+        sources: Sequence[int],
+        wanted: Destination,
+        *,
+        receive: Callable[[int, int, Callable[[int, int], None]], Fetched],
+        deadline: Deadline,
+        window: float,
+        watch: Stopwatch,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._post, self._sources, self._wanted = post, sources, wanted
+        self._receive, self._deadline, self._window = receive, deadline, window
+        self._watch, self._progress = watch, progress
+        self._talks: dict[int, Conversation] = {}
+        self._records: dict[int, RankRecord] = {}
+        self._lost: dict[int, RelayError] = {}
+        self._boxes: dict[Key, torch.Tensor] = {}
+        self._came: dict[int, int] = {}
+        self._reports: list[Report] = []
+
+    def run(self) -> Gathered:
+        try:
+            with self._watch("join"):
+                self._survey()
+            loading, step = self._fetch()
+            with self._watch("commit"):
+                landed = self._land(loading)
+        except BaseException as fault:
+            self._part(fault)
+            raise
+        part_from(list(self._talks.values()), wire.Done())
+        lost = {rank: str(why) for rank, why in self._lost.items()}
+        return Gathered(landed, step, self._nbytes, self._reports, self._came, lost)
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(box.nbytes for box in self._boxes.values())
+
+    def _part(self, fault: BaseException) -> None:
+        text = wire.text(fault.message if isinstance(fault, RelayError) else fault)
+        word: wire.Refuse | wire.Leave
+        if isinstance(fault, (StateError, StepMismatchError)) and not isinstance(
+            fault, TornStateError
+        ):
+            kind = "step" if isinstance(fault, StepMismatchError) else "mismatch"
+            path = None if fault.path is None else wire.text(fault.path)
+            word = wire.Refuse(kind, text, path)
+        else:
+            late = isinstance(fault, (TransferTimeoutError, InterruptedTransfer))
+            word = wire.Leave(text, late)
+        part_from(list(self._talks.values()), word)
+
+    # What there is.
+
+    def _survey(self) -> None:
+        """Ask all sources what they have. The first to come waits a window for the others."""
+        wait = Deadline(self._deadline.seconds)
+        wait.hasten(self._deadline.left())
+
+        def ask(rank: int) -> Callable[[], None]:
+            def act() -> None:
+                with self._post.trading.call(rank):
+                    first = answer(self._post, rank, wait)
+                    talk = open_conversation(self._post, rank, first, self._deadline)
+                self._talks[rank] = talk
+                wait.hasten(self._window)
+                self._records[rank] = decode(talk.survey())
+
+            return act
+
+        self._each({rank: ask(rank) for rank in self._sources}, wait.cancel)
+        if not self._records:
+            raise next(iter(self._lost.values()))
+
+    def _each(
+        self,
+        acts: dict[int, Callable[[], object]],
+        cancel: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """Do something with each source, on a thread each; those with which it fails are lost."""
+        over: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def run(rank: int, act: Callable[[], object]) -> None:
+            fault: BaseException | None = None
+            try:
+                act()
+            except BaseException as found:
+                fault = found
+            over.put((rank, fault))
+
+        for rank, act in acts.items():
+            threads.run(lambda rank=rank, act=act: run(rank, act), "part")  # type: ignore[misc]
+        raised: BaseException | None = None
+        todo = len(acts)
+        with self._deadline.wakes(over):
+            while todo:
+                event = over.get()  # each act ends by the deadline
+                if isinstance(event, InterruptedTransfer):
+                    raised = event
+                    if cancel is not None:
+                        cancel(event)
+                    continue
+                todo -= 1
+                rank, fault = event
+                if isinstance(fault, LOST) and not isinstance(fault, InterruptedTransfer):
+                    fault.rank = rank
+                    self._lost[rank] = fault
+                    self._records.pop(rank, None)
+                    if (talk := self._talks.pop(rank, None)) is not None:
+                        part_from([talk], wire.Leave(wire.text(fault.message)))
+                elif fault is not None:
+                    raised = fault
+        if raised is not None:
+            raise raised
+
+    # What is wanted of it.
+
+    def _fetch(self) -> tuple[Loading, int | None]:
+        """Plan and fetch until every box is here, or is out of reach."""
+        while True:
+            with self._watch("plan"):
+                step = self._agreed_step()
+                whole, loading = self._plan()
+                cuts = self._missing(whole, loading)
+            if not cuts:
+                loading.arrive(self._take)
+                return loading, step
+            with self._watch("data"):
+                self._bring(cuts)
+
+    def _agreed_step(self) -> int | None:
+        steps = {rank: record.step for rank, record in self._records.items()}
+        found = set(steps.values())
+        if len(found) > 1:
+            told = ", ".join(f"rank {rank} has {step}" for rank, step in steps.items())
+            raise StepMismatchError(f"the ranks do not send one step: {told}")
+        step = found.pop()
+        if self._wanted.step is not None and step != self._wanted.step:
+            raise StepMismatchError(
+                f"step {step} is offered, step {self._wanted.step} was asked for", step=step
+            )
+        return step
+
+    def _plan(self) -> tuple[Whole, Loading]:
+        """`MismatchError` where what the sources have does not do; the first that was lost is named
+        if it would have."""
+        ordered = {rank: self._records[rank] for rank in self._sources if rank in self._records}
+        try:
+            if not ordered:
+                raise MismatchError("no source is left")
+            whole = whole_of(ordered)
+            loading = Loading(
+                _LiveStep(whole),
+                whole.record,
+                rank=self._wanted.rank,
+                world=0,  # what each rank has is laid over the first one's
+                into=self._wanted.into,
+                strict=self._wanted.strict,
+                device=self._wanted.device,
+            )
+        except MismatchError as fault:
+            for lost in self._lost.values():
+                raise lost from fault
+            raise
+        return whole, loading
+
+    def _missing(self, whole: Whole, loading: Loading) -> dict[int, dict[Key, wire.Cut]]:
+        """The boxes that have not come yet, by the rank that is asked for them."""
+        ranks = [rank for rank in self._sources if rank in self._records]
+        found: dict[int, dict[Key, wire.Cut]] = {}
+        for wish in loading.wishes():
+            key = _key(wish)
+            if not prod(wish.sizes) or key in self._boxes:
+                continue
+            place = wish.shard.file
+            box = whole.places[place][wish.tensor.name, (wish.shard.offsets, wish.shard.sizes)]
+            asked = found.setdefault(ranks[place], {})
+            asked[key] = wire.Cut(box, wish.offsets, wish.sizes)
+        return found
+
+    def _bring(self, cuts: dict[int, dict[Key, wire.Cut]]) -> None:
+        total = self._nbytes + sum(
+            prod(cut.sizes) * itemsize(self._records[rank].boxes[cut.box].dtype)
+            for rank, asked in cuts.items()
+            for cut in asked.values()
+        )
+        done: dict[int, int] = {}
+        before = self._nbytes
+
+        def fetch(rank: int, asked: dict[Key, wire.Cut]) -> None:
+            def moved(nbytes: int, _: int) -> None:
+                done[rank] = nbytes
+                self._progress(min(total, before + sum(list(done.values()))), total)
+
+            talk = self._talks[rank]
+            got = self._receive(rank, talk.select(list(asked.values())), moved)
+            boxes = list(_checked(got.state, asked, self._records[rank]))
+            self._boxes.update(zip(asked, boxes, strict=True))
+            self._came[rank] = self._came.get(rank, 0) + sum(box.nbytes for box in boxes)
+            self._reports.append(got.report)
+
+        self._each({rank: lambda r=rank, a=asked: fetch(r, a) for rank, asked in cuts.items()})  # type: ignore[misc]
+
+    def _take(self, wish: Wish) -> torch.Tensor:
+        return self._boxes[_key(wish)]
+
+    # The end.
+
+    def _land(self, loading: Loading) -> Landed:
+        """As a load does: everything that can fail comes before the first write."""
+        loading.compare_twins()
+        loading.make(verify=False)  # digests were compared when the boxes came
+        try:
+            loading.tell()
+            loading.land(verify=False)
+            return loading.commit()
+        except BaseException as fault:
+            if not loading.touched:
+                lost = loading.take_back()
+                if lost:
+                    raise TornStateError(
+                        "not every object took its old state back: "
+                        f"{', '.join(map(show, lost))} may be part new, the rest is old",
+                        phase="commit",
+                    ) from fault
+                raise
+            if isinstance(fault, TornStateError) or not isinstance(fault, Exception):
+                raise
+            raise TornStateError(
+                "the destination is part old, part new: receive into it again, or load it",
+                phase="commit",
+            ) from fault
+
+
+def _key(wish: Wish) -> Key:
+    start = tuple(a + b for a, b in zip(wish.shard.offsets, wish.offsets, strict=True))
+    return wish.tensor.name, start, wish.sizes
+
+
+def _checked(
+    state: object, asked: dict[Key, wire.Cut], record: RankRecord
+) -> Iterator[torch.Tensor]:
+    """The tensors that came; `RemoteProtocolError` unless they are those that were asked for."""
+    if not isinstance(state, list) or len(state) != len(asked):
+        raise RemoteProtocolError("other boxes came than were asked for")
+    for found, cut in zip(state, asked.values(), strict=True):
+        dtype = record.boxes[cut.box].dtype
+        if (
+            type(found) is not torch.Tensor
+            or tuple(found.shape) != cut.sizes
+            or str(found.dtype).removeprefix("torch.") != dtype
+        ):
+            raise RemoteProtocolError("another box came than was asked for")
+        yield found
+
+
+class _LiveStep:
+    """The memory of live ranks in the place of a committed step. Its bytes come another way."""
+
+    costly_reads = True
+
+    def __init__(self, whole: Whole) -> None:
+        self.url = "live ranks"
+        self._sizes = {file.name: file.nbytes for file in whole.record.files}
+
+    def manifest(self) -> bytes:
+        return b""
+
+    def sizes(self) -> dict[str, int]:
+        return self._sizes
+
+    def reader(self, name: str, *, once: bool = True) -> Any:
+        return _Sized(self._sizes[name])
+
+    def close(self) -> None:
+        pass
+
+
+class _Sized:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def close(self) -> None:
+        pass

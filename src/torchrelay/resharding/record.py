@@ -1,0 +1,83 @@
+"""What a live rank has of a state: the outline and the boxes of its tensors, as one record.
+
+It is the record of a rank's share of a checkpoint, before anything is written: several of them
+make up the commit record of a step that lies in the memory of live ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from torchrelay.errors import ManifestError
+from torchrelay.state.keys import check_keys
+from torchrelay.state.outline import Outline
+from torchrelay.state.pause import gc_paused
+
+MAX_DIMS = 64
+
+
+class RankBox(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A box of a named tensor that a rank has; `shape` is that of the whole tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's part of a state. `plain` has what tells its plain tensors from those of the same
+    name on another rank, by name; distributed ones are the same everywhere."""
+
+    step: int | None
+    outline: Outline
+    boxes: tuple[RankBox, ...]
+    plain: dict[str, bytes]
+
+
+class _OutlineNumbers(msgspec.Struct, array_like=True):
+    tree: msgspec.Raw
+    leaves: msgspec.Raw
+    names: msgspec.Raw
+    strides: dict[str, msgspec.Raw] = {}
+
+
+class _Numbers(msgspec.Struct):
+    """The numbers by which parts of a record are keyed, as text, which has a secret hash."""
+
+    outline: _OutlineNumbers
+
+
+_record = msgspec.json.Decoder(RankRecord)
+_numbers = msgspec.json.Decoder(_Numbers)
+
+
+def encode(record: RankRecord) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def decode(data: bytes) -> RankRecord:
+    """The record of another rank. Its outline is checked where it is put together with others."""
+    with gc_paused():
+        try:
+            strides: Mapping[str, object] = _numbers.decode(data).outline.strides
+            check_keys(tuple(map(int, strides)))
+            record = _record.decode(data)
+        except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as fault:
+            raise ManifestError(f"not a rank's record: {fault}") from None
+    if record.step is not None and not 0 <= record.step < 1 << 62:
+        raise ManifestError(f"step {record.step}")
+    for box in record.boxes:
+        check_box(box)
+    return record
+
+
+def check_box(box: RankBox) -> None:
+    if not len(box.shape) == len(box.offsets) == len(box.sizes) <= MAX_DIMS:
+        raise ManifestError(f"a box of other dimensions than its tensor {box.name[:80]!r}")
+    for offset, size, whole in zip(box.offsets, box.sizes, box.shape, strict=True):
+        if offset < 0 or size < 1 or whole >= 1 << 62 or offset + size > whole:
+            raise ManifestError(f"a box reaches out of its tensor {box.name[:80]!r}")
