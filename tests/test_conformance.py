@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance import matrix
 from tests.conformance.__main__ import PAGE
-from tests.conformance.doors import DURABLE, LIVE
+from tests.conformance.doors import DURABLE, LIVE, PARTS
 from tests.conformance.jobs import JOBS
 from tests.support.ranks import RankPool
 
@@ -25,7 +25,7 @@ def pools(pool2: Any, pool4: Any, pool8: Any) -> Iterator[dict[int, Any]]:
 
 
 @pytest.mark.parametrize("job", JOBS)
-@pytest.mark.parametrize("door", [*DURABLE, *LIVE])
+@pytest.mark.parametrize("door", matrix.DOORS)
 def test_it_trains_on(door: str, job: str, pools: dict[int, Any], tmp_path: Path) -> None:
     for cell in matrix.cells(door, job, all_ranks=False):
         problem = matrix.run(cell, pools, tmp_path)
@@ -34,7 +34,7 @@ def test_it_trains_on(door: str, job: str, pools: dict[int, Any], tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("door", [*DURABLE, *LIVE])
+@pytest.mark.parametrize("door", matrix.DOORS)
 def test_on_every_number_of_ranks(door: str, pools: dict[int, Any], tmp_path: Path) -> None:
     cells = [cell for job in JOBS for cell in matrix.cells(door, job, all_ranks=True)]
     problems = {cell: problem for cell in cells if (problem := matrix.run(cell, pools, tmp_path))}
@@ -43,12 +43,11 @@ def test_on_every_number_of_ranks(door: str, pools: dict[int, Any], tmp_path: Pa
 
 def test_the_page_is_of_these_doors_and_jobs_and_shows_no_failure() -> None:
     text = PAGE.read_text()
-    doors = [*DURABLE, *LIVE]
-    for door in doors:
+    for door in matrix.DOORS:
         assert f" `{door}` |" in text, door
-    counts = {door: 4 if door in LIVE else 8 for door in doors}
+    counts = {door: 4 if door in LIVE else 8 for door in matrix.DOORS}
     for job in JOBS:
-        (durable, live) = re.findall(rf"^\| {re.escape(job)} \|(.*)\|$", text, re.M)
-        for row, names in ((durable, DURABLE), (live, LIVE)):
+        (durable, live, parts) = re.findall(rf"^\| {re.escape(job)} \|(.*)\|$", text, re.M)
+        for row, names in ((durable, DURABLE), (live, LIVE), (parts, PARTS)):
             cells = [cell.strip() for cell in row.split("|")]
             assert cells == [f"{counts[name]} of {counts[name]}" for name in names], job

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.conformance.doors import DURABLE, LIVE
+from tests.conformance.doors import DURABLE, LIVE, PARTS
 from tests.conformance.jobs import JOBS
 from tests.conformance.matrix import AFTER, Cell, all_cells, run
 from tests.support.ranks import RankPool
@@ -60,7 +60,13 @@ which trains on with a new optimizer.
 From each rank of a replica of 1, 2, 3 and 4 ranks to the same rank of another: 4 trips each.
 `PGTransport` is the drop-in class, with each protocol that it speaks; `torchft` is the adapter.
 
-{table(list(LIVE), good, all_)}"""
+{table(list(LIVE), good, all_)}
+## From live ranks that have parts to another number of ranks
+
+`relay.recv([0, 1, 2], into=state)`: from 1, 2, 3 and 4 ranks to as many others and to another
+number: 8 trips each, through host memory and through messages of the group.
+
+{table(list(PARTS), good, all_)}"""
 
 
 def main() -> int:

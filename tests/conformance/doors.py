@@ -1,7 +1,8 @@
 """The doors that a state can go through, each as its users call it.
 
 A durable door saves a job at a root and loads it into another job, on as many ranks or others. A
-live door sends the job of each rank of one replica to the same rank of another.
+live door sends the job of each rank of one replica to the same rank of another. A door of parts
+sends from all ranks of a job to all ranks of another one, which may be more or fewer.
 """
 
 from __future__ import annotations
@@ -189,6 +190,27 @@ LIVE: dict[str, Live] = {
     "PGTransport, relay": ByTransport("relay"),
     "PGTransport, torch": ByTransport("torch"),
     "torchft": ByTorchft(),
+}
+
+
+class Parts:
+    """A way from ranks that each have a part of a state to ranks of another number."""
+
+    def __init__(self, route: str) -> None:
+        self._route = route
+
+    def send(self, job: Job, to: list[int]) -> None:
+        with tr.Relay(timeout=TIMEOUT, route=self._route) as relay:
+            relay.send(job.objects(), to, step=job.step)
+
+    def recv(self, job: Job, sources: list[int]) -> None:
+        with tr.Relay(timeout=TIMEOUT, route=self._route) as relay:
+            job.taken(relay.recv(sources, into=job.objects()).state)
+
+
+PARTS: dict[str, Parts] = {
+    "Relay, several sources": Parts("host"),
+    "Relay, several sources, group": Parts("group"),
 }
 
 

@@ -39,14 +39,15 @@ class Place:
     wide: DeviceMesh  # the same ranks as shards of tensor parallel groups ("shards", "tp")
 
 
-def makes(world: int, replicas: int, ranks: int) -> Place | None:
-    """The place of this process among `replicas` jobs of `ranks` ranks each; None: it has none.
+def makes(world: int, replicas: int, ranks: int, first: int = 0) -> Place | None:
+    """The place of this process among `replicas` jobs of `ranks` ranks each, from rank `first` on;
+    None: it has none.
 
     All ranks of the world call it together: making a mesh makes groups.
     """
     square = (2, 2) if ranks == 4 else (1, ranks)
     tall = square if ranks == 4 else (ranks, 1)
-    cut = torch.arange(replicas * ranks)
+    cut = torch.arange(first, first + replicas * ranks)
 
     def mesh(*shape: int, names: tuple[str, ...]) -> DeviceMesh:
         return DeviceMesh("cpu", cut.view(replicas, *shape), mesh_dim_names=("replicas", *names))
@@ -54,7 +55,7 @@ def makes(world: int, replicas: int, ranks: int) -> Place | None:
     row = mesh(ranks, names=("ranks",))
     copies = mesh(*tall, names=("copies", "shards"))
     wide = mesh(*square, names=("shards", "tp"))
-    if dist.get_rank() >= replicas * ranks:
+    if not first <= dist.get_rank() < first + replicas * ranks:
         return None
     return Place(row["ranks"], copies["copies", "shards"], wide["shards", "tp"])
 

@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.conformance.doors import DURABLE, LIVE
+from tests.conformance.doors import DURABLE, LIVE, PARTS
 from tests.conformance.jobs import JOBS, Job, Place, makes, painted, portrait
 
 BEFORE, AFTER = 2, 3
 RANKS = (1, 2, 3, 4)
 FIRST, OTHER = 1, 2  # seeds
+DOORS = (*DURABLE, *LIVE, *PARTS)
+BEHIND = max(RANKS)  # the first rank of a job that takes parts from another one
 
 
 class Cell(NamedTuple):
@@ -39,11 +41,13 @@ def cells(door: str, job: str, *, all_ranks: bool) -> list[Cell]:
 
     The choices turn, so that each door, and each job, meets every pair of numbers.
     """
-    turn = [*DURABLE, *LIVE].index(door) + list(JOBS).index(job)
+    turn = DOORS.index(door) + list(JOBS).index(job)
     sizes = RANKS if all_ranks else (RANKS[turn % len(RANKS)],)
     if door in LIVE:
         return [Cell(door, job, ranks, ranks) for ranks in sizes]
     shift = 1 + turn // len(RANKS) % (len(RANKS) - 1)
+    if door in PARTS and not all_ranks:
+        return [Cell(door, job, sizes[0], RANKS[(RANKS.index(sizes[0]) + shift) % len(RANKS)])]
     return [
         Cell(door, job, ranks, loaded)
         for ranks in sizes
@@ -52,7 +56,7 @@ def cells(door: str, job: str, *, all_ranks: bool) -> list[Cell]:
 
 
 def all_cells(*, all_ranks: bool) -> Iterator[Cell]:
-    for door in (*DURABLE, *LIVE):
+    for door in DOORS:
         for job in JOBS:
             yield from cells(door, job, all_ranks=all_ranks)
 
@@ -61,8 +65,8 @@ def all_cells(*, all_ranks: bool) -> Iterator[Cell]:
 
 
 @cache
-def place(replicas: int, ranks: int) -> Place | None:
-    return makes(dist.get_world_size(), replicas, ranks)
+def place(replicas: int, ranks: int, first: int = 0) -> Place | None:
+    return makes(dist.get_world_size(), replicas, ranks, first)
 
 
 @cache
@@ -107,11 +111,13 @@ def load(rank: int, group: Any, cell: Cell, root: str) -> str:
 _expected: dict[tuple[str, int, int, bool], list[str]] = {}
 
 
-def expected(job: str, ranks: int, loaded: int, whole: bool, root: str) -> list[str]:
+def expected(
+    job: str, ranks: int, loaded: int, whole: bool, root: str, first: int = 0
+) -> list[str]:
     """The losses of a job that got its values from the portrait that `save` left at `root`."""
     key = (job, ranks, loaded, whole)
     if key not in _expected:
-        here = place(1, loaded)
+        here = place(1, loaded, first)
         assert here is not None
         made = JOBS[job](here, OTHER)
         if whole:
@@ -121,7 +127,7 @@ def expected(job: str, ranks: int, loaded: int, whole: bool, root: str) -> list[
         parts = picture if whole else [made.model_key]
         made.adopt({**plain, **{part: painted(plain.get(part), picture[part]) for part in parts}})
         _expected[key] = made.train(AFTER)
-        if whole and loaded == ranks:
+        if whole and loaded == ranks and not first:
             never = undisturbed(job, 1, ranks)
             assert _expected[key] == never, f"by torch: {_expected[key]}, undisturbed: {never}"
     return _expected[key]
@@ -140,6 +146,27 @@ def live(rank: int, group: Any, cell: Cell) -> str:
     return compared(job.train(AFTER), undisturbed(cell.job, 2, cell.ranks))
 
 
+def parts(rank: int, group: Any, cell: Cell, root: str) -> str:
+    """Send a job from its ranks to those of another, and train that one."""
+    theirs = place(1, cell.ranks)
+    here = place(1, cell.loaded, BEHIND)
+    door = PARTS[cell.door]
+    job = source(cell.job, 1, cell.ranks) if theirs else None
+    picture = portrait(job.plain()) if job else None
+    if rank == 0:
+        Path(root).mkdir(parents=True)
+        torch.save(picture, Path(root) / "portrait.pt")
+    dist.barrier()
+    if job is not None:
+        door.send(job, list(range(BEHIND, BEHIND + cell.loaded)))
+    if here is None:
+        return ""
+    wanted = expected(cell.job, cell.ranks, cell.loaded, True, root, BEHIND)
+    made = JOBS[cell.job](here, OTHER)
+    door.recv(made, list(range(cell.ranks)))
+    return compared(made.train(AFTER), wanted)
+
+
 def compared(got: list[str], expected: list[str]) -> str:
     return "" if got == expected else f"losses {got}, expected {expected}"
 
@@ -154,6 +181,9 @@ def run(cell: Cell, pools: dict[int, Any], root: Path) -> str:
             # A pool of its size, or the largest: not every rank of it takes part.
             pool = pools[2 * cell.ranks] if 2 * cell.ranks in pools else pools[8]
             found = pool.run(live, cell, timeout=90)
+        elif cell.door in PARTS:
+            target = str(root / f"{cell}".replace("/", "-"))
+            found = pools[8].run(parts, cell, target, timeout=90)
         else:
             target = str(root / f"{cell.door}-{cell.job}-{cell.ranks}".replace("/", "-"))
             if not Path(target).exists():
