@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torchrelay.memory.kernels import warm_up
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.memory.side import in_use, settle
 from torchrelay.resharding.gather import Destination, Gather
-from torchrelay.resharding.holding import Holding
+from torchrelay.resharding.holding import Holding, shared
 from torchrelay.state.blueprint import Blueprint
 from torchrelay.state.codec import Recall
 from torchrelay.state.landing import land
@@ -23,6 +23,7 @@ from torchrelay.state.prepared import Layout, Prepared, prepare
 from torchrelay.state.shards import Shards, check_choice
 from torchrelay.state.snapshot import Snapshot, capture
 from torchrelay.transports import wire
+from torchrelay.transports.arguments import check_step, device_of
 from torchrelay.transports.buffers import BufferPool
 from torchrelay.transports.channels import MOST_CONNECTIONS, usual_connections
 from torchrelay.transports.clock import Deadline, Stopwatch, Timeout
@@ -35,21 +36,14 @@ from torchrelay.transports.peers import Peer
 from torchrelay.transports.progress import Progress, ProgressCallback, reporter, untold
 from torchrelay.transports.readings import Readings
 from torchrelay.transports.receiver import Receiving, answer
-from torchrelay.transports.report import Report
+from torchrelay.transports.report import Received, Report
 from torchrelay.transports.ring import MappedRings, Rings
-from torchrelay.transports.routes import check_route, compares
+from torchrelay.transports.routes import check_route
 from torchrelay.transports.sender import Sending
 from torchrelay.transports.shield import shielded
+from torchrelay.transports.summary import received_report, sent_report
 
 __all__ = ["Progress", "Received", "Relay", "Report"]
-
-
-class Received(NamedTuple):
-    """What `recv` returns: the state, its step, and the report."""
-
-    state: Any
-    step: int | None
-    report: Report
 
 
 class Relay:
@@ -158,7 +152,7 @@ class Relay:
             try:
                 deadline.set(self._timeout if timeout is None else timeout)
                 wait = Deadline(deadline.seconds if join_timeout is None else join_timeout)
-                _check_step(step)
+                check_step(step)
                 told, way = reporter(progress), check_route(route) or self._route
                 with watch("capture"):
                     snapshot = self._capture(state, step, len(ranks))
@@ -175,14 +169,7 @@ class Relay:
         self, state: object, step: int | None, deadline: Deadline, route: str | None
     ) -> Callable[[Peer, Callable[[], None]], Branch]:
         """How receivers are served that take parts of a state."""
-        held: list[Holding] = []
-        lock = threading.Lock()
-
-        def describe() -> Holding:
-            with lock:
-                if not held:
-                    held.append(Holding(unwrap(state).state, step))
-                return held[0]
+        describe = shared(lambda: Holding(unwrap(state).state, step))
 
         def serve(views: list[torch.Tensor], line: Line) -> int:
             snapshot = capture(views, step, chunk_bytes=self._chunk_bytes)
@@ -250,37 +237,9 @@ class Relay:
         )
 
         def report() -> Report:
-            peers = sending.peers.values()
-            routes = {peer.rank: peer.route for peer in peers if peer.stage == "done"}
-            taken = set(routes.values()) or {route or "group"}
-            by = next(iter(taken)) if len(taken) == 1 else "mixed"
-            return Report(
-                step=snapshot.manifest.step,
-                bytes=snapshot.chunks.nbytes,
-                wire_bytes=sending.wire_bytes,
-                messages=sending.messages,
-                seconds=watch.seconds,
-                predicted=self._expected(
-                    "send", by, len(snapshot.manifest.leaves), snapshot.chunks.nbytes, watch.seconds
-                ),
-                route=by,
-                routes=routes,
-                instead={
-                    **{k: v for peer in peers for k, v in peer.instead.items()},
-                    **sending.berth.instead,
-                },
-                verified=all(compares(name, self._verify) for name in taken),
-                receivers=tuple(peer.rank for peer in peers if peer.stage == "done"),
-                failed={
-                    peer.rank: peer.reason
-                    for peer in peers
-                    if peer.stage not in ("done", "unknown")
-                },
-                unknown={peer.rank: peer.reason for peer in peers if peer.stage == "unknown"},
-                settled=self._post.settled(wondered),
-                rerouted=tuple(sending.rerouted),
-                connections=sending.berth.connections,
-            )
+            total, leaves = snapshot.chunks.nbytes, len(snapshot.manifest.leaves)
+            expect = partial(self._expected, "send", leaves=leaves, nbytes=total)
+            return sent_report(sending, route, self._verify, self._post.settled(wondered), expect)
 
         wondered = self._post.wondered(lines)
         try:
@@ -328,10 +287,10 @@ class Relay:
         sources = self._receivers(source)
         if not sources:
             raise UsageError("no source to receive from")
-        _check_step(step)
+        check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
         check_choice(shards)
-        where, way = _device(device), check_route(route) or self._route
+        where, way = device_of(device), check_route(route) or self._route
         told = reporter(progress)
         settle()  # what is written to on a GPU may still be in use by its streams
         if several:
@@ -384,23 +343,16 @@ class Relay:
         progress: Callable[[int, int], None],
     ) -> Received:
         watch = Stopwatch()
-
-        def receive(rank: int, transfer: int, told: Callable[[int, int], None]) -> Received:
-            return self.receive_from(
-                rank,
-                transfer,
-                deadline,
-                Stopwatch(),
-                into=None,
-                step=None,
-                strict=True,
-                atomic=True,
-                device=None,
-                shards="as_sent",
-                route=route,
-                progress=told,
-            )
-
+        receive = partial(
+            self.receive_from,
+            into=None,
+            step=None,
+            strict=True,
+            atomic=True,
+            device=None,
+            shards="as_sent",
+            route=route,
+        )
         gathered = Gather(
             self._post,
             sources,
@@ -461,42 +413,27 @@ class Relay:
             progress=progress,
         )
         landed = receiving.run()
-        manifest, intake = receiving.manifest, receiving.intake
-        assert manifest is not None and intake is not None
-        report = Report(
-            step=manifest.step,
-            bytes=receiving.nbytes,
-            wire_bytes=intake.wire_bytes,
-            messages=intake.messages,
-            seconds=watch.seconds,
-            predicted=self._expected(
-                "recv",
-                receiving.choice.route,
-                len(manifest.leaves),
-                receiving.nbytes,
-                watch.seconds,
-                staged=atomic and into is not None,
-            ),
-            route=receiving.choice.route,
-            routes={self.rank: receiving.choice.route},
-            instead={**receiving.choice.instead, **receiving.berth.instead},
-            verified=receiving.verified,
-            handed_bytes=receiving.handed_bytes,
-            connections=receiving.berth.connections,
-            receivers=(self.rank,),
-            missing=tuple(landed.missing),
-            extra=tuple(landed.extra),
+        manifest = receiving.manifest
+        assert manifest is not None
+        expect = partial(
+            self._expected,
+            "recv",
+            leaves=len(manifest.leaves),
+            nbytes=receiving.nbytes,
+            staged=atomic and into is not None,
         )
-        return Received(landed.state, manifest.step, report)
+        return Received(
+            landed.state, manifest.step, received_report(receiving, landed, self.rank, expect)
+        )
 
     def _expected(
         self,
         side: str,
         route: str,
-        leaves: int,
-        nbytes: int,
         actual: dict[str, float],
         *,
+        leaves: int,
+        nbytes: int,
         staged: bool = False,
     ) -> dict[str, float]:
         """What this transfer should have cost, by all that was known before it."""
@@ -555,15 +492,3 @@ class Relay:
             raise UsageError(f"rank {rank!r} is not in a group of {size}")
         if rank == self.rank:
             raise UsageError(f"rank {rank} is this rank itself")
-
-
-def _check_step(step: object) -> None:
-    if step is not None and (type(step) is not int or not 0 <= step < 1 << 62):
-        raise UsageError(f"step is a whole number from 0, not {step!r}")
-
-
-def _device(device: torch.device | str | None) -> torch.device | None:
-    try:
-        return None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as fault:
-        raise UsageError(f"device is one of torch's, not {device!r}: {fault}") from None

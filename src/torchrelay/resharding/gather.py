@@ -9,8 +9,10 @@ rank is lost, what it was to send is planned anew on those that are left.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -36,25 +38,29 @@ from torchrelay.state.containers import show
 from torchrelay.state.validation import itemsize
 from torchrelay.stores.placing import Wish
 from torchrelay.transports import wire
-from torchrelay.transports.clock import Deadline, InterruptedTransfer, Stopwatch
+from torchrelay.transports.clock import TICK, Deadline, InterruptedTransfer, Stopwatch
 from torchrelay.transports.group import Post
 from torchrelay.transports.parts import Conversation, open_conversation, part_from
 from torchrelay.transports.receiver import answer
-from torchrelay.transports.report import Report
+from torchrelay.transports.report import Received, Report
 
 T = TypeVar("T")
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, offsets in the whole tensor, sizes
 LOST = (PeerError, TransferTimeoutError, RemoteProtocolError, ManifestError, DigestError)
 
 
-class Fetched(Protocol):
-    """What a transfer of boxes gives."""
+class Receive(Protocol):
+    """Takes a transfer whose first message has been read, into new tensors."""
 
-    @property
-    def state(self) -> Any: ...
-
-    @property
-    def report(self) -> Report: ...
+    def __call__(
+        self,
+        source: int,
+        transfer: int,
+        deadline: Deadline,
+        watch: Stopwatch,
+        *,
+        progress: Callable[[int, int], None],
+    ) -> Received: ...
 
 
 class Destination(NamedTuple):
@@ -109,7 +115,7 @@ class Gather:
         sources: Sequence[int],
         wanted: Destination,
         *,
-        receive: Callable[[int, int, Callable[[int, int], None]], Fetched],
+        receive: Receive,
         deadline: Deadline,
         window: float,
         watch: Stopwatch,
@@ -163,28 +169,43 @@ class Gather:
         """Ask all sources what they have. The first to come waits a window for the others."""
         wait = Deadline(self._deadline.seconds)
         wait.hasten(self._deadline.left())
+        came: list[float] = []
 
-        def ask(rank: int) -> Callable[[], None]:
-            def act() -> None:
-                with self._post.trading.call(rank):
+        def hurry() -> None:
+            if came and time.monotonic() > came[0] + self._window and not wait.cancelled:
+                wait.cancel(TimeoutError())
+
+        def ask(rank: int) -> None:
+            with self._post.trading.call(rank):
+                try:
                     first = answer(self._post, rank, wait)
-                    talk = open_conversation(self._post, rank, first, self._deadline)
-                self._talks[rank] = talk
-                wait.hasten(self._window)
-                self._records[rank] = decode(talk.survey())
+                except TransferTimeoutError:
+                    if not wait.cancelled or self._deadline.passed:
+                        raise
+                    raise TransferTimeoutError(
+                        f"did not come within {self._window:.3g} s of the first source",
+                        rank=rank,
+                        phase="join",
+                    ) from None
+                talk = open_conversation(self._post, rank, first, self._deadline)
+            self._talks[rank] = talk
+            came.append(time.monotonic())
+            self._records[rank] = decode(talk.survey())
 
-            return act
-
-        self._each({rank: ask(rank) for rank in self._sources}, wait.cancel)
+        self._each({rank: partial(ask, rank) for rank in self._sources}, wait.cancel, hurry)
         if not self._records:
             raise next(iter(self._lost.values()))
 
     def _each(
         self,
         acts: dict[int, Callable[[], object]],
-        cancel: Callable[[BaseException], None] | None = None,
+        cancel: Callable[[BaseException], None] = lambda cause: None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Do something with each source, on a thread each; those with which it fails are lost."""
+        """Do something with each source, on a thread each; those with which it fails are lost.
+
+        `cancel` is told where this call is given up, `look` is called now and then.
+        """
         over: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def run(rank: int, act: Callable[[], object]) -> None:
@@ -196,16 +217,19 @@ class Gather:
             over.put((rank, fault))
 
         for rank, act in acts.items():
-            threads.run(lambda rank=rank, act=act: run(rank, act), "part")  # type: ignore[misc]
+            threads.run(partial(run, rank, act), "part")
         raised: BaseException | None = None
         todo = len(acts)
         with self._deadline.wakes(over):
             while todo:
-                event = over.get()  # each act ends by the deadline
+                look()
+                try:
+                    event = over.get(timeout=TICK)  # each act ends by the deadline
+                except queue.Empty:
+                    continue
                 if isinstance(event, InterruptedTransfer):
                     raised = event
-                    if cancel is not None:
-                        cancel(event)
+                    cancel(event)
                     continue
                 todo -= 1
                 rank, fault = event
@@ -236,6 +260,8 @@ class Gather:
                 self._bring(cuts)
 
     def _agreed_step(self) -> int | None:
+        if not self._records:
+            raise next(iter(self._lost.values()))
         steps = {rank: record.step for rank, record in self._records.items()}
         found = set(steps.values())
         if len(found) > 1:
@@ -253,8 +279,6 @@ class Gather:
         if it would have."""
         ordered = {rank: self._records[rank] for rank in self._sources if rank in self._records}
         try:
-            if not ordered:
-                raise MismatchError("no source is left")
             whole = whole_of(ordered)
             loading = Loading(
                 _LiveStep(whole),
@@ -300,13 +324,14 @@ class Gather:
                 self._progress(min(total, before + sum(list(done.values()))), total)
 
             talk = self._talks[rank]
-            got = self._receive(rank, talk.select(list(asked.values())), moved)
+            transfer = talk.select(list(asked.values()))
+            got = self._receive(rank, transfer, self._deadline, Stopwatch(), progress=moved)
             boxes = list(_checked(got.state, asked, self._records[rank]))
             self._boxes.update(zip(asked, boxes, strict=True))
             self._came[rank] = self._came.get(rank, 0) + sum(box.nbytes for box in boxes)
             self._reports.append(got.report)
 
-        self._each({rank: lambda r=rank, a=asked: fetch(r, a) for rank, asked in cuts.items()})  # type: ignore[misc]
+        self._each({rank: partial(fetch, rank, asked) for rank, asked in cuts.items()})
 
     def _take(self, wish: Wish) -> torch.Tensor:
         return self._boxes[_key(wish)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -13,6 +14,20 @@ from torchrelay.state.outline import outline
 from torchrelay.stores.planning import replicas_of
 from torchrelay.stores.plans import resolve_items
 from torchrelay.transports.wire import Cut
+
+
+def shared(make: Callable[[], Holding]) -> Callable[[], Holding]:
+    """A function that makes a holding when it is first called, and gives the same ever after."""
+    made: list[Holding] = []
+    lock = threading.Lock()
+
+    def get() -> Holding:
+        with lock:
+            if not made:
+                made.append(make())
+            return made[0]
+
+    return get
 
 
 class Holding:

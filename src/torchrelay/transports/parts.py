@@ -75,7 +75,9 @@ class Branch:
             peer.give_up(text, late=isinstance(fault, TransferTimeoutError))
             peer.line.send(wire.Abort(wire.text(f"the sender gave up on this rank: {text}")))
         finally:
-            self._over()
+            over = self._over
+            del self._describe, self._serve, self._over  # they lead to the state, and back here
+            over()
 
     def _talk(self) -> None:
         peer = self._peer

@@ -106,7 +106,7 @@ class Receiving:
         self._nonce = b"" if route == "group" else secrets.token_bytes(wire.NONCE_BYTES)
         self._proof: place.Proof | None = None
         self.berth = Berth()
-        self._watch = watch
+        self.watch = watch
         self._progress = progress
         self._landing: Landing | None = None
         self._said_goodbye = self._whole = False
@@ -129,14 +129,14 @@ class Receiving:
             late = isinstance(fault, TransferTimeoutError | InterruptedTransfer)
             self._goodbye(wire.Leave(wire.text(fault), late))
             if isinstance(fault, TornStateError):  # it names what is old and what is new
-                fault.rank, fault.phase = self._sender, self._watch.phase
+                fault.rank, fault.phase = self._sender, self.watch.phase
                 fault.step = self.manifest.step if self.manifest else None
             elif self._landing is not None and self._landing.torn and isinstance(fault, Exception):
                 raise TornStateError(
                     "the destination is part old, part new: receive into it again, or load it",
                     rank=self._sender,
                     step=self.manifest.step if self.manifest else None,
-                    phase=self._watch.phase,
+                    phase=self.watch.phase,
                 ) from fault
             raise
         finally:
@@ -146,7 +146,7 @@ class Receiving:
             self._line.leave()
 
     def _run(self) -> Landed:
-        with self._watch("join"):
+        with self.watch("join"):
             known = self._offers.of(self._sender)
             self._line.send(self._join(known.digest))
             offer = self._offers.full(self._sender, self._expect(wire.Offer), known)
@@ -178,18 +178,18 @@ class Receiving:
                 go = wire.Go(self._sender, threads=offer.threads)  # nobody else to wait for
             else:
                 go = self._expect(wire.Go)
-        with self._watch("data"):
+        with self.watch("data"):
             self.verified = _verified(offer, self.choice.route)
             if self._ways is None or offer.memory is None:
                 self._take_in(offer, landing, go)
             else:
                 self._pull(offer.memory, landing, self._ways, go)
-        with self._watch("commit"):
+        with self.watch("commit"):
             landed = landing.commit()
             settle()
         self._whole = True
         self._goodbye(wire.Done())
-        with self._watch("pass on"):
+        with self.watch("pass on"):
             assert self.intake is not None
             self.intake.finish()
         if self._ways is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,11 @@ class Report:
         total = sum(self.predicted.values())
         lines.append(f"  {'total':10s} {total:10.4f} {self.total_seconds:10.4f}")
         return "\n".join(lines)
+
+
+class Received(NamedTuple):
+    """What `recv` returns: the state, its step, and the report."""
+
+    state: Any
+    step: int | None
+    report: Report

@@ -59,7 +59,7 @@ class Sending:
     ) -> None:
         self._post = post
         self._me = post.group.rank()
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._chunks = snapshot.chunks
         self._step = snapshot.manifest.step
         self._device = post.carrier(devices_of(snapshot.manifest.storages))
@@ -69,7 +69,7 @@ class Sending:
         # Digests guard what crosses a wire; memory that the kernel copies, by choice alone.
         self._verify = verify is not False
         self._route = route
-        self._watch = watch
+        self.watch = watch
         self._progress = progress
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._worker = Worker(hashers())
@@ -102,12 +102,12 @@ class Sending:
             with self._deadline.wakes(self._events):
                 if self._route != "group":
                     self._serving.get_ready()
-                with self._watch("join"):
+                with self.watch("join"):
                     self._join()
                 if self._in("accepted"):
-                    with self._watch("data"), self._alone():
+                    with self.watch("data"), self._alone():
                         self._transfer()
-                with self._watch("parts"):
+                with self.watch("parts"):
                     while self._in("apart"):
                         self._take(TICK)  # each branch ends by the deadline
         except BaseException as cause:
@@ -124,7 +124,7 @@ class Sending:
             self._serving.close()
             self.berth.end(keep=all(peer.stage == "done" for peer in self.peers.values()))
         sent = f"{self.wire_bytes} of {self._chunks.stream_bytes} bytes sent"
-        fault = outcome(self.peers.values(), sent=sent, step=self._step, phase=self._watch.phase)
+        fault = outcome(self.peers.values(), sent=sent, step=self._step, phase=self.watch.phase)
         if fault is not None:
             raise fault
 
@@ -179,7 +179,7 @@ class Sending:
             near = self._route != "group" and not place.apart(place.here(), join.place)
             self.berth = self._post.channels.propose(peer.rank, self._connections, near=near)
         offer = wire.Offer(
-            self._snapshot.encoded(columns=join.minor >= wire.COLUMNS),
+            self.snapshot.encoded(columns=join.minor >= wire.COLUMNS),
             self._verify,
             self._device,
             memory,
@@ -291,7 +291,7 @@ class Sending:
             self._progress(total, total)
 
     def _check_unchanged(self) -> None:
-        if (path := self._snapshot.changed()) is not None:
+        if (path := self.snapshot.changed()) is not None:
             raise StateError(
                 "changed while it was sent: keep the state as it is until send returns",
                 step=self._step,
