@@ -31,8 +31,7 @@ from torchrelay.transports.costs import Costs
 from torchrelay.transports.cuda_ipc import Exports, Openings
 from torchrelay.transports.group import GRACE, Bell, Line, Post, post_of
 from torchrelay.transports.offers import Offers
-from torchrelay.transports.parts import Branch
-from torchrelay.transports.peers import Peer
+from torchrelay.transports.parts import Branch, MakeBranch
 from torchrelay.transports.progress import Progress, ProgressCallback, reporter, untold
 from torchrelay.transports.readings import Readings
 from torchrelay.transports.receiver import Receiving, answer
@@ -167,7 +166,7 @@ class Relay:
 
     def _branches(
         self, state: object, step: int | None, deadline: Deadline, route: str | None
-    ) -> Callable[[Peer, Callable[[], None]], Branch]:
+    ) -> MakeBranch:
         """How receivers are served that take parts of a state."""
         describe = shared(lambda: Holding(unwrap(state).state, step))
 
@@ -190,7 +189,7 @@ class Relay:
         route: str | None,
         watch: Stopwatch,
         progress: Callable[[int, int], None],
-        branch: Callable[[Peer, Callable[[], None]], Branch] | None = None,
+        branch: MakeBranch | None = None,
     ) -> Sending:
         return Sending(
             self._post,
@@ -230,7 +229,7 @@ class Relay:
         route: str | None,
         watch: Stopwatch,
         progress: Callable[[int, int], None],
-        branch: Callable[[Peer, Callable[[], None]], Branch],
+        branch: MakeBranch,
     ) -> Report:
         sending = self._sending(
             snapshot, lines, deadline, join_timeout, route, watch, progress, branch

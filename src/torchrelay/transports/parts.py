@@ -116,6 +116,38 @@ class Branch:
             ) from None
 
 
+MakeBranch = Callable[[Peer, Callable[[], None]], Branch]
+
+
+class Branches:
+    """The receivers of one send that take parts."""
+
+    def __init__(self, make: MakeBranch | None, over: Callable[[], None]) -> None:
+        self._make, self._over = make, over
+        self._branches: dict[int, Branch] = {}
+
+    @property
+    def served(self) -> bool:
+        """Whether this send has parts to give."""
+        return self._make is not None
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(branch.wire_bytes for branch in self._branches.values())
+
+    def begin(self, peer: Peer) -> None:
+        assert self._make is not None
+        peer.stage, peer.joined_at = "apart", time.monotonic()
+        self._branches[peer.rank] = self._make(peer, self._over)
+
+    def hear(self, peer: Peer, message: wire.Message | Exception) -> None:
+        self._branches[peer.rank].hear(message)
+
+    def stop(self, why: str, seconds: float) -> None:
+        for branch in self._branches.values():
+            branch.stop(why, seconds)
+
+
 class Conversation:
     """The receiver's end with one sender."""
 

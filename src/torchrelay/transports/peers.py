@@ -17,6 +17,8 @@ from torchrelay.errors import (
 from torchrelay.transports import fanout, place, wire
 from torchrelay.transports.group import Line, Post
 
+UNTAKEN = 64  # messages that a receiver which goes on asking has not taken
+
 
 @dataclass(frozen=True)
 class Said:
@@ -51,6 +53,11 @@ class Peer:
     joined_at: float = 0.0
     knocked_at: float = 0.0
     lane: int = 1  # the last one that it has asked for chunks on
+
+    @property
+    def deaf(self) -> bool:
+        """Whether it does not take what it is told."""
+        return self.line.untaken > UNTAKEN
 
     def may_ask(self, need: wire.Need, chunks: int) -> bool:
         """Whether these are chunks that there are, each once, on a lane that was not used."""

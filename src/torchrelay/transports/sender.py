@@ -10,6 +10,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torchrelay.errors import StateError
 from torchrelay.memory.pool import cores
@@ -23,14 +24,13 @@ from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
 from torchrelay.transports.offers import shortened
 from torchrelay.transports.outflow import Hashed, Outflow, Sent
-from torchrelay.transports.parts import Branch
+from torchrelay.transports.parts import Branches, MakeBranch
 from torchrelay.transports.peers import Peer, Said, go, hang_up, outcome, tell_hashes
 from torchrelay.transports.ring import Rings
 from torchrelay.transports.routes import ROUTES
 from torchrelay.transports.serving import Serving
 from torchrelay.transports.worker import Worker, hashers
 
-UNTAKEN = 64  # messages that a receiver which goes on asking has not taken
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
 
 
@@ -55,7 +55,7 @@ class Sending:
         exports: Exports,
         watch: Stopwatch,
         progress: Callable[[int, int], None],
-        branch: Callable[[Peer, Callable[[], None]], Branch] | None = None,
+        branch: MakeBranch | None = None,
     ) -> None:
         self._post = post
         self._me = post.group.rank()
@@ -78,8 +78,7 @@ class Sending:
         self._connections = connections
         self.berth = Berth()
         self.peers = {rank: Peer(rank, line) for rank, line in receivers.items()}
-        self._branch = branch
-        self._branches: dict[int, Branch] = {}
+        self.parts = Branches(branch, partial(self._events.put, None))
         self._hops: list[fanout.Hop] = []
         self._patience = 0.0
         self._joining = True
@@ -88,8 +87,7 @@ class Sending:
 
     @property
     def wire_bytes(self) -> int:
-        apart = sum(branch.wire_bytes for branch in self._branches.values())
-        return self._out.wire_bytes + self._serving.filled_bytes + apart
+        return self._out.wire_bytes + self._serving.filled_bytes + self.parts.wire_bytes
 
     @property
     def messages(self) -> int:
@@ -107,9 +105,8 @@ class Sending:
                 if self._in("accepted"):
                     with self.watch("data"), self._alone():
                         self._transfer()
-                with self.watch("parts"):
-                    while self._in("apart"):
-                        self._take(TICK)  # each branch ends by the deadline
+                while self._in("apart"):
+                    self._take(TICK)  # each branch ends by the deadline
         except BaseException as cause:
             self._abort(f"the sender gave up: {cause}")
             raise
@@ -286,8 +283,7 @@ class Sending:
 
     def _count_pulled(self) -> None:
         """What receivers take themselves is counted once one has all, unless chunks are posted."""
-        total = self._chunks.stream_bytes
-        if total and not self._out.streams:
+        if (total := self._chunks.stream_bytes) and not self._out.streams:
             self._progress(total, total)
 
     def _check_unchanged(self) -> None:
@@ -353,7 +349,7 @@ class Sending:
             peer.settle(message)
             return
         if peer.stage == "apart":
-            self._branches[peer.rank].hear(message)
+            self.parts.hear(peer, message)
             return
         if isinstance(message, Exception):
             if peer.stage == "called" and peer.line.adopted:
@@ -362,9 +358,8 @@ class Sending:
                 self._fail(peer, str(message))
         elif isinstance(message, wire.Join) and peer.stage == "called":
             self._joined(peer, message)
-        elif isinstance(message, wire.Survey) and peer.stage == "called" and self._branch:
-            peer.stage, peer.joined_at = "apart", time.monotonic()
-            self._branches[peer.rank] = self._branch(peer, lambda: self._events.put(None))
+        elif isinstance(message, wire.Survey) and peer.stage == "called" and self.parts.served:
+            self.parts.begin(peer)
         elif isinstance(message, wire.Accept) and peer.stage == "joined":
             if message.route not in ROUTES:
                 self._fail(peer, f"took route {message.route!r}, which is not known here")
@@ -384,7 +379,7 @@ class Sending:
                 self._fail(peer, "asked for a chunk or slot that does not exist, or is not free")
         elif isinstance(message, wire.Pulled) and peer.stage == "accepted":
             peer.pulled, peer.trailed = True, False
-            if peer.line.untaken > UNTAKEN:
+            if peer.deaf:
                 self._fail(peer, "asks, and does not take the answers")
         elif isinstance(message, wire.Refuse):
             peer.stage, peer.reason, peer.refusal = "refused", message.message, message
@@ -494,8 +489,7 @@ class Sending:
         return [peer for peer in self.peers.values() if peer.stage in stages]
 
     def _abort(self, reason: str) -> None:
-        for branch in self._branches.values():
-            branch.stop(reason, GRACE)
+        self.parts.stop(reason, GRACE)
         for peer in self._in("joined", "accepted"):
             peer.give_up(reason)
             peer.line.send(wire.Abort(wire.text(reason)))
