@@ -27,5 +27,5 @@ def pool4() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def pool8() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
+    with RankPool(8, forks=True) as pool:
         yield pool

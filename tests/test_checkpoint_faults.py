@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.cuts import stores_with
+from tests.support.forks import servers
 from tests.support.ranks import Killed, RankPool, Ranks, reached
 from tests.support.saved import equal, state, which
 from tests.support.saver import is_gone
@@ -349,9 +349,8 @@ class Member:
 
 def test_the_process_with_the_groups_store_is_gone() -> None:
     """torch keeps a job's store in rank 0: its death is no raw socket error here."""
-    context = get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=host_store, args=(theirs,), daemon=True)
+    ours, theirs = servers.Pipe()
+    process = servers.Process(target=host_store, args=(theirs,), daemon=True)
     process.start()
     try:
         assert ours.poll(60)
@@ -518,12 +517,10 @@ def test_a_lost_writer_process_is_told_and_replaced(tmp_path: Path) -> None:
 
 # Processes that end ------------------------------------------------------------------------------
 
-_forks = get_context("forkserver")
-
 
 def started(act: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
-    ours, theirs = _forks.Pipe()
-    process = _forks.Process(target=act, args=(theirs, *args), daemon=False)
+    ours, theirs = servers.Pipe()
+    process = servers.Process(target=act, args=(theirs, *args), daemon=False)
     process.start()
     theirs.close()
     return process, ours

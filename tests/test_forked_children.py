@@ -20,18 +20,17 @@ import torch
 
 import torchrelay as tr
 from tests.support.cuts import stores_with
+from tests.support.forks import servers
 from tests.support.saved import equal, state, which
 from torchrelay.stores.files import Files
 
 SECONDS = 5.0  # in which whatever is to be at once is over, also on a machine that is busy
-_servers = multiprocessing.get_context("forkserver")
-_servers.set_forkserver_preload(["tests.support.saver"])
 
 
 def in_process(act: Callable[..., Any], *args: Any) -> Any:
     """Call in a process that may fork; raises what it raised."""
-    ours, theirs = _servers.Pipe(duplex=False)
-    process = _servers.Process(target=_call, args=(theirs, act, args))
+    ours, theirs = servers.Pipe(duplex=False)
+    process = servers.Process(target=_call, args=(theirs, act, args))
     process.start()
     theirs.close()
     try:
@@ -253,7 +252,7 @@ def test_a_save_under_way_is_finished_when_its_multiprocessing_child_ends(
     if kind == "fork":
         assert in_process(run_forked, root) == 0
     else:
-        process = _servers.Process(target=end_with_a_save, args=(root,))
+        process = servers.Process(target=end_with_a_save, args=(root,))
         process.start()
         process.join(60)
         assert process.exitcode == 0

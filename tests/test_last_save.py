@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.cuts import stores_with
+from tests.support.forks import servers
 from tests.support.ranks import Exited, RankPool, run_ranks
 from tests.support.saved import equal
 from torchrelay.checkpointer import stopping
@@ -262,7 +262,6 @@ def end_alone(link: Any, root: str) -> None:
 
 @pytest.mark.parametrize("gap", [0.0, 0.05])
 def test_a_second_signal_does_not_break_off_the_last_save(tmp_path: Path, gap: float) -> None:
-    servers = multiprocessing.get_context("forkserver")
     ours, theirs = servers.Pipe()
     process = servers.Process(target=end_alone, args=(theirs, str(tmp_path)), daemon=True)
     process.start()

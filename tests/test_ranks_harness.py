@@ -90,7 +90,7 @@ def test_phases_hold_and_kill():
 
 
 def test_pool_survives_failure_hang_and_bad_result():
-    with RankPool(2) as pool:
+    with RankPool(2, forks=True) as pool:
         first = pool.run(_sum, 1)
         assert pool.run(_sum, 1) == first
         assert [t.tolist() for t in pool.run(_tensor)] == [[0.0] * 3, [1.0] * 3]
@@ -100,6 +100,7 @@ def test_pool_survives_failure_hang_and_bad_result():
         assert next(iter(failed.value.failures)) == 1
         assert "_fail_on_one" in failed.value.failures[1]
 
+        pool.run(_sum, 1)  # so that the workers have imported this module when the second begins
         started = time.monotonic()
         with pytest.raises(RanksTimedOut) as late:
             pool.run(_sleep_on_one, timeout=1)

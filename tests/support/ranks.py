@@ -6,9 +6,10 @@ A function is module-level, takes `(rank, group, *args)` and returns something p
     with Ranks(fn, 2, state) as ranks:   the same with hands on: kill, stop, phases
     RankPool(2).run(fn, state)           workers stay, calls follow one another (fast)
 
-Children rendezvous over a file, open no fixed port, and go away when their parent does. A child
-that has reported stays until every result is in, so that its connections do not break under the
-others.
+Children of the first two are forks of a server that has torch imported; those of a pool are, unless
+told otherwise, interpreters of their own, each with its own hash seed. They rendezvous over a file,
+open no fixed port, and go away when their parent does. A child that has reported stays until every
+result is in, so that its connections do not break under the others.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.support.forks import servers, take_environment
 
 FAILURE_GRACE = 3.0
 """Seconds the other ranks get to report once one has failed."""
@@ -43,6 +46,8 @@ HOLD_SECONDS = 30.0
 """How long `reached(..., hold=True)` waits for the parent's release."""
 START_SECONDS = 60.0
 """How long the workers of a pool may take to form their group."""
+STOP_SECONDS = 10.0
+"""How long the kernel may take to stop a process."""
 
 
 class RankFailed(Exception):
@@ -133,8 +138,10 @@ def _child_main(
     scratch: str,
     backend: str,
     group_timeout: float,
+    environment: dict[str, str],
 ) -> None:
     global _channel
+    take_environment(environment)
     stacks = open(_stack_file(scratch, rank), "w")  # noqa: SIM115 - open for the process's life
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     channel = _channel = _Channel(conn)
@@ -178,7 +185,7 @@ def _stack_file(scratch: str, rank: int) -> Path:
 @dataclass
 class _Worker:
     rank: int
-    process: SpawnProcess
+    process: BaseProcess
     conn: Connection
     ready: bool = False
     done: bool = False
@@ -211,19 +218,21 @@ class _Workers:
         group_timeout: float,
         expect_killed: Collection[int] = (),
         expect_exit: Mapping[int, int] | None = None,
+        forks: bool = True,
     ) -> None:
         self.expect_killed = set(expect_killed)
         self.expect_exit = dict(expect_exit or {})
         self.scratch = tempfile.mkdtemp(prefix="ranks-")
         self.workers: list[_Worker] = []
         self._failed_order: list[int] = []
-        spawn = get_context("spawn")
+        common = world_size, self.scratch, backend, group_timeout, dict(os.environ)
+        context = servers if forks else get_context("spawn")
         try:
             for rank in range(world_size):
-                ours, theirs = spawn.Pipe(duplex=True)
-                process = spawn.Process(
+                ours, theirs = context.Pipe(duplex=True)
+                process = context.Process(
                     target=_child_main,
-                    args=(theirs, rank, world_size, self.scratch, backend, group_timeout),
+                    args=(theirs, rank, *common),
                     name=f"rank-{rank}",
                     daemon=True,
                 )
@@ -358,6 +367,13 @@ class _Workers:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
+def state_of(pid: int) -> str:
+    """The kernel's letter for what a process does: T is stopped, Z is over, X is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0]
+    return "X"
+
+
 def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
@@ -397,7 +413,7 @@ class Ranks:
         self._set.close()
 
     @property
-    def processes(self) -> list[SpawnProcess]:
+    def processes(self) -> list[BaseProcess]:
         """The child of each rank; `processes[rank].pid` is its process id."""
         return [w.process for w in self._set.workers]
 
@@ -411,8 +427,11 @@ class Ranks:
         """SIGSTOP, and wait until the process stands still."""
         worker = self._set.workers[rank]
         worker.signal(signal.SIGSTOP)
-        if worker.process.pid is not None:
-            os.waitid(os.P_PID, worker.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        deadline = time.monotonic() + STOP_SECONDS
+        while worker.process.pid is not None and state_of(worker.process.pid) not in "TZX":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank} does not stop")
+            time.sleep(0.001)  # it is the fork server's child: nobody else can wait for it
 
     def cont(self, rank: int) -> None:
         """SIGCONT."""
@@ -481,9 +500,15 @@ class RankPool:
     """Ranks that stay: spawned at the first `run`, and again after a call that failed."""
 
     def __init__(
-        self, world_size: int, *, backend: str = "gloo", group_timeout: float = 60
+        self,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        group_timeout: float = 60,
+        forks: bool = False,
     ) -> None:
         self.world_size = world_size
+        self._forks = forks
         self._backend = backend
         self._group_timeout = group_timeout
         self._set: _Workers | None = None
@@ -530,7 +555,10 @@ class RankPool:
                 return self._set
             self.close()
         workers = self._set = _Workers(
-            self.world_size, backend=self._backend, group_timeout=self._group_timeout
+            self.world_size,
+            backend=self._backend,
+            group_timeout=self._group_timeout,
+            forks=self._forks,
         )
 
         def started() -> bool:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 import torch
 
 import torchrelay as tr
+from tests.support.forks import servers
+from tests.support.ranks import state_of
 from tests.support.saved import training
 from torchrelay.checkpointer import KeepLast
-
-_servers = get_context("forkserver")
-_servers.set_forkserver_preload(["tests.support.saver"])
 
 
 def start(root: str, first: int, seed: int) -> tuple[ForkServerProcess, Connection]:
     """Start one; its reports come through the connection, until it is killed."""
-    ours, theirs = _servers.Pipe(duplex=False)
-    process = _servers.Process(target=_save_on, args=(root, first, seed, theirs), daemon=True)
+    ours, theirs = servers.Pipe(duplex=False)
+    process = servers.Process(target=_save_on, args=(root, first, seed, theirs), daemon=True)
     process.start()
     theirs.close()
     return process, ours
@@ -66,6 +63,4 @@ def _save_on(root: str, first: int, seed: int, link: Connection) -> None:
 
 def is_gone(pid: int) -> bool:
     """Whether a process has ended; one that nobody has waited for counts as ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] in "ZX"
-    return True
+    return state_of(pid) in "ZX"

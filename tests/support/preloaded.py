@@ -1,0 +1,17 @@
+"""What children of the fork server find imported. See `tests.support.forks`."""
+
+import hypothesis  # noqa: F401
+import numpy.lib.recfunctions  # noqa: F401
+import pytest  # noqa: F401
+import torch.distributed._shard.sharded_tensor
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import torch.testing  # noqa: F401
+
+import tests.support.faults
+import tests.support.loop
+import tests.support.saver
+import tests.support.ways  # noqa: F401
+import torchrelay.dropin  # noqa: F401
