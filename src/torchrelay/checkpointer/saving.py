@@ -39,14 +39,14 @@ from torchrelay.memory.device import DeviceCopy
 from torchrelay.state.objects import unwrap
 from torchrelay.state.outline import Named, outline
 from torchrelay.state.pause import gc_paused
-from torchrelay.stores import plans
+from torchrelay.stores import plan_limits, plans
 from torchrelay.stores.drafting import Share, Written, commit_record
 from torchrelay.stores.local import token
 from torchrelay.stores.planning import Planning
 from torchrelay.stores.seam import Store
 from torchrelay.stores.writer_client import WriterProcess
 from torchrelay.stores.writing import WORKERS
-from torchrelay.transports.assembly import Assembly, Call
+from torchrelay.transports.assembly import COORDINATOR, Assembly, Call
 from torchrelay.transports.clock import Deadline, Stopwatch
 
 RETRY_SECONDS = 1.0  # before the second attempt of a save; twice as long before each later one
@@ -73,6 +73,12 @@ class _Go(msgspec.Struct, array_like=True):
 
 _ready = msgspec.msgpack.Decoder(_Ready)
 _go = msgspec.msgpack.Decoder(_Go)
+
+
+def _ready_of(data: bytes, rank: int) -> _Ready:
+    found = plan_limits.read(_ready, data, rank)
+    plan_limits.check_items(found.local.items, rank)
+    return found
 
 
 @dataclass
@@ -190,7 +196,7 @@ class Saver:
                 return ready if alone else msgspec.msgpack.encode(ready)
 
             def decide(said: list[Any]) -> list[Any]:
-                ready = said if alone else [_ready.decode(data) for data in said]
+                ready = said if alone else [_ready_of(data, r) for r, data in enumerate(said)]
                 locals_ = [one.local for one in ready]
                 save.deadline.hasten(min(one.left for one in ready))
                 finals = self._planning.decide(locals_)
@@ -210,7 +216,8 @@ class Saver:
             except BaseException:
                 self._planning.forget()
                 raise
-            go = heard if alone else _go.decode(heard)
+            go = heard if alone else plan_limits.read(_go, heard, COORDINATOR)
+            plan_limits.check_items(go.final.items, COORDINATOR)
             save.token, save.mark, save.planned = go.token, go.mark, not dry
             save.deadline.hasten(go.left)
             if save.draft is None:
@@ -410,7 +417,7 @@ class Saver:
 
     def _commit(self, save: Save, share: Share, written: Written) -> Saved:
         def decide(said: list[bytes]) -> list[bytes]:
-            shares = [_written.decode(data) for data in said]
+            shares = [plan_limits.read(_written, data, r) for r, data in enumerate(said)]
             assert save.outlines is not None and save.draft is not None
             save.draft.commit(commit_record(save.step, shares, save.outlines, self._version))
             return [b""] * len(said)

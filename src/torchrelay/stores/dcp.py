@@ -35,7 +35,7 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.state.memory import Region
-from torchrelay.state.outline import Outline, outline
+from torchrelay.state.outline import outline
 from torchrelay.state.parcel import unpack
 from torchrelay.stores import blobs, plans
 from torchrelay.stores.drafting import Share, Written, check_files, commit_record, sealed
@@ -189,14 +189,14 @@ class Writer(StorageWriter):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 
-def _values(drafted: plans.Drafted) -> dict[str, Outline]:
+def _values(drafted: plans.Drafted) -> dict[str, plans.Told]:
     """Objects that are plain values go into the commit record, and not into a file."""
     values = {}
     for name, (kind, data) in list(drafted.objects.items()):
         if kind == blobs.STATE:
             found = outline(unpack(data)).outline
             if not found.names:
-                values[name] = found
+                values[name] = plans.Told.of(found)
                 del drafted.objects[name]
     return values
 

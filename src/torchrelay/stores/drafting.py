@@ -13,10 +13,9 @@ from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.state.leaves import parts
 from torchrelay.state.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf
 from torchrelay.state.memory import Region
-from torchrelay.state.outline import Outline
 from torchrelay.state.stream import Stream
 from torchrelay.stores.layout import FileLayout
-from torchrelay.stores.plans import Drafted, Outlines, with_objects
+from torchrelay.stores.plans import Drafted, Outlines, Told, with_objects
 from torchrelay.stores.records import (
     Blob,
     Checkpoint,
@@ -51,7 +50,7 @@ class Written(msgspec.Struct, array_like=True, frozen=True):
     files: list[DataFile]
     boxes: list[Box]
     blobs: list[Blob]
-    values: dict[str, Outline] = {}  # objects that are plain values, by name
+    values: dict[str, Told] = {}  # objects that are plain values, by name
     origins: tuple[tuple[str, str], ...] = ()  # see `Drafted`
     dtypes: tuple[tuple[str, str], ...] = ()
 

@@ -21,6 +21,7 @@ from torchrelay.state.paths import Path
 from torchrelay.state.pathtree import Key, tree_of_paths
 from torchrelay.state.tensors import NAMES
 from torchrelay.stores.drafting import Written
+from torchrelay.stores.plans import Told
 
 GROUPS, PARAMS, STATE = "param_groups", "params", "state"
 _NOTHING = m.DictNode("dict", (), ())
@@ -69,7 +70,7 @@ def _paths(metadata: Metadata) -> dict[str, Path]:
     return paths | {name: (name,) for name in entries if name not in paths}
 
 
-def _optimizers(paths: Mapping[str, Path], values: Mapping[str, Outline]) -> dict[Path, _Keys]:
+def _optimizers(paths: Mapping[str, Path], values: Mapping[str, Told]) -> dict[Path, _Keys]:
     """Where states of optimizers are, and the numbers by which each knows its parameters."""
     found: dict[Path, _Keys] = {}
     for name, path in paths.items():

@@ -21,7 +21,7 @@ from torchrelay.state.outline import Named
 from torchrelay.state.parcel import pack
 from torchrelay.stores import plans
 from torchrelay.stores.layout import Entry, FileLayout, arrange
-from torchrelay.stores.plans import Drafted, FinalPlan, LocalPlan
+from torchrelay.stores.plans import Drafted, FinalPlan, LocalPlan, Told
 
 SMALL_BYTES = 64 << 10  # of plain tensors that is compared between ranks
 SAMPLES = 4
@@ -83,12 +83,13 @@ class Planning:
         self._signature = _signature(named) if self._given is None else []
         if last is not None and last.signature == self._signature:
             self._planner, self._repeated = last.planner, last
-            return LocalPlan(named.outline, [], b"", True, replicas, same=True)
+            return LocalPlan(Told.of(named.outline), [], b"", True, replicas, same=True)
         planner = self._planner = self._given or DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(named.tensors), None, self._rank == 0)
         plan = planner.create_local_plan()
         data = pack(plan.planner_data)
-        return LocalPlan(named.outline, plans.items_of(plan), data, plan.usable, replicas)
+        items = plans.items_of(plan)
+        return LocalPlan(Told.of(named.outline), items, data, plan.usable, replicas)
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -33,29 +33,55 @@ from torch.distributed.checkpoint.planner import (
 
 from torchrelay.errors import CheckpointError
 from torchrelay.state import tensors as t
+from torchrelay.state.keys import check_keys
+from torchrelay.state.manifest import MAX_DIMS, MAX_STREAM_BYTES, Leaf, Node
 from torchrelay.state.outline import Outline
 from torchrelay.state.parcel import unpack
 from torchrelay.stores import blobs
 from torchrelay.stores.layout import Entry
 from torchrelay.stores.records import Own
 
+Kind = Literal["TENSOR", "SHARD", "BYTE_IO"]  # names of `WriteItemType`
+_Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_STREAM_BYTES)]
+Lengths = Annotated[tuple[_Length, ...], msgspec.Meta(max_length=MAX_DIMS)]
+
 
 class Item(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A `WriteItem`: what of which tensor is to be written, or an object (`box` None)."""
 
     name: str
-    kind: str
-    offset: tuple[int, ...] | None
+    kind: Kind
+    offset: Lengths | None
     index: int | None
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    box: tuple[Lengths, Lengths] | None = None
     dtype: str = ""
-    shape: tuple[int, ...] = ()
+    shape: Lengths = ()
+
+
+class Told(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An `Outline` as a message. Its strides are pairs: the decoder would make a dict of another
+    rank's numbers before anybody could see whether it is one that works."""
+
+    tree: Node
+    leaves: tuple[Leaf, ...]
+    names: tuple[str, ...]
+    strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, outline: Outline) -> Told:
+        return cls(outline.tree, outline.leaves, outline.names, tuple(outline.strides.items()))
+
+    @property
+    def outline(self) -> Outline:
+        """`ManifestError` where the strides are not those of an outline."""
+        check_keys(tuple(index for index, _ in self.strides))
+        return Outline(self.tree, self.leaves, self.names, dict(self.strides))
 
 
 class LocalPlan(msgspec.Struct, array_like=True, frozen=True):
     """What a rank tells the coordinator before a save."""
 
-    outline: Outline | None
+    outline: Told | None
     items: list[Item]
     data: bytes  # the plan's `planner_data`, packed
     usable: bool = True
@@ -99,7 +125,7 @@ def renames(locals_: list[LocalPlan]) -> list[dict[str, str]]:
 
 def merge_outlines(locals_: list[LocalPlan]) -> Outlines:
     """Hold each distinct outline once, and what single ranks have of their own apart."""
-    bases: list[Outline] = []
+    bases: list[Told] = []
     known: dict[bytes, int] = {}
     ranks: list[int] = []
     own: dict[int, Own] = {}
@@ -125,10 +151,10 @@ def merge_outlines(locals_: list[LocalPlan]) -> Outlines:
         names = {i: renamed[name] for i, name in enumerate(outline.names) if name in renamed}
         if leaves or names:
             own[rank] = Own(leaves, names)
-    return Outlines(tuple(bases), tuple(ranks), own)
+    return Outlines(tuple(base.outline for base in bases), tuple(ranks), own)
 
 
-def _alike(one: Outline, other: Outline) -> bool:
+def _alike(one: Told, other: Told) -> bool:
     return (one.tree, one.names, one.strides) == (other.tree, other.names, other.strides)
 
 
@@ -207,13 +233,14 @@ def items_of(plan: SavePlan) -> list[Item]:
     for item in plan.items:
         index, data = item.index, item.tensor_data
         offset = None if index.offset is None else tuple(index.offset)
+        kind: Any = item.type.name
         if data is None:
-            items.append(Item(index.fqn, item.type.name, offset, index.index))
+            items.append(Item(index.fqn, kind, offset, index.index))
             continue
         box = (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         dtype = t.NAMES[data.properties.dtype]
         shape = tuple(data.size)
-        items.append(Item(index.fqn, item.type.name, offset, index.index, box, dtype, shape))
+        items.append(Item(index.fqn, kind, offset, index.index, box, dtype, shape))
     return items
 
 
