@@ -427,7 +427,8 @@ def test_a_stopped_rank_among_several_delays_nobody_else():
         scene = [result[number] for result in results]
         healthy = tuple(rank for rank in (1, 2, 3) if rank != victim)
         first = scene[0][0]
-        assert first.failed == (victim,) and first.receivers == healthy, (way, scene)
+        # Where the last word was on its way to it when it stopped, it may have the state.
+        assert (first.failed + first.unknown, first.receivers) == ((victim,), healthy), (way, scene)
         # A window to find out, some to judge, and far from the deadline.
         assert first.seconds < 8, scene
         for rank in (0, *healthy):

@@ -58,6 +58,7 @@ class Outcome(NamedTuple):
     weights: int | str | None = None
     failed: tuple[int, ...] = ()
     receivers: tuple[int, ...] = ()
+    unknown: tuple[int, ...] = ()
 
 
 def attempt(call: Callable[[], Any]) -> Outcome:
@@ -70,7 +71,8 @@ def attempt(call: Callable[[], Any]) -> Outcome:
         return Outcome(type(fault).__name__, f"{fault}{cause}", time.monotonic() - begun)
     seconds = time.monotonic() - begun
     report = result if isinstance(result, tr.Report) else result.report
-    return Outcome(None, "", seconds, None, tuple(report.failed), report.receivers)
+    unknown = tuple(report.unknown)
+    return Outcome(None, "", seconds, None, tuple(report.failed), report.receivers, unknown)
 
 
 def sent(relay: tr.Relay, seed: int, to: Any, timeout: float) -> Outcome:
