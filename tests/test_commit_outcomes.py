@@ -154,6 +154,7 @@ def slow_commit(rank: int, group: Any, root: str, what: str, background: bool) -
                 told = outcome(lambda: ckpt.save(2, state(2), timeout=3))
             seconds = time.monotonic() - begun
             before = ckpt.steps()
+            dist.barrier(group)  # every rank has looked
         finally:
             answers.set()
             if rank == 0:

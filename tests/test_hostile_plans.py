@@ -6,6 +6,7 @@ or end in an error that says nothing.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay.checkpointer import saving
-from torchrelay.errors import CheckpointError, RelayError
+from torchrelay.errors import CheckpointError, ManifestError, RelayError
+from torchrelay.resharding import record
+from torchrelay.resharding.owners import whole_of
+from torchrelay.resharding.record import RankBox, RankRecord
 from torchrelay.state.outline import outline
 from torchrelay.stores import plan_limits
 from torchrelay.stores.planning import Planning
@@ -129,9 +134,21 @@ def test_boxes_of_several_ranks_and_of_one_pass() -> None:
     plan_limits.check_items([msgspec.convert(item((0,), (0,), (0,)), Item)], 1)
 
 
-def speaks_nonsense(rank: int, group: Any, root: str) -> str:
-    import torchrelay as tr
+def test_a_live_rank_whose_boxes_have_one_hash_is_refused() -> None:
+    mine = outline({"w": torch.zeros(4, 4)}).outline
+    prime = (1 << 61) - 1
+    boxes = tuple(
+        RankBox("w", "float32", (2 * prime,) * 14, place, (1,) * 14)
+        for place in itertools.product((0, prime), repeat=14)
+    )
+    data = record.encode(RankRecord(step=1, outline=mine, boxes=boxes[:2000], plain={}))
+    begun = time.process_time()
+    with pytest.raises(ManifestError):
+        whole_of({0: record.decode(data)})
+    assert time.process_time() - begun < SECONDS
 
+
+def speaks_nonsense(rank: int, group: Any, root: str) -> str:
     checkpointer = tr.Checkpointer(root, group=group, timeout=20)
     if rank == 1:
         saving.msgspec = _Garbled()  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torchrelay.errors import MismatchError
 from torchrelay.resharding.record import RankRecord
 from torchrelay.state.validation import itemsize
-from torchrelay.stores.plans import LocalPlan, merge_outlines, renames
+from torchrelay.stores.plans import LocalPlan, Told, merge_outlines, renames
 from torchrelay.stores.records import ALIGN, Checkpoint, DataFile, Shard, StoredTensor, check
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
@@ -39,7 +39,8 @@ def whole_of(records: Mapping[int, RankRecord]) -> Whole:
     """
     ranks = list(records)
     plans = [
-        LocalPlan(record.outline, [], b"", replicas=record.plain) for record in records.values()
+        LocalPlan(Told.of(record.outline), [], b"", replicas=record.plain)
+        for record in records.values()
     ]
     names = renames(plans)
     outlines = merge_outlines(plans)

@@ -7,15 +7,15 @@ make up the commit record of a step that lies in the memory of live ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import msgspec
 
 from torchrelay.errors import ManifestError
 from torchrelay.state.keys import check_keys
+from torchrelay.state.manifest import MAX_DIMS, MAX_STREAM_BYTES
 from torchrelay.state.outline import Outline
 from torchrelay.state.pause import gc_paused
-
-MAX_DIMS = 64
 
 
 class RankBox(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -81,3 +81,6 @@ def check_box(box: RankBox) -> None:
     for offset, size, whole in zip(box.offsets, box.sizes, box.shape, strict=True):
         if offset < 0 or size < 1 or whole >= 1 << 62 or offset + size > whole:
             raise ManifestError(f"a box reaches out of its tensor {box.name[:80]!r}")
+    # Boxes are looked up by their offsets: of so few places not many can have one hash.
+    if prod(box.shape) > MAX_STREAM_BYTES:
+        raise ManifestError(f"a tensor of shape {box.shape[:8]}: {box.name[:80]!r}")
