@@ -266,3 +266,47 @@ def run_forked(root: str) -> int | None:
     process.start()
     process.join(40)
     return process.exitcode
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index))
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def train_beside_workers(root: str) -> tuple[list[int], list[int], float, list[int]]:
+    """A loop with a DataLoader of two workers and a pool, which saves beside them."""
+    at = 0
+    checkpointer = tr.Checkpointer(
+        root, timeout=30, keep=tr.KeepLast(20), save_on_signal=lambda: (100 + at, state(at))
+    )
+    sums = []
+    loader = torch.utils.data.DataLoader(
+        Rows(), batch_size=8, num_workers=2, persistent_workers=True
+    )
+    for at, batch in enumerate(loader):
+        checkpointer.save_async(at, state(at))
+        assert not checkpointer.tick(at)
+        sums.append(int(batch.sum()))
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # leaving it terminates them
+        assert pool.map(square, range(8)) == [n * n for n in range(8)]
+    del loader
+    begun = time.monotonic()
+    checkpointer.close()
+    seconds = time.monotonic() - begun
+    with tr.Checkpointer(root, read_only=True) as reader:
+        values = [which(reader.load(step=step).state, range(8)) for step in reader.steps()]
+        return sums, reader.steps(), seconds, values
+
+
+def test_workers_of_a_data_loader_and_of_a_pool_leave_saves_alone(tmp_path: Path) -> None:
+    sums, steps, seconds, values = in_process(train_beside_workers, str(tmp_path))
+    assert sums == [4 * sum(range(8 * n, 8 * n + 8)) for n in range(8)]
+    assert steps == values == list(range(8))
+    assert seconds < 4
