@@ -271,3 +271,14 @@ def test_gpu_kernels_and_matmul_loop_run_small(tmp_path: Path) -> None:
 def test_gpu_benchmark_runs_small() -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.staging", "--megabytes", "8", "--repeats", "1"]
     subprocess.run(command, check=True, timeout=110)
+
+
+def test_two_commits_run_side_by_side(tmp_path: Path) -> None:
+    """Here the tree beside itself: what is measured is the same on either side."""
+    out = tmp_path / "commits.json"
+    command = [sys.executable, "-m", "benchmarks.commits", ".", ".", "--small", "--laps", "1"]
+    chosen = ["--only", "20,000 x 4 KB", "--memory", str(tmp_path), "--out", str(out)]
+    subprocess.run([*command, *chosen], check=True, timeout=100, cwd=ROOT)
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 9
+    assert all(row["speed"] > 0 and len(row["seconds"][0]) == 1 for row in rows)

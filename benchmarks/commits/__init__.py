@@ -1,0 +1,1 @@
+"""Two commits of this repository side by side: `python -m benchmarks.commits BEFORE [AFTER]`."""

@@ -1,0 +1,175 @@
+"""Run the workloads on two commits, lap by lap in turn, and compare the medians."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.harness import machine
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("worker.py")
+RESULT = ROOT / "benchmarks" / "results" / "commits.json"
+BAR = 0.95  # of the speed before
+
+
+class Job(NamedTuple):
+    """What one lap does, on how many ranks."""
+
+    title: str
+    ranks: int
+    command: list[Any]
+
+
+def jobs(small: bool) -> list[Job]:
+    many, mib, width = (200, 16, 64) if small else (20_000, 512, 1024)
+    found = []
+    kinds = {"20,000 x 4 KB": ("small", many), "512 MiB in 16": ("large", mib)}
+    kinds["transformer, 96 tensors"] = ("transformer", width)
+    for title, (kind, scale) in kinds.items():
+        for mode in ("direct", "atomic", "new"):
+            found.append(Job(f"{title}, {mode}", 2, ["live", kind, scale, mode, 1, None]))
+        found.append(Job(f"{title}, by group", 2, ["live", kind, scale, "direct", 1, "group"]))
+    for mode in ("direct", "atomic", "new"):
+        title = f"512 MiB to three, {mode}"
+        found.append(Job(title, 4, ["live", "large", mib, mode, 3, None]))
+    for title, (kind, scale) in kinds.items():
+        for mode in ("save", "load", "load, not atomic", "stall"):
+            found.append(Job(f"{title}, {mode}", 2, ["durable", kind, scale, mode]))
+    found.append(Job("20,000 x 4 KB, plan alone", 2, ["plan", "small", many]))
+    return found
+
+
+class Crew:
+    """The ranks of one commit, which wait while those of the other run."""
+
+    def __init__(self, source: Path, size: int, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+        environment = {**os.environ, "PYTHONPATH": str(source / "src")}
+        self._ranks = [
+            subprocess.Popen(
+                [sys.executable, str(WORKER), str(rank), str(size), str(folder / "store"), folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                cwd=folder,
+            )
+            for rank in range(size)
+        ]
+        for rank in self._ranks:
+            self._answer(rank)
+
+    def lap(self, command: list[Any]) -> float:
+        """Seconds, as rank 0 tells them."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(json.dumps(command) + "\n")
+            rank.stdin.flush()
+        first, *_ = [float(self._answer(rank)) for rank in self._ranks]
+        return first
+
+    @staticmethod
+    def _answer(rank: subprocess.Popen[str]) -> Any:
+        assert rank.stdout is not None
+        line = rank.stdout.readline()
+        if not line:
+            raise RuntimeError("a rank has ended; its error is above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def checked_out(stack: ExitStack, revision: str, folder: Path) -> tuple[str, Path]:
+    """A commit's name and files; "." is the tree as it is."""
+    if revision == ".":
+        return "the tree as it is", ROOT
+    git = ["git", "-C", str(ROOT)]
+    name = subprocess.check_output([*git, "rev-parse", "--short", revision], text=True).strip()
+    target = folder / name
+    subprocess.check_call([*git, "worktree", "add", "-q", "--detach", str(target), revision])
+    remove = [*git, "worktree", "remove", "--force", str(target)]
+    stack.callback(subprocess.call, remove)
+    return name, target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.commits", description=__doc__)
+    parser.add_argument("before", help="a commit")
+    parser.add_argument("after", nargs="?", default=".", help='another one; by default "."')
+    parser.add_argument("--laps", type=int, default=7, help="that count, of each")
+    parser.add_argument("--only", default="", help="workloads with this in their title")
+    parser.add_argument("--small", action="store_true", help="tiny sizes: a test, not a figure")
+    parser.add_argument("--out", type=Path, default=None, help=f"by default {RESULT.name}")
+    parser.add_argument("--memory", default="/dev/shm", help="where steps are saved")
+    options = parser.parse_args()
+    chosen = [job for job in jobs(options.small) if options.only in job.title]
+    rows = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.memory)))
+        sides = [checked_out(stack, rev, folder) for rev in (options.before, options.after)]
+        for size in sorted({job.ranks for job in chosen}):
+            crews = [Crew(tree, size, scratch / f"{n}") for n, (_, tree) in enumerate(sides)]
+            try:
+                for job in [job for job in chosen if job.ranks == size]:
+                    rows.append(measured(job, crews, options.laps))
+                    print(line(rows[-1]), flush=True)
+            finally:
+                for crew in crews:
+                    crew.close()
+    names = [name for name, _ in sides]
+    slow = [row["workload"] for row in rows if row["speed"] < BAR]
+    print(
+        f"{names[1]} against {names[0]}: {len(rows) - len(slow)} of {len(rows)} at {BAR}x or more"
+    )
+    out = options.out or (None if options.small or options.only else RESULT)
+    if out is not None:
+        facts = {"machine": machine(), "before": names[0], "after": names[1], "bar": BAR}
+        out.write_text(json.dumps({**facts, "laps": options.laps, "rows": rows}, indent=2) + "\n")
+    return 0
+
+
+def measured(job: Job, crews: list[Crew], laps: int) -> dict[str, Any]:
+    """Both commits in turn; the first lap of each is not counted."""
+    seconds: list[list[float]] = [[], []]
+    for lap in range(laps + 1):
+        order = (0, 1) if lap % 2 else (1, 0)
+        for side in order:
+            spent = crews[side].lap(job.command)
+            if lap:
+                seconds[side].append(spent)
+    before, after = map(median, seconds)
+    return {
+        "workload": job.title,
+        "before": before,
+        "after": after,
+        "speed": before / after,
+        "seconds": seconds,
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    mark = "" if row["speed"] >= BAR else "  slower"
+    return (
+        f"{row['workload']:45s} {row['before']:8.4f} s {row['after']:8.4f} s "
+        f"{row['speed']:6.2f}x{mark}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

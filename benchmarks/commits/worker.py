@@ -1,0 +1,146 @@
+"""One rank of one commit. It imports whichever torchrelay is on its path.
+
+Commands come as lines of JSON on standard input, and each is answered by one on standard output.
+Nothing here needs an API that an older commit lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SMALL, MIB = 1024, 1 << 20
+
+
+def filled(shapes: list[tuple[str, tuple[int, ...]]], seed: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, seed) for name, shape in shapes}
+
+
+def shapes_of(kind: str, scale: int) -> list[tuple[str, tuple[int, ...]]]:
+    """`small`: tensors of 4 KB. `large`: 16 tensors. `transformer`: layers, with optimizer states
+    of the same shapes."""
+    if kind == "small":
+        return [(f"t{n}", (SMALL,)) for n in range(scale)]
+    if kind == "large":
+        return [(f"w{n}", (scale * MIB // 4 // 16,)) for n in range(16)]
+    width = scale
+    layer = [
+        ("q", (width, width)),
+        ("o", (width, width)),
+        ("n", (width,)),
+        ("m", (3 * width, width)),
+    ]
+    return [(f"{n}.{name}.{k}", s) for n in range(8) for name, s in layer for k in "wab"]
+
+
+class Worker:
+    def __init__(self, rank: int, size: int, store: str, folder: str) -> None:
+        import torchrelay as tr
+
+        torch.set_num_threads(1)
+        self.rank, self.size, self.tr = rank, size, tr
+        limit = timedelta(seconds=300)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit
+        )
+        self.relay = tr.Relay(timeout=120)
+        self.folder = Path(folder)
+        self.states: dict[str, Any] = {}
+
+    def state(self, kind: str, scale: int) -> Any:
+        """The same tensors in every lap, as a training job has them."""
+        key = f"{kind} {scale}"
+        if key not in self.states:
+            self.states.clear()
+            self.states[key] = filled(shapes_of(kind, scale), 1.0 if self.rank == 0 else 0.0)
+        return self.states[key]
+
+    def live(self, kind: str, scale: int, mode: str, to: int, route: str | None) -> float:
+        """Seconds from the common start to the end of the last rank, as rank 0 sees it."""
+        state = self.state(kind, scale)
+        ranks = list(range(1, 1 + to))
+        dist.barrier()
+        begun = time.monotonic()
+        got: Any = None
+        if self.rank == 0:
+            self.relay.send(state, ranks, route=route)
+        elif self.rank in ranks:
+            into = None if mode == "new" else state
+            got = self.relay.recv(0, into=into, atomic=mode != "direct", route=route)
+        dist.barrier()
+        spent = time.monotonic() - begun
+        if got is not None:
+            for tensor in got.state.values():
+                assert tensor.view(-1)[0] == 1 and tensor.view(-1)[-1] == 1
+            if mode != "new":
+                for tensor in state.values():
+                    tensor.zero_()
+        return spent
+
+    def durable(self, kind: str, scale: int, mode: str) -> float:
+        """A save, a load or the stall of an asynchronous save, by rank 0 alone."""
+        if self.rank:
+            return 0.0
+        state = self.state(kind, scale)
+        root = self.folder / "steps"
+        spent = 0.0
+        with self.tr.Checkpointer(str(root), group=False, timeout=120) as there:
+            if mode == "stall":
+                there.save_async(1, state).result(120)  # the first has the arena made
+                begun = time.monotonic()
+                pending = there.save_async(2, state)
+                spent = time.monotonic() - begun
+                pending.result(120)
+            else:
+                begun = time.monotonic()
+                there.save(1, state)
+                spent = time.monotonic() - begun
+        if mode.startswith("load"):
+            into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            with self.tr.Checkpointer(str(root), group=False, timeout=120) as there:
+                begun = time.monotonic()
+                there.load(into, atomic=mode == "load")
+                spent = time.monotonic() - begun
+            assert all(bool(tensor.view(-1)[-1] == 1) for tensor in into.values())
+        shutil.rmtree(root)
+        return spent
+
+    def plan(self, kind: str, scale: int) -> float:
+        """A description of a state, and the plan of a receive into it, with nothing to repeat."""
+        if self.rank:
+            return 0.0
+        from torchrelay.state.landing import land
+        from torchrelay.state.snapshot import capture
+
+        state = self.state(kind, scale)
+        begun = time.monotonic()
+        snapshot = capture(state)
+        land(snapshot.manifest, into=state, strict=True, atomic=True, device=None, rank=0)
+        return time.monotonic() - begun
+
+
+def main() -> None:
+    rank, size, store, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    worker = Worker(rank, size, store, folder)
+    acts: dict[str, Callable[..., float]] = {
+        "live": worker.live,
+        "durable": worker.durable,
+        "plan": worker.plan,
+    }
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(acts[name](*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
