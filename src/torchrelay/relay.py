@@ -14,7 +14,7 @@ from torchrelay.memory.kernels import warm_up
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.memory.side import in_use, settle
 from torchrelay.resharding.gather import Destination, Gather
-from torchrelay.resharding.holding import Holding, shared
+from torchrelay.resharding.holding import Holding, once
 from torchrelay.state.blueprint import Blueprint
 from torchrelay.state.codec import Recall
 from torchrelay.state.landing import land
@@ -168,7 +168,7 @@ class Relay:
         self, state: object, step: int | None, deadline: Deadline, route: str | None
     ) -> MakeBranch:
         """How receivers are served that take parts of a state."""
-        describe = shared(lambda: Holding(unwrap(state).state, step))
+        describe = once(lambda: Holding(unwrap(state).state, step))
 
         def serve(views: list[torch.Tensor], line: Line) -> int:
             snapshot = capture(views, step, chunk_bytes=self._chunk_bytes)

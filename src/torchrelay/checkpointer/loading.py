@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torchrelay.checkpointer.wants import Layers, Wants
@@ -23,7 +22,16 @@ from torchrelay.state.offer import pruned
 from torchrelay.state.paths import Path
 from torchrelay.state.pause import gc_paused
 from torchrelay.stores.metadata import metadata_of
-from torchrelay.stores.placing import Wave, Wish, all_of, arrived, by_name, shard_at, waves
+from torchrelay.stores.placing import (
+    Wave,
+    Wish,
+    all_of,
+    arrived,
+    by_name,
+    shard_at,
+    waves,
+    wishes_for,
+)
 from torchrelay.stores.reading import Fetch
 from torchrelay.stores.records import Checkpoint, StoredTensor
 from torchrelay.stores.seam import OpenStep
@@ -81,46 +89,56 @@ class Loading:
                 device=device,
                 converts=planner is not None,
             )
-            self._plan(self._wants.new, coordinator)
+            self._new = self._plan(self._wants.new, coordinator)
             self._new_items = len(self._items)
-            self._plan(self._wants.own, coordinator)
+            self._own = self._plan(self._wants.own, coordinator)
         self._planned: tuple[list[Wave], list[Wave]] | None = None
         self._take: Callable[[Wish], torch.Tensor] | None = None
 
-    def _plan(self, layers: Layers, coordinator: bool) -> None:
-        planner = self._planner or DefaultLoadPlanner(flatten_state_dict=False)
+    def _plan(self, layers: Layers, coordinator: bool) -> list[Wish]:
+        if self._planner is not None:
+            return list(self._ask(self._planner, layers, coordinator))
+        return [
+            wish
+            for layer in layers
+            for name, destination in layer.items()
+            for wish in wishes_for(self._tensors[name], destination)
+        ]
+
+    def _ask(self, planner: LoadPlanner, layers: Layers, coordinator: bool) -> Iterator[Wish]:
+        """What a planner of the user's own wants."""
         metadata = metadata_of(self._checkpoint)
         for layer in layers:
             planner.set_up_planner(dict(layer), metadata, coordinator)
             plan = planner.create_local_plan()
             plan = planner.finish_plan(planner.create_global_plan([plan])[0])
-            items = [item for item in plan.items if item.type.name == "TENSOR"]
-            self._items += items
-            self._places += [planner.resolve_tensor(item).detach() for item in items]
+            for item in plan.items:
+                if item.type.name != "TENSOR":
+                    continue
+                place = planner.resolve_tensor(item).detach()
+                self._items.append(item)
+                self._places.append(place)
+                index = item.storage_index
+                stored = self._tensors[index.fqn]
+                shard = shard_at(stored, index.offset or (), index.index)
+                offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+                yield Wish(stored, shard, offsets, lengths, place)
 
     @property
     def _waves(self) -> tuple[list[Wave], list[Wave]]:
         """Reads into new tensors, and into the caller's. Planned when they are first asked for."""
         if self._planned is None:
-            new = self._new_items
-            self._planned = waves(self._wishes(0, new)), waves(self._wishes(new, None))
+            self._planned = waves(self._new), waves(self._own)
         return self._planned
-
-    def _wishes(self, first: int, stop: int | None) -> Iterator[Wish]:
-        for item, place in zip(self._items[first:stop], self._places[first:stop], strict=True):
-            index = item.storage_index
-            stored = self._tensors[index.fqn]
-            shard = shard_at(stored, index.offset or (), index.index)
-            offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-            yield Wish(stored, shard, offsets, lengths, place)
 
     @property
     def nbytes(self) -> int:
-        return sum(place.nbytes for place in self._places)
+        return sum(wish.destination.nbytes for wish in (*self._new, *self._own))
 
     def wishes(self) -> Iterator[Wish]:
         """Every box that this load reads, for a source that brings all of them at once."""
-        yield from self._wishes(0, None)
+        yield from self._new
+        yield from self._own
         for *twins, _ in self._wants.twins:
             for stored in twins:
                 whole = torch.empty(stored.shape, dtype=t.dtype_named(stored.dtype), device="meta")
@@ -128,12 +146,8 @@ class Loading:
 
     def arrive(self, take: Callable[[Wish], torch.Tensor]) -> None:
         """In place of `check`: everything is here, and `take` gives the elements of a box."""
-        new = self._new_items
         self._take = take
-        self._planned = (
-            [arrived(self._wishes(0, new), take)],
-            [arrived(self._wishes(new, None), take)],
-        )
+        self._planned = [arrived(self._new, take)], [arrived(self._own, take)]
 
     def check(self) -> None:
         """Raise `DamagedError` unless all that is wanted has its digest.

@@ -248,16 +248,19 @@ class Gather:
 
     def _fetch(self) -> tuple[Loading, int | None]:
         """Plan and fetch until every box is here, or is out of reach."""
-        while True:
+        step, loading = None, None
+        while loading is None:
             with self._watch("plan"):
                 step = self._agreed_step()
                 whole, loading = self._plan()
                 cuts = self._missing(whole, loading)
-            if not cuts:
-                loading.arrive(self._take)
-                return loading, step
+            lost = len(self._lost)
             with self._watch("data"):
                 self._bring(cuts)
+            if len(self._lost) > lost:
+                loading = None  # others have to give what these were to
+        loading.arrive(self._take)
+        return loading, step
 
     def _agreed_step(self) -> int | None:
         if not self._records:

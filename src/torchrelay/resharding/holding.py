@@ -6,17 +6,17 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.resharding.record import RankBox, RankRecord, encode
+from torchrelay.state import tensors as t
+from torchrelay.state.local_parts import cut, local_parts
 from torchrelay.state.outline import outline
 from torchrelay.stores.planning import replicas_of
-from torchrelay.stores.plans import resolve_items
 from torchrelay.transports.wire import Cut
 
 
-def shared(make: Callable[[], Holding]) -> Callable[[], Holding]:
+def once(make: Callable[[], Holding]) -> Callable[[], Holding]:
     """A function that makes a holding when it is first called, and gives the same ever after."""
     made: list[Holding] = []
     lock = threading.Lock()
@@ -38,28 +38,31 @@ class Holding:
 
     def __init__(self, state: object, step: int | None) -> None:
         named = outline(state)
-        # The coordinator's plan has all that a rank has; no other one has its plain tensors.
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        planner.set_up_planner(dict(named.tensors), None, is_coordinator=True)
-        drafted = resolve_items(planner.create_local_plan().items, planner, named.tops)
-        self._tensors = drafted.tensors
-        boxes = tuple(RankBox(*entry[:5]) for entry in drafted.entries)
+        self._tensors: list[torch.Tensor] = []
+        boxes: list[RankBox] = []
+        for name, tensor in named.tensors.items():
+            dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.size())
+            for part in local_parts(tensor):
+                if part.tensor.numel():
+                    boxes.append(RankBox(name, dtype, shape, *part.box))
+                    self._tensors.append(part.tensor)
         self.record = encode(
-            RankRecord(step=step, outline=named.outline, boxes=boxes, plain=replicas_of(named))
+            RankRecord(
+                step=step, outline=named.outline, boxes=tuple(boxes), plain=replicas_of(named)
+            )
         )
 
     def select(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
         """Views of the boxes that another rank has asked for."""
-        return [self._cut(cut) for cut in cuts]
+        return [self._view(one) for one in cuts]
 
-    def _cut(self, cut: Cut) -> torch.Tensor:
-        if cut.box >= len(self._tensors):
-            raise RemoteProtocolError(f"box {cut.box} was asked for, of {len(self._tensors)}")
-        view = self._tensors[cut.box]
-        if not len(cut.offsets) == len(cut.sizes) == view.dim():
+    def _view(self, asked: Cut) -> torch.Tensor:
+        if asked.box >= len(self._tensors):
+            raise RemoteProtocolError(f"box {asked.box} was asked for, of {len(self._tensors)}")
+        tensor = self._tensors[asked.box]
+        if not len(asked.offsets) == len(asked.sizes) == tensor.dim():
             raise RemoteProtocolError("a box of other dimensions was asked for")
-        for dim, (offset, size) in enumerate(zip(cut.offsets, cut.sizes, strict=True)):
-            if offset + size > view.shape[dim]:
+        for offset, size, whole in zip(asked.offsets, asked.sizes, tensor.shape, strict=True):
+            if offset + size > whole:
                 raise RemoteProtocolError("a box that reaches out of its tensor was asked for")
-            view = view.narrow(dim, offset, size)
-        return view
+        return cut(tensor, asked.offsets, asked.sizes)

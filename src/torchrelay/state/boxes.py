@@ -1,4 +1,4 @@
-"""Boxes of a tensor, by offsets and sizes: whether two of them share an element."""
+"""Boxes of a tensor, by offsets and sizes: which elements two of them share."""
 
 from __future__ import annotations
 
@@ -57,6 +57,20 @@ class Comparisons:
                 return True
             beside.append(number)
         return False
+
+
+def shared(one: Box, other: Box) -> Box | None:
+    """The box of the elements that two boxes have in common, if there are any."""
+    offsets = tuple(map(max, one[0], other[0]))
+    sizes = tuple(
+        min(a + n, b + m) - start for a, n, b, m, start in zip(*one, *other, offsets, strict=True)
+    )
+    return None if any(size < 1 for size in sizes) else (offsets, sizes)
+
+
+def within(inner: Box, outer: Box) -> tuple[int, ...]:
+    """The offsets of a box from those of a box around it."""
+    return tuple(a - b for a, b in zip(inner[0], outer[0], strict=True))
 
 
 def _cuts(offsets: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""From a planner's read items to byte ranges of files and the memory they go to.
+"""From stored tensors and their destinations to byte ranges of files and the memory they go to.
 
 A box of a shard that is one run of bytes goes straight to its place. Any other box, and one whose
 destination has another dtype, takes a detour: the rows it lies in are read to a buffer, and the
@@ -7,7 +7,7 @@ box is copied out of it. Detours are taken in waves, so that their buffers stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -19,6 +19,8 @@ from torchrelay.errors import MismatchError
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.host import host_block
 from torchrelay.state import tensors as t
+from torchrelay.state.boxes import shared, within
+from torchrelay.state.local_parts import cut, local_parts
 from torchrelay.state.memory import Region
 from torchrelay.state.spans import contiguous_strides, packed
 from torchrelay.stores.reading import Placed
@@ -36,6 +38,18 @@ class Wish(NamedTuple):
     offsets: tuple[int, ...]  # in the shard
     sizes: tuple[int, ...]
     destination: torch.Tensor
+
+
+def wishes_for(stored: StoredTensor, destination: torch.Tensor) -> Iterator[Wish]:
+    """The boxes of a stored tensor that this process has a place for."""
+    for part in local_parts(destination):
+        for shard in stored.shards:
+            around = shard.offsets, shard.sizes
+            if around == part.box:
+                yield Wish(stored, shard, (0,) * len(shard.sizes), shard.sizes, part.tensor)
+            elif (box := shared(around, part.box)) is not None:
+                place = cut(part.tensor, within(box, part.box), box[1])
+                yield Wish(stored, shard, within(box, around), box[1], place)
 
 
 @dataclass
@@ -108,13 +122,7 @@ def _fill(destination: torch.Tensor, box: torch.Tensor) -> None:
 
 def all_of(stored: StoredTensor, whole: torch.Tensor) -> list[Wish]:
     """All of a stored tensor, into one of its shape."""
-    wishes = []
-    for shard in stored.shards:
-        place = whole
-        for dim, (offset, size) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
-            place = place.narrow(dim, offset, size)
-        wishes.append(Wish(stored, shard, (0,) * whole.dim(), shard.sizes, place))
-    return wishes
+    return list(wishes_for(stored, whole))
 
 
 class _Waves:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
@@ -22,6 +23,7 @@ from torchrelay.state.parcel import pack
 from torchrelay.stores import plans
 from torchrelay.stores.layout import Entry, FileLayout, arrange
 from torchrelay.stores.plans import Drafted, FinalPlan, LocalPlan, Told
+from torchrelay.stores.writing import host_view
 
 SMALL_BYTES = 64 << 10  # of plain tensors that is compared between ranks
 SAMPLES = 4
@@ -246,16 +248,24 @@ def replicas_of(named: Named) -> dict[str, bytes]:
     found = {}
     for name, tensor in named.tensors.items():
         if type(tensor) is torch.Tensor:
-            region = Region.row_major(tensor)
-            sample = torch.empty(min(region.nbytes, SMALL_BYTES), dtype=torch.uint8, device="cpu")
-            if region.nbytes <= SMALL_BYTES:
-                region.read(0, region.nbytes, sample)
-            else:
-                piece = SMALL_BYTES // SAMPLES
-                last = (region.nbytes - piece) // ALIGN
-                for number in range(SAMPLES):
-                    at = last * number // (SAMPLES - 1) * ALIGN
-                    region.read(at, at + piece, sample[number * piece :])
             facts = f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} ".encode()
-            found[name] = facts + digest(sample)
+            found[name] = facts + _fingerprint(Region.row_major(tensor))
     return found
+
+
+def _fingerprint(region: Region) -> bytes:
+    if region.nbytes <= SMALL_BYTES:
+        if region.address:
+            return xxhash.xxh3_128_digest(host_view(region.address, region.nbytes))
+        spots = [(0, region.nbytes)]
+    else:
+        piece = SMALL_BYTES // SAMPLES
+        last = (region.nbytes - piece) // ALIGN
+        starts = [last * number // (SAMPLES - 1) * ALIGN for number in range(SAMPLES)]
+        spots = [(at, at + piece) for at in starts]
+    sample = torch.empty(sum(stop - at for at, stop in spots), dtype=torch.uint8, device="cpu")
+    done = 0
+    for at, stop in spots:
+        region.read(at, stop, sample[done:])
+        done += stop - at
+    return digest(sample)
