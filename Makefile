@@ -28,7 +28,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	TEST_ROUNDS=all $(BIN)/python -m pytest -m "slow or rounds"
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

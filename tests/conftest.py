@@ -13,6 +13,13 @@ settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True
 settings.load_profile("ci")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and "rounds" in vars(item.module):
+            item.add_marker("rounds")
+
+
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[RankPool]:
     with RankPool(2) as pool:

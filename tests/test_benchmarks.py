@@ -18,6 +18,7 @@ from benchmarks.gpu import matmul
 from benchmarks.plot import plot, plot_checkpoint
 from benchmarks.rows import NAMES
 from benchmarks.workloads import suite
+from tests.support.forks import run_program
 from torchrelay.demo.job import leaves
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,14 +29,11 @@ pytestmark = pytest.mark.timeout(SECONDS + 20)
 
 def measured(out: Path, *command: str) -> dict[str, Any]:
     """The record that a benchmark writes."""
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "--small", "--out", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    module, *words = command
+    if module == "benchmarks":
+        module = "benchmarks.__main__"
+    done = run_program(module, *words, "--small", "--out", str(out), folder=ROOT, seconds=SECONDS)
+    assert done.code == 0, done.output
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

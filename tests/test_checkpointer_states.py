@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchrelay as tr
+from tests.support.rounds import rounds
 from tests.support.states import (
     STRIDED_DTYPES,
     Destination,
@@ -37,7 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 many = settings(
-    max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=rounds(200),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 
@@ -99,7 +101,7 @@ def test_into_a_state_of_the_same_make(shared: tr.Checkpointer, state: object) -
 
 
 @given(state=states())
-@settings(many, max_examples=25)
+@settings(many, max_examples=rounds(25, 2))
 def test_asynchronously(shared: tr.Checkpointer, state: object) -> None:
     """The writer process writes what was there when `save_async` returned."""
     expected = kept(shared, state)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import torchrelay as tr
 from tests import test_docs as docs
+from tests.support.rounds import rounds
 from tests.support.states import Destination, assert_same, destinations, states, tensors_in
 from tests.support.trips import chunk_of, trip
 from tests.support.ways import by, every_way
@@ -35,7 +36,8 @@ from torchrelay.transports import wire
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 thorough = settings(
-    max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=rounds(60, 3),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 MANY = 20_000
 

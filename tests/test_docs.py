@@ -31,6 +31,8 @@ import pytest
 import torch
 
 import torchrelay as tr
+from tests.support.forks import Done, run_program
+from tests.support.ranks import run_ranks
 from tests.support.s3 import S3, moto_server, s3  # noqa: F401
 from torchrelay import dropin, errors
 from torchrelay.dropin import stock_dcp
@@ -103,29 +105,43 @@ NOT_RUN = [block for block in BLOCKS if "norun" in block.info]
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: block.where)
 def test_script_runs(block: Block, tmp_path: Path) -> None:
-    run_script(block, tmp_path, [sys.executable])
+    script = written(block, tmp_path)
+    if block.page == "README.md":  # what a user tries first is run as a user would
+        check_script(block, run([sys.executable, str(script)], tmp_path))
+    else:
+        check_script(block, run_program(str(script), folder=tmp_path, seconds=SCRIPT_SECONDS))
 
 
 @pytest.mark.parametrize("block", LAUNCHED, ids=lambda block: block.where)
 def test_script_runs_under_torchrun(block: Block, tmp_path: Path) -> None:
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    run_script(block, tmp_path, [sys.executable, "-m", "torch.distributed.run", *options])
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    check_script(block, run([*command, str(written(block, tmp_path))], tmp_path))
 
 
-def run_script(block: Block, folder: Path, launcher: list[str]) -> None:
+def written(block: Block, folder: Path) -> Path:
     script = folder / "script.py"
     script.write_text(block.source, encoding="utf-8")
+    return script
+
+
+def run(command: list[str], folder: Path) -> Done:
     done = subprocess.run(
-        [*launcher, script],
-        capture_output=True,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=SCRIPT_SECONDS,
         cwd=folder,
         check=False,
     )
-    assert done.returncode == 0, f"{block.where}\n{done.stdout}\n{done.stderr}"
-    checksums = re.findall(r"checksum (-?[\d.]+)", done.stdout)
-    assert len(set(checksums)) <= 1, f"{block.where}: ranks differ\n{done.stdout}"
+    return Done(done.returncode, done.stdout)
+
+
+def check_script(block: Block, done: Done) -> None:
+    assert done.code == 0, f"{block.where}\n{done.output}"
+    checksums = re.findall(r"checksum (-?[\d.]+)", done.output)
+    assert len(set(checksums)) <= 1, f"{block.where}: ranks differ\n{done.output}"
 
 
 @pytest.mark.parametrize("block", SNIPPETS, ids=lambda block: block.where)
@@ -174,10 +190,12 @@ def test_ranks_run(page: str, ranks: int, request: pytest.FixtureRequest, tmp_pa
     blocks = [block for block in PYTHON if block.page == page and block.ranks == ranks]
     if not blocks:
         pytest.skip(f"{page} has no snippet for {ranks} ranks")
-    pool = request.getfixturevalue(f"pool{ranks}")
     if any("use_local_synchronization" in block.source for block in blocks):
-        pool.close()  # new processes: it hangs on ranks that are in unequal numbers of groups
-    skipped = pool.run(run_blocks, blocks, tmp_path, timeout=60, fresh_group=True)[0]
+        # New processes: it hangs on ranks that are in unequal numbers of groups.
+        skipped = run_ranks(run_blocks, ranks, blocks, tmp_path)[0]
+    else:
+        pool = request.getfixturevalue(f"pool{ranks}")
+        skipped = pool.run(run_blocks, blocks, tmp_path, timeout=60, fresh_group=True)[0]
     if len(skipped) == len(blocks):
         pytest.skip("torchft is not at hand")
 

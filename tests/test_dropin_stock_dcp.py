@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.ranks import RankPool
+from tests.support.rounds import rounds
 from torchrelay.dropin._stock_metadata import decode
 from torchrelay.dropin.stock_dcp import (
     read_stock,
@@ -591,12 +592,12 @@ def test_a_shared_list_of_chunks_costs_nothing(saved: Path) -> None:
 
 
 def test_mutations_raise_relay_errors_only(saved: Path, tmp_path: Path) -> None:
-    seed, rounds = 20240607, 4000
+    seed, count = 20240607, rounds(4000)
     print(f"seed {seed}")
     rng = random.Random(seed)
     original = (saved / ".metadata").read_bytes()
     begin, refused = time.monotonic(), 0
-    for _ in range(rounds):
+    for _ in range(count):
         data = bytearray(original)
         for _ in range(rng.choice((1, 1, 2, 8))):
             at = rng.randrange(len(data))
@@ -615,7 +616,7 @@ def test_mutations_raise_relay_errors_only(saved: Path, tmp_path: Path) -> None:
             read_stock(saved)
         except RelayError:
             refused += 1
-    assert refused > rounds // 2
+    assert refused > count // 2
     assert time.monotonic() - begin < 60
 
 

@@ -39,6 +39,9 @@ CPU = torch.device("cpu")
 LIBRARY = str(Path(tr.__file__).parent)
 
 
+pytestmark = pytest.mark.timeout(method="thread")  # these tests have the signal for themselves
+
+
 class Hit(BaseException):
     """What a signal handler raises."""
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.rounds import rounds
 from tests.support.states import Color, Moment, Pair, Point, tensors_in
 from torchrelay.errors import ManifestError, RelayError
 from torchrelay.state import codec, compact
@@ -532,7 +533,7 @@ def test_bases_are_valid() -> None:
 def test_each_change_of_columns_matters(change: Callable[[random.Random, Plain], None]) -> None:
     """It makes manifests that are refused, or other ways to say the same."""
     outcomes = set()
-    for seed in range(120):
+    for seed in range(rounds(120, 2)):
         base = COLUMNS[seed % len(COLUMNS)]
         plain = msgspec.msgpack.decode(base)
         change(random.Random(seed), plain)
@@ -549,13 +550,13 @@ def test_each_change_of_columns_matters(change: Callable[[random.Random, Plain],
 def test_a_known_tree_changes_no_outcome() -> None:
     """Of what is refused without it nothing is taken, of what is taken nothing is another."""
     used = 0
-    for index in range(2, 12_000, 3):
+    for index in range(2, rounds(12_000), 3):
         _, data = mutant(index)
         for known in {KNOWN[index % len(KNOWN)], KNOWN[-1]}:
             found = [_outcome(data, each) for each in (None, known)]
             assert found[0] == found[1], f"seed {SEED}, mutant {index}"
             used += found[1] is not None and found[1].tree is known.tree
-    assert used > 50
+    assert used > rounds(50)
 
 
 def _outcome(data: bytes, known: KnownTree | None) -> m.Manifest | None:
@@ -567,19 +568,19 @@ def _outcome(data: bytes, known: KnownTree | None) -> m.Manifest | None:
 
 def test_valid_mutants_are_the_same_in_both_forms() -> None:
     seen = 0
-    for index in range(2, 12_000, 3):
+    for index in range(2, rounds(12_000), 3):
         manifest = decode(index)
         if manifest is None:
             continue
         seen += 1
         for data in (codec.encode(manifest), compact.encode(manifest)):
             assert codec.decode(data) == manifest, f"seed {SEED}, mutant {index}"
-    assert seen > 100
+    assert seen > rounds(100)
 
 
 @pytest.mark.parametrize("quarter", range(4))
 def test_mutants_are_refused_or_valid(quarter: int) -> None:
-    count = TOTAL // 4
+    count = rounds(TOTAL) // 4
     print(f"seed {SEED}, mutants {quarter * count} to {(quarter + 1) * count}")
     decoded.clear()
     accepted = columns = 0
@@ -613,7 +614,7 @@ def _land(manifest: m.Manifest, index: int) -> None:
 def test_what_is_made_of_valid_mutants_is_bounded() -> None:
     """Bytes follow the manifest: all the same, or random. The state comes out, or an error."""
     made = 0
-    for index in range(0, 12_000, 2):
+    for index in range(0, rounds(12_000), 2):
         manifest = decode(index)
         if manifest is None or manifest.nbytes > LANDED_BYTES:
             continue
@@ -632,7 +633,7 @@ def test_what_is_made_of_valid_mutants_is_bounded() -> None:
             made += 1
             if into is None:
                 _check_memory(state, manifest, index)
-    assert made > 100
+    assert made > rounds(100)
 
 
 def _check_memory(state: object, manifest: m.Manifest, index: int) -> None:

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torchrelay as tr
+from tests.support.rounds import rounds
 from tests.support.states import Destination, assert_same, destinations, states
 from tests.support.ways import by, every_way
 
-EXAMPLES = {"group": 50, "channel": 50, "host": 70, "ring": 40}
+EXAMPLES = {"group": rounds(50), "channel": rounds(50), "host": rounds(70), "ring": rounds(40)}
 
 
 def same_on_both(examples: int) -> settings:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.rounds import rounds
 from torchrelay.errors import ManifestError, UnsupportedLeafError
 from torchrelay.state import blueprint, codec, compact, plan, prepared, tensors
 from torchrelay.state import manifest as m
@@ -138,7 +139,7 @@ def likeness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 class TestCapture:
     @given(st.lists(st.sampled_from(sorted(MUTATIONS)), min_size=1, max_size=5))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=rounds(150), deadline=None)
     def test_like_gives_what_a_fresh_capture_gives(self, names: list[str]) -> None:
         state = build()
         before: Snapshot | None = None
@@ -232,7 +233,7 @@ class TestCapture:
 
 class TestPrepare:
     @given(st.lists(st.sampled_from(sorted(MUTATIONS)), min_size=1, max_size=4))
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=rounds(80), deadline=None)
     def test_like_gives_what_a_fresh_look_gives(self, names: list[str]) -> None:
         state = build()
         before = None
@@ -267,7 +268,7 @@ class TestPrepare:
         assert gone() is None and len(kept.plains)
 
     @given(st.lists(st.sampled_from(sorted(MUTATIONS)), max_size=3), st.booleans())
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=rounds(80), deadline=None)
     def test_columns_are_those_of_split(self, names: list[str], offer: bool) -> None:
         source, into = build(), build()
         for name in names:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.rounds import rounds
 from tests.support.states import (
     ALL_DTYPES,
     PACKED_QUANTIZED,
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 CHUNKS = st.sampled_from([16, 32, 48, 256, None])
 SEEDS = st.integers(0, 1 << 16)
 settings_ = settings(
-    max_examples=400, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=rounds(400),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 
@@ -75,7 +77,7 @@ def test_into_a_state_of_the_same_make(
 
 
 @given(st.data(), CHUNKS)
-@settings(settings_, max_examples=100)
+@settings(settings_, max_examples=rounds(100))
 def test_atomic_writes_nothing_before_commit(data: st.DataObject, chunk_bytes: int | None) -> None:
     state = data.draw(states(in_place=True))
     made: Destination = data.draw(destinations(state))
@@ -90,7 +92,7 @@ def test_atomic_writes_nothing_before_commit(data: st.DataObject, chunk_bytes: i
 
 
 @given(states())
-@settings(settings_, max_examples=100)
+@settings(settings_, max_examples=rounds(100))
 def test_both_encodings_hold_the_same(state: object) -> None:
     manifest = capture(state, step=3).manifest
     assert codec.decode(codec.encode(manifest)) == manifest

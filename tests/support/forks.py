@@ -7,9 +7,17 @@ a new interpreter in its hash seed and its addresses, which it shares with its s
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing.context
 import os
+import runpy
+import signal
+import sys
+import tempfile
 from collections.abc import Mapping
 from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
 
 servers = get_context("forkserver")
 servers.set_forkserver_preload(["tests.support.preloaded"])
@@ -20,3 +28,53 @@ def take_environment(environment: Mapping[str, str]) -> None:
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update(environment)
+
+
+class Done(NamedTuple):
+    """How a program ended."""
+
+    code: int
+    output: str
+
+
+def run_program(program: str, *args: str, folder: Path, seconds: float) -> Done:
+    """Run a script, or a module by its name, as `python program args` would in this folder.
+
+    What the program would spawn is forked off it. Whatever is left of it at its end is killed.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch) / "output"
+        place.touch()
+        words = (program, args, str(folder), str(place), dict(os.environ))
+        process = servers.Process(target=_run_program, args=words)
+        process.start()
+        try:
+            process.join(seconds)
+            if process.exitcode is None:
+                raise TimeoutError(f"{program} took over {seconds:.0f} s:\n{place.read_text()}")
+            return Done(process.exitcode, place.read_text(errors="replace"))
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join(10)
+
+
+def _run_program(
+    program: str, args: tuple[str, ...], folder: str, place: str, environment: dict[str, str]
+) -> None:
+    os.setsid()
+    take_environment(environment)
+    os.chdir(folder)
+    with open(place, "a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    kinds = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    spawn, kinds["spawn"] = kinds["spawn"], kinds["fork"]
+    # Those may have process groups and threads: what they start is spawned.
+    os.register_at_fork(after_in_child=lambda: kinds.update(spawn=spawn))
+    sys.argv = [program, *args]
+    if program.endswith(".py"):
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -22,10 +22,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.support.forks import servers
 
 GIGABIT = 1_000_000_000
 START_SECONDS = 60.0
@@ -167,18 +169,18 @@ def sent_bytes() -> int:
 
 
 class Hosts:
-    """One spawned rank in each namespace, in one gloo group that meets at rank 0's address."""
+    """One forked rank in each namespace, in one gloo group that meets at rank 0's address."""
 
     def __init__(self, switch: Switch, *, group_timeout: float = 60.0) -> None:
         self.size = switch.size
         self._conns: list[Connection] = []
         self._processes: list[Any] = []
-        spawn = get_context("spawn")
         try:
             for rank, namespace in enumerate(switch.namespaces):
-                ours, theirs = spawn.Pipe()
-                place = (rank, switch.size, namespace, switch.address(0), group_timeout)
-                process = spawn.Process(target=_main, args=(theirs, *place), daemon=True)
+                ours, theirs = servers.Pipe()
+                door = f"/proc/{os.getpid()}/fd/{namespace}"
+                place = (rank, switch.size, door, switch.address(0), group_timeout)
+                process = servers.Process(target=_main, args=(theirs, *place), daemon=True)
                 self._conns.append(ours)
                 self._processes.append(process)
                 process.start()
@@ -235,7 +237,7 @@ class Hosts:
 
 
 def _main(
-    conn: Connection, rank: int, size: int, namespace: int, meet: str, group_timeout: float
+    conn: Connection, rank: int, size: int, namespace: str, meet: str, group_timeout: float
 ) -> None:
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -248,7 +250,7 @@ def _main(
 
     try:
         # Before gloo and the store start threads: those are where the one that starts them is.
-        door = os.open(f"/proc/{os.getppid()}/fd/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+        door = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
         _enter(door)
         os.close(door)
         os.environ["GLOO_SOCKET_IFNAME"] = _PORT
