@@ -60,7 +60,7 @@ def told(places: dict[int, wire.Place], silent: tuple[int, ...] = (), **how: Any
         line: Any = types.SimpleNamespace(transfer=rank)
         peers[rank] = Peer(rank, line, place=where, reads=rank not in silent)
     hops = fanout.chain(0, list(places))
-    return [go(hop, peers, 2.0, may_read=how.get("may_read", True), channel=False) for hop in hops]
+    return [go(hop, peers, 2.0, may_read=how.get("may_read", True)) for hop in hops]
 
 
 def pairs(words: list[wire.Go]) -> list[tuple[int, int]]:

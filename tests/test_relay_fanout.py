@@ -11,7 +11,8 @@ import torch
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, Outcome, received, same, sent, weights
-from tests.support.ways import by, every_way_to_several, route_of
+from tests.support.ways import BY_MESSAGES, by, every_way, route_of
+from torchrelay.transports.channels import usual_connections
 
 TIMEOUT = 30.0
 
@@ -67,6 +68,7 @@ def check_three(results: list[Any], nbytes: int, way: str) -> None:
         assert report.wire_bytes == report.messages == 0  # the receivers do it all
     else:
         assert 3 * report.bytes <= report.wire_bytes <= 3.3 * report.bytes
+        assert report.connections == (3 * usual_connections() if way == "channel" else 0)
     assert report.step == 5 and report.route == route_of(way)
     assert report.routes == dict.fromkeys((1, 2, 3), route_of(way))
     assert report.receivers == (1, 2, 3) and report.failed == {} and report.rerouted == ()
@@ -77,14 +79,14 @@ def check_three(results: list[Any], nbytes: int, way: str) -> None:
     for rank, (theirs, progress, right) in enumerate(others, 1):
         assert right, rank
         assert theirs.receivers == (rank,)
-        assert theirs.route == route_of(way) and theirs.verified == (way == "group")
+        assert theirs.route == route_of(way) and theirs.verified == (way in BY_MESSAGES)
         assert theirs.bytes == report.bytes <= theirs.wire_bytes <= 1.1 * report.bytes
         assert theirs.missing == theirs.extra == ()
         assert progress[-1].done == progress[-1].total
         assert {"call", "join", "data", "commit"} <= set(theirs.seconds)
 
 
-@every_way_to_several
+@every_way
 def test_three_receivers_cost_the_sender_the_state_once_at_most(pool4, way):
     nbytes = 24 << 20 if way == "group" else 8 << 20
     for atomic in (True, False):
@@ -98,7 +100,7 @@ def new_tensors(rank: int, group: Any) -> Any:
     return same(relay.recv(0).state, weights(3))
 
 
-@every_way_to_several
+@every_way
 def test_new_tensors_in_any_order_of_receivers(pool4, way):
     report, *right = pool4.run(by, way, new_tensors)
     assert report.receivers == (3, 1, 2) and report.step is None
@@ -136,7 +138,7 @@ def empty(rank: int, group: Any) -> Any:
     return [str(relay.recv(0).state) for _ in states]
 
 
-@every_way_to_several
+@every_way
 def test_states_without_bytes(pool4, way):
     ours, *theirs = pool4.run(by, way, empty)
     assert ours == [0, 0, 0]
@@ -203,7 +205,7 @@ def one_gives_up(rank: int, group: Any) -> Any:
     return outcomes
 
 
-@every_way_to_several
+@every_way
 def test_a_receiver_that_gives_up_holds_up_nobody(pool4, way):
     ours, *theirs = pool4.run(by, way, one_gives_up, fresh_group=True)
     for victim in (1, 2, 3):
@@ -254,7 +256,7 @@ def turmoil(rank: int, group: Any, rounds: int, seed: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(4))
-@every_way_to_several
+@every_way
 def test_turmoil(pool4, way, seed):
     ours, *theirs = pool4.run(by, way, turmoil, 25, seed, fresh_group=True, timeout=350)
     assert ours[1].error is None and ours[1].failed == (), ours[1]

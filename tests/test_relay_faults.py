@@ -374,7 +374,7 @@ def test_a_dead_rank_among_several_fails_nobody_else():
         assert out[-1].error == "PeerLostError" and out[-1].weights == len(FANS) - 1, out
 
 
-STOPS = (("group", 1), ("group", 2), ("group", 3), ("host", 2), ("ring", 3))
+STOPS = (("group", 1), ("group", 2), ("group", 3), ("channel", 1), ("host", 2), ("ring", 3))
 
 
 def fan_stops_one(rank: int, group: Any) -> list[Any]:
@@ -402,7 +402,7 @@ def fan_stops_one(rank: int, group: Any) -> list[Any]:
             if rank == 0:
                 steps.append(sent(relay, after, [1, 2, 3], LONG))
             else:
-                before = meanwhile if rank != victim else seed
+                before = meanwhile if rank != victim else steps[0].weights
                 assert verdict(live, before) == before, "changed behind our back"
                 steps.append(received(relay, 0, live, before, after, LONG))
                 seed = after
@@ -433,7 +433,11 @@ def test_a_stopped_rank_among_several_delays_nobody_else():
         assert first.seconds < 8, scene
         for rank in (0, *healthy):
             assert [out.error for out in scene[rank]] == [None] * 3, (way, scene)
-        assert scene[victim][0].error == "PeerAbortedError", (way, scene)
+        before = number * 10 - 8 if number else OLD
+        ends = [("PeerAbortedError", before)]
+        if way == "channel" and first.unknown:  # connections hold all of so small a state
+            ends.append((None, number * 10))
+        assert (scene[victim][0].error, scene[victim][0].weights) in ends, (way, scene)
         assert scene[victim][-1].weights == number * 10 + 2, (way, scene)
         for rank in healthy:
             assert [out.weights for out in scene[rank]] == [number * 10 + n for n in range(3)]

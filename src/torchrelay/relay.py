@@ -58,9 +58,9 @@ class Relay:
     alone. `verify=None` compares digests of what crosses a wire; True, also of what the kernel
     copies on one machine; False, of nothing.
 
-    A large state to one receiver goes over `connections` of its own between the two, made when they
-    are first needed and kept with the group: two to eight by default, by the number of cores. With
-    0 it goes over the group's, which is slower.
+    A large state goes over `connections` of its own to one receiver, or to each of several on the
+    sender's host, made when they are first needed and kept with the group: two to eight by default,
+    by the number of cores. With 0 it goes over the group's, which is slower.
 
     Calls from several threads at once are fine. The relay keeps its transfer buffers (at most
     `IN_FLIGHT` chunks each way, `BufferPool.limit` in all) and memory that received states were in

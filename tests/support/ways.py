@@ -23,7 +23,6 @@ WAYS = ("group", "channel", "host", "ring")
 NEARBY = ("host", "ring")
 BY_MESSAGES = ("group", "channel")
 every_way = pytest.mark.parametrize("way", WAYS)
-every_way_to_several = pytest.mark.parametrize("way", [way for way in WAYS if way != "channel"])
 
 PIECE = 64 << 10
 """Bytes of one read, so that a state of a megabyte takes several."""

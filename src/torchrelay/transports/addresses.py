@@ -46,6 +46,15 @@ def check_peer(host: str) -> None:
         raise OSError("this process has no connection to that address: it is not the sender's")
 
 
+def own(host: str) -> bool:
+    """Whether an address is one of this host itself, as the kernel sees it from here."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return True
+    return False
+
+
 def _connected() -> Iterator[str]:
     """The other ends of this process's TCP connections."""
     for path in Path("/proc/self/fd").iterdir():

@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from torchrelay.memory.pool import cores
 from torchrelay.transports import wire
-from torchrelay.transports.addresses import check_peer, listen_here
+from torchrelay.transports.addresses import check_peer, listen_here, own
 from torchrelay.transports.clock import Deadline
 from torchrelay.transports.lanes import NUMBER, Channel
 
@@ -80,6 +80,11 @@ class Berth:
         self.channel = self._ready
         self.connections = 0 if self.channel is None else len(self.channel)
 
+    def decline(self) -> None:
+        """The transfer goes without it, although both sides may have it."""
+        self.end(keep=False)
+        self.channel, self.connections = None, 0
+
     def end(self, *, keep: bool) -> None:
         """The transfer has no more use for it: it is kept for the next one, or cut. One that was
         not agreed on has not been used, and is kept."""
@@ -103,13 +108,18 @@ class Channels:
         self._far: set[int] = set()  # peers that could be near, and took the group
         self._failed: dict[int, tuple[float, str]] = {}  # when and why connecting to a peer failed
 
-    def propose(self, peer: int, connections: int, *, near: bool) -> Berth:
+    def propose(self, peer: int, connections: int, *, near: bool, local: bool = False) -> Berth:
         """For a sender: with a channel that is there, or one that the receiver may connect to. One
-        that is `near` should need none, unless it took the group before."""
+        that is `near` should need none, unless it took the group before. `local`: only a channel
+        within this host is of use."""
         if not connections or (near and peer not in self._far):
             return Berth(far=lambda: self._far.add(peer))
         give = self._giver("out", peer)
-        idle = self._take("out", peer, lambda idle: len(idle) == connections)
+
+        def fits(idle: Channel) -> bool:
+            return len(idle) == connections and (idle.local or not local)
+
+        idle = self._take("out", peer, fits)
         if idle is not None:
             return Berth(wire.Channel(idle.id, connections), idle, give)
         try:
@@ -123,9 +133,16 @@ class Channels:
         return Berth(record, None, give, listener)
 
     def answer(
-        self, peer: int, record: wire.Channel | None, connections: int, left: float
+        self,
+        peer: int,
+        record: wire.Channel | None,
+        connections: int,
+        left: float,
+        *,
+        local: bool = False,
     ) -> Berth:
-        """For a receiver: connected as the sender proposes, unless that cannot be."""
+        """For a receiver: connected as the sender proposes, unless that cannot be, or should be
+        `local` and is not."""
         berth = Berth()
         if record is None or not connections or not 0 < record.lanes <= MOST_CONNECTIONS:
             return berth
@@ -139,6 +156,8 @@ class Channels:
             seconds = min(CONNECT_SECONDS, left / 4)
             try:
                 check_peer(record.host)
+                if local and not own(record.host):
+                    return berth
                 channel = _connect(record, token, time.monotonic() + seconds)
             except (OSError, OverflowError, ValueError) as fault:  # or no host or port at all
                 why = f"not made: {record.host} port {record.port}: {fault}"[:300]
@@ -196,6 +215,8 @@ def _accept(listener: socket.socket, record: wire.Channel, token: bytes, ends: f
             number = _hear(one, record, token, min(ends, time.monotonic() + HELLO_SECONDS))
             if number is None or number in lanes:
                 one.close()
+                if time.monotonic() > ends:  # however many knock
+                    raise TimeoutError("timed out")
             else:
                 lanes[number] = one
         return Channel(record.id, [lanes[number] for number in range(record.lanes)])

@@ -1,8 +1,8 @@
 """Who sends to whom. Plain data: ranks in, ranks out; tested without processes.
 
-With several receivers the bytes leave the sender about once: receivers form a chain, each passes a
-chunk on as it arrives. A receiver whose upstream is lost is served by the sender directly, and goes
-on feeding those behind it.
+With several receivers the bytes cross a link about once: receivers form a chain, each passes a
+chunk on as it arrives. Those that no link is before are fed side by side. A receiver whose upstream
+is lost is served by the sender directly, and goes on feeding those behind it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ def chain(sender: int, receivers: Sequence[int]) -> list[Hop]:
     before = [sender, *receivers]
     after = [*receivers[1:], None]
     return [Hop(*hop) for hop in zip(receivers, before, after, strict=False)]
+
+
+def star(sender: int, receivers: Sequence[int]) -> list[Hop]:
+    """Each receiver for itself, fed by the sender."""
+    return [Hop(receiver, sender, None) for receiver in receivers]
 
 
 def orphans(hops: Sequence[Hop], lost: Collection[int], finished: Collection[int]) -> list[int]:

@@ -50,6 +50,11 @@ class Channel:
         return len(self._lanes)
 
     @property
+    def local(self) -> bool:
+        """Whether both ends are on this host: what goes through it takes nothing from a link."""
+        return all(lane.local for lane in self._lanes)
+
+    @property
     def room(self) -> int:
         """Chunks that should be under way."""
         return POSTED * len(self._lanes)
@@ -85,6 +90,13 @@ class _Lane:
 
     def __del__(self) -> None:
         self._connection.close()  # with the group that it was kept for
+
+    @property
+    def local(self) -> bool:
+        with suppress(OSError):  # of one that is closed
+            mine, theirs = self._connection.getsockname(), self._connection.getpeername()
+            return bool(mine[:1] == theirs[:1])
+        return False
 
     def send(self, data: memoryview) -> None:
         with self._moving:

@@ -99,18 +99,18 @@ class Outflow:
         way = way_on(self._group, rank, transfer, lane)
         self.streams.append(Stream(rank, way, deque(chunks), IN_FLIGHT, IN_FLIGHT))
 
-    def open_channel(self, rank: int, channel: Channel, transfer: int) -> None:
-        """Send all chunks over a channel."""
-        hashes = self.verify and on_the_way()
+    def open_channel(self, rank: int, channel: Channel, transfer: int, *, alone: bool) -> None:
+        """Send all chunks over a channel. Those that go to one receiver `alone` may be hashed on
+        the way; of several, none waits for the digests of another's."""
+        hashes = self.verify and alone and on_the_way()
         way, todo = channel.way_on(transfer, hashes=hashes), deque(range(len(self._chunks)))
         self.streams.append(
             Stream(rank, way, todo, channel.room, channel.buffers, channel=True, hashes=hashes)
         )
 
-    @property
-    def by_channel(self) -> bool:
-        """Whether a channel was used."""
-        return any(stream.channel for stream in self.streams)
+    def by_channel(self, rank: int) -> bool:
+        """Whether a channel to a receiver was used."""
+        return any(stream.channel and stream.rank == rank for stream in self.streams)
 
     def cut(self, rank: int) -> None:
         """Post no more chunks to a receiver."""
@@ -122,9 +122,11 @@ class Outflow:
         for stream in self.streams:
             stream.way.close()
 
-    @property
-    def busy(self) -> bool:
-        return any(s.alive and (s.todo or s.in_flight) for s in self.streams)
+    def busy(self, rank: int) -> bool:
+        """Whether chunks that a receiver gets, from here or by way of others, have yet to leave."""
+        own = self.by_channel(rank)
+        feeding = (s for s in self.streams if s.rank == rank or not own)
+        return any(s.alive and (s.todo or s.in_flight) for s in feeding)
 
     def pump(self) -> None:
         """Post chunks on every stream that has room."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchrelay.errors import (
@@ -15,7 +16,10 @@ from torchrelay.errors import (
     TransferTimeoutError,
 )
 from torchrelay.transports import fanout, place, wire
+from torchrelay.transports.channels import Berth, Channels
+from torchrelay.transports.clock import Deadline
 from torchrelay.transports.group import Line, Post
+from torchrelay.transports.routes import ROUTES
 
 UNTAKEN = 64  # messages that a receiver which goes on asking has not taken
 
@@ -42,6 +46,8 @@ class Peer:
     absent: bool = False  # never came: its line is the next call's
     refusal: wire.Refuse | None = None
     place: wire.Place = field(default_factory=wire.Place)
+    accept: wire.Accept = field(default_factory=wire.Accept)
+    berth: Berth = field(default_factory=Berth)
     reads: bool = False  # may read other receivers, and be read
     hashes: int = 0  # of the first so many chunks it knows the digests, to pass them on
     route: str = "group"
@@ -65,6 +71,29 @@ class Peer:
         self.lane = need.lane
         return fine and max(need.chunks, default=0) < chunks
 
+    def propose(
+        self, join: wire.Join, channels: Channels, connections: int, *, near: bool, local: bool
+    ) -> None:
+        """Offer it connections; `local` ones alone, if those within this machine are of use."""
+        self.berth.end(keep=False)  # of a join that came to nothing
+        elsewhere = join.place.machine != place.here().machine
+        if join.minor >= wire.CHANNELS and not (local and elsewhere):
+            self.berth = channels.propose(self.rank, connections, near=near, local=local)
+
+    def take(self, accept: wire.Accept, only: str | None) -> str:
+        """It takes the offer, by the `only` route if there is one; else: why that is of no use."""
+        if accept.route not in ROUTES:
+            return f"took route {accept.route!r}, which is not known here"
+        if only not in (None, accept.route):
+            # A receiver of an older version, which knows of no routes.
+            reason = f"it takes route {accept.route!r}, and {only!r} was asked for"
+            self.refusal = wire.Refuse("route", reason)
+            return reason
+        self.stage, self.accept = "accepted", accept
+        self.route, self.needs_ring = accept.route, accept.ring
+        self.instead, self.hashed = accept.instead, accept.hashed
+        return ""
+
     def give_up(self, reason: str, *, late: bool = False) -> None:
         """It has failed; but one that has been told all it needs may have the state."""
         may_have_it = self.stage in ("accepted", "apart") and self.trailed
@@ -78,13 +107,43 @@ class Peer:
             self.stage = "failed"
 
 
+def join_ends(peers: Iterable[Peer], nobody_by: float, window: float, deadline: Deadline) -> float:
+    """Until when to wait for receivers; `nobody_by`, if none has come.
+
+    The first to come waits a window for the others to come, and as long for each that came to
+    answer; it must not lose to them the time to be served in.
+    """
+    here = [peer for peer in peers if peer.stage in ("joined", "accepted", "refused", "apart")]
+    silent = [peer.joined_at for peer in here if peer.stage == "joined"]
+    if not here:
+        return nobody_by
+    if len(silent) == len(here):
+        return float("inf")
+    end = time.monotonic() + deadline.left()
+    waits = [min(peer.joined_at for peer in here), *silent]
+    return max(came + min(window, (end - came) / 2) for came in waits)
+
+
+def connect(peers: Sequence[Peer], seconds: float) -> None:
+    """Take the connections that receivers have made, within so many seconds in all.
+
+    Those of several are used only within this host: bytes cross a link once, through a chain.
+    """
+    by_group = [peer for peer in peers if peer.route == "group"]
+    for peer in peers:
+        peer.berth.answered(peer.accept, Deadline(max(seconds / len(peers), 0.001)))
+        channel = peer.berth.channel
+        shares_link = len(by_group) > 1 and channel is not None and not channel.local
+        if shares_link or peer.route != "group":
+            peer.berth.decline()
+
+
 def go(
     hop: fanout.Hop,
     peers: Mapping[int, Peer],
     patience: float,
     *,
     may_read: bool,
-    channel: bool,
 ) -> wire.Go:
     """What a receiver is told of its place in the chain; `may_read`: memory of one another."""
     me, before = peers[hop.rank], peers.get(hop.upstream)  # none where it is the sender
@@ -96,7 +155,7 @@ def go(
         patience,
         reads=before is not None and may_read and _can_try(me, before),
         notes=behind is not None and may_read and _can_try(behind, me),
-        channel=channel,
+        channel=me.berth.channel is not None,
     )
 
 

@@ -157,9 +157,12 @@ class Receiving:
             if self._ways is not None and offer.memory is not None and offer.memory.verify:
                 hashed = self._ways.hashed
             if self._ways is None:
-                channels = self._post.channels
-                self.berth = channels.answer(
-                    self._sender, offer.channel, self._connections, self._deadline.left()
+                self.berth = self._post.channels.answer(
+                    self._sender,
+                    offer.channel,
+                    self._connections,
+                    self._deadline.left(),
+                    local=not offer.threads,  # there are others beside this rank
                 )
             agreed = self.berth.record is not None
             self._line.send(
@@ -220,8 +223,7 @@ class Receiving:
 
     def _take_in(self, offer: wire.Offer, landing: Landing, go: wire.Go) -> None:
         if not go.channel:
-            self.berth.end(keep=False)
-            self.berth.connections = 0
+            self.berth.decline()
         if why := off_schedule(go, offer, me=self._me, sender=self._sender):
             raise RemoteProtocolError(why, rank=self._sender, phase="join")
         self.intake = Intake(
@@ -399,6 +401,8 @@ def off_schedule(go: wire.Go, offer: wire.Offer, *, me: int, sender: int) -> str
     chained = go.upstream != sender or go.downstream is not None
     if chained and offer.threads:
         return "a chain, where this rank was said to be the only receiver"
+    if chained and go.channel:
+        return "a chain by way of connections that are for this rank alone"
     if (go.reads or go.notes) and not (chained and offer.verify and offer.device == "cpu"):
         return "receivers that read each other, without digests or not in a chain"
     return ""

@@ -18,16 +18,24 @@ from torchrelay.state.columns import devices_of
 from torchrelay.state.snapshot import Snapshot
 from torchrelay.transports import fanout, place, wire
 from torchrelay.transports.buffers import BufferPool
-from torchrelay.transports.channels import WORTH_BYTES, Berth
+from torchrelay.transports.channels import WORTH_BYTES
 from torchrelay.transports.clock import TICK, Deadline, Stopwatch
 from torchrelay.transports.cuda_ipc import Exports
 from torchrelay.transports.group import GRACE, Line, Post
 from torchrelay.transports.offers import shortened
 from torchrelay.transports.outflow import Hashed, Outflow, Sent
 from torchrelay.transports.parts import Branches, MakeBranch
-from torchrelay.transports.peers import Peer, Said, go, hang_up, outcome, tell_hashes
+from torchrelay.transports.peers import (
+    Peer,
+    Said,
+    connect,
+    go,
+    hang_up,
+    join_ends,
+    outcome,
+    tell_hashes,
+)
 from torchrelay.transports.ring import Rings
-from torchrelay.transports.routes import ROUTES
 from torchrelay.transports.serving import Serving
 from torchrelay.transports.worker import Worker, hashers
 
@@ -76,7 +84,6 @@ class Sending:
         self._serving = Serving(snapshot, rings, exports, verify=verify)
         self._out = Outflow(post.group, snapshot, self._device, buffers, self._events, self._worker)
         self._connections = connections
-        self.berth = Berth()
         self.peers = {rank: Peer(rank, line) for rank, line in receivers.items()}
         self.parts = Branches(branch, partial(self._events.put, None))
         self._hops: list[fanout.Hop] = []
@@ -119,7 +126,8 @@ class Sending:
                     peer.line.leave()
             self._worker.stop()
             self._serving.close()
-            self.berth.end(keep=all(peer.stage == "done" for peer in self.peers.values()))
+            for peer in self.peers.values():
+                peer.berth.end(keep=peer.stage == "done")
         sent = f"{self.wire_bytes} of {self._chunks.stream_bytes} bytes sent"
         fault = outcome(self.peers.values(), sent=sent, step=self._step, phase=self.watch.phase)
         if fault is not None:
@@ -137,7 +145,10 @@ class Sending:
         """Wait for receivers until all have answered, or the window closes on those who came."""
         begun = time.monotonic()
         while self._in("called", "joined"):
-            left = min(self._join_ends(begun) - time.monotonic(), self._deadline.left())
+            ends = join_ends(
+                self.peers.values(), begun + self._join_timeout, self._window, self._deadline
+            )
+            left = min(ends - time.monotonic(), self._deadline.left())
             if left <= 0:
                 break
             self._take(left)
@@ -151,38 +162,27 @@ class Sending:
         for peer in silent:
             if peer.stage == "joined":
                 self._fail(peer, "joined, but did not answer the offer", late=True)
-
-    def _join_ends(self, begun: float) -> float:
-        """Until when to wait. The first to come waits a window for the others to come, and as long
-        for each that came to answer; it must not lose to them the time to be served in.
-        """
-        here = self._in("joined", "accepted", "refused", "apart")
-        if not here:
-            return begun + self._join_timeout
-        if not self._in("accepted", "refused", "apart"):
-            return float("inf")
-        waits = [min(peer.joined_at for peer in here), *(p.joined_at for p in self._in("joined"))]
-        end = time.monotonic() + self._deadline.left()
-        return max(came + min(self._window, (end - came) / 2) for came in waits)
+        # Those who have connected must not wait for one who only says so.
+        most = self._window / 4 if len(self.peers) > 1 else self._deadline.seconds
+        connect(self._in("accepted"), min(self._deadline.left(), most))
 
     def _joined(self, peer: Peer, join: wire.Join) -> None:
         peer.stage, peer.joined_at = "joined", time.monotonic()
         peer.place = join.place
         peer.reads = bool(join.nonce)
         memory = None if self._route == "group" else self._serving.memory(join, peer.line)
-        large = self._device == "cpu" and self._chunks.stream_bytes >= WORTH_BYTES
-        if large and len(self.peers) == 1 and join.minor >= wire.CHANNELS:
-            self.berth.end(keep=False)  # of a join that came to nothing
+        several = len(self.peers) > 1
+        if self._device == "cpu" and self._chunks.stream_bytes >= WORTH_BYTES:
             near = self._route != "group" and not place.apart(place.here(), join.place)
-            self.berth = self._post.channels.propose(peer.rank, self._connections, near=near)
+            peer.propose(join, self._post.channels, self._connections, near=near, local=several)
         offer = wire.Offer(
             self.snapshot.encoded(columns=join.minor >= wire.COLUMNS),
             self._verify,
             self._device,
             memory,
             self._route,
-            cores() if len(self.peers) == 1 else 0,
-            self.berth.record,
+            0 if several else cores(),
+            peer.berth.record,
         )
         peer.line.send(shortened(offer, join.knows))
         if memory is not None and memory.pieces and join.place.devices:
@@ -193,27 +193,28 @@ class Sending:
     def _transfer(self) -> None:
         accepted, nearby = self._by("group"), self._by("host", "cuda_ipc")
         # Bytes cross to a machine once: receivers of one machine follow each other.
-        accepted = fanout.by_machine(accepted, lambda peer: peer.place.machine)
-        self._hops = fanout.chain(self._me, [peer.rank for peer in accepted])
+        chained = [peer for peer in accepted if peer.berth.channel is None]
+        chained = fanout.by_machine(chained, lambda peer: peer.place.machine)
+        channels = {peer.rank: c for peer in accepted if (c := peer.berth.channel) is not None}
+        self._hops = fanout.chain(self._me, [peer.rank for peer in chained])
+        self._hops += fanout.star(self._me, list(channels))
         # With one receiver there is nobody to protect from a slow one: the deadline alone counts.
         if len(accepted) + len(nearby) > 1:
             self._patience = min(self._window, self._deadline.seconds / 4, wire.MAX_SECONDS)
         # Memory that is read late may have changed: there must be digests to notice.
         reads = self._verify and self._device == "cpu" and self._route is None
-        channel = self.berth.channel
         for hop in self._hops:
-            word = go(hop, self.peers, self._patience, may_read=reads, channel=channel is not None)
-            self.peers[hop.rank].line.send(word)
+            self.peers[hop.rank].line.send(go(hop, self.peers, self._patience, may_read=reads))
         for peer in nearby:
             self._let_read(peer, share=len(nearby))
-        if accepted:
-            self._out.verify = self._verify
-            if len(accepted) > 1:
-                self._out.hash_ahead()
-            if channel is not None:
-                self._out.open_channel(accepted[0].rank, channel, accepted[0].line.transfer)
-            else:
-                self._open_stream(accepted[0].rank, 1, range(len(self._chunks)))
+        self._out.verify = self._verify
+        if len(chained) > 1:
+            self._out.hash_ahead()
+        if chained:
+            self._open_stream(chained[0].rank, 1, range(len(self._chunks)))
+        for rank, channel in channels.items():
+            transfer = self.peers[rank].line.transfer
+            self._out.open_channel(rank, channel, transfer, alone=len(accepted) == 1)
         while self._in("accepted"):
             self._out.pump()
             tell_hashes(self._hops, self.peers, self._out.digests_from)
@@ -270,7 +271,7 @@ class Sending:
             if peer.route == "group":
                 # Without digests nothing tells bytes that changed on their way: they must have
                 # left.
-                ready = hashed or not self._out.busy
+                ready = hashed or not self._out.busy(peer.rank)
             else:
                 ready = peer.pulled
             if ready:
@@ -361,19 +362,8 @@ class Sending:
         elif isinstance(message, wire.Survey) and peer.stage == "called" and self.parts.served:
             self.parts.begin(peer)
         elif isinstance(message, wire.Accept) and peer.stage == "joined":
-            if message.route not in ROUTES:
-                self._fail(peer, f"took route {message.route!r}, which is not known here")
-                return
-            if self._route not in (None, message.route):
-                # A receiver of an older version, which knows of no routes.
-                reason = f"it takes route {message.route!r}, and {self._route!r} was asked for"
-                self._fail(peer, reason)
-                peer.refusal = wire.Refuse("route", reason)
-                return
-            peer.stage = "accepted"
-            peer.route, peer.needs_ring = message.route, message.ring
-            peer.instead, peer.hashed = message.instead, message.hashed
-            self.berth.answered(message, self._deadline)
+            if why := peer.take(message, self._route):
+                self._fail(peer, why)
         elif isinstance(message, wire.Fill) and peer.stage == "accepted":
             if not self._serving.fill(peer.line, message):
                 self._fail(peer, "asked for a chunk or slot that does not exist, or is not free")
@@ -423,8 +413,8 @@ class Sending:
             return
         if self._serve(peer.rank):
             self.rerouted.append(peer.rank)
-        if self._out.by_channel:
-            self.berth.end(keep=False)
+        if self._out.by_channel(peer.rank):
+            peer.berth.end(keep=False)
             peer.trailed = False  # what it is sent now may have changed since
         self._out.cut(peer.rank)
         self._open_stream(peer.rank, need.lane, need.chunks)
@@ -451,7 +441,7 @@ class Sending:
             if stream.channel:
                 # The receiver notices too, and asks for what it lacks over the group.
                 stream.alive = False
-                self.berth.end(keep=False)
+                peer.berth.end(keep=False)
             else:
                 self._fail(peer, f"connection lost: {event.fault}")
         else:
@@ -462,6 +452,7 @@ class Sending:
         peer.give_up(reason, late=late)
         peer.line.send(wire.Abort(wire.text(f"the sender gave up on this rank: {reason}")))
         self._out.cut(peer.rank)
+        peer.berth.end(keep=False)
         for hop in self._hops:
             if hop.downstream == peer.rank:
                 self._detach(hop.rank)

@@ -26,6 +26,7 @@ def sent_report(
     taken = set(routes.values()) or {route or "group"}
     by = next(iter(taken)) if len(taken) == 1 else "mixed"
     why_not = {name: why for peer in peers for name, why in peer.instead.items()}
+    unconnected = {name: why for peer in peers for name, why in peer.berth.instead.items()}
     return Report(
         step=sending.snapshot.manifest.step,
         bytes=sending.snapshot.chunks.nbytes,
@@ -35,14 +36,14 @@ def sent_report(
         predicted=expect(by, sending.watch.seconds),
         route=by,
         routes=routes,
-        instead={**why_not, **sending.berth.instead},
+        instead={**why_not, **unconnected},
         verified=all(compares(name, verify) for name in taken),
         receivers=tuple(peer.rank for peer in peers if peer.stage == "done"),
         failed={peer.rank: peer.reason for peer in peers if peer.stage not in ("done", "unknown")},
         unknown={peer.rank: peer.reason for peer in peers if peer.stage == "unknown"},
         settled=settled,
         rerouted=tuple(sending.rerouted),
-        connections=sending.berth.connections,
+        connections=sum(peer.berth.connections for peer in peers),
     )
 
 
