@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
 from torchrelay.stores.dcp import Writer
-from torchrelay.stores.files import Files
+from torchrelay.stores.local.files import Files
 
 
 def changed_before_each_write(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> list[int]:

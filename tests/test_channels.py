@@ -15,12 +15,14 @@ import torch
 import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, sent, verdict, weights
 from tests.support.ways import by, patched
-from torchrelay.state.digest import digest, running_digest
-from torchrelay.transports import addresses, channels, fanout, intake, lanes, outflow, wire
-from torchrelay.transports.channels import TOKEN_BYTES, Channels
-from torchrelay.transports.clock import Deadline
-from torchrelay.transports.group import post_of
-from torchrelay.transports.lanes import Channel
+from torchrelay.deadlines import Deadline
+from torchrelay.record.digest import digest, running_digest
+from torchrelay.transports.group.lines import post_of
+from torchrelay.transports.protocol import fanout, wire
+from torchrelay.transports.routes import addresses, channels, lanes
+from torchrelay.transports.routes.channels import TOKEN_BYTES, Channels
+from torchrelay.transports.routes.lanes import Channel
+from torchrelay.transports.transfer import intake, outflow
 
 OLD, LONG = 100, 25.0
 SOON = 10.0  # seconds within which a thread that was woken up has answered

@@ -12,9 +12,11 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, RECEIVER, held_at, received, sent, verdict, weights
 from tests.support.ranks import Ranks
 from tests.support.ways import by, elsewhere, patched, taking
-from torchrelay.transports import addresses, channels, fanout, lanes, outflow, receiver, wire
-from torchrelay.transports.channels import Channels
-from torchrelay.transports.lanes import Channel
+from torchrelay.transports.protocol import fanout, receiver, wire
+from torchrelay.transports.routes import addresses, channels, lanes
+from torchrelay.transports.routes.channels import Channels
+from torchrelay.transports.routes.lanes import Channel
+from torchrelay.transports.transfer import outflow
 
 OLD, LONG = 100, 25.0
 START = 60.0  # seconds for processes to be there

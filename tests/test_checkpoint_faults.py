@@ -32,10 +32,10 @@ from tests.support.ranks import Killed, RankPool, Ranks, reached
 from tests.support.saved import equal, state, which
 from tests.support.saver import is_gone
 from torchrelay.checkpointer import KeepAll, KeepEvery, KeepLast
-from torchrelay.stores.files import Files
-from torchrelay.stores.local import LocalStore
-from torchrelay.transports.assembly import Assembly
-from torchrelay.transports.clock import Deadline
+from torchrelay.deadlines import Deadline
+from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.store import LocalStore
+from torchrelay.transports.group.assembly import Assembly
 
 SHORT = 3.0  # seconds a call may take that is meant to fail by its deadline
 GRACE = 1.5  # seconds past it

@@ -22,15 +22,17 @@ from tests.support.states import Destination, assert_same, destinations, states,
 from tests.support.trips import chunk_of, trip
 from tests.support.ways import by, every_way
 from torchrelay.errors import ManifestError
-from torchrelay.state import codec, columns, compact, tensors
-from torchrelay.state import manifest as m
-from torchrelay.state.columns import Kind, Leaves, Storages, Table, others_of, table_of
-from torchrelay.state.compact import KnownTree
-from torchrelay.state.landing import land
-from torchrelay.state.plain import Plains, look
-from torchrelay.state.prepared import prepare
-from torchrelay.state.snapshot import Snapshot, capture
-from torchrelay.transports import wire
+from torchrelay.geometry.chunks import aligned
+from torchrelay.landing.destination import prepare
+from torchrelay.landing.seam import land
+from torchrelay.plan.plain import Plains, look
+from torchrelay.plan.snapshot import Snapshot, capture
+from torchrelay.record import codec, columns, compact
+from torchrelay.record import manifest as m
+from torchrelay.record.columns import Kind, Leaves, Storages, Table, others_of, table_of
+from torchrelay.record.compact import KnownTree
+from torchrelay.state import tensors
+from torchrelay.transports.protocol import wire
 
 # torch warns about quantized, sparse and complex32 tensors as such.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -217,7 +219,7 @@ def test_hand_made_manifests(
         m.SequenceNode("list", tuple(range(len(leaves)))),
         tuple(leaves),
         tuple(storages),
-        tuple(m.aligned(storage.nbytes) for storage in storages),
+        tuple(aligned(storage.nbytes) for storage in storages),
     )
     records = codec.decode(codec.encode(manifest))
     found = codec.decode(compact.encode(manifest))
@@ -448,7 +450,7 @@ def test_flags_that_torch_has_no_tensors_of(encode: Callable[[m.Manifest], bytes
         size = tensors.DTYPES[dtype].itemsize
         leaf = m.TensorLeaf(dtype, (3, 2), (1, 1) if overlapping else None, 0, 0, flags)
         nbytes = size * (4 if overlapping else 6)
-        storages, chunks = (m.Storage(nbytes),), (m.aligned(nbytes),)
+        storages, chunks = (m.Storage(nbytes),), (aligned(nbytes),)
         return m.Manifest(m.VERSION, 1, 0, (leaf,), storages, chunks)
 
     for overlapping in (True, False):

@@ -18,8 +18,8 @@ import torchrelay as tr
 from tests.support.ranks import Exited, RankPool, Ranks
 from tests.support.s3 import S3, moto_server, s3  # noqa: F401
 from tests.support.saved import state, which
-from torchrelay.stores.files import Files
-from torchrelay.transports import assembly
+from torchrelay.stores.local.files import Files
+from torchrelay.transports.group import assembly
 
 
 def outcome(save: Callable[[], object]) -> str:

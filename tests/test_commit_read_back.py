@@ -19,7 +19,7 @@ from tests.support.ranks import RankPool
 from torchrelay import dropin
 from torchrelay.dropin.stock_dcp import read_stock, write_stock
 from torchrelay.errors import CheckpointError
-from torchrelay.state.outline import outline
+from torchrelay.plan.outline import outline
 from torchrelay.stores.dcp import Reader, Writer
 from torchrelay.stores.drafting import sealed
 

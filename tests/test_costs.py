@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.transports.costs import Costs, copy_rate
-from torchrelay.transports.fanout import by_machine
+from torchrelay.transports.protocol.fanout import by_machine
+from torchrelay.transports.routes.costs import Costs, copy_rate
 
 
 def test_more_costs_more() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.hostile import CASES, LENGTH, SOON, Case, Cost, measure
 from torchrelay.errors import TransferTimeoutError
-from torchrelay.state import codec
-from torchrelay.state import manifest as m
-from torchrelay.state.codec import Recall
+from torchrelay.record import codec
+from torchrelay.record import manifest as m
+from torchrelay.record.codec import Recall
 
 SECONDS = 2.0
 MEGABYTES = 300.0

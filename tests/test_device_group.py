@@ -14,7 +14,7 @@ import torch
 
 import torchrelay as tr
 from tests.support.loop import run_loop
-from torchrelay.transports.device_group import Mail
+from torchrelay.transports.group.device_group import Mail
 
 
 def by_mail(group: Any, **options: Any) -> tr.Relay:

@@ -20,8 +20,8 @@ from tests.support.s3 import BUCKET, S3, moto_server, s3  # noqa: F401
 from tests.support.saved import state, which
 from torchrelay.checkpointer import Keep
 from torchrelay.stores.dcp import Writer
-from torchrelay.stores.files import Files
-from torchrelay.stores.writing import Writing
+from torchrelay.stores.local.files import Files
+from torchrelay.stores.writer.ranges import Writing
 
 
 class Broken(Keep):

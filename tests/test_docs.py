@@ -37,12 +37,16 @@ from tests.support.s3 import S3, moto_server, s3  # noqa: F401
 from torchrelay import dropin, errors
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
-from torchrelay.state import boxes, codec, manifest, outline, validation
-from torchrelay.state.digest import digest
-from torchrelay.state.snapshot import capture
-from torchrelay.stores import dcp, layout, objects, seam
+from torchrelay.geometry import boxes
+from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
+from torchrelay.plan import outline
+from torchrelay.plan.snapshot import capture
+from torchrelay.record import codec, manifest, validation
+from torchrelay.record.digest import digest
+from torchrelay.stores import dcp, layout, seam
 from torchrelay.stores import records as commit
-from torchrelay.transports import wire
+from torchrelay.stores.objects import store as objects
+from torchrelay.transports.protocol import wire
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -460,7 +464,7 @@ def test_limits_are_as_described() -> None:
     assert (caps["leaves"], manifest.MAX_LEAVES) == ("2^24", 1 << 24)
     assert (caps["depth of the tree"], manifest.MAX_DEPTH) == ("128", 128)
     assert (caps["stream"], manifest.MAX_STREAM_BYTES) == ("2^50 bytes", 1 << 50)
-    assert (caps["chunk"], manifest.MAX_CHUNK_BYTES) == ("2^28 bytes", 1 << 28)
+    assert (caps["chunk"], MAX_CHUNK_BYTES) == ("2^28 bytes", 1 << 28)
     assert (caps["dimensions of a tensor"], manifest.MAX_DIMS) == ("64", 64)
     assert (caps["lanes"], wire.LANES) == ("16", 16)
     assert (caps["dimensions of a mesh"], validation.MAX_MESH_DIMS) == ("16", 16)

@@ -17,7 +17,7 @@ from tests.support.cuts import stores_with
 from tests.support.ranks import RankPool
 from tests.support.saved import equal, state, training, which
 from torchrelay.checkpointer import saving, staging
-from torchrelay.stores.files import Files
+from torchrelay.stores.local.files import Files
 from torchrelay.stores.seam import MANIFEST
 
 

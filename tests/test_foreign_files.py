@@ -10,8 +10,8 @@ import pytest
 import torchrelay as tr
 from tests.support.s3 import BUCKET, S3, moto_server, s3  # noqa: F401
 from tests.support.saved import state
-from torchrelay.stores.files import Files
-from torchrelay.stores.local import LocalStore, token
+from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.store import LocalStore, token
 
 
 @pytest.fixture

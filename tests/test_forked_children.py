@@ -22,7 +22,7 @@ import torchrelay as tr
 from tests.support.cuts import stores_with
 from tests.support.forks import servers
 from tests.support.saved import equal, state, which
-from torchrelay.stores.files import Files
+from torchrelay.stores.local.files import Files
 
 SECONDS = 5.0  # in which whatever is to be at once is over, also on a machine that is busy
 

@@ -11,9 +11,10 @@ import pytest
 import torchrelay as tr
 from tests.support.faults import CHUNK, same, weights
 from tests.support.ways import by, patched
-from torchrelay.transports import addresses, channels, wire
-from torchrelay.transports.channels import TOKEN_BYTES, Channels
-from torchrelay.transports.clock import Deadline
+from torchrelay.deadlines import Deadline
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.routes import addresses, channels
+from torchrelay.transports.routes.channels import TOKEN_BYTES, Channels
 
 NEW = 1
 LONG = 25.0

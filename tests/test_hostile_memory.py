@@ -24,12 +24,14 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, same, weights
 from tests.support.ways import elsewhere, patched
-from torchrelay.state.runs import Runs
-from torchrelay.transports import intake, place, wire
-from torchrelay.transports.group import Line
-from torchrelay.transports.place import Process, Proof, claim
-from torchrelay.transports.receiver import off_schedule
-from torchrelay.transports.serving import Serving
+from torchrelay.geometry.runs import Runs
+from torchrelay.transports.group.lines import Line
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.receiver import off_schedule
+from torchrelay.transports.routes import place
+from torchrelay.transports.routes.place import Process, Proof, claim
+from torchrelay.transports.routes.serving import Serving
+from torchrelay.transports.transfer import intake
 
 OLD, NEW = 100, 1
 TIMEOUT = 20.0

@@ -20,14 +20,14 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, weights
 from tests.support.messages import send_payload
 from tests.support.ways import by, patched
-from torchrelay.state.digest import digest
-from torchrelay.state.runs import Runs
-from torchrelay.transports import group as group_module
-from torchrelay.transports import wire
-from torchrelay.transports.group import Line
-from torchrelay.transports.outflow import Outflow
-from torchrelay.transports.peers import Peer
-from torchrelay.transports.serving import Serving
+from torchrelay.geometry.runs import Runs
+from torchrelay.record.digest import digest
+from torchrelay.transports.group import lines as group_module
+from torchrelay.transports.group.lines import Line
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.peers import Peer
+from torchrelay.transports.routes.serving import Serving
+from torchrelay.transports.transfer.outflow import Outflow
 
 OLD, NEW = 100, 1
 TIMEOUT = 10.0

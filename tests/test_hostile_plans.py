@@ -20,10 +20,10 @@ import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay.checkpointer import saving
 from torchrelay.errors import CheckpointError, ManifestError, RelayError
+from torchrelay.plan.outline import outline
 from torchrelay.resharding import record
 from torchrelay.resharding.owners import whole_of
 from torchrelay.resharding.record import RankBox, RankRecord
-from torchrelay.state.outline import outline
 from torchrelay.stores import plan_limits
 from torchrelay.stores.planning import Planning
 from torchrelay.stores.plans import Item, LocalPlan, Told, merge_outlines

@@ -18,8 +18,8 @@ import pytest
 import torchrelay as tr
 from tests.support.s3 import S3, moto_server, s3  # noqa: F401
 from tests.support.saved import state, which
-from torchrelay.stores.files import Files
-from torchrelay.stores.local import LocalStore
+from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.store import LocalStore
 
 TIMEOUT = 1.5
 LATEST = 12.0

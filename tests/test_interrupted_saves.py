@@ -19,7 +19,7 @@ from tests.support.ranks import RankPool
 from tests.support.saved import equal, state
 from torchrelay.stores.planning import Planning
 
-PARTS = ("checkpointer", "stores", "transports/assembly.py", "memory/arena.py")
+PARTS = ("checkpointer", "stores", "transports/group/assembly.py", "memory/arena.py")
 SEED = 20
 
 
@@ -82,7 +82,7 @@ def test_a_save_interrupted_at_any_line_leaves_the_next_ones_right(
     lines = learner.lines()
     learner.checkpointer.close()
     assert len(lines) > 150
-    keeping = ("stores/planning.py", "checkpointer/saving.py", "stores/writer_client.py")
+    keeping = ("stores/planning.py", "checkpointer/saving.py", "stores/writer/client.py")
     some = random.Random(SEED)
     chosen = some.sample([line for line in lines if line[0] in keeping], 25)
     check_lines(tmp_path, kind, chosen + some.sample(lines, 5), first=False)

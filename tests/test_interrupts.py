@@ -27,10 +27,10 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.support.faults import CHUNK, attempt, received, sent, verdict, weights
 from tests.support.ways import WAYS, by, every_way, taking
+from torchrelay.deadlines import Deadline
 from torchrelay.dropin import PGTransport
 from torchrelay.memory import threads
-from torchrelay.transports.clock import Deadline
-from torchrelay.transports.shield import shielded
+from torchrelay.transports.group.shield import shielded
 
 OLD, LONG = 100, 25.0
 SOON = 15.0  # seconds: not the deadline, on a busy machine

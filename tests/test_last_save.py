@@ -21,7 +21,7 @@ from tests.support.ranks import Exited, RankPool, run_ranks
 from tests.support.saved import equal
 from torchrelay.checkpointer import stopping
 from torchrelay.checkpointer.stopping import Stopping
-from torchrelay.stores.files import Files
+from torchrelay.stores.local.files import Files
 
 SEED = 9
 

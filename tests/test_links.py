@@ -18,7 +18,7 @@ from tests.support.forks import run_program
 from tests.support.netns import HostFailed, Hosts, Switch, Unavailable
 from torchrelay import Relay
 from torchrelay.demo.versus import IN_PLACE
-from torchrelay.transports.channels import WORTH_BYTES
+from torchrelay.transports.routes.channels import WORTH_BYTES
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIES = 4  # of laps: one is enough where nothing else runs

@@ -20,13 +20,14 @@ import torch
 from tests.support.rounds import rounds
 from tests.support.states import Color, Moment, Pair, Point, tensors_in
 from torchrelay.errors import ManifestError, RelayError
-from torchrelay.state import codec, compact
-from torchrelay.state import manifest as m
-from torchrelay.state.compact import KnownTree
-from torchrelay.state.landing import land
+from torchrelay.geometry.chunks import aligned
+from torchrelay.landing.seam import land
+from torchrelay.plan.snapshot import capture
+from torchrelay.record import codec, compact
+from torchrelay.record import manifest as m
+from torchrelay.record.compact import KnownTree
+from torchrelay.record.validation import ITEM_SIZES, check
 from torchrelay.state.registry import register
-from torchrelay.state.snapshot import capture
-from torchrelay.state.validation import ITEM_SIZES, check
 
 # torch warns about quantized, sparse and complex32 tensors as such.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -455,7 +456,7 @@ def larger(rng: random.Random, plain: Plain) -> None:
         where = rng.randrange(len(sizes))
         sizes[where] = rng.choice([*NUMBERS, sizes[where] + 4])
         plain[SIZES] = packed(sizes, SIZES)
-        plain[CHUNKS] = [m.aligned(size % (1 << 62)) for size in sizes]
+        plain[CHUNKS] = [aligned(size % (1 << 62)) for size in sizes]
 
 
 def other_step(rng: random.Random, plain: Plain) -> None:
@@ -592,7 +593,7 @@ def test_mutants_are_refused_or_valid(quarter: int) -> None:
         accepted += 1
         columns += in_columns(index)
         stated = manifest.nbytes
-        assert sum(manifest.chunks) == sum(m.aligned(s.nbytes) for s in manifest.storages)
+        assert sum(manifest.chunks) == sum(aligned(s.nbytes) for s in manifest.storages)
         assert stated <= m.MAX_STREAM_BYTES, f"mutant {index}"
         if accepted % 4 == 0 and stated <= LANDED_BYTES:
             _land(manifest, index)

@@ -13,8 +13,8 @@ from tests.support.faults import CHUNK, Outcome, attempt, received, weights
 from tests.support.messages import KINDS, Field, fields_of, forged, send_payload, wrong_values
 from tests.support.ways import patched
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.transports import wire
-from torchrelay.transports.group import Line
+from torchrelay.transports.group.lines import Line
+from torchrelay.transports.protocol import wire
 
 OLD, NEW, NEXT = 100, 1, 2
 TIMEOUT = 8.0

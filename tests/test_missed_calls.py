@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from tests.support.saved import state, which
-from torchrelay.stores.local import LocalStore
+from torchrelay.stores.local.store import LocalStore
 
 TIMEOUT = 1.5
 

@@ -35,9 +35,10 @@ from tests.support.ranks import Ranks, reached, run_ranks
 from tests.support.ways import elsewhere, patched, refused
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.memory.vectors import OtherMemoryError
-from torchrelay.transports import fanout, handing, place, wire
-from torchrelay.transports.peers import Peer, go
-from torchrelay.transports.receiver import Receiving
+from torchrelay.transports.protocol import fanout, wire
+from torchrelay.transports.protocol.peers import Peer, go
+from torchrelay.transports.protocol.receiver import Receiving
+from torchrelay.transports.routes import handing, place
 
 OLD, NEW = 100, 1
 TIMEOUT = 25.0

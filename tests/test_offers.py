@@ -15,10 +15,11 @@ import torchrelay as tr
 from tests.support.faults import verdict, weights
 from tests.support.ways import by, every_way, patched
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.state.snapshot import capture
-from torchrelay.transports import offers, sender, wire
-from torchrelay.transports.group import Line
-from torchrelay.transports.offers import Known, Offers, shortened
+from torchrelay.plan.snapshot import capture
+from torchrelay.transports.group.lines import Line
+from torchrelay.transports.protocol import known_offers as offers
+from torchrelay.transports.protocol import sender, wire
+from torchrelay.transports.protocol.known_offers import Known, Offers, shortened
 
 OLD, LONG = 100, 25.0
 

@@ -16,10 +16,10 @@ import pytest
 import torchrelay as tr
 from tests.support.s3 import BUCKET, S3, moto_server, s3  # noqa: F401
 from tests.support.saved import equal, state
+from torchrelay.deadlines import Deadline
 from torchrelay.dropin.convert import convert
 from torchrelay.stores.dcp import Reader, Writer
 from torchrelay.stores.locate import open_store
-from torchrelay.transports.clock import Deadline
 
 # Places ----------------------------------------------------------------------
 

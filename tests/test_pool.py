@@ -15,10 +15,10 @@ import torch
 
 import torchrelay as tr
 from torchrelay.errors import MismatchError
+from torchrelay.landing.workspace import LARGE_BYTES
 from torchrelay.memory import pool as module
 from torchrelay.memory.pages import PAGE
 from torchrelay.memory.pool import Pool, Pooled
-from torchrelay.state.means import LARGE_BYTES
 
 BIG = 64 * PAGE
 

@@ -28,8 +28,8 @@ import torchrelay as tr
 from tests.support import saver
 from tests.support.cuts import CONTENTS, Cut, CutFiles, Disk, NoExchange, Tree, plant, stores_with
 from tests.support.saved import state, training, which
-from torchrelay.stores import writing
-from torchrelay.stores.local import LocalStore, token
+from torchrelay.stores.local.store import LocalStore, token
+from torchrelay.stores.writer import ranges as writing
 
 SEED = 20261115
 ROLLS = 2  # states by chance, for each boundary

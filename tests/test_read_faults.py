@@ -20,8 +20,8 @@ from tests.support.ranks import RankPool
 from tests.support.s3 import S3, moto_server, s3  # noqa: F401
 from tests.support.saved import equal, state
 from torchrelay.checkpointer.loading import Loading
-from torchrelay.stores import local_reader
-from torchrelay.stores.local import LocalStore
+from torchrelay.stores.local import reader as local_reader
+from torchrelay.stores.local.store import LocalStore
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES
 
 PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint._pg_transport import PGTransport as Stock
 
 import torchrelay as tr
 from tests.support.ranks import Killed, Ranks, reached
-from torchrelay.transports import wire
+from torchrelay.transports.protocol import wire
 
 CPU = torch.device("cpu")
 COUNT = 4  # tensors of a state, each a chunk

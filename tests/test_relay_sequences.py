@@ -18,12 +18,13 @@ from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, ve
 from tests.support.ranks import run_ranks
 from tests.support.ways import BY_MESSAGES, by, every_way
 from torchrelay.memory.threads import IDLE
-from torchrelay.transports import lanes, outflow
-from torchrelay.transports.buffers import IN_FLIGHT
-from torchrelay.transports.intake import Intake
-from torchrelay.transports.outflow import Outflow
-from torchrelay.transports.pull import Pull
-from torchrelay.transports.sender import Sending
+from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.routes import lanes
+from torchrelay.transports.routes.pull import Pull
+from torchrelay.transports.transfer import outflow
+from torchrelay.transports.transfer.buffers import IN_FLIGHT
+from torchrelay.transports.transfer.intake import Intake
+from torchrelay.transports.transfer.outflow import Outflow
 
 OLD = 100
 LONG = 30.0

@@ -25,14 +25,14 @@ from tests.support.loop import Hub, LoopGroup
 from tests.support.ranks import Killed, run_ranks
 from tests.support.ways import patched
 from torchrelay.errors import ManifestError, MismatchError, RelayError, RemoteProtocolError
+from torchrelay.plan.outline import outline
 from torchrelay.resharding import record as records
 from torchrelay.resharding.holding import Holding
 from torchrelay.resharding.owners import whole_of
 from torchrelay.resharding.record import RankBox, RankRecord
-from torchrelay.state.outline import outline
-from torchrelay.transports import wire
-from torchrelay.transports.parts import Branch
-from torchrelay.transports.sender import Sending
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.parts import Branch
+from torchrelay.transports.protocol.sender import Sending
 
 LONG = 25.0
 SENDERS, RECEIVER = [0, 1, 2, 3], 4

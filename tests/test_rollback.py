@@ -117,8 +117,8 @@ def test_a_damaged_newest_step_does_not_stand_in_the_way_of_the_next_save(tmp_pa
 
 def test_set_aside_steps_are_neither_cleaned_nor_pruned(s3: S3, tmp_path: Path) -> None:  # noqa: F811
     pytest.importorskip("obstore")
-    from torchrelay.stores.local import LocalStore
-    from torchrelay.stores.objects import ObjectStore
+    from torchrelay.stores.local.store import LocalStore
+    from torchrelay.stores.objects.store import ObjectStore
 
     for root in (str(tmp_path / "run"), s3.url("run")):
         saved(root, 1, 2)

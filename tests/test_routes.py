@@ -18,11 +18,13 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, attempt, received, verdict, weights
 from tests.support.ranks import run_ranks
 from tests.support.ways import BY_MESSAGES, by, elsewhere, every_way, patched, refused
-from torchrelay.state.runs import Runs
-from torchrelay.transports import place, routes, wire
-from torchrelay.transports.group import Line
-from torchrelay.transports.place import Proof
-from torchrelay.transports.serving import Serving
+from torchrelay.geometry.runs import Runs
+from torchrelay.transports.group.lines import Line
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.routes import choice as routes
+from torchrelay.transports.routes import place
+from torchrelay.transports.routes.place import Proof
+from torchrelay.transports.routes.serving import Serving
 
 OLD, NEW = 100, 1
 TIMEOUT = 20.0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.state.runs import Moves, Runs, moves
+from torchrelay.geometry.runs import Moves, Runs, moves
 
 STREAM = 96
 Rows = list[tuple[int, int, int]]

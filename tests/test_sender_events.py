@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchrelay.transports.sender import Sending
+from torchrelay.transports.protocol.sender import Sending
 
 
 def loop(monkeypatch: pytest.MonkeyPatch, during: dict[str, list[str]]) -> tuple[Any, list[str]]:

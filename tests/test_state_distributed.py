@@ -17,9 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.support.states import bits
 from tests.support.trips import trip
 from torchrelay.errors import MismatchError, UnsupportedLeafError
-from torchrelay.state import codec
-from torchrelay.state.landing import land
-from torchrelay.state.snapshot import capture
+from torchrelay.landing.seam import land
+from torchrelay.plan.snapshot import capture
+from torchrelay.record import codec
 
 # torch warns about quantized, sparse and complex32 tensors as such.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -16,13 +16,18 @@ from hypothesis import strategies as st
 
 from tests.support.rounds import rounds
 from torchrelay.errors import ManifestError, UnsupportedLeafError
-from torchrelay.state import blueprint, codec, compact, plan, prepared, tensors
-from torchrelay.state import manifest as m
-from torchrelay.state.containers import flatten
-from torchrelay.state.landing import land
-from torchrelay.state.plain import look, survey
-from torchrelay.state.prepared import prepare, split, split_columns
-from torchrelay.state.snapshot import Snapshot, capture
+from torchrelay.geometry import chunks as plan
+from torchrelay.geometry.chunks import aligned
+from torchrelay.landing import destination as prepared
+from torchrelay.landing.destination import prepare, split, split_columns
+from torchrelay.landing.seam import land
+from torchrelay.plan import blueprint
+from torchrelay.plan.plain import look, survey
+from torchrelay.plan.snapshot import Snapshot, capture
+from torchrelay.record import codec, compact
+from torchrelay.record import manifest as m
+from torchrelay.state import tensors
+from torchrelay.state.tree import flatten
 
 State = dict[Any, Any]
 Mutation = Callable[[State], object]
@@ -360,11 +365,11 @@ class TestFlatten:
 
 
 def cut_one_by_one(sizes: list[int], chunk_bytes: int, small_bytes: int) -> tuple[int, ...]:
-    chunk_bytes = m.aligned(chunk_bytes)
+    chunk_bytes = aligned(chunk_bytes)
     chunks: list[int] = []
     bucket = 0
     for exact in sizes:
-        size = m.aligned(exact)
+        size = aligned(exact)
         own = exact >= small_bytes or size > chunk_bytes
         if bucket and (own or bucket + size > chunk_bytes):
             chunks.append(bucket)

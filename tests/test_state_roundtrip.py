@@ -26,9 +26,9 @@ from tests.support.states import (
     tensors_in,
 )
 from tests.support.trips import chunk_of, trip
-from torchrelay.state import codec
-from torchrelay.state.landing import land
-from torchrelay.state.snapshot import capture
+from torchrelay.landing.seam import land
+from torchrelay.plan.snapshot import capture
+from torchrelay.record import codec
 
 # torch warns about quantized, sparse and complex32 tensors as such.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

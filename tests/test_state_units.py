@@ -31,17 +31,25 @@ from tests.support.states import (
 )
 from tests.support.trips import chunk_of, trip
 from torchrelay.errors import ManifestError, MismatchError, UnsupportedLeafError, UsageError
-from torchrelay.state import codec, plan
-from torchrelay.state import manifest as m
-from torchrelay.state.arrays import dtype_from_text, dtype_to_text
-from torchrelay.state.containers import flatten, show, slots, unflatten
-from torchrelay.state.digest import DIGEST_BYTES, digest
-from torchrelay.state.landing import land
+from torchrelay.geometry import chunks as plan
+from torchrelay.geometry.chunks import ALIGN, MAX_CHUNK_BYTES, aligned
+from torchrelay.geometry.strides import (
+    contiguous_strides,
+    extent,
+    linear_boxes,
+    overlapping,
+    packed,
+)
+from torchrelay.landing.seam import land
+from torchrelay.plan.snapshot import capture
+from torchrelay.record import codec
+from torchrelay.record import manifest as m
+from torchrelay.record.arrays import dtype_from_text, dtype_to_text
+from torchrelay.record.digest import DIGEST_BYTES, digest
+from torchrelay.record.validation import MAX_SIZE, check
+from torchrelay.record.values import decode_key, decode_value, encode_key, encode_value
 from torchrelay.state.registry import codec_named, codec_of, register
-from torchrelay.state.snapshot import capture
-from torchrelay.state.spans import contiguous_strides, extent, linear_boxes, overlapping, packed
-from torchrelay.state.validation import MAX_SIZE, check
-from torchrelay.state.values import decode_key, decode_value, encode_key, encode_value
+from torchrelay.state.tree import flatten, show, slots, unflatten
 
 # torch warns about quantized, sparse and complex32 tensors as such.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -133,8 +141,8 @@ def test_contiguous_strides_are_those_of_torch() -> None:
 def test_chunks_hold_every_byte_once(sizes: list[int], chunk_bytes: int, small: int) -> None:
     cut = plan.cut(sizes, chunk_bytes, small)
     chunks = plan.Chunks(sizes, cut)
-    assert sum(cut) == chunks.stream_bytes == sum(map(m.aligned, sizes))
-    assert all(0 < size <= m.aligned(chunk_bytes) and size % m.ALIGN == 0 for size in cut)
+    assert sum(cut) == chunks.stream_bytes == sum(map(aligned, sizes))
+    assert all(0 < size <= aligned(chunk_bytes) and size % ALIGN == 0 for size in cut)
     seen: list[set[int]] = [set() for _ in sizes]
     for index, size in enumerate(cut):
         for storage, start, stop, at in chunks.extents(index):
@@ -159,14 +167,14 @@ def test_small_storages_come_first() -> None:
 @given(st.integers(0, 1 << 42), st.integers(1, 64))
 def test_chunk_size_is_in_bounds(stream: int, receivers: int) -> None:
     size = plan.chunk_size(stream, receivers)
-    assert plan.MIN_CHUNK_BYTES <= size <= m.MAX_CHUNK_BYTES
-    assert size % m.ALIGN == 0
+    assert plan.MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES
+    assert size % ALIGN == 0
 
 
 @given(st.integers(1 << 30, 1 << 42), st.integers(2, 8))
 def test_the_end_of_a_chain_is_little_behind(stream: int, receivers: int) -> None:
     size = plan.chunk_size(stream, receivers)
-    assert size * (receivers - 1) <= stream / 64 + receivers * m.ALIGN
+    assert size * (receivers - 1) <= stream / 64 + receivers * ALIGN
     assert size <= 16 * plan.MIB
 
 

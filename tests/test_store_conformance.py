@@ -19,11 +19,11 @@ from torchrelay.stores.seam import Sink, Store
 
 def open_store(kind: str, where: str) -> Store:
     if kind == "local":
-        from torchrelay.stores.local import LocalStore
+        from torchrelay.stores.local.store import LocalStore
 
         return LocalStore(where)
     pytest.importorskip("obstore")
-    from torchrelay.stores.objects import ObjectStore
+    from torchrelay.stores.objects.store import ObjectStore
 
     return ObjectStore(where, grace=0, timeout=60)
 

@@ -16,8 +16,8 @@ import pytest
 from tests.support.s3 import BUCKET, LOSE, S3, moto_server, s3  # noqa: F401
 from tests.test_store_conformance import contents, read, save, write
 from torchrelay.errors import UsageError
-from torchrelay.stores.bucket import client_options
-from torchrelay.stores.objects import TOKEN, ObjectStore
+from torchrelay.stores.objects.bucket import client_options
+from torchrelay.stores.objects.store import TOKEN, ObjectStore
 
 pytest.importorskip("obstore")
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.ranks import RankPool, run_ranks
+from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError
-from torchrelay.transports import store_values
-from torchrelay.transports.assembly import Assembly
-from torchrelay.transports.clock import Deadline
-from torchrelay.transports.device_group import Mail
+from torchrelay.transports.group import store_values
+from torchrelay.transports.group.assembly import Assembly
+from torchrelay.transports.group.device_group import Mail
 
 LIMIT = 8 << 20  # bytes of a value at which torch's TCPStore ends
 

@@ -12,11 +12,11 @@ import torch
 
 from torchrelay import Checkpointer
 from torchrelay.errors import ManifestError, MismatchError, RelayError
-from torchrelay.state import codec
-from torchrelay.state import manifest as m
-from torchrelay.state.landing import land
-from torchrelay.state.parcel import pack, unpack
-from torchrelay.state.snapshot import capture
+from torchrelay.landing.packed import pack, unpack
+from torchrelay.landing.seam import land
+from torchrelay.plan.snapshot import capture
+from torchrelay.record import codec
+from torchrelay.record import manifest as m
 
 Point = namedtuple("Point", "x y")
 Other = namedtuple("Other", "x y")

@@ -15,10 +15,10 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, verdict, weights
 from tests.support.ways import by, every_way, patched
 from torchrelay.errors import RelayError
-from torchrelay.transports import wire
-from torchrelay.transports.peers import Peer, outcome
-from torchrelay.transports.receiver import Receiving
-from torchrelay.transports.sender import Sending
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.peers import Peer, outcome
+from torchrelay.transports.protocol.receiver import Receiving
+from torchrelay.transports.protocol.sender import Sending
 
 OLD, LONG = 100, 25.0
 STILL = 2.5  # seconds that a receiver stands still: longer than a sender waits for its last word

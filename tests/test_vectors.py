@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory import vectors
 from torchrelay.memory.vectors import MOST_VECTORS, OtherMemoryError, batches, copy, read
-from torchrelay.state.runs import Moves, Runs
-from torchrelay.transports.readings import Readings
+from torchrelay.transports.routes.readings import Readings
 
 
 def columns(rows: list[tuple[int, int, int]]) -> Moves:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.transports import fanout, wire
+from torchrelay.transports.protocol import fanout, wire
 
 RANKS = 8
 PLACE = wire.Place("b7e1", 1000, 4026531836, 4321)

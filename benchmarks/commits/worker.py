@@ -118,8 +118,8 @@ class Worker:
         """A description of a state, and the plan of a receive into it, with nothing to repeat."""
         if self.rank:
             return 0.0
-        from torchrelay.state.landing import land
-        from torchrelay.state.snapshot import capture
+        from torchrelay.landing.seam import land
+        from torchrelay.plan.snapshot import capture
 
         state = self.state(kind, scale)
         begun = time.monotonic()

@@ -18,7 +18,8 @@ import torchrelay as tr
 from benchmarks.gpu import mixed as m
 from benchmarks.gpu.crew import Me, Wrong
 from benchmarks.gpu.scenes import MODES, NEW, OLD, expect, patched, relay_of, told
-from torchrelay.transports import cuda_ipc, intake, outflow, pull, serving
+from torchrelay.transports.routes import cuda_ipc, pull, serving
+from torchrelay.transports.transfer import intake, outflow
 
 # Tools
 

@@ -21,8 +21,9 @@ from benchmarks.harness import SECONDS
 from torchrelay import Relay
 from torchrelay.memory.kernels import SUM_SOURCE, Piece, Tables, copy_and_sum
 from torchrelay.memory.side import side_stream
-from torchrelay.transports import place, wire
-from torchrelay.transports.cuda_ipc import Exports, Openings, packed_sums, word_sums
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.routes import place
+from torchrelay.transports.routes.cuda_ipc import Exports, Openings, packed_sums, word_sums
 
 ALONE, TRANSFERS, DEVICE_WORK = CONDITIONS = ("alone", "transfers", "device_work")
 NAME = "matmul loop beside transfers"

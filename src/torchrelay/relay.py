@@ -9,38 +9,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchrelay.deadlines import Deadline, Stopwatch, Timeout
 from torchrelay.errors import RelayError, RemoteProtocolError, StateError, UsageError
+from torchrelay.landing.destination import Layout, Prepared, prepare
+from torchrelay.landing.seam import land
+from torchrelay.landing.shards import Shards, check_choice
 from torchrelay.memory.kernels import warm_up
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.memory.side import in_use, settle
+from torchrelay.plan.blueprint import Blueprint
+from torchrelay.plan.snapshot import Snapshot, capture
+from torchrelay.record.codec import Recall
 from torchrelay.resharding.gather import Destination, Gather
 from torchrelay.resharding.holding import Holding, once
-from torchrelay.state.blueprint import Blueprint
-from torchrelay.state.codec import Recall
-from torchrelay.state.landing import land
 from torchrelay.state.objects import unwrap
-from torchrelay.state.prepared import Layout, Prepared, prepare
-from torchrelay.state.shards import Shards, check_choice
-from torchrelay.state.snapshot import Snapshot, capture
-from torchrelay.transports import wire
-from torchrelay.transports.arguments import check_step, device_of
-from torchrelay.transports.buffers import BufferPool
-from torchrelay.transports.channels import MOST_CONNECTIONS, usual_connections
-from torchrelay.transports.clock import Deadline, Stopwatch, Timeout
-from torchrelay.transports.costs import Costs
-from torchrelay.transports.cuda_ipc import Exports, Openings
-from torchrelay.transports.group import GRACE, Bell, Line, Post, post_of
-from torchrelay.transports.offers import Offers
-from torchrelay.transports.parts import Branch, MakeBranch
-from torchrelay.transports.progress import Progress, ProgressCallback, reporter, untold
-from torchrelay.transports.readings import Readings
-from torchrelay.transports.receiver import Receiving, answer
-from torchrelay.transports.report import Received, Report
-from torchrelay.transports.ring import MappedRings, Rings
-from torchrelay.transports.routes import check_route
-from torchrelay.transports.sender import Sending
-from torchrelay.transports.shield import shielded
-from torchrelay.transports.summary import received_report, sent_report
+from torchrelay.transports.group.lines import GRACE, Bell, Line, Post, post_of
+from torchrelay.transports.group.shield import shielded
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.arguments import check_step, device_of
+from torchrelay.transports.protocol.known_offers import Offers
+from torchrelay.transports.protocol.parts import Branch, MakeBranch
+from torchrelay.transports.protocol.progress import Progress, ProgressCallback, reporter, untold
+from torchrelay.transports.protocol.receiver import Receiving, answer
+from torchrelay.transports.protocol.report import Received, Report
+from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.protocol.summary import received_report, sent_report
+from torchrelay.transports.routes.channels import MOST_CONNECTIONS, usual_connections
+from torchrelay.transports.routes.choice import check_route
+from torchrelay.transports.routes.costs import Costs
+from torchrelay.transports.routes.cuda_ipc import Exports, Openings
+from torchrelay.transports.routes.readings import Readings
+from torchrelay.transports.routes.ring import MappedRings, Rings
+from torchrelay.transports.transfer.buffers import BufferPool
 
 __all__ = ["Progress", "Received", "Relay", "Report"]
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from torchrelay.checkpointer import front
-from torchrelay.stores.files import Files
-from torchrelay.stores.local import LocalDraft, LocalStore
+from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.store import LocalDraft, LocalStore
 
 
 class Cut(BaseException):

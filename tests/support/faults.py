@@ -13,13 +13,13 @@ import torch
 import torchrelay as tr
 from tests.support.ranks import reached
 from torchrelay import relay as relay_module
-from torchrelay.transports import wire
-from torchrelay.transports.group import Line
-from torchrelay.transports.intake import Intake
-from torchrelay.transports.pull import Pull
-from torchrelay.transports.receiver import Receiving
-from torchrelay.transports.sender import Sending
-from torchrelay.transports.serving import Serving
+from torchrelay.transports.group.lines import Line
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.receiver import Receiving
+from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.routes.pull import Pull
+from torchrelay.transports.routes.serving import Serving
+from torchrelay.transports.transfer.intake import Intake
 
 CHUNK = 64 << 10
 """Bytes of a chunk, so that `weights` come in about twenty."""

@@ -26,9 +26,9 @@ from torchrelay import Checkpointer
 from torchrelay.dropin._closed_unpickler import loads
 from torchrelay.dropin.stock_dcp import read_stock, read_torch_save
 from torchrelay.errors import RelayError
-from torchrelay.state.codec import Recall
-from torchrelay.state.landing import land
-from torchrelay.state.parcel import unpack
+from torchrelay.landing.packed import unpack
+from torchrelay.landing.seam import land
+from torchrelay.record.codec import Recall
 
 LENGTH = 2_000_000
 P = (1 << 61) - 1  # Python hashes whole numbers modulo this

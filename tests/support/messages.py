@@ -9,8 +9,8 @@ import msgspec
 import torch
 from msgspec import inspect
 
-from torchrelay.transports import wire
-from torchrelay.transports.group import Line
+from torchrelay.transports.group.lines import Line
+from torchrelay.transports.protocol import wire
 
 KINDS: tuple[Any, ...] = wire.Message.__args__  # type: ignore[attr-defined]
 _under_way: list[Any] = []  # memory that the backend still reads

@@ -19,8 +19,8 @@ import torch
 from hypothesis import strategies as st
 from numpy.lib.recfunctions import repack_fields
 
+from torchrelay.geometry.strides import extent, overlapping, packed
 from torchrelay.state.registry import register
-from torchrelay.state.spans import extent, overlapping, packed
 from torchrelay.state.tensors import raw_of, sparse_parts
 
 

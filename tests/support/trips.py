@@ -6,10 +6,10 @@ import random
 
 import torch
 
-from torchrelay.state import codec
-from torchrelay.state.landed import Landed
-from torchrelay.state.landing import land
-from torchrelay.state.snapshot import Snapshot, capture
+from torchrelay.landing.places import Landed
+from torchrelay.landing.seam import land
+from torchrelay.plan.snapshot import Snapshot, capture
+from torchrelay.record import codec
 
 
 def chunk_of(snapshot: Snapshot, index: int) -> torch.Tensor:

@@ -17,7 +17,8 @@ import pytest
 
 import torchrelay as tr
 from torchrelay.memory import vectors
-from torchrelay.transports import place, pull, readings, sender
+from torchrelay.transports.protocol import sender
+from torchrelay.transports.routes import place, pull, readings
 
 WAYS = ("group", "channel", "host", "ring")
 NEARBY = ("host", "ring")

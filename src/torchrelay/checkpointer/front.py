@@ -25,14 +25,14 @@ from torchrelay.checkpointer.planners import planners
 from torchrelay.checkpointer.saving import Save, Saver
 from torchrelay.checkpointer.shelf import Progress, Shelf
 from torchrelay.checkpointer.step_draft import GRACE
+from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.stores.layout import FILE_BYTES
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import MAX_STEP, Store
-from torchrelay.transports.assembly import Assembly
-from torchrelay.transports.clock import Deadline, Timeout, seconds_of
+from torchrelay.transports.group.assembly import Assembly
 from torchrelay.version import __version__
 
 _MIN_BUDGET = 16 << 20

@@ -11,9 +11,9 @@ import msgspec
 
 from torchrelay.checkpointer.signals import SaveOnSignal
 from torchrelay.checkpointer.stopping import Stopping
+from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError, UsageError
-from torchrelay.transports.assembly import Assembly
-from torchrelay.transports.clock import Deadline
+from torchrelay.transports.group.assembly import Assembly
 
 
 class Job(Protocol):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torchrelay.checkpointer.loading import Landed, Loading
 from torchrelay.checkpointer.selection import check_only
 from torchrelay.checkpointer.shelf import Bar, Progress, Shelf
+from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import (
     DamagedError,
     RelayError,
@@ -23,11 +24,10 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.memory.bounded import bounded
-from torchrelay.state.containers import show
+from torchrelay.state.tree import show
 from torchrelay.stores.opening import OpenedStep
 from torchrelay.stores.patience import Patience
-from torchrelay.transports.assembly import Assembly, Call
-from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.transports.group.assembly import Assembly, Call
 
 TORN = "the destination is part old, part new; load again"
 

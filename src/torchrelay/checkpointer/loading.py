@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torchrelay.checkpointer.wants import Layers, Wants
 from torchrelay.errors import MismatchError
+from torchrelay.landing.leaves import copy_late, late_copy
+from torchrelay.plan.overlay import pruned
+from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
-from torchrelay.state.building import copy_late, late_copy
-from torchrelay.state.containers import show, unflatten
-from torchrelay.state.offer import pruned
 from torchrelay.state.paths import Path
-from torchrelay.state.pause import gc_paused
+from torchrelay.state.tree import show, unflatten
 from torchrelay.stores.metadata import metadata_of
 from torchrelay.stores.placing import (
     Wave,

@@ -7,8 +7,8 @@ import threading
 from dataclasses import dataclass, field
 
 from torchrelay.checkpointer.owner import Owner
+from torchrelay.deadlines import Timeout, seconds_of
 from torchrelay.errors import CheckpointError
-from torchrelay.transports.clock import Timeout, seconds_of
 
 logger = logging.getLogger("torchrelay")
 

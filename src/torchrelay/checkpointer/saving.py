@@ -33,21 +33,21 @@ from torchrelay.checkpointer.staging import (
     in_parts,
 )
 from torchrelay.checkpointer.step_draft import StepDraft
+from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.device import DeviceCopy
+from torchrelay.plan.outline import Named, outline
+from torchrelay.record.pause import gc_paused
 from torchrelay.state.objects import unwrap
-from torchrelay.state.outline import Named, outline
-from torchrelay.state.pause import gc_paused
 from torchrelay.stores import plan_limits, plans
 from torchrelay.stores.drafting import Share, Written, commit_record
-from torchrelay.stores.local import token
+from torchrelay.stores.local.store import token
 from torchrelay.stores.planning import Planning
 from torchrelay.stores.seam import Store
-from torchrelay.stores.writer_client import WriterProcess
-from torchrelay.stores.writing import WORKERS
-from torchrelay.transports.assembly import COORDINATOR, Assembly, Call
-from torchrelay.transports.clock import Deadline, Stopwatch
+from torchrelay.stores.writer.client import WriterProcess
+from torchrelay.stores.writer.ranges import WORKERS
+from torchrelay.transports.group.assembly import COORDINATOR, Assembly, Call
 
 RETRY_SECONDS = 1.0  # before the second attempt of a save; twice as long before each later one
 BLOCKING_ARENA = 1 << 30  # bytes that a blocking save stages through, where it must stage

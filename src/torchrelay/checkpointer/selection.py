@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torchrelay.errors import MismatchError
-from torchrelay.state.containers import slots
-from torchrelay.state.outline import dotted
+from torchrelay.plan.outline import dotted
+from torchrelay.state.tree import slots
 from torchrelay.stores.records import Checkpoint
 
 _SHOWN = 8

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from torchrelay.checkpointer.shelf import Bar
+from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.staging import Copy, stage
-from torchrelay.state.stream import Stream
+from torchrelay.plan.stream import Stream
 from torchrelay.stores.drafting import Share
 from torchrelay.stores.seam import DataFiles
-from torchrelay.stores.writer_client import WriterProcess
-from torchrelay.stores.writing import FileSpec, Range, Staged, Writing
-from torchrelay.transports.clock import Deadline
+from torchrelay.stores.writer.client import WriterProcess
+from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
 
 SLOTS = 4  # of an arena smaller than the share
 PART_BYTES = 64 << 20  # after which somebody who looks on is told

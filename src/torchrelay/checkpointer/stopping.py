@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 
-from torchrelay.transports.assembly import Board
+from torchrelay.transports.group.assembly import Board
 
 LOOK_SECONDS = 1.0
 _CLOSED = b" closed"

@@ -14,20 +14,16 @@ import torch
 from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
-from torchrelay.state import manifest as m
+from torchrelay.geometry.chunks import Chunks
+from torchrelay.geometry.strides import contiguous_strides
+from torchrelay.landing.fit import ArrayFit, Fit, fit
+from torchrelay.landing.handover import Handover, Pair
+from torchrelay.landing.leaves import check_leaf, make_leaf
+from torchrelay.landing.ties import check_ties
+from torchrelay.plan.outline import dotted
+from torchrelay.plan.overlay import Offer
+from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.building import check_leaf, make_leaf
-from torchrelay.state.containers import (
-    check_types,
-    flatten,
-    grafted,
-    inside_records,
-    show,
-    slots,
-    subtree,
-)
-from torchrelay.state.fitting import ArrayFit, Fit, fit
-from torchrelay.state.handover import Handover, Pair
 from torchrelay.state.hints import with_hints
 from torchrelay.state.leaves import parts
 from torchrelay.state.matching import (
@@ -38,12 +34,16 @@ from torchrelay.state.matching import (
     refuse_differences,
 )
 from torchrelay.state.objects import Held, parameter_of, unwrap
-from torchrelay.state.offer import Offer
-from torchrelay.state.outline import dotted
 from torchrelay.state.paths import LeafPaths, Path
-from torchrelay.state.plan import Chunks
-from torchrelay.state.spans import contiguous_strides
-from torchrelay.state.ties import check_ties
+from torchrelay.state.tree import (
+    check_types,
+    flatten,
+    grafted,
+    inside_records,
+    show,
+    slots,
+    subtree,
+)
 from torchrelay.stores.placing import by_name
 from torchrelay.stores.reading import opened
 from torchrelay.stores.records import Checkpoint, StoredTensor

@@ -43,7 +43,7 @@ from torchrelay.dropin._torch_records import (
     _TensorMeta,
 )
 from torchrelay.errors import ManifestError, RemoteProtocolError
-from torchrelay.state.keys import Table
+from torchrelay.record.keys import Table
 
 _MAX_DEPTH = 200
 _MAX_DIMS = 64

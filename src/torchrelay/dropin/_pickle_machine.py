@@ -15,7 +15,7 @@ from collections.abc import Callable, Container
 from typing import Any, NoReturn
 
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.state.keys import Table
+from torchrelay.record.keys import Table
 
 _MANY_SETS = 1000
 SCALARS = (type(None), bool, int, float, str, bytes)

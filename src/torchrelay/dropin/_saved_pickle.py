@@ -14,7 +14,7 @@ from typing import Any
 
 from torchrelay.dropin._pickle_machine import OPCODES, Call, Machine, Name
 from torchrelay.errors import ManifestError
-from torchrelay.state.keys import Table
+from torchrelay.record.keys import Table
 
 _TABLES = ("builtins.set", "collections.Counter", "collections.OrderedDict")
 _TORCH_OPCODES = frozenset(

@@ -16,7 +16,7 @@ import torch
 
 from torchrelay.dropin._pickle_machine import Call, Machine, Name
 from torchrelay.errors import ManifestError, RelayError, RemoteProtocolError, UnsupportedLeafError
-from torchrelay.state.boxes import Comparisons
+from torchrelay.geometry.boxes import Comparisons
 
 MAX_METADATA = 1 << 30
 _MAX_NUMBER = 1 << 62

@@ -13,17 +13,17 @@ import torch
 from torch.distributed import Work
 from torch.utils._pytree import tree_flatten_with_path
 
+from torchrelay.deadlines import TICK, Deadline, Stopwatch
 from torchrelay.dropin._torch_wire import recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
 from torchrelay.memory.side import settle
 from torchrelay.relay import Relay
-from torchrelay.transports import wire
-from torchrelay.transports.c10d import Watcher
-from torchrelay.transports.clock import TICK, Deadline, Stopwatch
-from torchrelay.transports.group import Bell, post_of
-from torchrelay.transports.progress import untold
-from torchrelay.transports.receiver import answer
-from torchrelay.transports.shield import shielded
+from torchrelay.transports.group.c10d import Watcher
+from torchrelay.transports.group.lines import Bell, post_of
+from torchrelay.transports.group.shield import shielded
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.progress import untold
+from torchrelay.transports.protocol.receiver import answer
 
 PARTING_SECONDS = 10.0  # that a transfer of torch's protocol has after an interrupt
 

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 
 from torchrelay.errors import MismatchError
+from torchrelay.geometry.runs import Moves
+from torchrelay.landing.workspace import LARGE_BYTES, Pairs, Plainly, allocate
 from torchrelay.memory import vectors
 from torchrelay.memory.kernels import Piece, Tables, copy_and_sum
 from torchrelay.memory.pages import PAGE, Mapping, populate, release
-from torchrelay.state.means import LARGE_BYTES, Pairs, Plainly, allocate
-from torchrelay.state.runs import Moves
 
 
 class _Range(NamedTuple):

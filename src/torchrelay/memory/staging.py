@@ -9,7 +9,7 @@ import torch
 
 from torchrelay.memory import vectors
 from torchrelay.memory.crew import share_out
-from torchrelay.state.stream import Stream
+from torchrelay.plan.stream import Stream
 
 PIECE = 16 << 20  # bytes copied by one call: large, because each call may wait for the interpreter
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchrelay.geometry.runs import Moves, copy_one_by_one
 from torchrelay.memory.crew import share_out
-from torchrelay.state.runs import Moves, copy_one_by_one
 
 PIECE = 8 << 20  # bytes of one call: large, because each may wait for the interpreter's lock
 MOST_VECTORS = 1024  # that the kernel takes in one call

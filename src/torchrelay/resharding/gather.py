@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from torchrelay.checkpointer.loading import Landed, Loading
+from torchrelay.deadlines import TICK, Deadline, InterruptedTransfer, Stopwatch
 from torchrelay.errors import (
     DigestError,
     ManifestError,
@@ -32,17 +33,16 @@ from torchrelay.errors import (
     TransferTimeoutError,
 )
 from torchrelay.memory import threads
+from torchrelay.record.validation import itemsize
 from torchrelay.resharding.owners import Whole, whole_of
 from torchrelay.resharding.record import RankRecord, decode
-from torchrelay.state.containers import show
-from torchrelay.state.validation import itemsize
+from torchrelay.state.tree import show
 from torchrelay.stores.placing import Wish
-from torchrelay.transports import wire
-from torchrelay.transports.clock import TICK, Deadline, InterruptedTransfer, Stopwatch
-from torchrelay.transports.group import Post
-from torchrelay.transports.parts import Conversation, open_conversation, part_from
-from torchrelay.transports.receiver import answer
-from torchrelay.transports.report import Received, Report
+from torchrelay.transports.group.lines import Post
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.parts import Conversation, open_conversation, part_from
+from torchrelay.transports.protocol.receiver import answer
+from torchrelay.transports.protocol.report import Received, Report
 
 T = TypeVar("T")
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, offsets in the whole tensor, sizes

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchrelay.errors import RemoteProtocolError
+from torchrelay.plan.outline import outline
 from torchrelay.resharding.record import RankBox, RankRecord, encode
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut, local_parts
-from torchrelay.state.outline import outline
 from torchrelay.stores.planning import replicas_of
-from torchrelay.transports.wire import Cut
+from torchrelay.transports.protocol.wire import Cut
 
 
 def once(make: Callable[[], Holding]) -> Callable[[], Holding]:

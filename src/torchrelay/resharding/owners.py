@@ -12,8 +12,8 @@ from math import prod
 from typing import NamedTuple
 
 from torchrelay.errors import MismatchError
+from torchrelay.record.validation import itemsize
 from torchrelay.resharding.record import RankRecord
-from torchrelay.state.validation import itemsize
 from torchrelay.stores.plans import LocalPlan, Told, merge_outlines, renames
 from torchrelay.stores.records import ALIGN, Checkpoint, DataFile, Shard, StoredTensor, check
 

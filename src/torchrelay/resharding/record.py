@@ -12,10 +12,10 @@ from math import prod
 import msgspec
 
 from torchrelay.errors import ManifestError
-from torchrelay.state.keys import check_keys
-from torchrelay.state.manifest import MAX_DIMS, MAX_STREAM_BYTES
-from torchrelay.state.outline import Outline
-from torchrelay.state.pause import gc_paused
+from torchrelay.plan.outline import Outline
+from torchrelay.record.keys import check_keys
+from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES
+from torchrelay.record.pause import gc_paused
 
 
 class RankBox(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torchrelay.errors import MismatchError
-from torchrelay.state import manifest as m
-from torchrelay.state.containers import show
+from torchrelay.record import manifest as m
 from torchrelay.state.paths import Path
+from torchrelay.state.tree import show
 
 SHARDED_TO_WHOLE = (
     "the sender's tensor is cut over the ranks of its mesh, and this one is whole: receive into a "

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from torchrelay.errors import RelayError, UnsupportedLeafError
-from torchrelay.state import manifest as m
+from torchrelay.geometry.strides import contiguous_strides
+from torchrelay.record import manifest as m
+from torchrelay.record.arrays import dtype_from_text, dtype_to_text
+from torchrelay.record.validation import SUB_BYTE, packed_bytes
+from torchrelay.record.values import decode_value, encode_value
 from torchrelay.state import tensors as t
-from torchrelay.state.arrays import dtype_from_text, dtype_to_text
-from torchrelay.state.containers import check_types, flatten, show, unflatten
 from torchrelay.state.paths import Path
 from torchrelay.state.registry import subclass_name, subclass_named
-from torchrelay.state.spans import contiguous_strides
-from torchrelay.state.validation import SUB_BYTE, packed_bytes
-from torchrelay.state.values import decode_value, encode_value
+from torchrelay.state.tree import check_types, flatten, show, unflatten
 
 
 class Add(Protocol):

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchrelay.geometry.boxes import Box
 from torchrelay.state import tensors as t
-from torchrelay.state.boxes import Box
 
 
 class LocalPart(NamedTuple):

@@ -13,9 +13,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from torchrelay.errors import MismatchError
-from torchrelay.state import manifest as m
-from torchrelay.state.containers import show, slots
+from torchrelay.record import manifest as m
 from torchrelay.state.paths import Path, finder, items_of, key_of, names_of
+from torchrelay.state.tree import show, slots
 
 Pair = tuple[int, Path, int]
 

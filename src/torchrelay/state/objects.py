@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.state import manifest as m
+from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.containers import is_namedtuple, show
 from torchrelay.state.paths import Path
 from torchrelay.state.registry import codec_of
+from torchrelay.state.tree import is_namedtuple, show
 
 _PLAIN = {
     torch.Tensor,

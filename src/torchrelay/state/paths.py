@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from torchrelay.state import manifest as m
-from torchrelay.state.keys import identities, identity
-from torchrelay.state.values import decode_key
+from torchrelay.record import manifest as m
+from torchrelay.record.keys import identities, identity
+from torchrelay.record.values import decode_key
 
 Path = tuple[object, ...]
 Name = str | bytes | int

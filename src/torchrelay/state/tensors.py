@@ -28,9 +28,9 @@ from torch.distributed.tensor.placement_types import Placement as _Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.state import manifest as m
-from torchrelay.state.keys import remembered
-from torchrelay.state.validation import ITEM_SIZES
+from torchrelay.geometry.memo import remembered
+from torchrelay.record import manifest as m
+from torchrelay.record.validation import ITEM_SIZES
 
 __all__ = ["DTensor", "DeviceMesh", "ShardedTensor"]
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.state.parcel import pack, unpack
+from torchrelay.landing.packed import pack, unpack
 
 STATE, RAW = "state", "raw"
 

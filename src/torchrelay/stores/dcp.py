@@ -34,14 +34,14 @@ from torchrelay.errors import (
     UnsupportedLeafError,
     UsageError,
 )
-from torchrelay.state.memory import Region
-from torchrelay.state.outline import outline
-from torchrelay.state.parcel import unpack
+from torchrelay.landing.packed import unpack
+from torchrelay.plan.outline import outline
+from torchrelay.plan.region import Region
 from torchrelay.stores import blobs, plans
 from torchrelay.stores.drafting import Share, Written, check_files, commit_record, sealed
 from torchrelay.stores.flattened import outline_of
 from torchrelay.stores.layout import FILE_BYTES, arrange
-from torchrelay.stores.local import token
+from torchrelay.stores.local.store import token
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.metadata import AsPlanned, Unknown, as_planned
 from torchrelay.stores.opening import OpenedStep, open_newest, open_step
@@ -49,7 +49,7 @@ from torchrelay.stores.placing import Wish, shard_at, waves
 from torchrelay.stores.reading import Fetch
 from torchrelay.stores.records import Blob, Checkpoint
 from torchrelay.stores.seam import Draft, Store
-from torchrelay.stores.writing import Writing
+from torchrelay.stores.writer.ranges import Writing
 from torchrelay.version import __version__
 
 _STEP = re.compile(r"(?:(.*)/)?step-(\d+)/?")

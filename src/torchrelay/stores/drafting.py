@@ -10,10 +10,10 @@ import msgspec
 import torch
 
 from torchrelay.errors import CheckpointError, ManifestError
+from torchrelay.plan.region import Region
+from torchrelay.plan.stream import Stream
+from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf
 from torchrelay.state.leaves import parts
-from torchrelay.state.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf
-from torchrelay.state.memory import Region
-from torchrelay.state.stream import Stream
 from torchrelay.stores.layout import FileLayout
 from torchrelay.stores.plans import Drafted, Outlines, Told, with_objects
 from torchrelay.stores.records import (
@@ -27,7 +27,7 @@ from torchrelay.stores.records import (
     encode,
 )
 from torchrelay.stores.seam import Draft
-from torchrelay.stores.writing import FileSpec, Range, Staged
+from torchrelay.stores.writer.ranges import FileSpec, Range, Staged
 
 PASS_BYTES = 64 << 20
 

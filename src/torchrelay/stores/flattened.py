@@ -14,11 +14,11 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrelay.errors import CheckpointError
-from torchrelay.state import manifest as m
-from torchrelay.state.offer import shifted
-from torchrelay.state.outline import Outline
+from torchrelay.plan.outline import Outline
+from torchrelay.plan.overlay import shifted
+from torchrelay.plan.pathtree import Key, tree_of_paths
+from torchrelay.record import manifest as m
 from torchrelay.state.paths import Path
-from torchrelay.state.pathtree import Key, tree_of_paths
 from torchrelay.state.tensors import NAMES
 from torchrelay.stores.drafting import Written
 from torchrelay.stores.plans import Told

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.stores.local import LocalStore
+from torchrelay.stores.local.store import LocalStore
 from torchrelay.stores.seam import Store
 
 OBJECTS = ("s3", "gs", "az")
@@ -55,7 +55,7 @@ def open_store(place: str | os.PathLike[str], *, timeout: float | timedelta = 30
     """The store at a path, a `file://` URL or a bucket's URL. Nothing is read or written yet."""
     scheme, rest = scheme_of(place)
     if scheme in OBJECTS:
-        from torchrelay.stores.objects import ObjectStore  # needs the extra `cloud`
+        from torchrelay.stores.objects.store import ObjectStore  # needs the extra `cloud`
 
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         return ObjectStore(f"{scheme}://{rest}", timeout=seconds)

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchrelay.errors import MismatchError
-from torchrelay.state import manifest as m
+from torchrelay.plan.outline import dotted
+from torchrelay.plan.overlay import Offer
+from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.containers import slots, unflatten
 from torchrelay.state.leaves import build, parts
-from torchrelay.state.offer import Offer
-from torchrelay.state.outline import dotted
+from torchrelay.state.tree import slots, unflatten
 from torchrelay.stores.records import Checkpoint, StoredTensor
 
 

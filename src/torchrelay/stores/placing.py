@@ -16,16 +16,16 @@ from typing import NamedTuple
 import torch
 
 from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import shared, within
+from torchrelay.geometry.strides import contiguous_strides, packed
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.host import host_block
+from torchrelay.plan.region import Region
 from torchrelay.state import tensors as t
-from torchrelay.state.boxes import shared, within
 from torchrelay.state.local_parts import cut, local_parts
-from torchrelay.state.memory import Region
-from torchrelay.state.spans import contiguous_strides, packed
 from torchrelay.stores.reading import Placed
 from torchrelay.stores.records import Checkpoint, Shard, StoredTensor
-from torchrelay.stores.writing import WORKERS
+from torchrelay.stores.writer.ranges import WORKERS
 
 WAVE_BYTES = 256 << 20
 

@@ -14,8 +14,8 @@ from typing import TypeVar
 import msgspec
 
 from torchrelay.errors import CheckpointError, ManifestError
-from torchrelay.state.boxes import Box, Comparisons
-from torchrelay.state.manifest import MAX_STREAM_BYTES
+from torchrelay.geometry.boxes import Box, Comparisons
+from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.stores.plans import Item
 
 MAX_PAIRS = 1 << 18  # boxes of one tensor, each with each, of all tensors of a rank

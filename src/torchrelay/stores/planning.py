@@ -14,16 +14,16 @@ import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+from torchrelay.geometry.chunks import ALIGN
+from torchrelay.landing.packed import pack
+from torchrelay.plan.outline import Named
+from torchrelay.plan.region import Region
+from torchrelay.record.digest import digest
 from torchrelay.state import tensors as t
-from torchrelay.state.digest import digest
-from torchrelay.state.manifest import ALIGN
-from torchrelay.state.memory import Region
-from torchrelay.state.outline import Named
-from torchrelay.state.parcel import pack
 from torchrelay.stores import plans
 from torchrelay.stores.layout import Entry, FileLayout, arrange
 from torchrelay.stores.plans import Drafted, FinalPlan, LocalPlan, Told
-from torchrelay.stores.writing import host_view
+from torchrelay.stores.writer.ranges import host_view
 
 SMALL_BYTES = 64 << 10  # of plain tensors that is compared between ranks
 SAMPLES = 4

@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torchrelay.errors import CheckpointError
+from torchrelay.landing.packed import unpack
+from torchrelay.plan.outline import Outline
+from torchrelay.record.keys import check_keys
+from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES, Leaf, Node
 from torchrelay.state import tensors as t
-from torchrelay.state.keys import check_keys
-from torchrelay.state.manifest import MAX_DIMS, MAX_STREAM_BYTES, Leaf, Node
-from torchrelay.state.outline import Outline
-from torchrelay.state.parcel import unpack
 from torchrelay.stores import blobs
 from torchrelay.stores.layout import Entry
 from torchrelay.stores.records import Own

@@ -17,13 +17,13 @@ import xxhash
 
 from torchrelay.errors import CheckpointError, DamagedError
 from torchrelay.memory.crew import share_out
-from torchrelay.state.memory import Region
-from torchrelay.state.stream import Stream
-from torchrelay.stores.local_reader import PAGE
+from torchrelay.plan.region import Region
+from torchrelay.plan.stream import Stream
+from torchrelay.stores.local.reader import PAGE
 from torchrelay.stores.patience import is_wrong
 from torchrelay.stores.records import Checkpoint, DataFile
 from torchrelay.stores.seam import DataReader, OpenStep
-from torchrelay.stores.writing import WORKERS, host_view
+from torchrelay.stores.writer.ranges import WORKERS, host_view
 
 PIECE = 1 << 18  # bytes read and hashed at once: they stay in the processor's cache
 COLD_PIECE = 1 << 20  # the same where the medium is what takes time

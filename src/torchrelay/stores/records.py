@@ -16,14 +16,14 @@ import msgspec
 import xxhash
 
 from torchrelay.errors import ManifestError
-from torchrelay.state.boxes import Comparisons
-from torchrelay.state.keys import check_keys
+from torchrelay.geometry.boxes import Comparisons
+from torchrelay.geometry.strides import extent, packed
+from torchrelay.plan.outline import Outline
+from torchrelay.record.keys import check_keys
+from torchrelay.record.manifest import Leaf
+from torchrelay.record.pause import gc_paused
+from torchrelay.record.validation import check_leaves, check_outline, itemsize, last_byte
 from torchrelay.state.leaves import parts
-from torchrelay.state.manifest import Leaf
-from torchrelay.state.outline import Outline
-from torchrelay.state.pause import gc_paused
-from torchrelay.state.spans import extent, packed
-from torchrelay.state.validation import check_leaves, check_outline, itemsize, last_byte
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES
 
 FORMAT = (1, 0)

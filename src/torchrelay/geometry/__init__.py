@@ -1,0 +1,1 @@
+"""Numbers alone: strides, boxes, runs and chunks."""

@@ -1,0 +1,311 @@
+"""A destination looked over before anything is offered for it.
+
+A receiver waits for a manifest anyway. What depends on its own tensors alone is found out in that
+time by `prepare`, and `landing.land` takes the result in place of the destination itself.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from torchrelay.geometry.chunks import Chunks
+from torchrelay.geometry.runs import Column
+from torchrelay.plan.plain import NBYTES, Plains, Sort, look
+from torchrelay.record import manifest as m
+from torchrelay.record.columns import Kind, Table, table_of
+from torchrelay.record.compact import KnownTree
+from torchrelay.record.pause import gc_paused
+from torchrelay.state.matching import Matched, match
+from torchrelay.state.objects import Objects, unwrap
+from torchrelay.state.paths import Path
+from torchrelay.state.tree import Flat, flatten, grafted, subtree
+
+JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
+Indices = np.ndarray[Any, np.dtype[np.intp]]
+Marks = np.ndarray[Any, np.dtype[np.bool_]]
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Layout:
+    """Tree and plain tensors of a destination: kinds and addresses. Holds none of the tensors."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.tree = flat.tree
+        plains = look(flat.leaves)
+        lows = plains.places
+        highs = lows + plains.each(NBYTES)
+        order = np.argsort(lows)
+        if (lows[order][1:] < highs[order][:-1]).any():
+            keep = _apart(lows, highs)
+            plains = plains.some(keep.tolist(), flat.leaves)
+            lows, highs = lows[keep], highs[keep]
+            order = np.argsort(lows)
+        # Those whose memory no other one of them shares.
+        self.plains: Plains = plains
+        # What was offered last and found to fit: leaves that are the same object fit again.
+        self.same_tree: m.Node | None = None
+        self.last: tuple[Sequence[m.Leaf], Split] | None = None
+        self._spans = lows[order], highs[order], order
+
+    def holds(self, flat: Flat) -> bool:
+        """Whether a destination has this tree, and tensors like these in the same memory."""
+        return flat.tree == self.tree and self.plains.hold(flat.leaves)
+
+    @cached_property
+    def known_tree(self) -> KnownTree:
+        return KnownTree(_encode(self.tree), self.tree, self.plains.count)
+
+    @cached_property
+    def spans(self) -> tuple[list[int], list[int], list[int]]:
+        """First and last address of each tensor and its leaf, in order of address."""
+        lows, highs, order = self._spans
+        places = self.plains.leaves
+        return lows.tolist(), highs.tolist(), [places[n] for n in order.tolist()]
+
+    @cached_property
+    def by_leaf(self) -> dict[int, tuple[Sort, int]]:
+        """What is known of each plain tensor, and its address."""
+        plains = self.plains
+        sorts = map(plains.sorts.__getitem__, plains.sort_of_each.tolist())
+        return dict(zip(plains.leaves, zip(sorts, plains.addresses, strict=True), strict=True))
+
+
+def _apart(lows: Column, highs: Column) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which of these spans reach into no other."""
+    order = np.lexsort((highs, lows))
+    reach = np.maximum.accumulate(highs[order])
+    group = np.zeros(len(order), np.intp)
+    group[1:] = np.cumsum(lows[order][1:] >= reach[:-1])
+    apart = np.empty(len(order), bool)
+    apart[order] = np.bincount(group)[group] == 1
+    return apart
+
+
+class Prepared:
+    """What `prepare` found. Between it and the end of the landing the caller leaves the containers
+    as they are: an object put in a slot meanwhile is not seen. A tensor that got other memory is.
+
+    It keeps the destination alive; `plan` does not. Two that have one `plan` (the same object) have
+    one tree and, where that has plain tensors, tensors of the same kinds in the same memory; of
+    other leaves it says nothing.
+    """
+
+    def __init__(self, into: object, objects: Objects, flat: Flat, plan: Layout) -> None:
+        self.into = into
+        self.objects = objects
+        self.flat = flat
+        self.plan = plan
+        self._looked_at = time.monotonic()
+
+    def reached(self, low: int, high: int) -> list[int]:
+        """The plain leaves that have some of the host's bytes [low, high)."""
+        lows, highs, leaves = self.plan.spans
+        return leaves[bisect_right(highs, low) : bisect_left(lows, high)]
+
+    @property
+    def moved(self) -> bool:
+        """Whether a plain tensor no longer lies where it did, if there was time for that."""
+        if time.monotonic() < self._looked_at + JUST_NOW:
+            return False
+        plains = self.plan.plains
+        return not plains.lie(plains.of(self.flat.leaves))
+
+    def match(self, tree: m.Node, *, strict: bool) -> tuple[Matched, dict[Path, m.Node]]:
+        """Pair the slots of an offered tree with those here. What stands there for each object
+        that is told its state anew comes apart: no slot of it is paired."""
+        told = [path for path, held in self.objects.items() if not held.in_place]
+        if not told:
+            return self._match(tree, strict=strict), {}
+        stubs = {path: -1 - number for number, path in enumerate(told)}
+        offered, here = grafted(tree, stubs), grafted(self.flat.tree, stubs)
+        matched = match(offered, here, strict=strict)
+        pairs = [pair for pair in matched.pairs if pair[0] >= 0]
+        branches = {path: subtree(tree, path) for index, path, _ in matched.pairs if index < 0}
+        found = {path: branch for path, branch in branches.items() if branch is not None}
+        return Matched(pairs, matched.missing, matched.extra), found
+
+    def _match(self, tree: m.Node, *, strict: bool) -> Matched:
+        if tree is self.flat.tree or tree is self.plan.same_tree or tree == self.flat.tree:
+            self.plan.same_tree = tree
+            return Matched([], [], [], self.flat.tree)
+        return match(tree, self.flat.tree, strict=strict)
+
+
+def prepare(into: object, like: Prepared | Layout | None = None) -> Prepared:
+    """Look a destination over, for `land(manifest, into=prepare(into))`.
+
+    `UnsupportedLeafError` for a container that cannot be filled. `like` is what an earlier call
+    found, or its `plan`, for this destination or any other: if it holds for this one, the result
+    has the same `plan`.
+    """
+    with gc_paused():
+        state, objects = unwrap(into)
+        flat = flatten(state)
+        plan = like.plan if isinstance(like, Prepared) else like
+        if plan is None or not plan.holds(flat):
+            plan = Layout(flat)
+        return Prepared(into, objects, Flat(plan.tree, flat.leaves), plan)
+
+
+Pair = tuple[int, Path, int]
+# Where in the stream, at which address, how many bytes; storage offered, leaf of the destination.
+Piece = tuple[int, int, int, int, int]
+
+
+class Straight(NamedTuple):
+    """The same in columns, in the order of the stream."""
+
+    at: Column
+    address: Column
+    nbytes: Column
+    storage: Indices
+    leaf: Indices
+    on_host: Marks
+
+    def in_host_memory(self) -> Straight:
+        rows = self.on_host
+        return Straight(
+            self.at[rows],
+            self.address[rows],
+            self.nbytes[rows],
+            self.storage[rows],
+            self.leaf[rows],
+            rows[rows],
+        )
+
+
+class Split(NamedTuple):
+    """What goes straight to plain tensors, and the pairs that are left for the general path."""
+
+    pieces: Straight
+    rest: list[Pair]
+
+
+_ODD = m.CONJ | m.NEG | m.META
+
+
+def split_columns(
+    matched: Matched, manifest: m.Manifest, prepared: Prepared, chunks: Chunks
+) -> Split:
+    """`split` in columns. Where both sides have one tree it looks at each leaf once."""
+    last = prepared.plan.last
+    if last is not None and last[0] is manifest.leaves and matched.tree is not None:
+        return last[1]
+    if matched.tree is None:
+        found, rest = split(matched.pairs, manifest, prepared, chunks.starts)
+        return Split(straight(found, prepared), rest)
+    plains, leaves = prepared.plan.plains, manifest.leaves
+    table = table_of(leaves)
+    here, there = _paired(plains, table)
+    fits = _fitting(plains, here, table, there)
+    here, there = here[fits], there[fits]
+    storages = table.storages[there]
+    at = chunks.places[storages] + table.offsets[there].astype(np.uint64)
+    order = np.argsort(at, kind="stable")
+    here = here[order]
+    pieces = Straight(
+        at[order],
+        plains.places[here],
+        plains.each(NBYTES)[here],
+        storages[order],
+        plains.leaf_of_each[here],
+        plains.on_host[here],
+    )
+    if (pieces.at[1:] < pieces.at[:-1] + pieces.nbytes[:-1]).any():
+        return Split(straight([], prepared), matched.pairs)
+    if len(here) == len(leaves):
+        found_all = Split(pieces, [])
+        prepared.plan.last = leaves, found_all
+        return found_all
+    return Split(pieces, matched.some(set(range(len(leaves))).difference(pieces.leaf.tolist())))
+
+
+def _paired(plains: Plains, table: Table) -> tuple[Indices, Indices]:
+    """Which of the plain tensors, and which row of the table it is offered."""
+    if len(plains) == plains.count == len(table.rows):
+        return np.arange(plains.count), np.arange(plains.count)
+    _, here, there = np.intersect1d(
+        plains.leaf_of_each, table.rows, assume_unique=True, return_indices=True
+    )
+    return here, there
+
+
+def _fitting(plains: Plains, here: Indices, table: Table, there: Indices) -> Marks:
+    """Whether what each plain tensor is offered can be copied to it as it is."""
+    sorts, kinds = plains.sorts, table.kinds
+    pairs = plains.sort_of_each[here] * len(kinds) + table.numbers[there]
+    # Each pair of sort and kind is looked at once.
+    if len(sorts) * len(kinds) > len(pairs):
+        found, pairs = np.unique(pairs, return_inverse=True)
+    else:
+        found = np.arange(len(sorts) * len(kinds))
+    marks = [_same(sorts[pair // len(kinds)], kinds[pair % len(kinds)]) for pair in found.tolist()]
+    fits: Marks = np.array(marks, bool)[pairs]
+    return fits & (table.storages[there] >= 0)
+
+
+def _same(sort: Sort, kind: Kind) -> bool:
+    return (
+        kind.shape == sort.shape
+        and kind.dtype == sort.dtype
+        and kind.strides is None
+        and not kind.flags & _ODD
+    )
+
+
+def straight(pieces: list[Piece], prepared: Prepared) -> Straight:
+    """Pieces in columns."""
+    columns = [[piece[n] for piece in pieces] for n in range(5)]
+    where, to, size = (np.array(column, np.uint64) for column in columns[:3])
+    storage, leaf = (np.array(column, np.intp) for column in columns[3:])
+    known = prepared.plan.by_leaf if pieces else {}
+    on_host = np.array([known[here][0].device == "cpu" for here in columns[4]], bool)
+    return Straight(where, to, size, storage, leaf, on_host)
+
+
+def split(
+    pairs: list[Pair], manifest: m.Manifest, prepared: Prepared, starts: Sequence[int]
+) -> tuple[list[Piece], list[Pair]]:
+    """The fast path of `fitting.fit`: a contiguous tensor offered to a plain one like it.
+
+    Returns what goes straight to such tensors, in the order of the stream, and the pairs that are
+    left for the general path. Those are all if a piece of the stream has several places to go.
+    `starts` are those of the storages in the stream.
+    """
+    leaves, known = manifest.leaves, prepared.plan.by_leaf
+    pieces: list[Piece] = []
+    rest: list[Pair] = []
+    for pair in pairs:
+        index, _, here = pair
+        leaf, there = leaves[index], known.get(here)
+        if there is not None and type(leaf) is m.TensorLeaf:
+            sort, address = there
+            storage = leaf.storage
+            if (
+                storage >= 0
+                and leaf.strides is None
+                and leaf.shape == sort.shape
+                and leaf.dtype == sort.dtype
+                and not leaf.flags & _ODD
+            ):
+                pieces.append((starts[storage] + leaf.offset, address, sort.nbytes, storage, here))
+                continue
+        rest.append(pair)
+    pieces.sort()
+    if _overlap(pieces):
+        pieces = sorted(set(pieces))  # a tied tensor stands there more than once
+    # A tensor here that stands for several offered ones is for `check_ties` to refuse.
+    tied = len({piece[4] for piece in pieces}) < len(pieces)
+    return ([], pairs) if tied or _overlap(pieces) else (pieces, rest)
+
+
+def _overlap(pieces: list[Piece]) -> bool:
+    return any(after[0] < piece[0] + piece[2] for piece, after in pairwise(pieces))

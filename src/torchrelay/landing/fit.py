@@ -1,0 +1,228 @@
+"""Whether a caller's object can take an offered leaf, and which of its memory does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchrelay.errors import MismatchError
+from torchrelay.record import manifest as m
+from torchrelay.record.arrays import dtype_from_text
+from torchrelay.record.values import decode_value
+from torchrelay.state import tensors as t
+from torchrelay.state.hints import CUT_OTHERWISE, SHARDED_TO_WHOLE, WHOLE_TO_SHARDED
+from torchrelay.state.leaves import describe, finished
+from torchrelay.state.paths import Path
+from torchrelay.state.registry import subclass_name
+from torchrelay.state.tree import flatten, show
+
+
+class Fit(NamedTuple):
+    """One offered strided tensor and the destination that takes it."""
+
+    part: m.TensorLeaf
+    destination: torch.Tensor
+    whole: m.SparseLeaf | None = None  # its parts are checked together before any is written
+
+
+class ArrayFit(NamedTuple):
+    leaf: m.ArrayLeaf
+    destination: np.ndarray[Any, Any]
+
+
+def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
+    """Pair the parts of `leaf` with the memory of `into`. Nothing for plain values.
+
+    `MismatchError` where dtype, shape, layout or placement differ: bits are never reinterpreted,
+    values never converted.
+    """
+    try:
+        if isinstance(leaf, m.ArrayLeaf):
+            yield from _fit_array(leaf, into)
+        elif isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)):
+            if isinstance(into, (torch.Tensor, np.ndarray)):
+                _differ("kind", "a plain value", _kind(into))
+        elif isinstance(into, torch.Tensor):
+            yield from _fit_tensor(leaf, into)
+        else:
+            _differ("kind", "a tensor", _kind(into))
+    except MismatchError as fault:
+        fault.path = fault.path or show(path)
+        raise
+
+
+def _differ(what: str, offered: object, have: object, hint: str = "") -> None:
+    told = f"{what} differs: offered {offered}, the destination has {have}"
+    raise MismatchError(f"{told}; {hint}" if hint else told)
+
+
+def _kind(value: object) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _same(what: str, offered: object, have: object, hint: str = "") -> None:
+    if offered != have:
+        _differ(what, offered, have, hint)
+
+
+def _fit_array(leaf: m.ArrayLeaf, into: object) -> Iterator[ArrayFit]:
+    if leaf.scalar and not isinstance(into, (torch.Tensor, np.ndarray)):
+        return  # immutable, replaced like any plain value
+    if not isinstance(into, np.ndarray):
+        _differ("kind", "a numpy array", _kind(into))
+        return
+    _same("numpy dtype", dtype_from_text(leaf.descr), into.dtype)
+    _same("shape", leaf.shape, into.shape)
+    if not into.flags.writeable:
+        raise MismatchError("the destination array is read-only")
+    if into.size:
+        yield ArrayFit(leaf, into)
+
+
+def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
+    if isinstance(into, t.ShardedTensor) and not isinstance(leaf, m.ShardedLeaf):
+        _differ("kind", "another kind of tensor", "a ShardedTensor", WHOLE_TO_SHARDED)
+    if isinstance(leaf, m.TensorLeaf):
+        if into.is_quantized:
+            _differ("kind", "a strided tensor", "a quantized tensor")
+        yield from _fit_plain(leaf, into)
+    elif isinstance(leaf, m.DTensorLeaf):
+        yield from _fit_dtensor(leaf, into)
+    elif isinstance(leaf, m.ShardedLeaf):
+        yield from _fit_sharded(leaf, into)
+    elif isinstance(leaf, m.SparseLeaf):
+        _same("layout", f"sparse_{leaf.layout}", str(into.layout).removeprefix("torch."))
+        _same("shape", leaf.shape, tuple(into.shape))
+        if leaf.layout == "coo":
+            _same("being coalesced", bool(leaf.flags & m.COALESCED), into.is_coalesced())
+        for part, mine in zip(leaf.parts, t.sparse_parts(into.detach()), strict=True):
+            for pair in _fit_plain(part, mine):
+                yield pair._replace(whole=leaf)
+    elif isinstance(leaf, m.QuantizedLeaf):
+        yield from _fit_quantized(leaf, into)
+    elif isinstance(leaf, m.SubclassLeaf):
+        yield from _fit_subclass(leaf, into)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__name__} ({str(tensor.layout).removeprefix('torch.')})"
+
+
+def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    if not t.is_plain(into) and not into.is_quantized:
+        hint = WHOLE_TO_SHARDED if isinstance(into, t.DTensor) else ""
+        _differ("kind", "a strided tensor", _describe(into), hint)
+    _same("dtype", part.dtype, t.NAMES[into.dtype])
+    _same("shape", part.shape, tuple(into.shape))
+    _same("being a meta tensor", bool(part.flags & m.META), into.device.type == "meta")
+    if part.storage != -1:
+        yield Fit(part, into)
+
+
+def _fit_dtensor(leaf: m.DTensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    if not isinstance(into, t.DTensor):
+        _differ("kind", "a DTensor", _describe(into), SHARDED_TO_WHOLE)
+        return
+    _same("global shape", leaf.shape, tuple(into.shape))
+    _check_mesh(leaf, into)
+    yield from _fit_plain(leaf.local, t.dtensor_parts(into)[0])
+
+
+def _check_mesh(leaf: m.DTensorLeaf, like: t.DTensor) -> None:
+    """Whether the offered shard is this rank's own in the mesh of `like`."""
+    _, spec = t.dtensor_parts(like)
+    _same("mesh shape", leaf.mesh.shape, tuple(spec.mesh.mesh.shape), CUT_OTHERWISE)
+    if leaf.shape == tuple(like.shape):
+        mine = tuple(t.placement_record(placement) for placement in spec.placements)
+        _same("placements", _show(leaf.placements), _show(mine), CUT_OTHERWISE)
+    coordinate = spec.mesh.get_coordinate()
+    if leaf.coordinate is not None and coordinate is not None:
+        for dim, placement in enumerate(leaf.placements):
+            if placement.kind != "replicate":
+                what = f"place on mesh dimension {dim}"
+                _same(what, leaf.coordinate[dim], coordinate[dim], CUT_OTHERWISE)
+
+
+def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Iterable[object]) -> t.DeviceMesh | None:
+    """The mesh for a leaf that is made anew and belongs to `like`; None if it is not distributed.
+
+    `MismatchError` where one of the two is distributed and the other is not, or otherwise.
+    """
+    try:
+        if isinstance(leaf, m.DTensorLeaf):
+            if not isinstance(like, t.DTensor):
+                _differ("kind", "a DTensor", _describe(like), SHARDED_TO_WHOLE)
+                return None
+            _check_mesh(leaf, like)
+            return t.dtensor_parts(like)[1].mesh
+        # A scalar, such as a count of steps, is nobody's shard.
+        shape = leaf.shape if isinstance(leaf, m.TensorLeaf) else ()
+        if shape and isinstance(like, t.DTensor) and shape == tuple(like.shape):
+            _differ("kind", "a strided tensor", _describe(like), WHOLE_TO_SHARDED)
+    except MismatchError as fault:
+        fault.path = fault.path or show(path)
+        raise
+    return None
+
+
+def _show(placements: tuple[m.Placement, ...]) -> str:
+    names = {
+        "replicate": "replicate",
+        "shard": "shard({0.dim})",
+        "strided": "strided shard({0.dim}, {0.split})",
+        "partial": "partial({0.reduce})",
+    }
+    return str([names[placement.kind].format(placement) for placement in placements])
+
+
+def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    if not isinstance(into, t.ShardedTensor):
+        _differ("kind", "a ShardedTensor", _describe(into), SHARDED_TO_WHOLE)
+        return
+    locals_, boxes, _, _ = t.sharded_parts(into)
+    _same("global shape", leaf.shape, tuple(into.size()))
+    _same(
+        "local shards",
+        [(box.offsets, box.sizes) for box in leaf.boxes],
+        [(box.offsets, box.sizes) for box in boxes],
+    )
+    for part, local in zip(leaf.shards, locals_, strict=True):
+        yield from _fit_plain(part, local)
+
+
+def _fit_quantized(leaf: m.QuantizedLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    if not into.is_quantized:
+        _differ("kind", "a quantized tensor", _describe(into))
+    scheme, scale, point, *_ = t.quantizer_of(into)
+    _same("quantization scheme", leaf.scheme, scheme)
+    if not leaf.scalars or leaf.dtype:
+        raise MismatchError(
+            "quantized tensors with a scale a channel, or with several elements in a byte, cannot "
+            "be filled: receive them anew"
+        )
+    _same("quantizer", tuple(map(decode_value, leaf.scalars)), (scale, point))
+    yield from _fit_plain(leaf.raw, into)
+
+
+def _fit_subclass(leaf: m.SubclassLeaf, into: torch.Tensor) -> Iterator[Fit]:
+    _same("type", leaf.name, subclass_name(type(into)))
+    attributes, context = into.__tensor_flatten__()  # type: ignore[attr-defined]
+    _same("attributes", leaf.attributes, tuple(attributes))
+    _same("shape", leaf.shape, tuple(into.shape))
+    flat = flatten(context)
+    tensors: list[torch.Tensor] = []
+
+    def refuse(tensor: torch.Tensor, *, apart: bool = False) -> int:
+        tensors.append(tensor)
+        return 0
+
+    known = [describe(value, ("context",), refuse) for value in flat.leaves]
+    if tensors:
+        raise MismatchError("a subclass with tensors in its context cannot be filled")
+    mine = [finished(item, lambda ticket: leaf.parts[ticket]) for item in known]  # type: ignore[arg-type, return-value]
+    _same("context", (leaf.context, list(leaf.context_leaves)), (flat.tree, mine))
+    for name, part in zip(attributes, leaf.parts, strict=True):
+        yield from _fit_tensor(part, getattr(into, name))

@@ -1,0 +1,100 @@
+"""From leaves that have landed to the containers and objects of a caller.
+
+`make` works everything out and may fail; nothing of the caller's has changed by then. `tell` lets
+objects take what is new for them, or refuse it, with a way back. Then the caller's tensors are
+written, by whoever lands them, and `finish` puts the rest in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torchrelay.landing.containers import Renewal
+from torchrelay.landing.objects import Telling, tell_written
+from torchrelay.record import manifest as m
+from torchrelay.state.objects import Objects
+from torchrelay.state.paths import Path
+from torchrelay.state.tree import Flat, subtree, unflatten
+
+Pair = tuple[int, Path, int]
+
+
+class Handover:
+    """Of an offered `tree` to the destination `into`, whose plain state is taken apart in `flat`.
+
+    `told` has what is offered for each object that is told its state anew: `before` the caller's
+    tensors are written, or after, where some of them are filled in place. `inside` has the pairs
+    (leaf offered, path, leaf here) that registered types are made of: these are decoded twice, of
+    the new bytes to see that it works, and around the caller's own tensors when they are written.
+    """
+
+    def __init__(
+        self,
+        into: object,
+        flat: Flat,
+        objects: Objects,
+        tree: m.Node,
+        told: Mapping[Path, m.Node],
+        inside: Sequence[Pair],
+        *,
+        before: bool,
+    ) -> None:
+        self._into, self._flat, self._objects = into, flat, objects
+        self._told, self._before = told, before
+        self._inside = inside
+        self._telling = Telling(objects)
+        self._modules = [
+            path
+            for path, held in objects.items()
+            if held.in_place and subtree(tree, path) is not None
+        ]
+
+    def make(
+        self,
+        values: Mapping[int, object],
+        leaves: Mapping[int, object],
+        inside: Mapping[int, object],
+    ) -> None:
+        """`values` are new plain ones by leaf here, `leaves` those of told objects by leaf offered,
+        `inside` stands in for the caller's tensors in registered types, by leaf offered."""
+        self._values, self._leaves = values, leaves
+        trial = {here: inside[index] for index, _, here in self._inside}
+        self._renewal = self._renewed({**trial, **values})
+        self._news = self._new_states({**leaves, **inside})
+
+    def tell(self, *, written: bool = False) -> None:
+        """`MismatchError` where an object refuses; then all of them have their old state.
+
+        `written`: some of the caller's tensors are new already, so that no module can be asked.
+        """
+        if self._before:
+            self._telling.tell(self._news)
+        asked = [
+            path
+            for path in self._modules
+            if not written and (path in self._renewal.modules or self._objects[path].choosy)
+        ]
+        self._telling.ask(asked, self._renewal.apply_inside)
+
+    def take_back(self) -> list[Path]:
+        """Undo `tell`; returns the objects for which that failed."""
+        return self._telling.take_back()
+
+    def finish(self) -> object:
+        """The caller's tensors are new: so becomes the rest. Returns the state."""
+        if self._inside:
+            self._renewal = self._renewed(self._values)
+            self._renewal.apply_inside()
+            self._news = self._new_states(self._leaves)
+        self._renewal.apply()
+        tell_written(self._objects, {path: self._objects[path].state for path in self._modules})
+        if not self._before:
+            tell_written(self._objects, self._news)
+        return self._renewal.state
+
+    def _renewed(self, new: Mapping[int, object]) -> Renewal:
+        touched = {here for _, _, here in self._inside}
+        return Renewal(self._into, *self._flat, new, touched, self._objects)
+
+    def _new_states(self, leaves: Mapping[int, object]) -> dict[Path, object]:
+        return {path: unflatten(branch, leaves) for path, branch in self._told.items()}

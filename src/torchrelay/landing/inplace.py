@@ -1,0 +1,449 @@
+"""The caller's own tensors: staged and written at once (`atomic`), or written as bytes arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchrelay.errors import MismatchError
+from torchrelay.geometry.chunks import aligned_sizes
+from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.geometry.strides import packed
+from torchrelay.landing.destination import Pair, Prepared, Straight, split_columns, straight
+from torchrelay.landing.fit import ArrayFit, Fit, fit
+from torchrelay.landing.handover import Handover
+from torchrelay.landing.leaves import (
+    check_leaf,
+    check_records,
+    copy_late,
+    late_copy,
+    make_leaf,
+    strides_of,
+)
+from torchrelay.landing.missing import Anew
+from torchrelay.landing.places import Landed, Places, chunks_of, reaching
+from torchrelay.landing.shards import Shards
+from torchrelay.landing.ties import check_ties, host_spans
+from torchrelay.landing.workspace import Means
+from torchrelay.plan.region import Region, copy_boxes
+from torchrelay.record import manifest as m
+from torchrelay.record.pause import gc_paused
+from torchrelay.state import tensors as t
+from torchrelay.state.hints import with_hints
+from torchrelay.state.leaves import parts
+from torchrelay.state.matching import Matched
+from torchrelay.state.paths import LeafPaths, Path
+from torchrelay.state.tree import grafted, inside_records, slots, unflatten
+
+_HOST = torch.device("cpu")
+
+
+class _Placed(NamedTuple):
+    """A destination in image order: bytes [at, at + nbytes) of an image go to `region`."""
+
+    at: int
+    region: Region
+
+
+class ExistingTensors:
+    def __init__(
+        self,
+        manifest: m.Manifest,
+        into: Prepared,
+        strict: bool,
+        atomic: bool,
+        rank: int,
+        make_missing: bool,
+        device: torch.device | None,
+        shards: Shards,
+        means: Means,
+    ) -> None:
+        self._manifest = manifest
+        self._into = into
+        self._rank = rank
+        self._atomic = atomic
+        self._means = means
+        self._put = partial(means.copy, alone=False)
+        self.torn = False
+        self.chunks = chunks_of(manifest)
+        with with_hints(manifest.tree, into.flat.tree):
+            matched, self._told = into.match(manifest.tree, strict=strict)
+        self._missing, self._extra = matched.missing, matched.extra
+        self._anew = Anew(manifest, rank, device, shards)
+        self._filled: dict[int, object] = {}  # leaves of told objects that are filled in
+        if self._told:
+            told = self._want_told()
+            self._filled = {index: into.flat.leaves[here] for index, _, here in told}
+            matched = Matched([*matched.pairs, *told], self._missing, self._extra)
+        self._mine: dict[int, object] | None = None
+        if make_missing:
+            self._mine = {index: into.flat.leaves[here] for index, _, here in matched.pairs[::-1]}
+            paths = LeafPaths(manifest.tree)
+            for index in paths:
+                if index not in self._mine and index not in self._anew.paths:
+                    self._anew.add(index, paths[index])
+        # Registered types are made before anything is written: of bytes that are held back.
+        inside = inside_records(manifest.tree)
+        self._inside = matched.some(inside) if inside else []
+        if inside:
+            wanted = {index for index, _, _ in self._inside} | self._anew.paths.keys()
+            check_records(manifest.tree, manifest.leaves, wanted)
+        later = [] if atomic else self._inside
+        if later:
+            pairs = [pair for pair in matched.pairs if pair[0] not in inside]
+            matched = Matched(pairs, self._missing, self._extra)
+        self._values: dict[int, tuple[int, Path]] = {}  # by leaf here, the one offered
+        self._direct: dict[int, list[_Placed]] = {}
+        self._late: list[Fit | ArrayFit] = []
+        self._written: list[torch.Tensor] = []
+        self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
+        late = self._fits(later)
+        plain, rest = split_columns(matched, manifest, into, self.chunks)
+        fits = self._fits(rest) + late
+        taken = set(plain.leaf.tolist()) if fits else set()
+        spans = host_spans(fits, self.chunks)
+        if not all(taken.isdisjoint(into.reached(low, high)) for low, high in spans):
+            # Plain tensors share memory with others: the check below has to see them all.
+            plain = straight([], into)
+            fits = self._fits(matched.pairs) + late
+        check_ties(fits, self.chunks)
+        # What goes to plain tensors in host memory is known by address; what goes to others, by
+        # region.
+        mine: list[Any] = into.flat.leaves
+        whole = len(plain.leaf) == len(mine)
+        self._written += mine if whole else [mine[n] for n in plain.leaf.tolist()]
+        self._near = self._plain_on_devices(plain)
+        if self._near:
+            plain = plain.in_host_memory()
+        self._host = Runs(plain.at, plain.address, plain.nbytes)
+        for number, (pair, path) in enumerate(fits):
+            if isinstance(pair, ArrayFit):
+                self._late.append(pair)
+                continue
+            self._written.append(pair.destination)
+            placed = _in_image_order(pair)
+            if placed is None or number >= len(fits) - len(late):
+                self._late.append(pair)
+            else:
+                self._direct.setdefault(pair.part.storage, []).append(placed)
+            if pair.whole is not None:
+                self._wholes[id(pair.whole)] = (pair.whole, path)
+        self._by_address = plain.storage
+        self._elsewhere = {*self._direct, *self._near}
+        self._stage()
+        self.on_device = bool(self._near or self._far) or any(
+            not region.keep.is_cpu for placed in self._direct.values() for _, region in placed
+        )
+
+    def _want_told(self) -> list[Pair]:
+        """Have what objects are told made anew, or, unless `atomic`, filled in where they have it:
+        returns these pairs."""
+        here = dict(slots(self._into.flat.tree))
+        leaves, pairs = self._into.flat.leaves, []
+        for root, branch in self._told.items():
+            for below, index in slots(branch):
+                path = (*root, *below)
+                mine = leaves[here[path]] if path in here else None
+                if self._atomic or not isinstance(mine, (torch.Tensor, np.ndarray)):
+                    self._anew.add_told(index, path, self._into.objects[root], below, mine)
+                else:
+                    pairs.append((index, path, here[path]))
+        return pairs
+
+    def _plain_on_devices(self, plain: Straight) -> dict[int, list[tuple[int, torch.Tensor]]]:
+        """By storage, plain tensors on devices and where they lie in its image."""
+        found: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        if plain.on_host.all():
+            return found
+        leaves: list[Any] = self._into.flat.leaves
+        starts, rows = self.chunks.starts, ~plain.on_host
+        columns = (plain.storage[rows], plain.at[rows], plain.leaf[rows])
+        for storage, at, leaf in zip(*(column.tolist() for column in columns), strict=True):
+            found.setdefault(storage, []).append((at - starts[storage], leaves[leaf]))
+        return found
+
+    def _regions(self, storage: int) -> list[_Placed]:
+        """Where an image goes that does not go to host memory by address."""
+        near = self._near.get(storage)
+        if near is None:
+            return self._direct.get(storage, [])
+        if storage not in self._direct:
+            self._direct[storage] = [_Placed(at, Region.row_major(one)) for at, one in near]
+        return self._direct[storage]
+
+    def _fits(self, pairs: list[Pair]) -> list[tuple[Fit | ArrayFit, Path]]:
+        fits: list[tuple[Fit | ArrayFit, Path]] = []
+        for index, path, here in pairs:
+            leaf = self._manifest.leaves[index]
+            fits += [(pair, path) for pair in fit(leaf, self._into.flat.leaves[here], path)]
+            if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
+                isinstance(leaf, m.ArrayLeaf) and leaf.scalar
+            ):
+                check_leaf(leaf, path)
+                self._values[here] = index, path
+        return fits
+
+    # Memory for the images that are held back until `commit`.
+
+    def _stage(self) -> None:
+        read_back = set(_storages(self._late))
+        values = (index for index, _ in self._values.values())
+        for index in (*values, *(index for index, _, _ in self._inside)):
+            read_back |= {part.storage for part in parts(self._manifest.leaves[index])} - {-1}
+        filled = {*self._by_address.tolist(), *self._elsewhere}
+        read_back |= self._anew.storages & filled
+        self._anew.settle(self.chunks, read_back | filled, self._means)
+        self._homes = self._anew.homes
+        self._far = self._anew.far  # images that go to a device, or are held there
+        on_host = set(read_back)
+        held = np.zeros(len(self._manifest.storages), bool)
+        if self._atomic:
+            for device, storages in self._by_device(read_back).items():
+                if not self._hold_on(device, storages):
+                    on_host |= storages
+            others = self._direct.keys() | self._near.keys()
+            on_host |= others - self._far.keys()
+            held[self._by_address] = True
+        held[list(on_host)] = True
+        self._order = np.flatnonzero(held)
+        sizes = self.chunks.rooms[self._order]
+        ends = np.cumsum(sizes)
+        self._slab = self._means.stage(int(ends[-1]) if len(ends) else 0)
+        self._places = ends - sizes
+        # Images that follow each other in the stream do so in the slab: these are few runs.
+        slab = Runs(
+            self.chunks.places[self._order],
+            self._places + np.uint64(self._slab.data_ptr()),
+            sizes,
+        )
+        self._staged = Runs.merged(slab, self._anew.host) if self._homes else slab
+
+    @cached_property
+    def _at(self) -> dict[int, int]:
+        """Where in the slab each image is that is held there."""
+        return dict(zip(self._order.tolist(), self._places.tolist(), strict=True))
+
+    def _by_device(self, read_back: set[int]) -> dict[torch.device, set[int]]:
+        """Storages all of whose bytes go to one device: they are staged there."""
+        found: dict[torch.device, set[int]] = {}
+        places = {storage: {one.device for _, one in near} for storage, near in self._near.items()}
+        for storage, placed in self._direct.items():
+            places[storage] = {region.keep.device for _, region in placed}
+        for storage, devices in places.items():
+            if len(devices) == 1 and _HOST not in devices and storage not in read_back:
+                found.setdefault(devices.pop(), set()).add(storage)
+        return found
+
+    def _hold_on(self, device: torch.device, storages: set[int]) -> bool:
+        """Memory of the device for these images; whether it has so much."""
+        order = sorted(storages)
+        sizes = [self._manifest.storages[index].nbytes for index in order]
+        places = list(accumulate(aligned_sizes(sizes), initial=0))
+        try:
+            slab = self._means.stage(places.pop(), device)
+        except MismatchError:
+            return False
+        for index, at, nbytes in zip(order, places, sizes, strict=True):
+            self._far[index] = slab[at : at + nbytes]
+        return True
+
+    def _held_bytes(self, storage: int) -> torch.Tensor:
+        if storage in self._far:
+            return self._far[storage]
+        at = self._at[storage]
+        return self._slab[at : at + self._manifest.storages[storage].nbytes]
+
+    # Bytes in
+
+    def places(self) -> Places:
+        starts = self.chunks.starts
+        if self._atomic:
+            device = [(starts[storage], held) for storage, held in sorted(self._far.items())]
+            return Places([self._staged], device)
+        device = [(starts[storage], bytes_) for storage, bytes_ in self._far.items()]
+        twice: set[int] = set()  # written, and held back for something else
+        if len(self._order):
+            twice |= set(np.intersect1d(self._by_address, self._order).tolist())
+            twice |= self._near.keys() & self._at.keys()
+        for storage, near in sorted(self._near.items()):
+            device += [(starts[storage] + at, one) for at, one in near if storage not in twice]
+        for storage, placed in sorted(self._direct.items()):
+            if storage in self._near:
+                continue
+            at, region = placed[0]
+            run = region.run(0, region.nbytes)
+            if len(placed) > 1 or run is None or storage in self._at:
+                twice.add(storage)
+            else:
+                device.append((starts[storage] + at, run))
+        host = self._host
+        if twice:
+            twice |= self._at.keys() | self._homes.keys()
+        elif len(self._staged.starts):
+            host = Runs.merged(host, self._staged)
+        indirect = reaching(self._manifest, self.chunks, twice)
+        device.sort(key=_position)
+        return Places([host], device, indirect, live=bool(self._written))
+
+    def write(self, index: int, data: torch.Tensor) -> None:
+        begin = self.chunks.offsets[index]
+        end = begin + self.chunks.sizes[index]
+        if self._staged.reaches(begin, end) or self._host.reaches(begin, end):
+            host = data.cpu()
+            self._staged.scatter(begin, end, host.data_ptr(), self._put)
+        for storage, start, stop, at in self.chunks.extents(index) if self._far else ():
+            if storage in self._far:
+                self._far[storage][start:stop].copy_(data[at : at + stop - start])
+        if self._atomic:
+            return
+        if self._host.reaches(begin, end):
+            self.torn = True
+            self._host.scatter(begin, end, host.data_ptr(), self._put)
+        for storage, start, stop, at in self.chunks.extents(index) if self._elsewhere else ():
+            if storage in self._elsewhere:
+                self.torn = True
+                self._pass_on(storage, start, stop, data[at:])
+
+    def _pass_on(self, storage: int, start: int, stop: int, data: torch.Tensor) -> None:
+        for at, region in self._regions(storage):
+            low, high = max(start, at), min(stop, at + region.nbytes)
+            if low < high:
+                region.write(low - at, high - at, data[low - start :])
+
+    # The end
+
+    def commit(self) -> Landed:
+        with gc_paused():
+            return self._commit()
+
+    def _commit(self) -> Landed:
+        # Whatever can fail comes before the first write.
+        leaves, held = self._manifest.leaves, self._held_part
+        values = {
+            here: make_leaf(leaves[index], path, held, self._rank)
+            for here, (index, path) in self._values.items()
+        }
+        made = self._anew.make(self._owned_part)
+        for whole, path in self._wholes.values():
+            make_leaf(whole, path, held, self._rank)  # indices that point nowhere end here
+        late = [late_copy(pair, held) for pair in self._late]
+        inside = {
+            index: make_leaf(leaves[index], path, held, self._rank)
+            for index, path, _ in self._inside
+        }
+        into = self._into
+        handover = Handover(
+            *(into.into, into.flat, into.objects, self._manifest.tree, self._told, self._inside),
+            before=self._atomic,
+        )
+        handover.make(values, {**self._filled, **made}, inside)
+        if inside and self._mine is not None:
+            self._around(values, made, inside)
+        handover.tell(written=self.torn)
+        self.torn = self.torn or bool(self._written or late)
+        if self._atomic:
+            self._means.copy(self._last_copies, beside=self._notes())
+            self._write_regions()
+        for destination, source in late:
+            copy_late(destination, source)
+        self._note_written()
+        state = handover.finish()
+        if self._mine is not None:
+            state = self._around(values, made)
+        self.torn = False
+        return Landed(state, self._missing, self._extra)
+
+    def _around(
+        self,
+        values: Mapping[int, object],
+        made: Mapping[int, object],
+        inside: Mapping[int, object] | None = None,
+    ) -> object:
+        """With `make_missing`: a new tree of the offered containers, around the caller's tensors
+        and objects and what was made besides."""
+        objects = self._into.objects
+        stubs = {path: -1 - number for number, path in enumerate(objects)}
+        known = {**made, **(self._mine or {}), **(inside or {})}
+        known.update((index, values[here]) for here, (index, _) in self._values.items())
+        known.update((stub, objects[path].object) for path, stub in stubs.items())
+        return unflatten(grafted(self._manifest.tree, stubs), known)
+
+    def arrived(self) -> None:
+        if self._atomic:
+            self._last_copies  # noqa: B018
+        else:
+            self._note_written()
+
+    @cached_property
+    def _last_copies(self) -> Moves:
+        return moves(self._staged, self._host)
+
+    def _note_written(self) -> None:
+        for note in self._notes():
+            note()
+
+    def _notes(self) -> list[Callable[[], None]]:
+        """Has autograd told, a block at a time. Once: it does not care how often."""
+        written, self._written = self._written, []
+        return [partial(t.note_written, list(some)) for some in t.blocks(written)]
+
+    def _write_regions(self) -> None:
+        boxes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        dense: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for storage in self._elsewhere:
+            held = self._held_bytes(storage)
+            if storage in self._near and storage in self._far:
+                dense += [(one, held[at : at + one.nbytes]) for at, one in self._near[storage]]
+                continue
+            for at, region in self._regions(storage):
+                if region.address:
+                    region.write(0, region.nbytes, held[at:])
+                else:
+                    boxes += region.boxes(0, region.nbytes, held[at:])
+        copy_boxes(boxes)
+        self._means.copy_on_device(dense)
+
+    def _owned_part(self, part: m.TensorLeaf) -> torch.Tensor:
+        """Like `_held_part`, in a storage of its own that the caller may keep."""
+        if part.storage < 0:
+            return self._held_part(part)
+        home = self._homes.get(part.storage)
+        if home is None:
+            home = self._homes[part.storage] = self._held_bytes(part.storage).clone()
+        return t.over_storage(home.untyped_storage(), part.offset, part, strides_of(part))
+
+    def _held_part(self, part: m.TensorLeaf) -> torch.Tensor:
+        if part.storage < 0:
+            return t.without_storage(part, strides_of(part), "cpu")
+        offset = self._at[part.storage] + part.offset
+        return t.over_storage(self._slab.untyped_storage(), offset, part, strides_of(part))
+
+
+def _storages(pairs: Iterable[Fit | ArrayFit]) -> list[int]:
+    return [
+        pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage for pair in pairs
+    ]
+
+
+def _in_image_order(pair: Fit) -> _Placed | None:
+    """The destination as a region in the order of the image, or None where it takes more."""
+    part, mine, whole = pair
+    strides = strides_of(part)
+    layout = packed(part.shape, strides)
+    here = tuple(mine.stride())
+    if whole is not None or layout is None or layout.strides != strides:
+        return None
+    if (t.flags_of(mine) ^ part.flags) & (m.CONJ | m.NEG):
+        return None
+    if any(s > 1 and strides[d] == 0 and here[d] != 0 for d, s in enumerate(part.shape)):
+        return None  # offered once and expanded, the destination has room for each
+    return _Placed(part.offset, Region(mine, part.shape, here, layout.order))
+
+
+def _position(piece: tuple[int, torch.Tensor]) -> int:
+    return piece[0]

@@ -1,0 +1,84 @@
+"""Leaves made of landed bytes, and copies that wait until a landing commits."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrelay.errors import UnsupportedLeafError
+from torchrelay.geometry.strides import contiguous_strides
+from torchrelay.landing.fit import ArrayFit, Fit
+from torchrelay.record import manifest as m
+from torchrelay.state import tensors as t
+from torchrelay.state.leaves import Part, build, check_buildable
+from torchrelay.state.tree import has_records, records_of, show, slots, unflatten
+
+
+def make_leaf(
+    leaf: m.Leaf, path: Iterable[object], part: Part, rank: int, mesh: t.DeviceMesh | None = None
+) -> object:
+    """The object of a leaf; a DTensor on `mesh` if that is given, else on one like the sender's."""
+    try:
+        if mesh is not None and isinstance(leaf, m.DTensorLeaf):
+            return t.dtensor(part(leaf.local), leaf, mesh)
+        return build(leaf, part, rank)
+    except Exception as fault:  # also of the code of a tensor subclass
+        raise UnsupportedLeafError(f"cannot be rebuilt here: {fault!r}", path=show(path)) from fault
+
+
+def check_leaf(leaf: m.Leaf, path: Iterable[object]) -> None:
+    try:
+        check_buildable(leaf)
+    except UnsupportedLeafError as fault:
+        fault.path = show(path)
+        raise
+
+
+def check_records(
+    tree: m.Node, leaves: Sequence[m.Leaf], wanted: Container[int] | None = None
+) -> None:
+    """Make registered types that plain values are all of, to see that it works; those that have
+    one of the `wanted` leaves, if given. The others are known when their bytes are here."""
+    if not has_records(tree):
+        return
+    for path, node in records_of(tree):
+        inside = [index for _, index in slots(node)]
+        if wanted is not None and not any(index in wanted for index in inside):
+            continue
+        if all(isinstance(leaves[index], (m.ValueLeaf, m.SizeLeaf)) for index in inside):
+            values = {n: make_leaf(leaves[n], path, _no_part, 0) for n in inside}
+            try:
+                unflatten(node, values)
+            except UnsupportedLeafError as fault:
+                fault.path = show(path)
+                raise
+
+
+def _no_part(part: m.TensorLeaf) -> torch.Tensor:
+    raise AssertionError("a plain value has no tensors")
+
+
+def strides_of(part: m.TensorLeaf) -> tuple[int, ...]:
+    return contiguous_strides(part.shape) if part.strides is None else part.strides
+
+
+def late_copy(
+    pair: Fit | ArrayFit, part: Part
+) -> tuple[torch.Tensor | np.ndarray[Any, Any], object]:
+    if isinstance(pair, ArrayFit):
+        return pair.destination, build(pair.leaf, part, 0)
+    return pair.destination, part(pair.part)
+
+
+def copy_late(destination: object, source: object) -> None:
+    if isinstance(destination, np.ndarray) and isinstance(source, np.ndarray):
+        np.copyto(destination, source, casting="no")
+        return
+    assert isinstance(destination, torch.Tensor) and isinstance(source, torch.Tensor)
+    for dim, stride in enumerate(destination.stride()):
+        if stride == 0:  # expanded on both sides: one element is all
+            destination, source = destination.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    t.copy_bits(destination.detach(), source.detach())

@@ -1,0 +1,103 @@
+"""Leaves that are made anew for a destination: what it lacks, and what its objects are told.
+
+Memory of theirs alone is the caller's to keep, so bytes that arrive go straight to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+import torch
+
+from torchrelay.geometry.chunks import Chunks
+from torchrelay.geometry.runs import Runs
+from torchrelay.landing.fit import fit, mesh_of
+from torchrelay.landing.fresh import place_for
+from torchrelay.landing.leaves import check_leaf, make_leaf
+from torchrelay.landing.shards import Shards, check_shards
+from torchrelay.landing.workspace import LARGE_BYTES, Means, allocate
+from torchrelay.record import manifest as m
+from torchrelay.state import tensors as t
+from torchrelay.state.leaves import Part, parts
+from torchrelay.state.objects import Held, parameter_of
+from torchrelay.state.paths import Path
+
+
+class Anew:
+    def __init__(
+        self, manifest: m.Manifest, rank: int, device: torch.device | None, shards: Shards
+    ) -> None:
+        self._manifest = manifest
+        self._shards = shards
+        self._rank = rank
+        self._device = device
+        self._meshes: dict[int, t.DeviceMesh] = {}
+        self._devices: dict[int, torch.device] = {}  # of storages
+        self.paths: dict[int, Iterable[object]] = {}  # by leaf
+        self.homes: dict[int, torch.Tensor] = {}  # by storage
+        self.host = Runs([], [], [])
+
+    def add(self, index: int, path: Iterable[object], like: torch.Tensor | None = None) -> None:
+        """Have a leaf made, on the device of `like`, and on its mesh if it is distributed."""
+        leaf = self._manifest.leaves[index]
+        check_leaf(leaf, path)
+        self.paths[index] = path
+        mesh = None if like is None else mesh_of(leaf, like, path)
+        if mesh is not None:
+            self._meshes[index] = mesh
+        else:
+            check_shards(leaf, path, self._shards)
+        for part in parts(leaf):
+            if isinstance(leaf, m.ArrayLeaf):
+                self._devices[part.storage] = torch.device("cpu")
+            elif like is not None and part.shape:  # scalars are where they were at the sender
+                self._devices.setdefault(part.storage, like.device)
+
+    def add_told(self, index: int, path: Path, held: Held, below: Path, mine: object) -> None:
+        """Have a leaf made that an object is told; `mine` is what the object has in its place."""
+        like = mine if isinstance(mine, torch.Tensor) else parameter_of(held.object, below)
+        self.add(index, path, like)
+        if like is mine and isinstance(held.object, torch.optim.Optimizer):
+            list(fit(self._manifest.leaves[index], mine, path))
+
+    @property
+    def storages(self) -> set[int]:
+        leaves = map(self._manifest.leaves.__getitem__, self.paths)
+        return {part.storage for leaf in leaves for part in parts(leaf)} - {-1}
+
+    def settle(self, chunks: Chunks, others: Container[int], means: Means) -> None:
+        """Make room for the storages that no leaf but those made anew has."""
+        alone = sorted(storage for storage in self.storages if storage not in others)
+        records = self._manifest.storages
+        where = {
+            storage: self._devices.get(storage) or place_for(records[storage], self._device)
+            for storage in alone
+        }
+        hosted = [storage for storage in alone if where[storage].type == "cpu"]
+        large = [storage for storage in hosted if records[storage].nbytes >= LARGE_BYTES]
+        rooms = means.room([records[storage].nbytes for storage in large]) if large else None
+        self.homes.update(zip(large, rooms or (), strict=bool(rooms)))
+        for storage in alone:
+            if storage not in self.homes:
+                self.homes[storage] = allocate(records[storage].nbytes, where[storage])
+        self.host = Runs(
+            [chunks.starts[storage] for storage in hosted],
+            [self.homes[storage].data_ptr() for storage in hosted],
+            [records[storage].nbytes for storage in hosted],
+        )
+
+    @property
+    def far(self) -> dict[int, torch.Tensor]:
+        """Bytes of the storages that are on devices."""
+        return {
+            storage: t.flat_bytes(home.untyped_storage(), 0, home.nbytes)
+            for storage, home in self.homes.items()
+            if not home.is_cpu
+        }
+
+    def make(self, part: Part) -> dict[int, object]:
+        leaves = self._manifest.leaves
+        return {
+            index: make_leaf(leaves[index], path, part, self._rank, self._meshes.get(index))
+            for index, path in self.paths.items()
+        }

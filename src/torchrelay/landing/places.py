@@ -1,0 +1,70 @@
+"""What a landing gives: memory to write to while bytes come, and the state in the end."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from torchrelay.geometry.chunks import Chunks
+from torchrelay.geometry.runs import Runs
+from torchrelay.record import manifest as m
+from torchrelay.record.columns import sizes_of
+
+
+class Landed(NamedTuple):
+    """The received state, and the paths that one side alone has (with `strict=False`)."""
+
+    state: object
+    missing: list[str]
+    extra: list[str]
+
+
+class Places:
+    """Memory that takes bytes of the stream as they are."""
+
+    def __init__(
+        self,
+        host: Iterable[Runs],
+        device: list[tuple[int, torch.Tensor]],
+        indirect: frozenset[int] = frozenset(),
+        live: bool = False,
+        making: bool = False,
+    ) -> None:
+        self.device = device  # position in the stream, dense tensor on a device
+        self.indirect = indirect  # chunks that go by `write` all the same
+        self.live = live  # the caller's own tensors: once one is written to, the landing is `torn`
+        self.making = making  # of host memory, while it is asked for, keeps a core busy
+        self._made: list[Runs] = []
+        self._coming = iter(host)
+
+    def parts(self) -> Iterator[Runs]:
+        """Host memory, in the order of the stream. Some is made only when it is asked for: by then
+        bytes may come to what was there before."""
+        yield from self._made
+        for runs in self._coming:
+            self._made.append(runs)
+            yield runs
+
+    @cached_property
+    def host(self) -> Runs:
+        """All of the host memory."""
+        return Runs.merged(*self.parts())
+
+
+def chunks_of(manifest: m.Manifest) -> Chunks:
+    return Chunks(sizes_of(manifest.storages), manifest.chunks)
+
+
+def reaching(manifest: m.Manifest, chunks: Chunks, storages: Iterable[int]) -> frozenset[int]:
+    """The chunks that hold bytes of any of these storages."""
+    found: set[int] = set()
+    for storage in storages:
+        start = chunks.starts[storage]
+        stop = start + manifest.storages[storage].nbytes
+        first = max(bisect_right(chunks.offsets, start) - 1, 0)
+        found.update(range(first, bisect_left(chunks.offsets, stop)))
+    return frozenset(found)

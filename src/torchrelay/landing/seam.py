@@ -1,0 +1,81 @@
+"""Landing: the only code that writes into a caller's tensors.
+
+Chunks come in any order, each once, by `write`, or a transport writes them itself to `places`.
+`commit` ends the receive and returns the state. Three landings share that seam: new tensors
+(`fresh`), the caller's tensors all at once after everything has arrived (weights are old or new),
+and the caller's tensors as the bytes come in (least memory; both `inplace`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from torchrelay.geometry.chunks import Chunks
+from torchrelay.landing.destination import Prepared, prepare
+from torchrelay.landing.fresh import NewTensors
+from torchrelay.landing.inplace import ExistingTensors
+from torchrelay.landing.places import Landed, Places
+from torchrelay.landing.shards import Shards
+from torchrelay.landing.workspace import Means, Plainly
+from torchrelay.record import manifest as m
+from torchrelay.record.pause import gc_paused
+
+
+class Landing(Protocol):
+    """What a transport needs of a place to land."""
+
+    chunks: Chunks
+    on_device: bool  # whether any of it goes to a device
+    torn: bool  # whether the caller's tensors have been written to, but not all of them
+
+    def write(self, index: int, data: torch.Tensor) -> None:
+        """Take chunk `index`, whose bytes are in the buffer `data`, on the host or a device.
+
+        Several threads may, each with another chunk, once `places().host` has been asked for.
+        """
+
+    def places(self) -> Places:
+        """Where chunks go, for a transport that writes to memory itself instead of `write`."""
+
+    def arrived(self) -> None:
+        """All bytes are in their places; whether they hold is not known yet. What can be done
+        before it is, is done while the transport waits to hear."""
+
+    def commit(self) -> Landed:
+        """All chunks have arrived and hold: make them the state."""
+
+
+def land(
+    manifest: m.Manifest,
+    *,
+    into: object = None,
+    strict: bool = True,
+    atomic: bool = True,
+    device: torch.device | None = None,
+    rank: int = 0,
+    make_missing: bool = False,
+    shards: Shards = "own",
+    means: Means | None = None,
+) -> Landing:
+    """The landing for an offered state. Everything that can be refused is refused here.
+
+    `into=None` makes new tensors, on `device` or on the kind of device they come from. With
+    `make_missing`, leaves that `into` lacks are made anew, and the state is a new tree of the
+    offered containers around the caller's tensors and the new ones. `into` may be what `prepare`
+    made of a destination, which leaves less to do here. Modules in `into` are filled in place;
+    other objects with `load_state_dict` are told what is offered for them. `shards` says which
+    distributed tensors may be made as they were sent.
+    """
+    with gc_paused():
+        means = means or Plainly()
+        if into is None:
+            return NewTensors(manifest, device, rank, shards, means)
+        if not isinstance(into, Prepared):
+            into = prepare(into)
+        elif into.moved:
+            into = prepare(into.into)
+        return ExistingTensors(
+            manifest, into, strict, atomic, rank, make_missing, device, shards, means
+        )

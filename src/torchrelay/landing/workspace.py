@@ -1,0 +1,70 @@
+"""What a landing works with: memory to put a state in, and hands to copy it.
+
+The plain way is here. `memory.pool` has another, with memory that is kept and several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from torchrelay.errors import MismatchError
+from torchrelay.geometry.runs import Moves, copy_one_by_one
+from torchrelay.state.tensors import raw_of
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+LARGE_BYTES = 1 << 20  # what is smaller is torch's own: its allocator reuses small pieces well
+
+
+class Means(Protocol):
+    def room(
+        self, sizes: Sequence[int], device: torch.device | str = "cpu"
+    ) -> list[torch.Tensor] | None:
+        """A buffer of bytes for each of `sizes`, each with a storage of its own.
+
+        None: have torch allocate them, as it would anyway. `MismatchError` if there is no memory.
+        """
+
+    def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """One buffer for a staged copy."""
+
+    def copy(
+        self, moves: Moves, *, alone: bool = True, beside: Sequence[Callable[[], object]] = ()
+    ) -> None:
+        """Copy memory by address. `alone=False`: other threads do the same at the time. `beside`
+        is to be done as well, in any order."""
+
+    def copy_on_device(self, pairs: Pairs) -> None:
+        """Copy to each first, a contiguous tensor on a device, the bytes of the second."""
+
+
+class Plainly:
+    """Memory by torch, copies one after the other."""
+
+    def room(
+        self, sizes: Sequence[int], device: torch.device | str = "cpu"
+    ) -> list[torch.Tensor] | None:
+        return None
+
+    def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        return allocate(nbytes, device)
+
+    def copy(
+        self, moves: Moves, *, alone: bool = True, beside: Sequence[Callable[[], object]] = ()
+    ) -> None:
+        copy_one_by_one(moves)
+        for job in beside:
+            job()
+
+    def copy_on_device(self, pairs: Pairs) -> None:
+        for tensor, data in pairs:
+            raw_of(tensor).view(-1).view(torch.uint8).copy_(data)
+
+
+def allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, MemoryError) as fault:
+        raise MismatchError(f"no memory for {nbytes} bytes on {device}: {fault}") from None

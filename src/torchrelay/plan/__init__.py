@@ -1,0 +1,1 @@
+"""From live tensors to records and runs of bytes."""

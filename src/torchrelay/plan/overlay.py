@@ -1,0 +1,122 @@
+"""What a load may choose from: the outlines of one or several ranks as one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torchrelay.plan.outline import Outline
+from torchrelay.record import manifest as m
+from torchrelay.record.keys import identities
+from torchrelay.record.values import Key
+
+
+class Offer:
+    """Leaves by index, and the outline in whose names each is written (`homes`).
+
+    `exact`: the tree is that of one rank, so everything in it was one state.
+    """
+
+    def __init__(self) -> None:
+        self.tree: m.Node = m.DictNode("dict", (), ())
+        self.leaves: list[m.Leaf] = []
+        self.homes: list[Outline] = []
+        self.exact = True
+
+    @classmethod
+    def of(cls, outlines: Sequence[Outline]) -> Offer:
+        """Several outlines are laid over each other: where two have a path, the first counts."""
+        offer = cls()
+        first = outlines[0].tree
+        others = [outline for outline in outlines[1:] if outline.tree != first]
+        offer.exact = not others
+        offer.tree = first
+        layers = _Layers()
+        for outline in [outlines[0], *others]:
+            shift = len(offer.leaves)
+            offer.leaves += outline.leaves
+            offer.homes += [outline] * len(outline.leaves)
+            tree = shifted(outline.tree, shift) if shift else outline.tree
+            layers.add(tree)
+        if others:
+            offer.tree = layers.node()
+        return offer
+
+
+def shifted(node: m.Node, by: int) -> m.Node:
+    """A tree whose leaves have indices that are higher `by` so much."""
+    return renumbered(node, by.__add__)
+
+
+def renumbered(node: m.Node, number: Callable[[int], int]) -> m.Node:
+    """A tree whose leaves have other indices, asked for in the order of the tree."""
+    if isinstance(node, int):
+        return number(node)
+    if isinstance(node, m.RecordNode):
+        return m.RecordNode(node.name, renumbered(node.body, number))
+    items = tuple([renumbered(item, number) for item in node.items])
+    if isinstance(node, m.DictNode):
+        return m.DictNode(node.kind, node.keys, items, node.factory)
+    if isinstance(node, m.SequenceNode):
+        return m.SequenceNode(node.kind, items)
+    return m.NamedTupleNode(node.name, node.fields, items, node.module)
+
+
+class _Layers:
+    """Nodes laid over each other: the first one counts, but a dict takes what a later one adds."""
+
+    def __init__(self) -> None:
+        self._top: m.Node | None = None
+        self._items: dict[str | bytes, tuple[Key, _Layers]] | None = None
+
+    def add(self, node: m.Node) -> None:
+        """Lay a node under those that are there. Takes as long as the node is large."""
+        if self._top is None:
+            self._top = node
+            return
+        if not isinstance(self._top, m.DictNode) or not isinstance(node, m.DictNode):
+            return
+        if self._items is None:
+            self._items = {}
+            self._take_in(self._top)
+        self._take_in(node)
+
+    def _take_in(self, node: m.DictNode) -> None:
+        assert self._items is not None
+        for name, key, item in zip(identities(node.keys), node.keys, node.items, strict=True):
+            self._items.setdefault(name, (key, _Layers()))[1].add(item)
+
+    def node(self) -> m.Node:
+        top = self._top
+        assert top is not None
+        if self._items is None or not isinstance(top, m.DictNode):
+            return top
+        keys = tuple([key for key, _ in self._items.values()])
+        items = tuple([layers.node() for _, layers in self._items.values()])
+        return m.DictNode(top.kind, keys, items, top.factory)
+
+
+def pruned(tree: m.Node, made: dict[int, object]) -> tuple[m.Node, dict[int, object]]:
+    """The part of a tree that was asked for: dicts lose the other keys, sequences hold None."""
+    nothing = max(made, default=0) + 1
+    leaves = {**made, nothing: None}
+
+    def visit(node: m.Node) -> m.Node | None:
+        if isinstance(node, int):
+            return node if node in made else None
+        if isinstance(node, m.RecordNode):
+            body = visit(node.body)
+            return None if body is None else node
+        items = [visit(item) for item in node.items]
+        if all(item is None for item in items):
+            return None
+        if isinstance(node, m.DictNode):
+            kept = [(k, i) for k, i in zip(node.keys, items, strict=True) if i is not None]
+            keys, values = zip(*kept, strict=True)
+            return m.DictNode(node.kind, keys, values, node.factory)
+        filled = tuple(nothing if item is None else item for item in items)
+        if isinstance(node, m.SequenceNode):
+            return m.SequenceNode(node.kind, filled)
+        return m.NamedTupleNode(node.name, node.fields, filled, node.module)
+
+    pruned = visit(tree)
+    return (m.DictNode("dict", (), ()), leaves) if pruned is None else (pruned, leaves)

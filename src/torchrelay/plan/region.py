@@ -1,0 +1,123 @@
+"""Copying runs of bytes between flat buffers and strided memory.
+
+A `Region` is the memory of one leaf walked in the order of its image: bytes [a, b) of the image
+can be read from it or written to it, whatever its strides and device are. Nothing outside the
+leaf's own elements is ever touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from torchrelay.geometry.strides import linear_boxes
+from torchrelay.state.tensors import byte_offset, copy_all, raw
+
+
+class Region:
+    """Elements of a storage, in a fixed order, as a run of bytes.
+
+    `order` lists the dimensions that own memory from slowest to fastest; the others are walked at
+    index 0 alone. Holds `keep` alive, since small contiguous CPU regions are known by address only.
+    """
+
+    __slots__ = ("_address", "_itemsize", "_view", "keep", "nbytes")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        order: Sequence[int],
+    ) -> None:
+        self.keep = tensor
+        size = tensor.element_size()
+        numel = 1
+        dense = True
+        for dim in reversed(order):
+            dense = dense and strides[dim] == numel
+            numel *= shape[dim]
+        self.nbytes = numel * size
+        self._address = 0
+        self._view: torch.Tensor | None = None
+        self._itemsize = min(size, 8)
+        if dense and tensor.device.type == "cpu":
+            # data_ptr() reads through conj and neg bits, which is what is wanted.
+            self._address = tensor.data_ptr()
+            return
+        storage, offset = tensor.untyped_storage(), byte_offset(tensor)
+        if dense:
+            self._view = raw(storage, offset, 1, (self.nbytes,), (1,))
+            self._itemsize = 1
+        else:
+            dims = [shape[dim] for dim in order]
+            steps = [strides[dim] for dim in order]
+            self._view = raw(storage, offset, size, dims, steps)
+
+    @classmethod
+    def row_major(cls, tensor: torch.Tensor) -> Region:
+        """All elements of a tensor in row-major order. Its conj and neg bits do not count."""
+        shape = tuple(tensor.shape)
+        order = [dim for dim, size in enumerate(shape) if size > 1]
+        return cls(tensor, shape, tuple(tensor.stride()), order)
+
+    def run(self, start: int, stop: int) -> torch.Tensor | None:
+        """Bytes [start, stop) where they lie on a device, if they are one run there."""
+        if self._view is None or self._view.dtype is not torch.uint8 or self._view.dim() != 1:
+            return None
+        return self._view[start:stop] if self._view.is_contiguous() else None
+
+    @property
+    def address(self) -> int:
+        """Where the bytes lie, if they are one run of host memory; else 0."""
+        return self._address
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Copy bytes [start, stop) of the region to the host buffer `out`."""
+        if self._address:
+            ctypes.memmove(out.data_ptr(), self._address + start, stop - start)
+            return
+        for box, flat in self.boxes(start, stop, out):
+            flat.copy_(box)
+
+    def write(self, start: int, stop: int, data: torch.Tensor) -> None:
+        """Copy the buffer `data` to bytes [start, stop) of the region."""
+        if self._address:
+            host = data[: stop - start].cpu()
+            ctypes.memmove(self._address + start, host.data_ptr(), stop - start)
+            return
+        for box, flat in self.boxes(start, stop, data):
+            box.copy_(flat)
+
+    def boxes(
+        self, start: int, stop: int, buffer: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of a region that is known by its view (no `address`), with their bytes in `buffer`
+        as the same elements."""
+        view, size = self._view, self._itemsize
+        assert view is not None
+        items = buffer[: stop - start].view(view.dtype)
+        first = start // size
+        pairs = []
+        for at, index in linear_boxes(view.shape, first, stop // size):
+            box = view[index]
+            flat = items[at - first : at - first + box.numel()].view(box.shape)
+            pairs.append((box, flat))
+        return pairs
+
+
+_ALONE = 1 << 20  # bytes from which a copy of its own is as fast as one of many
+
+
+def copy_boxes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second to its first, all of them integers; small ones of a kind by one call."""
+    together: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for to, source in pairs:
+        if to.nbytes >= _ALONE or to.device != source.device:
+            to.copy_(source)
+        else:
+            together.setdefault((to.device, to.dtype), []).append((to, source))
+    for group in together.values():
+        copy_all(*map(list, zip(*group, strict=True)))

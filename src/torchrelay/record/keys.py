@@ -1,0 +1,128 @@
+"""Keys that a peer chose.
+
+Python hashes numbers, and tuples of them, alike in every process. Who chooses the keys of a dict
+can choose them so that each new one is compared with all others. Text and bytes are hashed with a
+secret of the process, so a table that only this library looks at has its keys spelled in those.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+
+from torchrelay.errors import ManifestError
+from torchrelay.record.values import Key, TupleKey, decode_key, decode_value
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+FEW = 256  # keys that are no trouble, whichever they are
+_SOME = 64  # keys between two looks at the clock
+_PATIENCE = 0.005  # seconds for a set of keys, and
+_PATIENCE_EACH = 3e-6  # seconds for each of them, and
+_PATIENCE_ITEM = 2e-7  # seconds for each item of those that are tuples
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def identity(key: Key) -> str | bytes:
+    """The same for keys that a dict takes for one (1 and True and 1.0), else another.
+
+    NaNs of the same bits have one identity, though a dict may hold several.
+    """
+    if type(key) is str:
+        return key
+    if not isinstance(key, TupleKey):
+        value = decode_value(key)
+        if isinstance(value, str):
+            return value
+        return _spelled(value)
+    out: list[bytes] = []
+    _spell(key, out)
+    return b"".join(out)
+
+
+def _spell(key: Key, out: list[bytes]) -> None:
+    if isinstance(key, TupleKey):
+        out.append(b"(%d:" % len(key.items))
+        for item in key.items:
+            _spell(item, out)
+        return
+    spelled = identity(key)
+    if isinstance(spelled, str):
+        spelled = spelled.encode("utf-8", "surrogatepass")
+        out.append(b"s%d:" % len(spelled))
+    out.append(spelled)
+
+
+def _spelled(value: object) -> bytes:
+    if isinstance(value, float) and not (math.isfinite(value) and value.is_integer()):
+        return b"f" + struct.pack("<d", value)
+    if isinstance(value, (int, float)):
+        return b"i%x:" % int(value)
+    return b"none"
+
+
+def identities(keys: Iterable[Key]) -> list[str | bytes]:
+    """The identity of each key of one dict. Of NaNs with one identity each counts by itself."""
+    found = [identity(key) for key in keys]
+    if len(set(found)) == len(found):
+        return found
+    counts: dict[str | bytes, int] = {}
+    for place, one in enumerate(found):
+        count = counts[one] = counts.get(one, -1) + 1
+        if count:
+            text = one if isinstance(one, bytes) else one.encode("utf-8", "surrogatepass")
+            found[place] = b"again%d:%b" % (count, text)
+    return found
+
+
+def check_keys(keys: Sequence[Key]) -> None:
+    """Raise `ManifestError` unless these are the keys of a dict, and of one that works."""
+    if {str}.issuperset(map(type, keys)):
+        different = len(set(keys))
+    elif keys == tuple(range(len(keys))):
+        different = len(keys)
+    else:
+        table = Table()
+        table.put([k if type(k) is str else decode_key(k) for k in keys])
+        different = len(table)
+    if different != len(keys):
+        raise ManifestError("a key stands twice in one dict")
+
+
+class Table:
+    """A dict or a set of values from outside, made to see whether it can be.
+
+    `ManifestError` ends it when they take far longer than values that nobody chose for their
+    hashes: whatever is made of them later would take as long.
+    """
+
+    def __init__(self, kind: type[dict[Any, Any]] | type[set[Any]] = dict) -> None:
+        self._values: Any = kind()
+        self._left = _PATIENCE
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def put(self, values: Sequence[object], weight: int = 0) -> None:
+        """`weight`: how many items there are in the tuples of tuples, in all."""
+        self._left += weight * _PATIENCE_ITEM
+        for at in range(0, len(values), _SOME):
+            some = values[at : at + _SOME]
+            few = len(self._values) + len(some) <= FEW
+            begun = 0.0 if few else time.thread_time()
+            self._values.update(dict.fromkeys(some))
+            if not few:
+                items = sum(len(one) for one in some if isinstance(one, tuple))
+                allowed = len(some) * _PATIENCE_EACH + items * _PATIENCE_ITEM
+                self._left += allowed - (time.thread_time() - begun)
+            if self._left < 0:
+                raise ManifestError(
+                    f"{len(values)} keys of a dict, or items of a set, that are far too slow to "
+                    "look up: their hashes collide"
+                )

@@ -1,0 +1,227 @@
+"""The manifest: typed records that describe a state completely but for its bytes.
+
+The encoded manifest is the compatibility contract (docs/wire-format.md). `codec` turns it into
+MessagePack or JSON and back, `validation` says which manifests are valid.
+
+The bytes of a state are one *stream*: the images of its storages, one after the other, each at a
+multiple of `ALIGN`. A storage's image holds what the leaves touch of it, packed. The stream is cut
+into chunks; a chunk is the unit of sending and of verification.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchrelay.record.values import Key, Value
+
+VERSION = (1, 0)
+
+# Caps on what a manifest may claim. They bound memory and time before anything else is looked at.
+MAX_ENCODED_BYTES = 1 << 30
+MAX_LEAVES = 1 << 24
+MAX_DEPTH = 128
+MAX_STREAM_BYTES = 1 << 50
+MAX_DIMS = 64
+
+
+class _Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Records travel as arrays: field order is part of the format, new fields go at the end."""
+
+
+# Tree: containers hold nodes; an int is the index of a leaf.
+
+
+class DictNode(_Record, tag="d", frozen=True):
+    kind: str  # "dict", "OrderedDict" or "defaultdict"
+    keys: tuple[Key, ...]
+    items: tuple[Node, ...]
+    factory: str | None = None  # defaultdict: a name out of a closed list
+
+
+class SequenceNode(_Record, tag="l", frozen=True):
+    kind: str  # "list" or "tuple"
+    items: tuple[Node, ...]
+
+
+class NamedTupleNode(_Record, tag="n", frozen=True):
+    name: str
+    fields: tuple[str, ...]
+    items: tuple[Node, ...]
+    module: str = ""
+
+
+class RecordNode(_Record, tag="r", frozen=True):
+    """A registered type: `name` is the registered name, `body` what its encoder returned."""
+
+    name: str
+    body: Node
+
+
+Node = int | DictNode | SequenceNode | NamedTupleNode | RecordNode
+
+
+# Leaves.
+
+REQUIRES_GRAD, PARAMETER, CONJ, NEG, COALESCED, META = 1, 2, 4, 8, 16, 32
+ON_DEVICE = 64  # an empty tensor on a device: it has no storage that would say so
+
+
+class TensorLeaf(_Record, tag="t", frozen=True):
+    """A strided tensor. `strides` None is row-major; `storage` -1: no bytes, meta or empty.
+
+    `offset` is in bytes from the start of the storage's image, strides in elements.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    storage: int
+    offset: int = 0
+    flags: int = 0
+
+
+class QuantizedLeaf(_Record, tag="q", frozen=True):
+    """Per tensor, `scalars` are scale and zero point; per channel, `tensors` are, along an axis.
+
+    Dtypes that pack several elements into a byte stand in `dtype` with the tensor's shape, and
+    `raw` is its bytes.
+    """
+
+    raw: TensorLeaf
+    scheme: str
+    scalars: tuple[Value, ...] = ()
+    tensors: tuple[TensorLeaf, ...] = ()
+    axis: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class SparseLeaf(_Record, tag="s", frozen=True):
+    """`parts`: COO (indices, values); compressed layouts (pointers, indices, values)."""
+
+    layout: str
+    shape: tuple[int, ...]
+    parts: tuple[TensorLeaf, ...]
+    flags: int = 0
+
+
+class ArrayLeaf(_Record, tag="a", frozen=True):
+    """A numpy array (or scalar). `descr` is the JSON text of numpy's own dtype description."""
+
+    descr: str
+    shape: tuple[int, ...]
+    fortran: bool
+    storage: int
+    nbytes: int
+    scalar: bool = False
+
+
+class ValueLeaf(_Record, tag="v", frozen=True):
+    """A plain value; `kind` tells apart those that need a constructor (dtype, device, Size)."""
+
+    kind: str
+    value: Value
+
+
+class SizeLeaf(_Record, tag="z", frozen=True):
+    size: tuple[int, ...]
+
+
+class Mesh(_Record, frozen=True):
+    device_type: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    names: tuple[str, ...] | None
+
+
+class Placement(_Record, frozen=True):
+    """`kind`: "shard", "replicate", "partial" or "strided"."""
+
+    kind: str
+    dim: int = 0
+    split: int = 0
+    reduce: str = ""
+
+
+class DTensorLeaf(_Record, tag="D", frozen=True):
+    """One rank's part of a DTensor. `coordinate` is the sender's place in the mesh."""
+
+    local: TensorLeaf
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    flags: int = 0
+
+
+class Box(_Record, frozen=True):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    placement: str | None
+
+
+class ShardedLeaf(_Record, tag="S", frozen=True):
+    """One rank's shards of a ShardedTensor, and where all shards are."""
+
+    shards: tuple[TensorLeaf, ...]
+    boxes: tuple[Box, ...]
+    all_boxes: tuple[Box, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    flags: int = 0
+    pinned: bool = False
+
+
+class SubclassLeaf(_Record, tag="x", frozen=True):
+    """A tensor subclass that flattens itself: inner tensors and a context (a state of its own)."""
+
+    name: str
+    attributes: tuple[str, ...]
+    parts: tuple[Leaf, ...]
+    context: Node
+    context_leaves: tuple[Leaf, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: int = 0
+
+
+Leaf = (
+    TensorLeaf
+    | QuantizedLeaf
+    | SparseLeaf
+    | ArrayLeaf
+    | ValueLeaf
+    | SizeLeaf
+    | DTensorLeaf
+    | ShardedLeaf
+    | SubclassLeaf
+)
+
+
+class Storage(_Record, frozen=True):
+    """The image of one storage: its bytes in the stream, and the device type it comes from."""
+
+    nbytes: int
+    device: str = "cpu"
+
+
+class Manifest(_Record, frozen=True):
+    """Everything about a state but its bytes. Storages stand in the order of the stream."""
+
+    version: tuple[int, int]
+    step: int | None
+    tree: Node
+    leaves: tuple[Leaf, ...]
+    storages: tuple[Storage, ...]
+    chunks: tuple[int, ...]  # bytes of each chunk, in stream order
+    digests: tuple[bytes, ...] | None = None  # one a chunk, where they are known
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state itself, without alignment."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def stream_bytes(self) -> int:
+        return sum(self.chunks)

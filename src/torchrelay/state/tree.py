@@ -1,0 +1,402 @@
+"""The tree of a state: flattening containers into nodes and leaves, and building them again.
+
+A path is the tuple of keys and indices that leads to a leaf. Two slots that hold the same object
+share one leaf.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from torchrelay.errors import UnsupportedLeafError
+from torchrelay.record import manifest as m
+from torchrelay.record.validation import FACTORIES
+from torchrelay.record.values import Key, decode_key, encode_key
+from torchrelay.state.paths import Path
+from torchrelay.state.registry import Codec, codec_named, codec_of
+
+_FACTORIES: dict[str, type] = {
+    factory.__name__: factory for factory in (bool, dict, float, int, list, set, str, tuple)
+}
+assert tuple(_FACTORIES) == FACTORIES
+_PLAIN = (torch.Tensor, str, int, float, type(None))
+_LONG = 200  # characters of a key that an error shows
+_SHORT = range(-(1 << 63), 1 << 63)
+_WRITTEN_BITS = 10_000  # of a number in decimal: Python refuses more than 4,300 digits
+_MANY = 64  # tensors in one container for which numpy is worth its calls
+
+
+class Flat(NamedTuple):
+    """A state taken apart."""
+
+    tree: m.Node
+    leaves: list[object]
+
+
+def show(path: Iterable[object]) -> str:
+    """A path as people write it: ['model']['layers'][0]. Long keys are cut short."""
+    texts = [str(key) if type(key) is int and key in _SHORT else _brief(key) for key in path]
+    return f"[{']['.join(texts)}]" if texts else "the state itself"
+
+
+def _brief(key: object) -> str:
+    if isinstance(key, str):
+        return repr(key) if len(key) <= _LONG else f"{key[:_LONG]!r}..."
+    if isinstance(key, tuple):
+        few = ", ".join(map(_brief, key[:8]))
+        return f"({few}{', ...' if len(key) > 8 else ',' if len(key) == 1 else ''})"
+    return text_of(key)[:_LONG]
+
+
+def text_of(key: object) -> str:
+    """A key as text: `str`, also of numbers that Python has too many digits to write."""
+    if isinstance(key, int) and key.bit_length() > _WRITTEN_BITS:
+        return hex(key)
+    if isinstance(key, tuple) and any(isinstance(item, (int, tuple)) for item in key):
+        return f"({', '.join(map(_repr, key))}{',' if len(key) == 1 else ''})"
+    return str(key)
+
+
+def _repr(key: object) -> str:
+    return text_of(key) if isinstance(key, (int, tuple)) else repr(key)
+
+
+def flatten(state: object) -> Flat:
+    """Take a state apart. `UnsupportedLeafError` for a container that cannot be rebuilt exactly.
+
+    Objects that are no container become leaves, whatever they are.
+    """
+    leaves: list[object] = []
+    known: dict[int, int] = {}  # by id of a tensor, its leaf
+    bulk: list[range] = []  # leaves that are not in `known` yet
+
+    def leaf(value: object) -> int:
+        # Shared identity matters for what can be written to; equal plain values may well be shared
+        # by the interpreter alone.
+        index = len(leaves)
+        if isinstance(value, torch.Tensor):
+            learn()
+            index = known.setdefault(id(value), index)
+        if index == len(leaves):
+            leaves.append(value)
+        return index
+
+    # The fast path below is for tensors that are not registered as anything else.
+    tensors = {kind for kind in (torch.Tensor, torch.nn.Parameter) if codec_of(kind) is None}
+
+    def learn() -> None:
+        for some in bulk:
+            known.update(zip(map(id, leaves[some.start : some.stop]), some, strict=True))
+        bulk.clear()
+
+    def fresh(values: list[object]) -> bool:
+        """Whether these are many tensors, none of them seen before; if so, they are leaves now."""
+        if len(values) < _MANY or not tensors.issuperset(map(type, values)):
+            return False
+        ids = np.fromiter(map(id, values), np.uint64, len(values))
+        learn()
+        if known and not known.keys().isdisjoint(ids.tolist()):
+            return False
+        ids.sort()
+        if (ids[1:] == ids[:-1]).any():
+            return False
+        bulk.append(range(len(leaves), len(leaves) + len(values)))
+        leaves.extend(values)
+        return True
+
+    def children(
+        values: list[object], path: Path, keys: Iterable[object] | None = None
+    ) -> tuple[m.Node, ...]:
+        first = len(leaves)
+        if fresh(values):
+            return tuple(range(first, len(leaves)))
+        nodes: list[m.Node] = []
+        for key, item in enumerate(values) if keys is None else zip(keys, values, strict=True):
+            if type(item) not in tensors:
+                nodes.append(visit(item, (*path, key)))
+                continue
+            # What `visit` and `leaf` do for a tensor, without the calls: most items are one.
+            if bulk:
+                learn()
+            index = known.get(id(item))
+            if index is None:
+                index = known[id(item)] = len(leaves)
+                leaves.append(item)
+            nodes.append(index)
+        return tuple(nodes)
+
+    def visit(value: object, path: Path) -> m.Node:
+        if isinstance(value, _PLAIN) and codec_of(type(value)) is None:
+            return leaf(value)
+        if len(path) >= m.MAX_DEPTH:
+            raise UnsupportedLeafError(
+                f"nested deeper than {m.MAX_DEPTH}, or in itself", path=show(path[:8]) + "..."
+            )
+        return node(value, path)
+
+    def node(value: object, path: Path) -> m.Node:
+        kind = type(value)
+        codec = codec_of(kind)
+        if codec is not None:
+            return m.RecordNode(
+                codec.name, visit(_encoded(codec, value, path), (*path, codec.name))
+            )
+        if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
+            keys = _keys(value, path)
+            items = children(list(value.values()), path, value)
+            return m.DictNode(kind.__name__, keys, items, _factory(value, path))
+        if isinstance(value, (list, tuple)) and kind in (list, tuple):
+            return m.SequenceNode(kind.__name__, children(list(value), path))
+        if is_namedtuple(kind) and isinstance(value, tuple):
+            fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+            items = children(list(value), path, fields)
+            return m.NamedTupleNode(kind.__name__, fields, items, kind.__module__)
+        return leaf(value)
+
+    try:
+        return Flat(visit(state, ()), leaves)
+    finally:
+        leaves = []  # the functions above lead to each other, and would keep what is in it
+
+
+def _encoded(codec: Codec, value: object, path: Path) -> object:
+    try:
+        return codec.encode(value)
+    except Exception as fault:
+        raise UnsupportedLeafError(
+            f"registered type {codec.name!r} cannot be encoded: {fault!r}", path=show(path)
+        ) from fault
+
+
+def is_namedtuple(kind: type) -> bool:
+    return (
+        kind.__bases__ == (tuple,)
+        and isinstance(getattr(kind, "_fields", None), tuple)
+        and all(type(name) is str for name in kind._fields)  # type: ignore[attr-defined]
+    )
+
+
+def _keys(mapping: dict[Any, Any], path: Path) -> tuple[Key, ...]:
+    # The condition is that of `encode_key`, for all at once: nearly all keys are such.
+    if {str}.issuperset(map(type, mapping)) and "".join(mapping).isascii():
+        return tuple(mapping)
+    try:
+        return tuple([encode_key(k) for k in mapping])
+    except TypeError as fault:
+        raise UnsupportedLeafError(
+            f"a dict key of type {fault}: keys are str, int, float, bool, None or tuples of those",
+            path=show(path),
+        ) from None
+
+
+def _factory(value: dict[Any, Any], path: Path) -> str | None:
+    factory = value.default_factory if isinstance(value, defaultdict) else None
+    if factory is None:
+        return None
+    name = getattr(factory, "__name__", "")
+    if _FACTORIES.get(name) is not factory:
+        raise UnsupportedLeafError(
+            f"a defaultdict of {factory!r}: the factory is one of {', '.join(_FACTORIES)}",
+            path=show(path),
+        )
+    return name
+
+
+def slots(tree: m.Node, leaves: Container[int] | None = None) -> Iterator[tuple[Path, int]]:
+    """Path and leaf index of each slot of a tree, in order; those of these leaves if given.
+
+    A peer's tree may have millions of slots at the end of a long path: keep only what you need.
+    """
+    if isinstance(tree, int):
+        if leaves is None or tree in leaves:
+            yield (), tree
+        return
+    stack: list[tuple[Path, Iterator[tuple[object, m.Node]]]] = [((), children_of(tree))]
+    while stack:
+        path, children = stack[-1]
+        for key, child in children:
+            if not isinstance(child, int):
+                stack.append(((*path, key), children_of(child)))
+                break
+            if leaves is None or child in leaves:
+                yield (*path, key), child
+        else:
+            stack.pop()
+
+
+def subtree(tree: m.Node, path: Path) -> m.Node | None:
+    """The node at a path, if there is one."""
+    for step in path:
+        if isinstance(tree, int):
+            return None
+        found = next((child for key, child in children_of(tree) if key == step), None)
+        if found is None:
+            return None
+        tree = found
+    return tree
+
+
+def leaf_paths(tree: m.Node) -> dict[int, Path]:
+    """The path of each leaf, the first one where it has several."""
+    found: dict[int, Path] = {}
+    for path, index in slots(tree):
+        found.setdefault(index, path)
+    return found
+
+
+def children_of(node: m.Node) -> Iterator[tuple[object, m.Node]]:
+    if isinstance(node, m.DictNode):
+        keys = (key if type(key) is str else decode_key(key) for key in node.keys)
+        yield from zip(keys, node.items, strict=True)
+    elif isinstance(node, m.SequenceNode):
+        yield from enumerate(node.items)
+    elif isinstance(node, m.NamedTupleNode):
+        yield from zip(node.fields, node.items, strict=True)
+    elif isinstance(node, m.RecordNode):
+        yield node.name, node.body
+
+
+def check_types(tree: m.Node, path: Path = ()) -> None:
+    """Raise unless every registered type in the tree is known here."""
+    if isinstance(tree, m.RecordNode) and codec_named(tree.name) is None:
+        raise UnsupportedLeafError(
+            f"the sender's type {tree.name!r} is not registered here: call torchrelay.register()",
+            path=show(path),
+        )
+    if isinstance(tree, int) or (hasattr(tree, "items") and set(map(type, tree.items)) <= {int}):
+        return  # leaves alone
+    for key, child in children_of(tree):
+        if not isinstance(child, int):
+            check_types(child, (*path, key))
+
+
+class _Undecodable(Exception):
+    """A registered type did not take what it was given; where, the caller finds out."""
+
+    def __init__(self, node: m.RecordNode, fault: Exception) -> None:
+        self.node = node
+        self.fault = fault
+
+
+def unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) -> object:
+    """Build the state of `tree` with `leaves` in its slots.
+
+    `UnsupportedLeafError` names the path of a registered type that cannot be made of them.
+    """
+    try:
+        return _unflatten(tree, leaves, {})
+    except _Undecodable as found:
+        raise UnsupportedLeafError(
+            f"registered type {found.node.name!r} cannot be rebuilt here: {found.fault!r}; do both "
+            "sides run the same version of it?",
+            path=show(_path_to(found.node, tree, ()) or ()),
+        ) from found.fault
+
+
+def _path_to(node: m.Node, tree: m.Node, path: Path) -> Path | None:
+    if tree is node:
+        return path
+    for key, child in () if isinstance(tree, int) else children_of(tree):
+        if not isinstance(child, int):
+            found = _path_to(node, child, (*path, key))
+            if found is not None:
+                return found
+    return None
+
+
+_Types = dict[tuple[str, ...], type[tuple[object, ...]]]
+
+
+def _unflatten(
+    tree: m.Node, leaves: Sequence[object] | Mapping[int, object], types: _Types
+) -> object:
+    if isinstance(tree, int):
+        return leaves[tree]
+    if isinstance(tree, m.RecordNode):
+        codec = codec_named(tree.name)
+        if codec is None:
+            check_types(tree)
+        assert codec is not None
+        body = _unflatten(tree.body, leaves, types)
+        try:
+            return codec.decode(body)
+        except Exception as fault:
+            raise _Undecodable(tree, fault) from fault
+    items = tree.items
+    first = items[0] if items and type(items[0]) is int else -1
+    if first >= 0 and isinstance(leaves, list) and items == tuple(range(first, first + len(items))):
+        values = leaves[first : first + len(items)]  # mostly they follow each other
+    else:
+        values = [leaves[n] if type(n) is int else _unflatten(n, leaves, types) for n in items]
+    if isinstance(tree, m.SequenceNode):
+        return values if tree.kind == "list" else tuple(values)
+    if isinstance(tree, m.NamedTupleNode):
+        key = (tree.module, tree.name, *tree.fields)
+        if key not in types:
+            types[key] = _namedtuple_type(tree)
+        return tuple.__new__(types[key], values)
+    keys = [key if type(key) is str else decode_key(key) for key in tree.keys]
+    pairs = zip(keys, values, strict=True)
+    if tree.kind == "OrderedDict":
+        return OrderedDict(pairs)
+    if tree.kind == "defaultdict":
+        return defaultdict(_FACTORIES[tree.factory] if tree.factory else None, pairs)
+    return dict(pairs)
+
+
+def _namedtuple_type(node: m.NamedTupleNode) -> type[tuple[object, ...]]:
+    """The loaded namedtuple class with this name and these fields, or a new one like it.
+
+    Only classes that already exist are considered, nothing is imported, and instances are made by
+    `tuple.__new__`, so no code of the class runs.
+    """
+    same = [
+        kind
+        for kind in tuple.__subclasses__()
+        if kind.__name__ == node.name and is_namedtuple(kind) and kind._fields == node.fields  # type: ignore[attr-defined]
+    ]
+    same.sort(key=lambda kind: kind.__module__ != node.module)
+    return same[0] if same else namedtuple(node.name, node.fields, rename=True)
+
+
+def has_records(tree: m.Node) -> bool:
+    """Whether a registered type is among the containers: what it decodes to is its own affair."""
+    if isinstance(tree, int):
+        return False
+    if isinstance(tree, m.RecordNode):
+        return True
+    if {int}.issuperset(map(type, tree.items)):
+        return False  # leaves alone, as most containers
+    return any(has_records(child) for child in tree.items)
+
+
+def records_of(tree: m.Node, path: Path = ()) -> Iterator[tuple[Path, m.RecordNode]]:
+    """The registered types in a tree, with their paths; not those inside of others."""
+    if isinstance(tree, m.RecordNode):
+        yield path, tree
+    elif has_records(tree):
+        for key, child in children_of(tree):
+            yield from records_of(child, (*path, key))
+
+
+def inside_records(tree: m.Node) -> set[int]:
+    """The leaves that registered types are made of."""
+    return {index for _, node in records_of(tree) for _, index in slots(node)}
+
+
+def grafted(tree: m.Node, stubs: Mapping[Path, int], path: Path = ()) -> m.Node:
+    """The tree with a leaf of its own, a stub, in place of what it has at these paths."""
+    if path in stubs:
+        return stubs[path]
+    if isinstance(tree, (int, m.RecordNode)):
+        return tree
+    if not any(stub[: len(path)] == path for stub in stubs):
+        return tree
+    items = tuple(grafted(child, stubs, (*path, key)) for key, child in children_of(tree))
+    return replace(tree, items=items)

@@ -1,0 +1,89 @@
+"""Removing a step or a draft: its own files and no others, without following a link.
+
+Its own are the files that its commit record names; where there is no record that can be read, those
+whose names are data files'. What else somebody put there stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from torchrelay.stores.local.files import Files, open_plain
+from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+logger = logging.getLogger("torchrelay")
+
+
+class _File(msgspec.Struct, array_like=True):
+    name: str
+
+
+class _Checkpoint(msgspec.Struct):
+    files: list[_File]
+
+
+class _Record(msgspec.Struct):
+    """As much of a commit record as says which files there are."""
+
+    checkpoint: _Checkpoint
+
+
+_record = msgspec.json.Decoder(_Record)
+
+
+def ownership(manifest: bytes | None) -> Callable[[str], bool]:
+    """Tells by its name whether a file is one of a step with this record, or of a draft."""
+    if manifest is not None:
+        with suppress(msgspec.MsgspecError, RecursionError):
+            names = {file.name for file in _record.decode(manifest).checkpoint.files}
+            return names.__contains__
+    return lambda name: DATA_NAME.fullmatch(name) is not None
+
+
+def remove_directory(path: str, files: Files) -> bool:
+    """Remove what is a step's or a draft's own, the commit record first, and then the directory,
+    if nothing is left in it. A link in its place is removed, and what it leads to is not touched.
+
+    Returns whether the name is gone.
+    """
+    if Path(path).is_symlink():
+        files.unlink(path)
+        return True
+    with _closing(os.open(path, _DIRECTORY)) as within:
+        own = ownership(_manifest_in(within))
+        with os.scandir(within) as entries:
+            names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        for name in sorted(names, key=lambda name: (name != MANIFEST, name)):
+            if not names[name] and (name == MANIFEST or own(name)):
+                files.unlink(f"{path}/{name}", within)
+                del names[name]
+    if names:
+        logger.warning("%s stays, for what is none of a step's: %s", path, ", ".join(sorted(names)))
+        return False
+    files.remove_dir(path)
+    return True
+
+
+def _manifest_in(directory: int) -> bytes | None:
+    """The commit record in a directory, if one can be read."""
+    with suppress(OSError), _closing(open_plain(MANIFEST, directory)) as fd:
+        nbytes = os.fstat(fd).st_size
+        if nbytes <= MAX_MANIFEST_BYTES:
+            return os.pread(fd, nbytes, 0)
+    return None
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""The process that writes staged states. No torch."""

@@ -1,0 +1,171 @@
+"""The process that writes staged states: digests and I/O outside the trainer's interpreter.
+
+`writer_start` runs it as a program with the descriptor of a socket. Messages both ways are
+MessagePack records with their length before them; an arena comes as a descriptor. It imports no
+torch, and ends when the trainer's end of the socket closes, however that came about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import struct
+
+import msgspec
+
+from torchrelay.errors import CheckpointError
+from torchrelay.stores.locate import open_store
+from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
+
+_LENGTH = struct.Struct("<Q")
+MAX_MESSAGE = 1 << 30
+NICE = 5  # the trainer's threads go first
+
+
+class Attach(msgspec.Struct, tag="attach"):
+    """An arena of `nbytes`; its descriptor comes with this message."""
+
+    nbytes: int
+
+
+class Begin(msgspec.Struct, tag="begin"):
+    """The files of a rank in a draft that exists."""
+
+    url: str
+    step: int
+    token: str
+    timeout: float
+    files: list[tuple[str, int, int]]
+
+
+class Write(msgspec.Struct, tag="write"):
+    """(file, start, stop, place in the arena) of staged bytes. Answered when they are written."""
+
+    ranges: list[tuple[int, int, int, int]]
+
+
+class Finish(msgspec.Struct, tag="finish"):
+    pass
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    pass
+
+
+class Done(msgspec.Struct, tag="done"):
+    digests: list[bytes] = []
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    message: str
+    phase: str | None = None
+    file: str | None = None
+
+
+Request = Attach | Begin | Write | Finish | Abort
+Answer = Done | Failed
+
+_request = msgspec.msgpack.Decoder(Request)
+_answer = msgspec.msgpack.Decoder(Answer)
+
+
+def send(link: socket.socket, message: Request | Answer) -> None:
+    data = msgspec.msgpack.encode(message)
+    link.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_answer(link: socket.socket) -> Answer:
+    """The next answer. `EOFError` if the writer is gone, `TimeoutError` by the socket's timeout."""
+    answer: Answer = _answer.decode(_receive(link))
+    return answer
+
+
+def _receive(link: socket.socket) -> bytes:
+    (length,) = _LENGTH.unpack(_exactly(link, _LENGTH.size))
+    if length > MAX_MESSAGE:
+        raise EOFError(f"a message of {length} bytes")
+    return _exactly(link, length)
+
+
+def _exactly(link: socket.socket, nbytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < nbytes:
+        part = link.recv(min(nbytes - len(data), 1 << 20))
+        if not part:
+            raise EOFError("the other end is gone")
+        data += part
+    return bytes(data)
+
+
+class _Writer:
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._arena: mmap.mmap | None = None
+        self._base = 0
+        self._writing: Writing | None = None
+
+    def serve(self) -> None:
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                request = _request.decode(_receive(self._link))
+                try:
+                    answer = self._do(request)
+                except CheckpointError as fault:
+                    answer = Failed(fault.message, fault.phase, fault.file)
+                except Exception as fault:
+                    answer = Failed(f"{type(fault).__name__}: {fault}")
+                send(self._link, answer)
+
+    def _do(self, request: Request) -> Answer:
+        if isinstance(request, Attach):
+            self._attach(request.nbytes)
+        elif isinstance(request, Begin):
+            self._abort()
+            draft = open_store(request.url, timeout=request.timeout).draft(
+                request.step, request.token
+            )
+            self._writing = Writing(draft, [FileSpec(*file) for file in request.files])
+        elif isinstance(request, Write):
+            assert self._writing is not None
+            self._writing.write(
+                [
+                    Range(file, start, stop, Staged(start, self._base + at))
+                    for file, start, stop, at in request.ranges
+                ]
+            )
+        elif isinstance(request, Finish):
+            assert self._writing is not None
+            digests = self._writing.finish()
+            self._writing = None
+            return Done(digests)
+        else:
+            self._abort()
+        return Done()
+
+    def _attach(self, nbytes: int) -> None:
+        self._arena = None
+        _, descriptors, _, _ = socket.recv_fds(self._link, 1, 1)
+        try:
+            self._arena = mmap.mmap(descriptors[0], nbytes)
+        finally:
+            os.close(descriptors[0])
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._arena))
+
+    def _abort(self) -> None:
+        if self._writing is not None:
+            self._writing.abort()
+            self._writing = None
+
+
+def serve(link: int) -> None:
+    """Answer on a socket, given by its descriptor, until its other end closes."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # it ends with the trainer, which may have both
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    with socket.socket(fileno=link) as end:
+        _Writer(end).serve()

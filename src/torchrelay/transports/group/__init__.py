@@ -1,0 +1,1 @@
+"""A process group: lines, deadlines and what ranks decide together."""

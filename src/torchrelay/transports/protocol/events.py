@@ -1,0 +1,18 @@
+"""What the data phases of a receive have in common."""
+
+from __future__ import annotations
+
+from torchrelay.errors import PeerAbortedError, RelayError, RemoteProtocolError
+from torchrelay.transports.protocol import wire
+
+RETRIES = 2  # times a chunk whose digest does not hold is asked for again
+
+
+def failure(event: object, sender: int, phase: str) -> RelayError:
+    """The error for something other than what was waited for."""
+    if isinstance(event, wire.Abort):
+        return PeerAbortedError(event.message, rank=sender, phase=phase)
+    if isinstance(event, RelayError):
+        event.phase = phase
+        return event
+    return RemoteProtocolError(f"{type(event).__name__} out of turn", rank=sender, phase=phase)

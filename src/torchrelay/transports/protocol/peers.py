@@ -1,0 +1,235 @@
+"""Receivers as the sender sees them, and the error that their fates add up to."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import (
+    PeerLostError,
+    PeerRefusedError,
+    RelayError,
+    RouteError,
+    StepMismatchError,
+    TransferTimeoutError,
+)
+from torchrelay.transports.group.lines import Line, Post
+from torchrelay.transports.protocol import fanout, wire
+from torchrelay.transports.routes import place
+from torchrelay.transports.routes.channels import Berth, Channels
+from torchrelay.transports.routes.choice import ROUTES
+
+UNTAKEN = 64  # messages that a receiver which goes on asking has not taken
+
+
+@dataclass(frozen=True)
+class Said:
+    """Something that was heard on the line of a receiver."""
+
+    rank: int
+    line: Line
+    message: wire.Message | Exception
+
+
+@dataclass
+class Peer:
+    """One receiver."""
+
+    rank: int
+    line: Line
+    # called, joined, accepted, done, refused, failed or unknown; apart: it takes parts (`Branch`)
+    stage: str = "called"
+    reason: str = ""
+    late: bool = False  # failed for want of time
+    absent: bool = False  # never came: its line is the next call's
+    refusal: wire.Refuse | None = None
+    place: wire.Place = field(default_factory=wire.Place)
+    accept: wire.Accept = field(default_factory=wire.Accept)
+    berth: Berth = field(default_factory=Berth)
+    reads: bool = False  # may read other receivers, and be read
+    hashes: int = 0  # of the first so many chunks it knows the digests, to pass them on
+    route: str = "group"
+    instead: dict[str, str] = field(default_factory=dict)  # faster routes: why not
+    needs_ring: bool = False
+    hashed: tuple[int, ...] = ()  # chunks whose digests it compares, not by the group
+    pulled: bool = False  # has read everything, and waits for our word
+    trailed: bool = False  # has it
+    joined_at: float = 0.0
+    knocked_at: float = 0.0
+    lane: int = 1  # the last one that it has asked for chunks on
+
+    @property
+    def deaf(self) -> bool:
+        """Whether it does not take what it is told."""
+        return self.line.untaken > UNTAKEN
+
+    def may_ask(self, need: wire.Need, chunks: int) -> bool:
+        """Whether these are chunks that there are, each once, on a lane that was not used."""
+        fine = need.lane > self.lane and len(set(need.chunks)) == len(need.chunks)
+        self.lane = need.lane
+        return fine and max(need.chunks, default=0) < chunks
+
+    def propose(
+        self, join: wire.Join, channels: Channels, connections: int, *, near: bool, local: bool
+    ) -> None:
+        """Offer it connections; `local` ones alone, if those within this machine are of use."""
+        self.berth.end(keep=False)  # of a join that came to nothing
+        elsewhere = join.place.machine != place.here().machine
+        if join.minor >= wire.CHANNELS and not (local and elsewhere):
+            self.berth = channels.propose(self.rank, connections, near=near, local=local)
+
+    def take(self, accept: wire.Accept, only: str | None) -> str:
+        """It takes the offer, by the `only` route if there is one; else: why that is of no use."""
+        if accept.route not in ROUTES:
+            return f"took route {accept.route!r}, which is not known here"
+        if only not in (None, accept.route):
+            # A receiver of an older version, which knows of no routes.
+            reason = f"it takes route {accept.route!r}, and {only!r} was asked for"
+            self.refusal = wire.Refuse("route", reason)
+            return reason
+        self.stage, self.accept = "accepted", accept
+        self.route, self.needs_ring = accept.route, accept.ring
+        self.instead, self.hashed = accept.instead, accept.hashed
+        return ""
+
+    def give_up(self, reason: str, *, late: bool = False) -> None:
+        """It has failed; but one that has been told all it needs may have the state."""
+        may_have_it = self.stage in ("accepted", "apart") and self.trailed
+        self.stage, self.reason, self.late = "unknown" if may_have_it else "failed", reason, late
+
+    def settle(self, word: wire.Message | Exception) -> None:
+        """Find out about one that may have the state, by what it says after all."""
+        if isinstance(word, wire.Done):
+            self.stage = "done"
+        elif isinstance(word, wire.Leave | wire.Refuse):
+            self.stage = "failed"
+
+
+def join_ends(peers: Iterable[Peer], nobody_by: float, window: float, deadline: Deadline) -> float:
+    """Until when to wait for receivers; `nobody_by`, if none has come.
+
+    The first to come waits a window for the others to come, and as long for each that came to
+    answer; it must not lose to them the time to be served in.
+    """
+    here = [peer for peer in peers if peer.stage in ("joined", "accepted", "refused", "apart")]
+    silent = [peer.joined_at for peer in here if peer.stage == "joined"]
+    if not here:
+        return nobody_by
+    if len(silent) == len(here):
+        return float("inf")
+    end = time.monotonic() + deadline.left()
+    waits = [min(peer.joined_at for peer in here), *silent]
+    return max(came + min(window, (end - came) / 2) for came in waits)
+
+
+def connect(peers: Sequence[Peer], seconds: float) -> None:
+    """Take the connections that receivers have made, within so many seconds in all.
+
+    Those of several are used only within this host: bytes cross a link once, through a chain.
+    """
+    by_group = [peer for peer in peers if peer.route == "group"]
+    for peer in peers:
+        peer.berth.answered(peer.accept, Deadline(max(seconds / len(peers), 0.001)))
+        channel = peer.berth.channel
+        shares_link = len(by_group) > 1 and channel is not None and not channel.local
+        if shares_link or peer.route != "group":
+            peer.berth.decline()
+
+
+def go(
+    hop: fanout.Hop,
+    peers: Mapping[int, Peer],
+    patience: float,
+    *,
+    may_read: bool,
+) -> wire.Go:
+    """What a receiver is told of its place in the chain; `may_read`: memory of one another."""
+    me, before = peers[hop.rank], peers.get(hop.upstream)  # none where it is the sender
+    behind = None if hop.downstream is None else peers[hop.downstream]
+    return wire.Go(
+        hop.upstream,
+        hop.downstream,
+        behind.line.transfer if behind else 0,
+        patience,
+        reads=before is not None and may_read and _can_try(me, before),
+        notes=behind is not None and may_read and _can_try(behind, me),
+        channel=me.berth.channel is not None,
+    )
+
+
+def _can_try(reader: Peer, owner: Peer) -> bool:
+    """Whether one can try to read the other: they are in one place, and neither is against it."""
+    return reader.reads and owner.reads and not place.apart(reader.place, owner.place)
+
+
+def tell_hashes(
+    hops: Iterable[fanout.Hop],
+    peers: Mapping[int, Peer],
+    digests_from: Callable[[int], tuple[bytes, ...]],
+) -> None:
+    """Tell those who pass chunks on what these should be, as far as it is known and new to them."""
+    for hop in hops:
+        peer = peers[hop.rank]
+        passes_on = hop.downstream is not None and peer.stage == "accepted" and not peer.trailed
+        if passes_on and (digests := digests_from(peer.hashes)):
+            peer.line.send(wire.Hashes(peer.hashes, digests))
+            peer.hashes += len(digests)
+
+
+def hang_up(post: Post, events: queue.SimpleQueue[object], peers: Iterable[Peer]) -> list[object]:
+    """Leave the lines of absent receivers to the next call, with what was said on them since.
+
+    Returns the events that concern others.
+    """
+    said: dict[Line, list[wire.Message | Exception]] = {}
+    others: list[object] = []
+    for peer in peers:
+        peer.absent, said[peer.line] = True, []
+        peer.line.listen(None)
+    for _ in range(events.qsize()):  # not those of a peer that goes on and on
+        event = events.get()
+        if isinstance(event, Said) and event.line in said:
+            said[event.line].append(event.message)
+        else:
+            others.append(event)
+    for line, messages in said.items():
+        line.put_back(messages)
+        post.hang_up(line)
+    return others
+
+
+def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -> RelayError | None:
+    """The error that a send ends with: a refusal, or that nobody got the state."""
+    everyone = list(peers)
+    for peer in everyone:
+        if peer.refusal is not None:
+            kinds = {"step": StepMismatchError, "route": RouteError}
+            refused: type[RelayError] = kinds.get(peer.refusal.kind, PeerRefusedError)
+            return refused(
+                f"rank {peer.rank} refused the state: {peer.refusal.message}",
+                rank=peer.rank,
+                step=step,
+                phase="join",
+                path=peer.refusal.path,
+            )
+    if not everyone or any(peer.stage == "done" for peer in everyone):
+        return None
+    first = everyone[0]
+    reasons = "; ".join(_fate(peer) for peer in everyone)
+    got = "is known to have" if any(peer.stage == "unknown" for peer in everyone) else "got"
+    kind: type[RelayError] = TransferTimeoutError if first.late else PeerLostError
+    word = "timed out" if first.late else "failed"
+    return kind(
+        f"send {word}, no receiver {got} the state: {reasons}; {sent}",
+        rank=first.rank,
+        step=step,
+        phase=phase,
+    )
+
+
+def _fate(peer: Peer) -> str:
+    may = ", and may have the state: the report of the next send to it tells"
+    return f"rank {peer.rank} {peer.reason}{may if peer.stage == 'unknown' else ''}"

@@ -1,0 +1,1 @@
+"""How bytes get from one process to another."""

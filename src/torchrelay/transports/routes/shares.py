@@ -1,0 +1,118 @@
+"""How each chunk of a state on this machine comes over. Pure: what both sides have in, chunks out.
+
+A chunk is taken straight from the sender's memory where both ends lie in memory of the same kind;
+by way of a buffer where the sender's end can be read but this end takes more than a copy; and
+through the ring where the sender's end cannot be read from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchrelay.geometry.chunks import Chunks
+from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.landing.places import Places
+from torchrelay.transports.protocol import wire
+
+_Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Shares(NamedTuple):
+    straight: list[int]
+    buffered: list[int]
+    ringed: list[int]
+    opened: frozenset[int] = frozenset()  # of those taken straight, from device memory alone
+
+
+def share(
+    chunks: Chunks,
+    places: Places,
+    sources: Runs,
+    memory: wire.Memory,
+    *,
+    reads: bool,
+    exported: bool,
+    verify: bool,
+) -> Shares:
+    """`reads`: this process can read the sender's host memory; `exported`: its device memory too.
+
+    `verify`: host memory is hashed. `ValueError` for chunks that are none.
+    """
+    count = len(chunks)
+    if not {*memory.apart, *memory.strays} <= set(range(count)):
+        raise ValueError("chunks that do not exist")
+    if exported and _all_opened(count, places, sources, memory):
+        return Shares(list(range(count)), [], [], frozenset(range(count)))
+    if reads and not (verify or exported or memory.apart or places.device or places.indirect):
+        return Shares(list(range(count)), [], [])  # host memory at both ends
+    device = _stretches(places.device)
+    to_device = _bytes_in(chunks, device)
+    apart, strays = _mask(count, memory.apart), _mask(count, memory.strays)
+    indirect = _mask(count, places.indirect)
+    if exported:
+        starts = [piece.position for piece in memory.pieces]
+        theirs = Runs(starts, starts, [piece.nbytes for piece in memory.pieces])
+        matched = _bytes_in(chunks, moves(theirs, device))
+        crossed = _bytes_in(chunks, moves(theirs, places.host)) > 0
+        opened = apart & ~strays & ~indirect & (matched == to_device) & ~crossed
+    else:
+        opened = np.zeros(count, bool)
+    from_host = _bytes_in(chunks, moves(sources, places.host))
+    if not reads or verify:
+        # Some bytes of an opened chunk may lie on the host: to be read, or hashed.
+        opened &= from_host == 0
+    readable = ~apart if reads else np.zeros(count, bool)
+    ringed = ~readable & ~opened
+    buffered = readable & (indirect | (to_device > 0))
+    if verify:  # a digest is of the whole chunk, also of what nobody wants
+        buffered |= readable & (from_host < _bytes_in(chunks, sources))
+    straight = ~ringed & ~buffered
+    marks = (straight, buffered, ringed, straight & opened)
+    here, by_buffer, by_ring, far = (np.flatnonzero(mark).tolist() for mark in marks)
+    return Shares(here, by_buffer, by_ring, frozenset(far))
+
+
+def _all_opened(count: int, places: Places, sources: Runs, memory: wire.Memory) -> bool:
+    """Whether both sides have nothing but the same pieces of device memory: told fast, because it
+    is the common case where transfers are fastest."""
+    if memory.strays or places.indirect or len(sources.starts) or len(places.host.starts):
+        return False
+    if len(memory.apart) != count or len(memory.pieces) != len(places.device):
+        return False
+    return all(
+        piece.position == at and piece.nbytes == tensor.nbytes
+        for piece, (at, tensor) in zip(memory.pieces, places.device, strict=True)
+    )
+
+
+def _stretches(pieces: Sequence[tuple[int, torch.Tensor]]) -> Runs:
+    starts = [position for position, _ in pieces]
+    return Runs(starts, starts, [tensor.nbytes for _, tensor in pieces])
+
+
+def _mask(count: int, indices: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    mask = np.zeros(count, bool)
+    mask[list(indices)] = True
+    return mask
+
+
+def _bytes_in(chunks: Chunks, held: Runs | Moves) -> _Counts:
+    """How many bytes of these lie in each chunk."""
+    if isinstance(held, Moves):
+        starts, sizes = held.positions, held.nbytes
+    else:
+        starts, sizes = held.starts, held.stops - held.starts
+    edges = np.array([*chunks.offsets, chunks.stream_bytes], np.int64)
+    if not len(starts):
+        return np.zeros(len(chunks), np.int64)
+    begin, nbytes = starts.astype(np.int64), sizes.astype(np.int64)
+    before = np.concatenate([[0], np.cumsum(nbytes)])
+    index = np.searchsorted(begin + nbytes, edges, side="right")
+    inside = np.minimum(index, len(begin) - 1)
+    part = np.where(index < len(begin), np.clip(edges - begin[inside], 0, nbytes[inside]), 0)
+    counts: _Counts = np.diff(before[index] + part)
+    return counts

@@ -1,0 +1,1 @@
+"""Chunks on their way out and in."""

@@ -1,0 +1,230 @@
+"""Chunks on their way out over the group, and their digests.
+
+Chunks are sent from where they lie, or from a buffer that they are packed into; each is hashed
+beside the transfer, once, whoever it goes to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchrelay.memory import vectors
+from torchrelay.memory.side import in_use, on_side_stream
+from torchrelay.plan.snapshot import Snapshot
+from torchrelay.record.columns import devices_of
+from torchrelay.record.digest import digest
+from torchrelay.transports.group.c10d import ProcessGroup
+from torchrelay.transports.routes.handing import Way, way_on
+from torchrelay.transports.routes.lanes import Channel
+from torchrelay.transports.transfer.buffers import IN_FLIGHT, BufferPool
+from torchrelay.transports.transfer.worker import Worker, on_the_way
+
+
+@dataclass
+class Stream:
+    """Chunks on their way to one receiver, by one way."""
+
+    rank: int
+    way: Way
+    todo: deque[int]
+    room: int  # for so many at a time
+    buffers: int  # of those, so many in buffers
+    channel: bool = False  # beside the group: the receiver is not lost with it
+    hashes: bool = False  # on the way
+    in_flight: int = 0
+    packed: int = 0  # in buffers
+    moved_at: float = field(default_factory=time.monotonic)
+    alive: bool = True
+
+
+class Lease:
+    """A packed chunk's buffer, given back when it is both sent and hashed."""
+
+    def __init__(self, buffer: torch.Tensor, uses: int) -> None:
+        self.buffer, self.uses = buffer, uses
+
+
+@dataclass(frozen=True)
+class Hashed:
+    chunk: int
+    digest: bytes
+    lease: Lease | None
+
+
+@dataclass(frozen=True)
+class Sent:
+    stream: Stream
+    chunk: int
+    lease: Lease | None
+    fault: Exception | None
+    digest: bytes  # if it was hashed on its way
+
+
+class Outflow:
+    """Streams to the receivers that are fed from here. Reports to `events`; the owner of those
+    hands `Sent` and `Hashed` back to `sent` and `hashed`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        snapshot: Snapshot,
+        device: str,
+        buffers: BufferPool,
+        events: queue.SimpleQueue[object],
+        worker: Worker,
+    ) -> None:
+        self._group, self._snapshot, self._device = group, snapshot, device
+        self._buffers, self._events, self._worker = buffers, events, worker
+        self._chunks = snapshot.chunks
+        self._from_gpu = in_use() and "cuda" in devices_of(snapshot.manifest.storages)
+        self._digests: list[bytes | None] = [None] * len(self._chunks)
+        self._hashing: set[int] = set()
+        self.verify = False  # hash what is posted
+        self.streams: list[Stream] = []
+        self._gone: set[int] = set()
+        self.gone_bytes = 0  # of the stream, that have left at least once
+        self.wire_bytes = 0
+        self.messages = 0
+
+    def open(self, rank: int, transfer: int, lane: int, chunks: Sequence[int]) -> None:
+        """Send chunks over the group."""
+        way = way_on(self._group, rank, transfer, lane)
+        self.streams.append(Stream(rank, way, deque(chunks), IN_FLIGHT, IN_FLIGHT))
+
+    def open_channel(self, rank: int, channel: Channel, transfer: int, *, alone: bool) -> None:
+        """Send all chunks over a channel. Those that go to one receiver `alone` may be hashed on
+        the way; of several, none waits for the digests of another's."""
+        hashes = self.verify and alone and on_the_way()
+        way, todo = channel.way_on(transfer, hashes=hashes), deque(range(len(self._chunks)))
+        self.streams.append(
+            Stream(rank, way, todo, channel.room, channel.buffers, channel=True, hashes=hashes)
+        )
+
+    def by_channel(self, rank: int) -> bool:
+        """Whether a channel to a receiver was used."""
+        return any(stream.channel and stream.rank == rank for stream in self.streams)
+
+    def cut(self, rank: int) -> None:
+        """Post no more chunks to a receiver."""
+        for stream in self.streams:
+            if stream.rank == rank:
+                stream.alive = False
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.way.close()
+
+    def busy(self, rank: int) -> bool:
+        """Whether chunks that a receiver gets, from here or by way of others, have yet to leave."""
+        own = self.by_channel(rank)
+        feeding = (s for s in self.streams if s.rank == rank or not own)
+        return any(s.alive and (s.todo or s.in_flight) for s in feeding)
+
+    def pump(self) -> None:
+        """Post chunks on every stream that has room."""
+        for stream in self.streams:
+            while stream.alive and stream.todo and stream.in_flight < stream.room:
+                if stream.packed == stream.buffers:
+                    break
+                self._post(stream, stream.todo.popleft())
+
+    def _post(self, stream: Stream, index: int) -> None:
+        hashing = self.verify and index not in self._hashing and not stream.hashes
+        data, lease = self._bytes_of(index, self._device, uses=2 if hashing else 1)
+        if stream.in_flight == 0:
+            stream.moved_at = time.monotonic()
+        stream.in_flight += 1
+        stream.packed += lease is not None
+        self.wire_bytes += data.numel()
+        self.messages += 1
+
+        events = self._events  # alone: a send that never ends must not keep the state alive
+
+        def report(fault: Exception | None, read: bool, digest: bytes = b"") -> None:
+            events.put(Sent(stream, index, lease, fault, digest))
+
+        stream.way.put(data, report)
+        if hashing:
+            self._hashing.add(index)
+            self._worker.submit(lambda: self._events.put(Hashed(index, digest(data), lease)))
+
+    def _bytes_of(self, index: int, device: str, uses: int) -> tuple[torch.Tensor, Lease | None]:
+        data = self._snapshot.view(index, device)
+        if data is not None:
+            return data, None
+        pinned = device == "cpu" and self._from_gpu
+        lease = Lease(self._buffers.take(max(self._chunks.sizes), device, pinned=pinned), uses)
+        data = lease.buffer[: self._chunks.sizes[index]]
+        with on_side_stream():
+            self._snapshot.read(index, data, vectors.copy)
+        return data, lease
+
+    def sent(self, event: Sent) -> None:
+        event.stream.in_flight -= 1
+        event.stream.packed -= event.lease is not None
+        event.stream.moved_at = time.monotonic()
+        if event.fault is not None:
+            return
+        self._release(event.lease)
+        if event.digest and self._digests[event.chunk] is None:
+            self._hashing.add(event.chunk)
+            self._digests[event.chunk] = event.digest
+        if event.chunk not in self._gone:
+            self._gone.add(event.chunk)
+            self.gone_bytes += self._chunks.sizes[event.chunk]
+
+    # Digests
+
+    def hash(self, chunks: Iterable[int]) -> None:
+        """Hash those that have not been, for receivers that take the bytes themselves."""
+        for index in chunks:
+            if index not in self._hashing and 0 <= index < len(self._chunks):
+                self._hashing.add(index)
+                self._worker.submit(lambda index=index: self._hash(index))  # type: ignore[misc]
+
+    def hash_ahead(self) -> None:
+        """Hash what lies in host memory as it is sent, before it is: a receiver that passes chunks
+        on is to know their digests when they come."""
+        if self.verify and self._device == "cpu":
+            whole = (
+                i for i in range(len(self._chunks)) if self._snapshot.view(i, "cpu") is not None
+            )
+            self.hash(whole)
+
+    def _hash(self, index: int) -> None:
+        try:
+            data, lease = self._bytes_of(index, "cpu", uses=1)
+            self._events.put(Hashed(index, digest(data), lease))
+        except Exception as fault:
+            self._events.put(fault)
+
+    def hashed(self, event: Hashed) -> None:
+        self._digests[event.chunk] = event.digest
+        self._release(event.lease)
+
+    def digests(self, chunks: Iterable[int] | None = None) -> tuple[bytes, ...] | None:
+        """Of all chunks, once those of `chunks` (all by default) are known; others may be empty."""
+        wanted = range(len(self._chunks)) if chunks is None else chunks
+        known = self._digests
+        if any(known[index] is None for index in wanted if 0 <= index < len(known)):
+            return None
+        return tuple([found or b"" for found in known])
+
+    def digests_from(self, first: int) -> tuple[bytes, ...]:
+        """Of the chunks from this one on, up to the first whose digest is not known yet."""
+        known = itertools.takewhile(bool, itertools.islice(self._digests, first, None))
+        return tuple(digest for digest in known if digest is not None)
+
+    def _release(self, lease: Lease | None) -> None:
+        if lease is not None:
+            lease.uses -= 1
+            if not lease.uses:
+                self._buffers.give(lease.buffer)
