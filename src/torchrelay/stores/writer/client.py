@@ -44,8 +44,8 @@ class WriterProcess:
         self._drop()
         ours, theirs = socket.socketpair()
         with theirs:
-            package = Path(__file__).resolve().parents[1]
-            program = [sys.executable, "-I", str(package / "stores" / "writer_start.py")]
+            package = Path(__file__).resolve().parents[2]
+            program = [sys.executable, "-I", str(package / "stores" / "writer" / "start.py")]
             paths = [str(Path(path).absolute()) for path in sys.path if path]
             self._process = subprocess.Popen(
                 [*program, str(theirs.fileno()), str(package), *paths],

@@ -1,6 +1,6 @@
 """The process that writes staged states: digests and I/O outside the trainer's interpreter.
 
-`writer_start` runs it as a program with the descriptor of a socket. Messages both ways are
+`start` runs it as a program with the descriptor of a socket. Messages both ways are
 MessagePack records with their length before them; an arena comes as a descriptor. It imports no
 torch, and ends when the trainer's end of the socket closes, however that came about.
 """

@@ -1,6 +1,6 @@
 """Starts the writer process. An interpreter in isolated mode runs this file:
 
-    python -I writer_start.py SOCKET PACKAGE PATH...
+    python -I start.py SOCKET PACKAGE PATH...
 
 So nothing in the working directory or beside the trainer's script can pass for a module of the
 standard library. The package is taken from where the trainer has it; what else the trainer can

@@ -1,7 +1,6 @@
 """The sending side of a live transfer: offer, join, data, trailer, acknowledgement.
 
-One loop in the caller's thread takes events from watcher threads and posts chunks; it decides
-nothing about the schedule, which is `fanout`'s.
+One loop takes events from watcher threads and posts chunks; the schedule is `fanout`'s.
 """
 
 from __future__ import annotations
