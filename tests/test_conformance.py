@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 @pytest.fixture(scope="module")
 def pools(pool2: Any, pool4: Any, pool8: Any) -> Iterator[dict[int, Any]]:
-    with RankPool(1) as pool1, RankPool(3) as pool3:
+    with RankPool(1, forks=True) as pool1, RankPool(3, forks=True) as pool3:
         yield {1: pool1, 2: pool2, 3: pool3, 4: pool4, 8: pool8}
 
 

@@ -21,7 +21,7 @@ from tests.support.saved import state, which
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.store import LocalStore
 
-TIMEOUT = 1.5
+TIMEOUT = 1.0
 LATEST = 12.0
 """Seconds in which such a call is over on a machine that is busy; hung storage takes 60."""
 
@@ -151,7 +151,7 @@ def test_a_bucket_that_stalls_ends_every_call_in_time(s3: S3) -> None:  # noqa: 
     live = state(5)
     with tr.Checkpointer(s3.url("run"), timeout=60) as ckpt:
         ckpt.save(1, state(1))
-    with tr.Checkpointer(s3.url("run"), timeout=4) as ckpt:
+    with tr.Checkpointer(s3.url("run"), timeout=2) as ckpt:
         s3.hook = lambda method, path: (go.wait(60), None)[1]
         try:
             for call in (
@@ -160,7 +160,7 @@ def test_a_bucket_that_stalls_ends_every_call_in_time(s3: S3) -> None:  # noqa: 
                 ckpt.steps,
                 ckpt.latest,
                 lambda: ckpt.load(live),
-                lambda: tr.Checkpointer(s3.url("run"), timeout=4),
+                lambda: tr.Checkpointer(s3.url("run"), timeout=2),
             ):
                 ended(call)
         finally:

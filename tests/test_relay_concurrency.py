@@ -101,8 +101,15 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("ends", ["destroys", "leaves"])
-@pytest.mark.parametrize("fails", ["fails", "succeeds"])
+@pytest.mark.parametrize(
+    ("fails", "ends"),
+    [
+        ("fails", "leaves"),
+        ("succeeds", "destroys"),
+        pytest.param("fails", "destroys", marks=pytest.mark.slow),
+        pytest.param("succeeds", "leaves", marks=pytest.mark.slow),
+    ],
+)
 def test_processes_exit_cleanly(tmp_path: Path, fails: str, ends: str) -> None:
     """A thread that still waits in the backend must not abort the interpreter's exit."""
     script = tmp_path / "script.py"

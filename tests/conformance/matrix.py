@@ -37,7 +37,8 @@ class Cell(NamedTuple):
 
 
 def cells(door: str, job: str, *, all_ranks: bool) -> list[Cell]:
-    """Every number of ranks, or one; for durable doors as many at the load, and another number.
+    """Every number of ranks, or one; for durable doors as many at the load, and another number, or
+    one of these.
 
     The choices turn, so that each door, and each job, meets every pair of numbers.
     """
@@ -46,13 +47,15 @@ def cells(door: str, job: str, *, all_ranks: bool) -> list[Cell]:
     if door in LIVE:
         return [Cell(door, job, ranks, ranks) for ranks in sizes]
     shift = 1 + turn // len(RANKS) % (len(RANKS) - 1)
-    if door in PARTS and not all_ranks:
-        return [Cell(door, job, sizes[0], RANKS[(RANKS.index(sizes[0]) + shift) % len(RANKS)])]
-    return [
+    found = [
         Cell(door, job, ranks, loaded)
         for ranks in sizes
         for loaded in (ranks, RANKS[(RANKS.index(ranks) + shift) % len(RANKS)])
     ]
+    if all_ranks:
+        return found
+    another = door in PARTS or turn // len(RANKS) % 2
+    return found[1:] if another else found[:1]
 
 
 def all_cells(*, all_ranks: bool) -> Iterator[Cell]:

@@ -125,6 +125,13 @@ def reached(phase: str, *, hold: bool = False) -> None:
         raise TimeoutError(f"phase {phase!r} was not released within {HOLD_SECONDS:.0f} s")
 
 
+def tell(value: Any) -> None:
+    """Called in a rank that may not return: let the parent have something before."""
+    if _channel is None:
+        raise RuntimeError("tell() is for functions that run as a rank")
+    _channel.send("told", value)
+
+
 def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -193,6 +200,7 @@ class _Worker:
     failure: str | None = None
     gone: bool = False
     phases: list[str] = field(default_factory=list)
+    told: list[Any] = field(default_factory=list)
 
     @property
     def settled(self) -> bool:
@@ -288,6 +296,8 @@ class _Workers:
             worker.ready = True
         elif kind == "reached":
             worker.phases.append(rest[0])
+        elif kind == "told":
+            worker.told.append(rest[0])
         elif kind == "done":
             worker.done, worker.value = True, rest[0]
         elif kind == "failed":
@@ -456,6 +466,10 @@ class Ranks:
             return
         why = worker.failure or f"it finished with {worker.value!r}"
         raise RankFailed(f"{self._what}: rank {rank} never reached {phase!r}: {why}", {rank: why})
+
+    def told(self, rank: int) -> list[Any]:
+        """What `rank` has said by `tell`, as far as it is known here."""
+        return self._set.workers[rank].told
 
     def release(self, rank: int) -> None:
         """Let `rank` go on from a `reached(..., hold=True)`."""

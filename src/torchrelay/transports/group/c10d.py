@@ -80,12 +80,18 @@ def _settle() -> None:
     """
     if not _returned(0.1):
         for group in list(_groups):
-            if group.size() > 1 and group.rank() >= 0:
-                scratch = torch.zeros(1, device="cpu")
-                with suppress(RuntimeError):
-                    peer = (group.rank() + 1) % group.size()
-                    group.recv([scratch], peer, _LAST_TAG).wait(timedelta(milliseconds=1))
+            _close_connections(group)
         _returned(1.0)
+
+
+def _close_connections(group: ProcessGroup) -> None:
+    """Wait in vain for a message. Each rank is tried: at one that is dead there is no wait, and
+    nothing is closed but what is closed already."""
+    scratch = torch.zeros(1, device="cpu")
+    for peer in range(group.size()):
+        if group.rank() not in (-1, peer):
+            with suppress(RuntimeError):
+                group.recv([scratch], peer, _LAST_TAG).wait(timedelta(milliseconds=1))
 
 
 def _returned(seconds: float) -> bool:
