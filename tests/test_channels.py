@@ -21,7 +21,7 @@ from torchrelay.transports.group.lines import post_of
 from torchrelay.transports.protocol import fanout, wire
 from torchrelay.transports.routes import addresses, channels, lanes
 from torchrelay.transports.routes.channels import TOKEN_BYTES, Channels
-from torchrelay.transports.routes.lanes import Channel
+from torchrelay.transports.routes.lanes import Lanes
 from torchrelay.transports.transfer import intake, outflow
 
 OLD, LONG = 100, 25.0
@@ -31,9 +31,9 @@ SOON = 10.0  # seconds within which a thread that was woken up has answered
 # One channel, without ranks
 
 
-def pair(count: int = 1) -> tuple[Channel, Channel]:
+def pair(count: int = 1) -> tuple[Lanes, Lanes]:
     sockets = [socket.socketpair() for _ in range(count)]
-    return Channel("x", [a for a, _ in sockets]), Channel("x", [b for _, b in sockets])
+    return Lanes("x", [a for a, _ in sockets]), Lanes("x", [b for _, b in sockets])
 
 
 class Told:
@@ -103,7 +103,7 @@ def test_pieces_become_chunks_where_another_thread_keeps_the_lock(
 
 def test_nothing_is_written_once_it_is_cut() -> None:
     here, there = socket.socketpair()
-    into = Channel("x", [here])
+    into = Lanes("x", [here])
     room, told = torch.zeros(64 << 20, dtype=torch.uint8), Told()
     way = into.way_in(7)
     way.put(room, told)
@@ -224,7 +224,7 @@ def test_who_cannot_be_reached_is_not_tried_again_at_once(monkeypatch: pytest.Mo
 
 
 def test_who_had_no_time_to_connect_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_slow(record: wire.Channel, token: bytes, ends: float) -> Channel:
+    def too_slow(record: wire.Channel, token: bytes, ends: float) -> Lanes:
         tries.append(record)
         raise TimeoutError("timed out")
 
@@ -370,7 +370,7 @@ def kept_from_connecting(rank: int, group: Any, who: str) -> Any:
     def unreachable(*args: Any) -> Any:
         raise OSError("no way there")
 
-    def forged(record: wire.Channel, token: bytes, ends: float) -> Channel:
+    def forged(record: wire.Channel, token: bytes, ends: float) -> Lanes:
         return real(record, bytes(TOKEN_BYTES), ends)
 
     real = channels._connect

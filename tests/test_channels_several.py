@@ -15,7 +15,7 @@ from tests.support.ways import by, elsewhere, patched, taking
 from torchrelay.transports.protocol import fanout, receiver, wire
 from torchrelay.transports.routes import addresses, channels, lanes
 from torchrelay.transports.routes.channels import Channels
-from torchrelay.transports.routes.lanes import Channel
+from torchrelay.transports.routes.lanes import Lanes
 from torchrelay.transports.transfer import outflow
 
 OLD, LONG = 100, 25.0
@@ -86,7 +86,7 @@ def one_without(rank: int, group: Any, how: str, victim: int) -> Any:
     def unreachable(*args: Any) -> Any:
         raise OSError("no way there")
 
-    def forged(record: wire.Channel, token: bytes, ends: float) -> Channel:
+    def forged(record: wire.Channel, token: bytes, ends: float) -> Lanes:
         return real(record, bytes(channels.TOKEN_BYTES), ends)
 
     real = channels._connect
@@ -224,7 +224,7 @@ def test_ends_on_one_host_have_one_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         for source, local in ((("127.0.0.1", 0), True), (("127.0.0.2", 0), False)):
             near = socket.create_connection(there.getsockname(), source_address=source)
-            channel, far = Channel("x", [there.accept()[0]]), Channel("x", [near])
+            channel, far = Lanes("x", [there.accept()[0]]), Lanes("x", [near])
             assert channel.local == far.local == local
             channel.cut()
             far.cut()

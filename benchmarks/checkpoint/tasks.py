@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.checkpoint import sides
 from benchmarks.checkpoint.states import Size, flat, make
-from torchrelay.demo.job import SMALL, Job, Settings, clear, fingerprint
+from torchrelay.demo.job import SMALL, DemoJob, Settings, clear, fingerprint
 
 _state: Any = None
 _seen = ""
-_job: Job | None = None
+_job: DemoJob | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def save_async(group: Any, how: str, folder: str, step: int, check: bool, small:
     does not have the change.
     """
     global _job
-    _job = _job or Job(SMALL if small else Settings(), seed=1)
+    _job = _job or DemoJob(SMALL if small else Settings(), seed=1)
     gc.collect()
     idle = _training(lambda count: count < (2 if small else 15))
     begun = time.perf_counter()

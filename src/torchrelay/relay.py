@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout
 from torchrelay.errors import RelayError, RemoteProtocolError, StateError, UsageError
-from torchrelay.landing.destination import Layout, Prepared, prepare
+from torchrelay.landing.destination import KnownLayout, Prepared, prepare
 from torchrelay.landing.seam import land
 from torchrelay.landing.shards import Shards, check_choice
 from torchrelay.memory.kernels import warm_up
@@ -108,7 +108,7 @@ class Relay:
         self._means = Pooled(self._pool)
         # What planning found out, for the next transfer of the same state. None of the tensors.
         self._drawn: Blueprint | None = None
-        self._layout: Layout | None = None
+        self._layout: KnownLayout | None = None
         self._recall, self._offers, self._readings = Recall(), Offers(), Readings()
         self._costs = Costs()
         self._closed = False

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from torchrelay.checkpointer.loading import Landed, Loading
+from torchrelay.checkpointer.loading import Loading
 from torchrelay.checkpointer.selection import check_only
 from torchrelay.checkpointer.shelf import Bar, Progress, Shelf
 from torchrelay.deadlines import Deadline, Stopwatch
@@ -23,6 +23,7 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
+from torchrelay.landing.places import Landed
 from torchrelay.memory.bounded import bounded
 from torchrelay.state.tree import show
 from torchrelay.stores.opening import OpenedStep

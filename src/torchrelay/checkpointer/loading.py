@@ -8,7 +8,6 @@ then is anything of the caller's written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torchrelay.checkpointer.wants import Layers, Wants
 from torchrelay.errors import MismatchError
 from torchrelay.landing.leaves import copy_late, late_copy
+from torchrelay.landing.places import Landed
 from torchrelay.plan.overlay import pruned
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
@@ -35,12 +35,6 @@ from torchrelay.stores.placing import (
 from torchrelay.stores.reading import Fetch
 from torchrelay.stores.records import Checkpoint, StoredTensor
 from torchrelay.stores.seam import OpenStep
-
-
-class Landed(NamedTuple):
-    state: Any
-    missing: list[str]
-    extra: list[str]
 
 
 class Loading:

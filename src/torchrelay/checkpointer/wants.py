@@ -21,7 +21,7 @@ from torchrelay.landing.handover import Handover, Pair
 from torchrelay.landing.leaves import check_leaf, make_leaf
 from torchrelay.landing.ties import check_ties
 from torchrelay.plan.outline import dotted
-from torchrelay.plan.overlay import Offer
+from torchrelay.plan.overlay import Overlay
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import with_hints
@@ -89,7 +89,7 @@ class Wants:
         self._claims: list[tuple[Fit | ArrayFit, Path]] = []
         self._first: dict[tuple[object, ...], StoredTensor] = {}
         self._inside: set[int] = set()  # leaves that registered types are made of
-        self.offer = Offer.of(checkpoint.outlines_for(rank, world))
+        self.offer = Overlay.of(checkpoint.outlines_for(rank, world))
         # Characters of paths, and their steps, that `only` may still be compared with.
         self._named = _MAX_NAMED + _MAX_NAMED_EACH * len(self.offer.leaves)
         self.new: Layers = []

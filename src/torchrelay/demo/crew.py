@@ -20,7 +20,7 @@ class CrewError(Exception):
     """A process failed, died or was late."""
 
 
-class Crew:
+class Workers:
     """Four spawned ranks; no wait lasts past the deadline in the settings."""
 
     def __init__(self, settings: Settings) -> None:
@@ -40,7 +40,7 @@ class Crew:
             self._conns.append(ours)
             self._processes.append(process)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, kind: object, *exc: object) -> None:

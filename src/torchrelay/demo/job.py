@@ -48,7 +48,7 @@ class _Model(nn.Module):
         return out
 
 
-class Job:
+class DemoJob:
     """A model in training. Dropout draws on the random state, so that has to travel as well."""
 
     def __init__(self, settings: Settings, seed: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchrelay.demo.job import Job, Settings, clear, fingerprint, tensor_bytes
+from torchrelay.demo.job import DemoJob, Settings, clear, fingerprint, tensor_bytes
 from torchrelay.demo.versus import DIRECT, IN_PLACE, NEW, SOURCE, Course, Mode, Who, hush_torch
 from torchrelay.relay import Progress, Relay
 
@@ -55,9 +55,9 @@ def main(conn: Connection, rank: int, scratch: str, settings: Settings) -> None:
         os._exit(0)  # skips waiting for connections that a failed peer has left half open
 
 
-def _pass_on(conn: Connection, rank: int, settings: Settings) -> Job:
+def _pass_on(conn: Connection, rank: int, settings: Settings) -> DemoJob:
     """Rank 0 trains and sends; the others start with other weights and receive."""
-    job = Job(settings, seed=rank)
+    job = DemoJob(settings, seed=rank)
     report = _reporter(conn)
     with Relay(timeout=SECONDS) as relay:
         if rank == SOURCE:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from torchrelay.demo import rank as child
-from torchrelay.demo.crew import Crew, CrewError
+from torchrelay.demo.crew import CrewError, Workers
 from torchrelay.demo.job import Settings
 from torchrelay.demo.versus import NEW, Lap
 
@@ -20,7 +20,7 @@ RANKS = range(child.WORLD)
 def play(settings: Settings, console: Console) -> int:
     """Run the demo; returns the exit code: 0 if all that it claims was seen to hold."""
     try:
-        with Crew(settings) as crew:
+        with Workers(settings) as crew:
             good = _pass_on(crew, settings, console)
             good = _compare(crew, settings, console) and good
     except CrewError as fault:
@@ -29,7 +29,7 @@ def play(settings: Settings, console: Console) -> int:
     return 0 if good else 1
 
 
-def _pass_on(crew: Crew, settings: Settings, console: Console) -> bool:
+def _pass_on(crew: Workers, settings: Settings, console: Console) -> bool:
     with console.status("Starting four processes"):
         crew.hear("ready")
     console.print("Four processes on this machine, joined by gloo.", highlight=False)
@@ -59,7 +59,7 @@ def _pass_on(crew: Crew, settings: Settings, console: Console) -> bool:
     return _show_losses(crew, settings, console) and exact
 
 
-def _show_transfer(crew: Crew, console: Console) -> list[tuple[str, int, float]]:
+def _show_transfer(crew: Workers, console: Console) -> list[tuple[str, int, float]]:
     """A bar for each rank while the state is on its way."""
     columns = (
         TextColumn("{task.description}"),
@@ -77,7 +77,7 @@ def _show_transfer(crew: Crew, console: Console) -> list[tuple[str, int, float]]
         return crew.hear("moved", progress=update)
 
 
-def _show_losses(crew: Crew, settings: Settings, console: Console) -> bool:
+def _show_losses(crew: Workers, settings: Settings, console: Console) -> bool:
     with console.status("All ranks train on"):
         losses = crew.hear("losses")
     table = Table(title="All ranks train on with the same data", title_justify="left")
@@ -97,7 +97,7 @@ def _show_losses(crew: Crew, settings: Settings, console: Console) -> bool:
     return same
 
 
-def _compare(crew: Crew, settings: Settings, console: Console) -> bool:
+def _compare(crew: Workers, settings: Settings, console: Console) -> bool:
     """The same state to the same three ranks, by torch's own transport and by this library."""
     exact = True
     with console.status("Comparing with torch's PGTransport"):

@@ -35,7 +35,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from torchrelay.dropin._pickle_machine import SCALARS, Call, Machine, Name, refuse
+from torchrelay.dropin._pickle_machine import SCALARS, Machine, Name, PickledCall, refuse
 from torchrelay.dropin._torch_records import (
     _DTensorMeta,
     _ShardedTensorMeta,
@@ -43,7 +43,7 @@ from torchrelay.dropin._torch_records import (
     _TensorMeta,
 )
 from torchrelay.errors import ManifestError, RemoteProtocolError
-from torchrelay.record.keys import Table
+from torchrelay.record.keys import KeyTable
 
 _MAX_DEPTH = 200
 _MAX_DIMS = 64
@@ -173,7 +173,7 @@ class _Builder:
         return found
 
     def new_leaf(self, value: Any) -> object:
-        name = value.name if type(value) is Call else ""
+        name = value.name if type(value) is PickledCall else ""
         if name == "builtins.bytearray":
             self.charge(sum(len(data) for data in value.args if type(data) is bytes))
         if name == _RECORDS + "_TensorMeta":
@@ -188,7 +188,7 @@ class _Builder:
     def tree(self, value: Any, depth: int = 0) -> TreeSpec:
         if depth > _MAX_DEPTH:
             refuse(f"its tree is deeper than {_MAX_DEPTH}")
-        if type(value) is Call and value.name == _PYTREE + "LeafSpec":
+        if type(value) is PickledCall and value.name == _PYTREE + "LeafSpec":
             return tree_structure(None)
         if id(value) not in self.specs:
             f = _fields(value, _PYTREE + "TreeSpec", "type", "_context", "_children")
@@ -222,7 +222,7 @@ class _Builder:
         if cls is collections.defaultdict:
             named, context = _typed(context, list)
             factory = None if named is None else _FACTORIES[_typed(named, Name).name]
-        before, table = self.left, Table()
+        before, table = self.left, KeyTable()
         keys = [self.key(key) for key in _typed(context, list)]
         table.put(keys, weight=before - self.left)
         if len(table) != width or len(keys) != width:
@@ -337,7 +337,7 @@ class _Builder:
 
 def _fields(value: object, name: str, *order: str) -> dict[str, Any]:
     """The fields set on a new `name`; a class with slots sets a list of them, in `order`."""
-    if type(value) is not Call or value.name != name or value.args:
+    if type(value) is not PickledCall or value.name != name or value.args:
         refuse(f"{name} was expected")
     state = value.state
     if type(state) is tuple and len(state) == 2 and state[0] is None:
@@ -349,7 +349,7 @@ def _fields(value: object, name: str, *order: str) -> dict[str, Any]:
 
 def _made(value: object, name: str) -> tuple[Any, ...]:
     """The arguments with which a `name` is to be made, when nothing else is set on it."""
-    if type(value) is not Call or value.name != name or value.state is not None:
+    if type(value) is not PickledCall or value.name != name or value.state is not None:
         refuse(f"{name} was expected")
     return value.args
 
@@ -398,7 +398,7 @@ def _plain(value: Any) -> object:
         return value
     if type(value) is Name and value.name in _DTYPES:
         return _DTYPES[value.name]
-    if type(value) is Call:
+    if type(value) is PickledCall:
         if value.name == "torch.Size":
             return _size(value)
         if value.name == "torch.device":
@@ -413,7 +413,7 @@ def _plain(value: Any) -> object:
 
 
 def _placement(value: Any) -> Placement:
-    name = _typed(value, Call).name
+    name = _typed(value, PickledCall).name
     if name == _PLACEMENT + "Replicate":
         return Replicate()
     f = _fields(value, name)
@@ -457,7 +457,7 @@ def _remote(value: object) -> _remote_device:
 
 
 def _properties(value: Any) -> TensorProperties:
-    if type(value) is not Call or value.name != _SHARDS + "TensorProperties" or value.args:
+    if type(value) is not PickledCall or value.name != _SHARDS + "TensorProperties" or value.args:
         refuse("TensorProperties was expected")
     dtype, layout, requires_grad, memory_format, pin_memory = _typed(value.state, tuple)
     (layout_name,) = _made(layout, "torch.serialization._get_layout")

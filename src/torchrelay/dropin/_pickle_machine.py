@@ -1,8 +1,8 @@
 """A pickle reader that makes nothing: no import, no call, no `__setstate__`.
 
 `Machine` carries out a closed list of opcodes. What a pickle wants to make or call becomes an inert
-`Call` of a name from a closed list. Python's own unpickler would not do under `find_class`: its
-memo is an array of the size of any index that the bytes name, its extension codes pass by
+`PickledCall` of a name from a closed list. Python's own unpickler would not do under `find_class`:
+its memo is an array of the size of any index that the bytes name, its extension codes pass by
 `find_class`, and `BUILD` sets attributes on whatever is on the stack, functions and classes too.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Container
 from typing import Any, NoReturn
 
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.record.keys import Table
+from torchrelay.record.keys import KeyTable
 
 _MANY_SETS = 1000
 SCALARS = (type(None), bool, int, float, str, bytes)
@@ -35,7 +35,7 @@ class Name:
         self.namedtuple = namedtuple
 
 
-class Call:
+class PickledCall:
     """What the pickle wants made: a name, its arguments and the state to set. Nothing is called."""
 
     __slots__ = ("args", "name", "state")
@@ -131,11 +131,11 @@ class Machine:
         args, what = self.stack.pop(), self.stack.pop()
         if type(args) is not tuple or type(what) is not Name:
             refuse("something other than a listed name is called")
-        self.stack.append(Call(what.name, args))
+        self.stack.append(PickledCall(what.name, args))
 
     def set_state(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if type(target) is not Call or target.state is not None:
+        if type(target) is not PickledCall or target.state is not None:
             refuse("state is set on something other than a new object")
         target.state = state
 
@@ -156,7 +156,7 @@ class Machine:
         items = self.since_mark()
         if not all(type(item) in SCALARS for item in items):
             refuse("a set holds something other than plain values")
-        Table(set).put(items)
+        KeyTable(set).put(items)
         return items
 
     def new_set(self) -> set[Any]:

@@ -12,9 +12,9 @@ import mmap
 import pickle
 from typing import Any
 
-from torchrelay.dropin._pickle_machine import OPCODES, Call, Machine, Name
+from torchrelay.dropin._pickle_machine import OPCODES, Machine, Name, PickledCall
 from torchrelay.errors import ManifestError
-from torchrelay.record.keys import Table
+from torchrelay.record.keys import KeyTable
 
 _TABLES = ("builtins.set", "collections.Counter", "collections.OrderedDict")
 _TORCH_OPCODES = frozenset(
@@ -40,7 +40,7 @@ class _Dict:
     __slots__ = ("table",)
 
     def __init__(self) -> None:
-        self.table: Table | None = None
+        self.table: KeyTable | None = None
 
 
 class Scanner(Machine):
@@ -109,9 +109,9 @@ class Scanner(Machine):
             raise ManifestError("its pickle encodes something other than text")
         if name.endswith("Tensor") and any(isinstance(arg, int) for arg in args):
             raise ManifestError("its pickle asks for a tensor of a size, not of a storage")
-        made = Call(name, tuple(args))
+        made = PickledCall(name, tuple(args))
         if name in _TABLES:
-            made.state = table = Table(set if name == "builtins.set" else dict)
+            made.state = table = KeyTable(set if name == "builtins.set" else dict)
             for arg in args:
                 pairs = name == "collections.OrderedDict" and isinstance(arg, list)
                 self.hash(table, [pair[0] for pair in arg] if pairs else list(arg))
@@ -120,7 +120,7 @@ class Scanner(Machine):
     def build(self) -> None:
         self.stack.pop()
 
-    def hash(self, table: Table, keys: list[Any]) -> None:
+    def hash(self, table: KeyTable, keys: list[Any]) -> None:
         weight = sum(key.weight for key in keys if isinstance(key, _Tuple))
         self.left -= weight
         if self.left < 0:
@@ -130,9 +130,9 @@ class Scanner(Machine):
     def items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, _Dict):
-            target.table = target.table or Table()
+            target.table = target.table or KeyTable()
         table = target.table if isinstance(target, _Dict) else target.state
-        if isinstance(table, Table):
+        if isinstance(table, KeyTable):
             self.hash(table, items[::2])
 
     def extend(self, items: list[Any]) -> None:
@@ -148,7 +148,7 @@ class Scanner(Machine):
 
 def _is_bytes(value: object) -> bool:
     return isinstance(value, (bytes, str)) or (
-        isinstance(value, Call) and value.name == "_codecs.encode"
+        isinstance(value, PickledCall) and value.name == "_codecs.encode"
     )
 
 

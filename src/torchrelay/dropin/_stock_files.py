@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from torchrelay.dropin._saved_pickle import check_archive
-from torchrelay.dropin._stock_metadata import Piece, StockMetadata, StockTensor
+from torchrelay.dropin._stock_metadata import StockMetadata, StockPiece, StockTensor
 from torchrelay.errors import DigestError, ManifestError, UnsupportedLeafError
 
 
-class DataFiles:
+class StockFiles:
     """The data files of a checkpoint, each opened once."""
 
     def __init__(self, folder: Path, check_crc: bool) -> None:
@@ -26,7 +26,7 @@ class DataFiles:
         self.sizes: dict[str, int] = {}
         self.opened: tuple[str, io.BufferedReader] | None = None
 
-    def __enter__(self) -> DataFiles:
+    def __enter__(self) -> StockFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,7 +48,7 @@ class DataFiles:
                     path=fqn,
                 )
 
-    def load(self, fqn: str, piece: Piece) -> Any:
+    def load(self, fqn: str, piece: StockPiece) -> Any:
         """The object in the archive at `piece`."""
         archive = self._archive(fqn, piece)
         try:
@@ -60,7 +60,7 @@ class DataFiles:
         except Exception as fault:  # torch's reader fails in many ways on bytes that are not its
             raise DigestError(f"{piece.file} is damaged: {fault!r:.300}", path=fqn) from fault
 
-    def _archive(self, fqn: str, piece: Piece) -> io.BytesIO:
+    def _archive(self, fqn: str, piece: StockPiece) -> io.BytesIO:
         if self.opened is None or self.opened[0] != piece.file:
             if self.opened is not None:
                 self.opened[1].close()
@@ -98,7 +98,7 @@ class DataFiles:
         return data
 
 
-def _pieces(found: StockMetadata) -> Iterator[tuple[str, Piece]]:
+def _pieces(found: StockMetadata) -> Iterator[tuple[str, StockPiece]]:
     for fqn, item in found.items.items():
         if isinstance(item, StockTensor):
             for chunk in item.chunks:
@@ -107,7 +107,7 @@ def _pieces(found: StockMetadata) -> Iterator[tuple[str, Piece]]:
             yield fqn, item.piece
 
 
-def whole_tensor(files: DataFiles, fqn: str, item: StockTensor) -> torch.Tensor:
+def whole_tensor(files: StockFiles, fqn: str, item: StockTensor) -> torch.Tensor:
     whole: torch.Tensor | None = None
     for chunk in item.chunks:
         part = files.load(fqn, chunk.piece)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchrelay.dropin._pickle_machine import Call, Machine, Name
+from torchrelay.dropin._pickle_machine import Machine, Name, PickledCall
 from torchrelay.errors import ManifestError, RelayError, RemoteProtocolError, UnsupportedLeafError
 from torchrelay.geometry.boxes import Comparisons
 
@@ -49,7 +49,7 @@ _NAMES = frozenset(
 
 
 @dataclass(frozen=True)
-class Piece:
+class StockPiece:
     """A byte range of one file that holds one `torch.save` archive."""
 
     file: str
@@ -63,7 +63,7 @@ class Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    piece: Piece
+    piece: StockPiece
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class StockTensor:
 class StockBytes:
     """An object that is no tensor."""
 
-    piece: Piece
+    piece: StockPiece
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,10 @@ class _Machine(Machine):
 
     def update(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        # A `Call` hashes by identity: no key can make hashing slow or run anything.
-        if type(target) is not dict or not all(type(key) in (str, Call) for key in items[::2]):
+        # A `PickledCall` hashes by identity: no key can make hashing slow or run anything.
+        if type(target) is not dict or not all(
+            type(key) in (str, PickledCall) for key in items[::2]
+        ):
             _refuse("a dict has keys that are neither text nor records")
         target.update(zip(items[::2], items[1::2], strict=True))
 
@@ -129,7 +131,7 @@ def _metadata(value: object, length: int) -> StockMetadata:
     comparisons = Comparisons()
     for fqn, record in _typed(f["state_dict_metadata"], dict).items():
         name = _typed(fqn, str)
-        if type(record) is Call and record.name == _DCP + "BytesStorageMetadata":
+        if type(record) is PickledCall and record.name == _DCP + "BytesStorageMetadata":
             items[name] = StockBytes(_found(pieces, name, None))
         else:
             g = _fields(record, _DCP + "TensorStorageMetadata")
@@ -140,7 +142,9 @@ def _metadata(value: object, length: int) -> StockMetadata:
     return StockMetadata(items, _paths(f.get("planner_data"), length))
 
 
-_Pieces = dict[tuple[str, str], Piece]  # by name, and by offset as text, which has a secret hash
+_Pieces = dict[
+    tuple[str, str], StockPiece
+]  # by name, and by offset as text, which has a secret hash
 
 
 def _pieces(stored: dict[Any, Any]) -> _Pieces:
@@ -159,7 +163,7 @@ def _pieces(stored: dict[Any, Any]) -> _Pieces:
                 path=fqn,
             )
         file = _plain_name(_typed(g["relative_path"], str))
-        found[index] = Piece(file, _count(g["offset"]), _count(g["length"]))
+        found[index] = StockPiece(file, _count(g["offset"]), _count(g["length"]))
     # Ranges that overlap would let a small file stand for a state of any size.
     ordered = sorted(found.values(), key=lambda p: (p.file, p.offset, p.length))
     for one, other in itertools.pairwise(ordered):
@@ -168,7 +172,7 @@ def _pieces(stored: dict[Any, Any]) -> _Pieces:
     return found
 
 
-def _found(pieces: _Pieces, fqn: str, offset: tuple[int, ...] | None) -> Piece:
+def _found(pieces: _Pieces, fqn: str, offset: tuple[int, ...] | None) -> StockPiece:
     piece = pieces.get((fqn, str(offset)))
     if piece is None:
         where = "" if offset is None else f" at {offset!r:.200}"
@@ -228,7 +232,7 @@ def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:
 
 
 def _dtype(fqn: str, value: object) -> torch.dtype:
-    if type(value) is not Call or value.name not in _PROPERTIES or value.args:
+    if type(value) is not PickledCall or value.name not in _PROPERTIES or value.args:
         _refuse("TensorProperties was expected")
     # The memory format and the rest are torch's deprecated fields, which its reader ignores too.
     dtype, layout, *_ = _typed(value.state, tuple)
@@ -251,8 +255,8 @@ def _fields(value: object, name: str) -> dict[str, Any]:
     return dict(_typed(found.state, dict))
 
 
-def _call(value: object, name: str) -> Call:
-    if type(value) is not Call or value.name != name:
+def _call(value: object, name: str) -> PickledCall:
+    if type(value) is not PickledCall or value.name != name:
         _refuse(f"{name} was expected")
     return value
 

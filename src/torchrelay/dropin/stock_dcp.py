@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torchrelay.dropin._saved_pickle import check_archive, check_legacy
-from torchrelay.dropin._stock_files import DataFiles, first_line, pickle_in, whole_tensor
+from torchrelay.dropin._stock_files import StockFiles, first_line, pickle_in, whole_tensor
 from torchrelay.dropin._stock_metadata import MAX_METADATA, StockTensor, decode
 from torchrelay.errors import (
     CheckpointError,
@@ -58,7 +58,7 @@ def read_stock(path: str | os.PathLike[str], *, check_crc: bool = True) -> dict[
     folder = Path(path)
     try:
         found = decode(_read_metadata(folder))
-        with DataFiles(folder, check_crc) as files:
+        with StockFiles(folder, check_crc) as files:
             files.check(found)
             values = {
                 fqn: whole_tensor(files, fqn, item)
@@ -105,7 +105,7 @@ class _ReadBack(FileSystem):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         try:
-            with DataFiles(Path(new_path).parent, check_crc=False) as files:
+            with StockFiles(Path(new_path).parent, check_crc=False) as files:
                 files.check(decode(Path(path).read_bytes()))
         except ManifestError as fault:
             raise CheckpointError(

@@ -34,7 +34,7 @@ Marks = np.ndarray[Any, np.dtype[np.bool_]]
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Layout:
+class KnownLayout:
     """Tree and plain tensors of a destination: kinds and addresses. Holds none of the tensors."""
 
     def __init__(self, flat: Flat) -> None:
@@ -98,7 +98,7 @@ class Prepared:
     other leaves it says nothing.
     """
 
-    def __init__(self, into: object, objects: Objects, flat: Flat, plan: Layout) -> None:
+    def __init__(self, into: object, objects: Objects, flat: Flat, plan: KnownLayout) -> None:
         self.into = into
         self.objects = objects
         self.flat = flat
@@ -139,7 +139,7 @@ class Prepared:
         return match(tree, self.flat.tree, strict=strict)
 
 
-def prepare(into: object, like: Prepared | Layout | None = None) -> Prepared:
+def prepare(into: object, like: Prepared | KnownLayout | None = None) -> Prepared:
     """Look a destination over, for `land(manifest, into=prepare(into))`.
 
     `UnsupportedLeafError` for a container that cannot be filled. `like` is what an earlier call
@@ -151,7 +151,7 @@ def prepare(into: object, like: Prepared | Layout | None = None) -> Prepared:
         flat = flatten(state)
         plan = like.plan if isinstance(like, Prepared) else like
         if plan is None or not plan.holds(flat):
-            plan = Layout(flat)
+            plan = KnownLayout(flat)
         return Prepared(into, objects, Flat(plan.tree, flat.leaves), plan)
 
 

@@ -10,7 +10,7 @@ from torchrelay.record.keys import identities
 from torchrelay.record.values import Key
 
 
-class Offer:
+class Overlay:
     """Leaves by index, and the outline in whose names each is written (`homes`).
 
     `exact`: the tree is that of one rank, so everything in it was one state.
@@ -23,7 +23,7 @@ class Offer:
         self.exact = True
 
     @classmethod
-    def of(cls, outlines: Sequence[Outline]) -> Offer:
+    def of(cls, outlines: Sequence[Outline]) -> Overlay:
         """Several outlines are laid over each other: where two have a path, the first counts."""
         offer = cls()
         first = outlines[0].tree

@@ -88,14 +88,14 @@ def check_keys(keys: Sequence[Key]) -> None:
     elif keys == tuple(range(len(keys))):
         different = len(keys)
     else:
-        table = Table()
+        table = KeyTable()
         table.put([k if type(k) is str else decode_key(k) for k in keys])
         different = len(table)
     if different != len(keys):
         raise ManifestError("a key stands twice in one dict")
 
 
-class Table:
+class KeyTable:
     """A dict or a set of values from outside, made to see whether it can be.
 
     `ManifestError` ends it when they take far longer than values that nobody chose for their

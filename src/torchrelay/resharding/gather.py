@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from torchrelay.checkpointer.loading import Landed, Loading
+from torchrelay.checkpointer.loading import Loading
 from torchrelay.deadlines import TICK, Deadline, InterruptedTransfer, Stopwatch
 from torchrelay.errors import (
     DigestError,
@@ -32,6 +32,7 @@ from torchrelay.errors import (
     TornStateError,
     TransferTimeoutError,
 )
+from torchrelay.landing.places import Landed
 from torchrelay.memory import threads
 from torchrelay.record.validation import itemsize
 from torchrelay.resharding.owners import Whole, whole_of
@@ -405,13 +406,13 @@ class _LiveStep:
         return self._sizes
 
     def reader(self, name: str, *, once: bool = True) -> Any:
-        return _Sized(self._sizes[name])
+        return _LiveFile(self._sizes[name])
 
     def close(self) -> None:
         pass
 
 
-class _Sized:
+class _LiveFile:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 

@@ -38,21 +38,21 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     plain: dict[str, bytes]
 
 
-class _OutlineNumbers(msgspec.Struct, array_like=True):
+class _RankOutlineNumbers(msgspec.Struct, array_like=True):
     tree: msgspec.Raw
     leaves: msgspec.Raw
     names: msgspec.Raw
     strides: dict[str, msgspec.Raw] = {}
 
 
-class _Numbers(msgspec.Struct):
+class _RankNumbers(msgspec.Struct):
     """The numbers by which parts of a record are keyed, as text, which has a secret hash."""
 
-    outline: _OutlineNumbers
+    outline: _RankOutlineNumbers
 
 
 _record = msgspec.json.Decoder(RankRecord)
-_numbers = msgspec.json.Decoder(_Numbers)
+_numbers = msgspec.json.Decoder(_RankNumbers)
 
 
 def encode(record: RankRecord) -> bytes:

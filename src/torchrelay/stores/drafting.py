@@ -32,7 +32,7 @@ from torchrelay.stores.writer.ranges import FileSpec, Range, Staged
 PASS_BYTES = 64 << 20
 
 
-class Box(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class WrittenBox(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A box that a rank wrote; `file` counts in its own files."""
 
     name: str
@@ -48,7 +48,7 @@ class Written(msgspec.Struct, array_like=True, frozen=True):
     """What a rank has written: the coordinator makes the commit record of these."""
 
     files: list[DataFile]
-    boxes: list[Box]
+    boxes: list[WrittenBox]
     blobs: list[Blob]
     values: dict[str, Told] = {}  # objects that are plain values, by name
     origins: tuple[tuple[str, str], ...] = ()  # see `Drafted`
@@ -68,7 +68,7 @@ class Share:
         self.files = [FileSpec(file.name, file.nbytes, file.chunk_bytes) for file in layouts]
         self.streams: list[Stream] = []
         self._keep: list[object] = []
-        self._boxes: list[Box] = []
+        self._boxes: list[WrittenBox] = []
         self._blobs: list[Blob] = []
         for number, layout in enumerate(layouts):
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
@@ -80,7 +80,7 @@ class Share:
                     kind, data = drafted.objects[entry.name]
                     self._blobs.append(Blob(entry.name, kind, number, start, len(data)))
                 else:
-                    self._boxes.append(Box(*entry[:5], number, start))
+                    self._boxes.append(WrittenBox(*entry[:5], number, start))
             self._keep.append((head, tensors))
             self.streams.append(Stream.of(placed, layout.nbytes))
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrelay.errors import MismatchError
 from torchrelay.plan.outline import dotted
-from torchrelay.plan.overlay import Offer
+from torchrelay.plan.overlay import Overlay
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import build, parts
@@ -49,7 +49,7 @@ def as_planned(checkpoint: Checkpoint) -> AsPlanned:
     Which containers it takes apart is its own business: so it is asked, with a state of the same
     shape that has no bytes.
     """
-    offer = Offer.of(checkpoint.outlines)
+    offer = Overlay.of(checkpoint.outlines)
     stored = {tensor.name: tensor for tensor in checkpoint.tensors}
     stands: dict[int, StoredTensor] = {}
     leaves: dict[int, object] = {}

@@ -32,11 +32,11 @@ ALIGN = 8  # of a tensor's first byte in its file, or its item size if that is l
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
-class _Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class _StepRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Small records stand as arrays: field order is part of the format."""
 
 
-class Shard(_Record, frozen=True):
+class Shard(_StepRecord, frozen=True):
     """A box of a tensor: its elements, row-major, from byte `start` of a file on."""
 
     offsets: tuple[int, ...]
@@ -45,14 +45,14 @@ class Shard(_Record, frozen=True):
     start: int
 
 
-class StoredTensor(_Record, frozen=True):
+class StoredTensor(_StepRecord, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
 
 
-class DataFile(_Record, frozen=True):
+class DataFile(_StepRecord, frozen=True):
     """`digests`: xxh3-128 of each `chunk_bytes` of the file, from its first byte to its last."""
 
     name: str
@@ -61,7 +61,7 @@ class DataFile(_Record, frozen=True):
     digests: bytes
 
 
-class Blob(_Record, frozen=True):
+class Blob(_StepRecord, frozen=True):
     """Bytes that a planner of torch made of an object; `kind` says how to read them back.
 
     "state": a packed state of plain values and tensors; "raw": as the planner wrote them.
@@ -74,7 +74,7 @@ class Blob(_Record, frozen=True):
     nbytes: int
 
 
-class Own(_Record, frozen=True):
+class Own(_StepRecord, frozen=True):
     """Where one rank's outline differs from the one it shares: leaves and names, by index."""
 
     leaves: dict[int, Leaf]
@@ -145,18 +145,18 @@ class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
     digest: str
 
 
-class _Version(msgspec.Struct):
+class _StepVersion(msgspec.Struct):
     format: tuple[int, int]
 
 
-class _OutlineNumbers(_Record, frozen=True):
+class _OutlineNumbers(_StepRecord, frozen=True):
     tree: msgspec.Raw
     leaves: msgspec.Raw
     names: msgspec.Raw
     strides: dict[str, msgspec.Raw] = {}
 
 
-class _OwnNumbers(_Record, frozen=True):
+class _OwnNumbers(_StepRecord, frozen=True):
     leaves: dict[str, msgspec.Raw]
     names: dict[str, msgspec.Raw]
 
@@ -170,7 +170,7 @@ class _Numbers(msgspec.Struct):
 
 _envelope = msgspec.json.Decoder(_Envelope)
 _numbers = msgspec.json.Decoder(_Numbers)
-_version = msgspec.json.Decoder(_Version)
+_version = msgspec.json.Decoder(_StepVersion)
 _checkpoint = msgspec.json.Decoder(Checkpoint)
 
 

@@ -22,21 +22,21 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 logger = logging.getLogger("torchrelay")
 
 
-class _File(msgspec.Struct, array_like=True):
+class _Doomed(msgspec.Struct, array_like=True):
     name: str
 
 
 class _Checkpoint(msgspec.Struct):
-    files: list[_File]
+    files: list[_Doomed]
 
 
-class _Record(msgspec.Struct):
+class _NamedFiles(msgspec.Struct):
     """As much of a commit record as says which files there are."""
 
     checkpoint: _Checkpoint
 
 
-_record = msgspec.json.Decoder(_Record)
+_record = msgspec.json.Decoder(_NamedFiles)
 
 
 def ownership(manifest: bytes | None) -> Callable[[str], bool]:

@@ -86,7 +86,7 @@ class WriterProcess:
     def abort(self, save: int) -> None:
         """Give up the files of a save, if it is still the one under way; never raises."""
         with suppress(CheckpointError), self._current(save, "abort"):
-            self._ask(p.Abort(), _END_SECONDS, "abort")
+            self._ask(p.Abandon(), _END_SECONDS, "abort")
 
     @contextmanager
     def _current(self, save: int, phase: str) -> Iterator[None]:
@@ -97,7 +97,7 @@ class WriterProcess:
                 raise CheckpointError("this save was given up", phase=phase)
             yield
 
-    def _ask(self, request: p.Request, timeout: float, phase: str, fd: int = -1) -> p.Done:
+    def _ask(self, request: p.Request, timeout: float, phase: str, fd: int = -1) -> p.Finished:
         link = self._linked(timeout)
         try:
             p.send(link, request)
@@ -119,7 +119,7 @@ class WriterProcess:
         self._link.settimeout(max(timeout, 0.001))
         return self._link
 
-    def _answer(self, link: socket.socket, phase: str) -> p.Done:
+    def _answer(self, link: socket.socket, phase: str) -> p.Finished:
         try:
             answer = p.receive_answer(link)
         except TimeoutError:

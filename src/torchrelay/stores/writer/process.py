@@ -52,11 +52,11 @@ class Finish(msgspec.Struct, tag="finish"):
     pass
 
 
-class Abort(msgspec.Struct, tag="abort"):
+class Abandon(msgspec.Struct, tag="abort"):
     pass
 
 
-class Done(msgspec.Struct, tag="done"):
+class Finished(msgspec.Struct, tag="done"):
     digests: list[bytes] = []
 
 
@@ -66,8 +66,8 @@ class Failed(msgspec.Struct, tag="failed"):
     file: str | None = None
 
 
-Request = Attach | Begin | Write | Finish | Abort
-Answer = Done | Failed
+Request = Attach | Begin | Write | Finish | Abandon
+Answer = Finished | Failed
 
 _request = msgspec.msgpack.Decoder(Request)
 _answer = msgspec.msgpack.Decoder(Answer)
@@ -141,10 +141,10 @@ class _Writer:
             assert self._writing is not None
             digests = self._writing.finish()
             self._writing = None
-            return Done(digests)
+            return Finished(digests)
         else:
             self._abort()
-        return Done()
+        return Finished()
 
     def _attach(self, nbytes: int) -> None:
         self._arena = None

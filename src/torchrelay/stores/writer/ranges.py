@@ -1,7 +1,7 @@
 """Digests and writes: ranges of memory into the files of a draft, on a few threads.
 
 A file is cut into chunks. A chunk is hashed and, while it is in the processor's cache, written.
-Memory that others may change meanwhile is copied first, a piece at a time, so that the bytes that
+HostRuns that others may change meanwhile is copied first, a piece at a time, so that the bytes that
 are written are those that were hashed. Hashing, copying and the system calls all let other threads
 run. No torch here: the writer process does with it.
 """
@@ -26,7 +26,7 @@ FINISHERS = 32  # files that are made durable at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 
 
-class Memory(Protocol):
+class HostRuns(Protocol):
     """Bytes of a file by their position in it, in host memory; `state.runs.Runs` is one."""
 
     def gather(self, start: int, stop: int, buffer: int) -> None:
@@ -58,7 +58,7 @@ class Range(NamedTuple):
     file: int
     start: int
     stop: int
-    memory: Memory | Staged
+    memory: HostRuns | Staged
 
 
 class Writing:
@@ -187,7 +187,7 @@ class _Queue:
 
 
 def _still(
-    memory: Memory | Staged, start: int, stop: int, own: ctypes.Array[ctypes.c_char]
+    memory: HostRuns | Staged, start: int, stop: int, own: ctypes.Array[ctypes.c_char]
 ) -> Iterator[tuple[int, memoryview]]:
     """The bytes [start, stop) by their positions, where nobody else can change them: in one piece,
     or one after the other in a buffer of the caller's own."""

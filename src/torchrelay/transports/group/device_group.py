@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 
 from torchrelay.transports.group.c10d import FOREVER, ProcessGroup, Work
-from torchrelay.transports.group.store_values import Store, put, take
+from torchrelay.transports.group.store_values import KeyValueStore, put, take
 from torchrelay.transports.protocol.wire import LANES, PRELUDE_TAG
 
 POLL = (0.0005, 0.05)  # seconds between looks at the store: first, and after long silence
@@ -27,7 +27,7 @@ POLL = (0.0005, 0.05)  # seconds between looks at the store: first, and after lo
 class Mail:
     """Messages through a store, in order for each sender, receiver and tag."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: KeyValueStore) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._next: defaultdict[tuple[int, int, int, str], int] = defaultdict(int)
@@ -57,7 +57,7 @@ class _Awaited:
     Not by the store's own wait: that keeps every other use of the same store waiting too.
     """
 
-    def __init__(self, store: Store, key: str, into: torch.Tensor) -> None:
+    def __init__(self, store: KeyValueStore, key: str, into: torch.Tensor) -> None:
         self._store, self._key, self._into = store, key, into
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:

@@ -16,7 +16,7 @@ PIECE_BYTES = 1 << 20
 _COUNT_BYTES = 4
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     def set(self, key: str, value: bytes) -> Any: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
@@ -24,7 +24,7 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
-def put(store: Store, key: str, data: bytes) -> None:
+def put(store: KeyValueStore, key: str, data: bytes) -> None:
     """Write a value. What is written of it is removed where the rest cannot be."""
     pieces = range(PIECE_BYTES, len(data), PIECE_BYTES)
     written = []
@@ -39,19 +39,19 @@ def put(store: Store, key: str, data: bytes) -> None:
         raise
 
 
-def take(store: Store, key: str) -> bytearray:
+def take(store: KeyValueStore, key: str) -> bytearray:
     """Read a value that is there, and remove it."""
     head, data = _read(store, key)
     _delete(store, [*_others(key, head), key])
     return data
 
 
-def read(store: Store, key: str) -> bytearray:
+def read(store: KeyValueStore, key: str) -> bytearray:
     """Read a value that is there and stays."""
     return _read(store, key)[1]
 
 
-def _read(store: Store, key: str) -> tuple[bytes, bytearray]:
+def _read(store: KeyValueStore, key: str) -> tuple[bytes, bytearray]:
     head = store.get(key)
     data = bytearray(head[_COUNT_BYTES:])
     for name in _others(key, head):
@@ -59,7 +59,7 @@ def _read(store: Store, key: str) -> tuple[bytes, bytearray]:
     return head, data
 
 
-def drop(store: Store, key: str) -> bool:
+def drop(store: KeyValueStore, key: str) -> bool:
     """Remove a value that nobody else will take; whether it was there."""
     if not store.check([key]):
         return False
@@ -67,7 +67,7 @@ def drop(store: Store, key: str) -> bool:
     return True
 
 
-def peek(store: Store, key: str, otherwise: str) -> str:
+def peek(store: KeyValueStore, key: str, otherwise: str) -> str:
     """The text under a key that may be removed at any moment: `get` would wait for it to return."""
     return store.compare_set(key, otherwise, otherwise).decode()
 
@@ -77,7 +77,7 @@ def _others(key: str, head: bytes) -> list[str]:
     return [f"{key}/{number}" for number in range(1, count + 1)]
 
 
-def _delete(store: Store, keys: list[str]) -> None:
+def _delete(store: KeyValueStore, keys: list[str]) -> None:
     """The key itself comes last: as long as it is there, so is the number of its pieces."""
     for key in keys:
         store.delete_key(key)

@@ -17,7 +17,7 @@ from torchrelay.deadlines import TICK, Deadline
 
 
 @dataclass(eq=False)
-class Held:
+class HeldOffer:
     """What a call has got, and the step it wants."""
 
     want: int
@@ -35,7 +35,7 @@ class Trading:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._calls: Counter[int] = Counter()
-        self._waiting: defaultdict[int, list[Held]] = defaultdict(list)
+        self._waiting: defaultdict[int, list[HeldOffer]] = defaultdict(list)
 
     @contextmanager
     def call(self, sender: int) -> Iterator[None]:
@@ -49,7 +49,7 @@ class Trading:
                 self._calls[sender] -= 1
                 self._changed.notify_all()
 
-    def settle(self, sender: int, held: Held, deadline: Deadline) -> None:
+    def settle(self, sender: int, held: HeldOffer, deadline: Deadline) -> None:
         """Exchange a misfit for the offer that is wanted, if another call has or gets it.
 
         Returns with the misfit in hand once there is nobody left to swap with.

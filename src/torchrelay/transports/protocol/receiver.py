@@ -32,7 +32,7 @@ from torchrelay.record.manifest import Manifest
 from torchrelay.transports.group.lines import CLOSED, GRACE, Line, Post
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.events import failure
-from torchrelay.transports.protocol.exchange import Held
+from torchrelay.transports.protocol.exchange import HeldOffer
 from torchrelay.transports.protocol.known_offers import Offers
 from torchrelay.transports.routes import cuda_ipc, place
 from torchrelay.transports.routes.channels import Berth
@@ -328,7 +328,7 @@ class Receiving:
         while not self._events.empty():
             said.append(self._events.get())
         self._line.put_back([word for word in said if not isinstance(word, InterruptedTransfer)])
-        held = Held(self._step, offered, (self._line, offer, self._nonce))
+        held = HeldOffer(self._step, offered, (self._line, offer, self._nonce))
         self._post.trading.settle(self._sender, held, self._deadline)
         self._line, offer, self._nonce = held.catch
         self._line.listen(self._events.put, self._events.qsize)

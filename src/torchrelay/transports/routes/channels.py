@@ -22,7 +22,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.memory.pool import cores
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes.addresses import check_peer, listen_here, own
-from torchrelay.transports.routes.lanes import NUMBER, Channel
+from torchrelay.transports.routes.lanes import NUMBER, Lanes
 
 WORTH_BYTES = 64 << 20  # of a state, from which on it gains more than connecting costs
 MOST_CONNECTIONS = wire.MAX_CONNECTIONS
@@ -45,15 +45,15 @@ class Berth:
     def __init__(
         self,
         record: wire.Channel | None = None,
-        channel: Channel | None = None,
-        give: Callable[[Channel], None] | None = None,
+        channel: Lanes | None = None,
+        give: Callable[[Lanes], None] | None = None,
         listener: socket.socket | None = None,
         far: Callable[[], None] | None = None,
         token: bytes = b"",
     ) -> None:
         self.record = record
         self.token = token  # that a receiver has shown
-        self.channel: Channel | None = None  # once both sides have it
+        self.channel: Lanes | None = None  # once both sides have it
         self.instead: dict[str, str] = {}  # why there is none although there should be
         self.connections = 0  # that the transfer had
         self._ready, self._give, self._listener, self._far = channel, give, listener, far
@@ -104,7 +104,7 @@ class Channels:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[tuple[str, int], list[Channel]] = {}  # by side here, and peer
+        self._idle: dict[tuple[str, int], list[Lanes]] = {}  # by side here, and peer
         self._far: set[int] = set()  # peers that could be near, and took the group
         self._failed: dict[int, tuple[float, str]] = {}  # when and why connecting to a peer failed
 
@@ -116,7 +116,7 @@ class Channels:
             return Berth(far=lambda: self._far.add(peer))
         give = self._giver("out", peer)
 
-        def fits(idle: Channel) -> bool:
+        def fits(idle: Lanes) -> bool:
             return len(idle) == connections and (idle.local or not local)
 
         idle = self._take("out", peer, fits)
@@ -166,8 +166,8 @@ class Channels:
                     self._failed[peer] = time.monotonic(), why
         return berth if channel is None else Berth(record, channel, give, token=token)
 
-    def _giver(self, side: str, peer: int) -> Callable[[Channel], None]:
-        def give(channel: Channel) -> None:
+    def _giver(self, side: str, peer: int) -> Callable[[Lanes], None]:
+        def give(channel: Lanes) -> None:
             with self._lock:
                 idle = self._idle.setdefault((side, peer), [])
                 idle.append(channel)
@@ -177,7 +177,7 @@ class Channels:
 
         return give
 
-    def _take(self, side: str, peer: int, fits: Callable[[Channel], bool]) -> Channel | None:
+    def _take(self, side: str, peer: int, fits: Callable[[Lanes], bool]) -> Lanes | None:
         with self._lock:
             idle = self._idle.get((side, peer), [])
             found = next(filter(fits, idle), None)
@@ -189,21 +189,21 @@ class Channels:
 # Making one: the receiver connects, says the token and which of the connections it is.
 
 
-def _connect(record: wire.Channel, token: bytes, ends: float) -> Channel:
+def _connect(record: wire.Channel, token: bytes, ends: float) -> Lanes:
     lanes: list[socket.socket] = []
     try:
         for lane in range(record.lanes):
             left = max(ends - time.monotonic(), 0.001)
             lanes.append(socket.create_connection((record.host, record.port), left))
             lanes[-1].sendall(token + NUMBER.pack(lane))
-        return Channel(record.id, lanes)
+        return Lanes(record.id, lanes)
     except BaseException:
         for one in lanes:
             one.close()
         raise
 
 
-def _accept(listener: socket.socket, record: wire.Channel, token: bytes, ends: float) -> Channel:
+def _accept(listener: socket.socket, record: wire.Channel, token: bytes, ends: float) -> Lanes:
     """The connections of whoever shows the token; others are turned away."""
     if len(token) != TOKEN_BYTES:
         raise OSError("the receiver says no token")
@@ -219,7 +219,7 @@ def _accept(listener: socket.socket, record: wire.Channel, token: bytes, ends: f
                     raise TimeoutError("timed out")
             else:
                 lanes[number] = one
-        return Channel(record.id, [lanes[number] for number in range(record.lanes)])
+        return Lanes(record.id, [lanes[number] for number in range(record.lanes)])
     except BaseException:
         for one in lanes.values():
             one.close()

@@ -25,19 +25,19 @@ from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes import place
 
 
-class Report(Protocol):
+class Handed(Protocol):
     def __call__(self, fault: Exception | None, read: bool, digest: bytes = b"") -> None:
         """Told of each chunk: what went wrong, whether it was read rather than sent, and its digest
         if the way has made one."""
 
 
-_Job = tuple[torch.Tensor, Report]
+_Job = tuple[torch.Tensor, Handed]
 
 
 class Way(Protocol):
     """Chunks to or from one rank; a way that never ends keeps no group alive."""
 
-    def put(self, data: torch.Tensor, report: Report) -> None:
+    def put(self, data: torch.Tensor, report: Handed) -> None:
         """The next chunk: its bytes, or the memory for them. Does not block."""
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class _Messages:
     def __init__(self, name: str, post: Callable[[torch.Tensor], Work]) -> None:
         self._post, self._watcher = post, Watcher(name)
 
-    def put(self, data: torch.Tensor, report: Report) -> None:
+    def put(self, data: torch.Tensor, report: Handed) -> None:
         try:
             self._watcher.watch(self._post(data), data, lambda fault: report(fault, False))
         except RuntimeError as fault:
@@ -79,7 +79,7 @@ class _Messages:
         self._watcher.close()
 
 
-class _Thread:
+class _HandingThread:
     """One end of a way through memory: chunks in order, on a thread that may wait for the other.
 
     That thread decides alone what goes over the lane, so that the two ends stay in step.
@@ -93,7 +93,7 @@ class _Thread:
         self._said: tuple[Work, torch.Tensor] | None = None
         threads.run(self._run, name)
 
-    def put(self, data: torch.Tensor, report: Report) -> None:
+    def put(self, data: torch.Tensor, report: Handed) -> None:
         self._jobs.put((data, report))
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class _Thread:
                 wait_for(*self._said)
 
 
-class _Handing(_Thread):
+class _Handing(_HandingThread):
     """The end that has the chunks. A note tells of all that are there once the last is answered."""
 
     def __init__(self, group: ProcessGroup, downstream: int, transfer: int, tag: int) -> None:
@@ -200,7 +200,7 @@ class _Handing(_Thread):
             )
 
 
-class _Reading(_Thread):
+class _Reading(_HandingThread):
     """The end that wants the chunks, in private memory: they are not verified yet."""
 
     def __init__(
@@ -267,7 +267,7 @@ class _Reading(_Thread):
         with suppress(Exception):  # of a broken pair: what is heard next tells
             self._say([count])
 
-    def _receive(self, data: torch.Tensor, report: Report) -> None:
+    def _receive(self, data: torch.Tensor, report: Handed) -> None:
         if self._messages is None:
             self._answer(0)
             self._messages = _Messages(

@@ -1,6 +1,6 @@
 """Connections that can be cut, and how chunks go through them.
 
-After `Channel.cut` nothing is written to memory that was put in. So chunks come straight to where
+After `Lanes.cut` nothing is written to memory that was put in. So chunks come straight to where
 they belong, and a peer that wakes up late finds nobody.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from torchrelay.memory import threads
 from torchrelay.record.digest import running_digest
-from torchrelay.transports.routes.handing import Report, Way
+from torchrelay.transports.routes.handing import Handed, Way
 from torchrelay.transports.transfer.buffers import IN_FLIGHT
 
 POSTED = 4  # chunks at a time on each connection
@@ -36,10 +36,10 @@ _TCP_OPTIONS = {
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 30_000,
 }
-_Job = tuple[torch.Tensor, Report]
+_Job = tuple[torch.Tensor, Handed]
 
 
-class Channel:
+class Lanes:
     """One end of some connections. A way over it carries chunks in order, each connection some."""
 
     def __init__(self, id: str, lanes: list[socket.socket]) -> None:
@@ -141,7 +141,7 @@ class _Pieces:
         self._slow += time.monotonic() - begun > SLOW_SECONDS
 
 
-class _Thread:
+class _LaneThread:
     """Chunks through one connection, one after the other, on a thread of their own."""
 
     def __init__(self, lane: _Lane, transfer: int, hashes: bool) -> None:
@@ -150,7 +150,7 @@ class _Thread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._started = False
 
-    def put(self, data: torch.Tensor, report: Report) -> None:
+    def put(self, data: torch.Tensor, report: Handed) -> None:
         self._jobs.put((data, report))
         if not self._started:
             self._started = True
@@ -184,7 +184,7 @@ class _Thread:
         raise NotImplementedError
 
 
-class _Sending(_Thread):
+class _Sending(_LaneThread):
     def _begin(self) -> None:
         self._lane.send(memoryview(NUMBER.pack(self._transfer)))
 
@@ -199,7 +199,7 @@ class _Sending(_Thread):
         return bytes(digest.digest())
 
 
-class _Receiving(_Thread):
+class _Receiving(_LaneThread):
     def _begin(self) -> None:
         number = bytearray(NUMBER.size)
         self._lane.fill(memoryview(number))
@@ -220,10 +220,10 @@ class _Receiving(_Thread):
 class _Spread:
     """Chunks dealt out to several ways, in turn."""
 
-    def __init__(self, ways: list[_Thread]) -> None:
+    def __init__(self, ways: list[_LaneThread]) -> None:
         self._ways, self._next = ways, 0
 
-    def put(self, data: torch.Tensor, report: Report) -> None:
+    def put(self, data: torch.Tensor, report: Handed) -> None:
         way = self._ways[self._next]
         self._next = (self._next + 1) % len(self._ways)
         way.put(data, report)

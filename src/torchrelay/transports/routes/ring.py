@@ -26,7 +26,7 @@ MOST_SLOTS = wire.MAX_SLOTS
 _ids = itertools.count(1)
 
 
-class Ring:
+class SharedRing:
     """The sender's end."""
 
     def __init__(self, slots: int, slot_bytes: int, *, pinned: bool) -> None:
@@ -46,10 +46,10 @@ class Rings:
     """Rings that outlive a transfer: making one costs more than most transfers."""
 
     def __init__(self) -> None:
-        self._idle: list[Ring] = []
+        self._idle: list[SharedRing] = []
         self._lock = threading.Lock()
 
-    def take(self, chunk_bytes: int, chunks: int, *, pinned: bool) -> Ring:
+    def take(self, chunk_bytes: int, chunks: int, *, pinned: bool) -> SharedRing:
         """A ring for chunks of that size. `MemoryError` if there is no memory for it."""
         slot_bytes = -(-max(chunk_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         slots = max(min(RING_BYTES // slot_bytes, MOST_SLOTS, chunks), min(2, chunks), 1)
@@ -60,9 +60,9 @@ class Rings:
                     return self._idle.pop(index)
             while self._idle:
                 self._idle.pop().close()  # one kind is kept, not one of every kind
-        return Ring(slots, slot_bytes, pinned=pinned)
+        return SharedRing(slots, slot_bytes, pinned=pinned)
 
-    def give(self, ring: Ring) -> None:
+    def give(self, ring: SharedRing) -> None:
         """Take a ring back that no receiver writes about any more."""
         with self._lock:
             self._idle.append(ring)

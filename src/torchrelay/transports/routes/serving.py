@@ -23,7 +23,7 @@ from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes import place
 from torchrelay.transports.routes.choice import compares
 from torchrelay.transports.routes.cuda_ipc import Exports, IpcError, packed_sums, word_sums
-from torchrelay.transports.routes.ring import Ring, Rings
+from torchrelay.transports.routes.ring import Rings, SharedRing
 from torchrelay.transports.transfer.worker import Worker
 
 FILLERS = 8  # threads that fill slots, at most
@@ -39,7 +39,7 @@ class Serving:
         self.verify = compares("host", verify)
         self._sum_up = compares("cuda_ipc", verify)
         self._chunks = snapshot.chunks
-        self._lent: dict[int, Ring] = {}
+        self._lent: dict[int, SharedRing] = {}
         self._filling: set[tuple[int, int]] = set()  # rank and slot
         self._here = place.here()
         self._proofs: list[place.Proof] = []

@@ -32,7 +32,7 @@ from torchrelay.transports.group.lines import CLOSED, Line
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.events import RETRIES, failure
 from torchrelay.transports.routes.handing import Way, way_in, way_on
-from torchrelay.transports.routes.lanes import Channel
+from torchrelay.transports.routes.lanes import Lanes
 from torchrelay.transports.transfer.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.transfer.worker import Worker, hashers, on_the_way
 
@@ -104,7 +104,7 @@ class Intake:
         events: queue.SimpleQueue[object],
         landing: Landing,
         go: wire.Go,
-        channel: Channel | None,
+        channel: Lanes | None,
         *,
         verify: bool,
         may_read: bool,

@@ -22,13 +22,13 @@ from torchrelay.record.columns import devices_of
 from torchrelay.record.digest import digest
 from torchrelay.transports.group.c10d import ProcessGroup
 from torchrelay.transports.routes.handing import Way, way_on
-from torchrelay.transports.routes.lanes import Channel
+from torchrelay.transports.routes.lanes import Lanes
 from torchrelay.transports.transfer.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.transfer.worker import Worker, on_the_way
 
 
 @dataclass
-class Stream:
+class OutStream:
     """Chunks on their way to one receiver, by one way."""
 
     rank: int
@@ -60,7 +60,7 @@ class Hashed:
 
 @dataclass(frozen=True)
 class Sent:
-    stream: Stream
+    stream: OutStream
     chunk: int
     lease: Lease | None
     fault: Exception | None
@@ -88,7 +88,7 @@ class Outflow:
         self._digests: list[bytes | None] = [None] * len(self._chunks)
         self._hashing: set[int] = set()
         self.verify = False  # hash what is posted
-        self.streams: list[Stream] = []
+        self.streams: list[OutStream] = []
         self._gone: set[int] = set()
         self.gone_bytes = 0  # of the stream, that have left at least once
         self.wire_bytes = 0
@@ -97,15 +97,15 @@ class Outflow:
     def open(self, rank: int, transfer: int, lane: int, chunks: Sequence[int]) -> None:
         """Send chunks over the group."""
         way = way_on(self._group, rank, transfer, lane)
-        self.streams.append(Stream(rank, way, deque(chunks), IN_FLIGHT, IN_FLIGHT))
+        self.streams.append(OutStream(rank, way, deque(chunks), IN_FLIGHT, IN_FLIGHT))
 
-    def open_channel(self, rank: int, channel: Channel, transfer: int, *, alone: bool) -> None:
+    def open_channel(self, rank: int, channel: Lanes, transfer: int, *, alone: bool) -> None:
         """Send all chunks over a channel. Those that go to one receiver `alone` may be hashed on
         the way; of several, none waits for the digests of another's."""
         hashes = self.verify and alone and on_the_way()
         way, todo = channel.way_on(transfer, hashes=hashes), deque(range(len(self._chunks)))
         self.streams.append(
-            Stream(rank, way, todo, channel.room, channel.buffers, channel=True, hashes=hashes)
+            OutStream(rank, way, todo, channel.room, channel.buffers, channel=True, hashes=hashes)
         )
 
     def by_channel(self, rank: int) -> bool:
@@ -136,7 +136,7 @@ class Outflow:
                     break
                 self._post(stream, stream.todo.popleft())
 
-    def _post(self, stream: Stream, index: int) -> None:
+    def _post(self, stream: OutStream, index: int) -> None:
         hashing = self.verify and index not in self._hashing and not stream.hashes
         data, lease = self._bytes_of(index, self._device, uses=2 if hashing else 1)
         if stream.in_flight == 0:
