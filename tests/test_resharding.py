@@ -414,7 +414,7 @@ def test_a_state_is_freed_when_its_caller_drops_it(pool8: Any) -> None:
 def test_arguments() -> None:
     single_rank_usage("shards is for one source", [1], shards="as_sent")
     single_rank_usage("no source", [])
-    single_rank_usage("stands twice", [1, 1])
+    single_rank_usage("listed twice", [1, 1])
 
 
 def single_rank_usage(words: str, sources: list[int], **options: Any) -> None:

@@ -479,8 +479,9 @@ class Relay:
         ranks = [to] if isinstance(to, int) else list(to)
         for rank in ranks:
             self._check_rank(rank)
-        if len(set(ranks)) != len(ranks):
-            raise UsageError(f"a rank stands twice in {ranks}")
+        for rank in ranks:
+            if ranks.count(rank) > 1:
+                raise UsageError(f"rank {rank} is listed twice: {ranks}")
         return ranks
 
     def _check_rank(self, rank: int) -> None:

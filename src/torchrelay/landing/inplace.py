@@ -388,7 +388,7 @@ class ExistingTensors:
             note()
 
     def _notes(self) -> list[Callable[[], None]]:
-        """Has autograd told, a block at a time. Once: it does not care how often."""
+        """Calls that bump autograd's version counters, one for each block."""
         written, self._written = self._written, []
         return [partial(t.note_written, list(some)) for some in t.blocks(written)]
 

@@ -92,7 +92,7 @@ def check_keys(keys: Sequence[Key]) -> None:
         table.put([k if type(k) is str else decode_key(k) for k in keys])
         different = len(table)
     if different != len(keys):
-        raise ManifestError("a key stands twice in one dict")
+        raise ManifestError("a dict has one key twice")
 
 
 class KeyTable:

@@ -111,8 +111,8 @@ class Peer:
 def join_ends(peers: Iterable[Peer], nobody_by: float, window: float, deadline: Deadline) -> float:
     """Until when to wait for receivers; `nobody_by`, if none has come.
 
-    The first to come waits a window for the others to come, and as long for each that came to
-    answer; it must not lose to them the time to be served in.
+    The first receiver waits a window for the others to come, and as long for the answer of each
+    that came. Waiting for late receivers must not use up the time reserved for serving.
     """
     here = [peer for peer in peers if peer.stage in ("joined", "accepted", "refused", "apart")]
     silent = [peer.joined_at for peer in here if peer.stage == "joined"]

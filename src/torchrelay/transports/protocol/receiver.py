@@ -345,7 +345,7 @@ class Receiving:
                 )
             if offer.device not in ("cpu", *self._post.direct):
                 raise MismatchError(
-                    f"data in the memory of a {offer.device}, of which none is here"
+                    f"the data is in the memory of a {offer.device}, and this process has none"
                 )
             self._landing = self._land(self.manifest)
             self._choose(offer, self._landing)

@@ -109,9 +109,12 @@ class Channels:
         self._failed: dict[int, tuple[float, str]] = {}  # when and why connecting to a peer failed
 
     def propose(self, peer: int, connections: int, *, near: bool, local: bool = False) -> Berth:
-        """For a sender: with a channel that is there, or one that the receiver may connect to. One
-        that is `near` should need none, unless it took the group before. `local`: only a channel
-        within this host is of use."""
+        """For a sender: with a channel that is there, or one that the receiver may connect to.
+
+        A peer on this host (`near`) normally needs no connection, because it reads memory
+        directly; one that took the group before gets one. `local`: only a channel within this host
+        is of use.
+        """
         if not connections or (near and peer not in self._far):
             return Berth(far=lambda: self._far.add(peer))
         give = self._giver("out", peer)

@@ -212,7 +212,8 @@ class _Reading(_HandingThread):
         super().__init__("data-in", group, upstream, transfer, tag)
 
     def close(self) -> None:
-        """Who closes wants no more of it: a thread that waits in vain keeps one chunk's memory."""
+        """After `close` no more chunks are delivered. A thread that still waits keeps the memory of
+        one chunk."""
         self._over = True
         with suppress(queue.Empty):
             while True:

@@ -1,4 +1,4 @@
-"""How each chunk of a state on this machine comes over. Pure: what both sides have in, chunks out.
+"""By which way each chunk of a state travels on this machine. Pure.
 
 A chunk is taken straight from the sender's memory where both ends lie in memory of the same kind;
 by way of a buffer where the sender's end can be read but this end takes more than a copy; and
