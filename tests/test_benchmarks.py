@@ -280,3 +280,12 @@ def test_two_commits_run_side_by_side(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 9
     assert all(row["speed"] > 0 and len(row["seconds"][0]) == 1 for row in rows)
+
+
+def test_resharding_benchmark_runs_small(tmp_path: Path) -> None:
+    out = tmp_path / "resharding.json"
+    command = [sys.executable, "-m", "benchmarks.resharding", "--small", "--laps", "1"]
+    subprocess.run([*command, "--out", str(out)], check=True, timeout=100, cwd=ROOT)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["live, host", "live, group", "dcp in memory"]
+    assert all(row["exact"] and row["seconds"] > 0 for row in rows)
