@@ -1409,6 +1409,8 @@ SOON = frozenset(
         "record: `own` for 20,000 ranks, many names",
         "record: 20,000 namedtuples of distinct names",
         "record: a long key and many leaves, into=",
+        "record: a long key and many leaves, only=",
+        "record: a deep tree with many slots, only=",
         "stock peer: many leaves share a record of shards",
         "stock peer: a set of hard numbers",
         ".metadata: offsets of one hash",

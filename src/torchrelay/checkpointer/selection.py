@@ -2,36 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torchrelay.errors import MismatchError
 from torchrelay.plan.outline import dotted
+from torchrelay.state.paths import Path
 from torchrelay.state.tree import slots
 from torchrelay.stores.records import Checkpoint
 
 _SHOWN = 8
+_COMPARED = 2048  # keys that a pattern is compared with to find one like it
+_LONGEST = 200  # characters of a key that is
+_MAX_NAMED, _MAX_NAMED_EACH = 1 << 24, 1 << 8
+
+
+class Texts:
+    """Paths of a record as text. A short record may have paths of gigabytes: so many characters and
+    steps of them are looked through, and no more."""
+
+    def __init__(self, leaves: int) -> None:
+        self._left = _MAX_NAMED + _MAX_NAMED_EACH * leaves
+
+    def of(self, path: Path) -> str:
+        name = dotted(path)
+        self._left -= len(name) + 8 * len(path)
+        if self._left < 0:
+            raise MismatchError("the paths of the step are too long to be looked through by `only`")
+        return name
 
 
 def check_only(record: Checkpoint, patterns: Sequence[str]) -> None:
     """Raise `MismatchError` for a pattern that no path of any rank matches; it names near keys."""
-    if not patterns:
-        return
-    paths = {dotted(path) for outline in record.outlines for path, _ in slots(outline.tree)}
-    for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in paths):
-            raise MismatchError(
-                f"only={pattern!r} matches nothing in the step; {_near(pattern, paths)}",
-                step=record.step,
-            )
+    left = list(patterns)
+    for name in _names(record) if left else ():
+        left = [pattern for pattern in left if not fnmatchcase(name, pattern)]
+        if not left:
+            return
+    if left:
+        raise MismatchError(
+            f"only={left[0]!r} matches nothing in the step; {_near(left[0], record)}",
+            step=record.step,
+        )
 
 
-def _near(pattern: str, paths: set[str]) -> str:
+def _names(record: Checkpoint) -> Iterator[str]:
+    texts = Texts(sum(len(outline.leaves) for outline in record.outlines))
+    for outline in record.outlines:
+        for path, _ in slots(outline.tree):
+            yield texts.of(path)
+
+
+def _near(pattern: str, record: Checkpoint) -> str:
     asked = pattern.rstrip("*").rstrip(".")
-    keys = {".".join(path.split(".")[: asked.count(".") + 1]) for path in paths}
-    near = get_close_matches(asked, sorted(keys | paths), _SHOWN, 0.6)
+    depth = asked.count(".") + 1
+    tops: set[str] = set()
+    keys: set[str] = set()
+    for name in _names(record):
+        tops.add(name.partition(".")[0])
+        for key in (".".join(name.split(".", depth)[:depth]), name):
+            if len(keys) < _COMPARED and len(key) <= _LONGEST:
+                keys.add(key)
+    near = get_close_matches(asked[:_LONGEST], sorted(keys), _SHOWN, 0.6)
     if near:
         return f"near it: {', '.join(near)}"
-    tops = sorted({path.partition(".")[0] for path in paths})
-    return f"its keys: {', '.join(tops[:_SHOWN])}" + (" ..." if len(tops) > _SHOWN else "")
+    shown = [top[:_LONGEST] for top in sorted(tops)[:_SHOWN]]
+    return f"its keys: {', '.join(shown)}" + (" ..." if len(tops) > _SHOWN else "")

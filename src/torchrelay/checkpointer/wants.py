@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from torchrelay.checkpointer.selection import Texts
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.strides import contiguous_strides
@@ -20,7 +21,6 @@ from torchrelay.landing.fit import ArrayFit, Fit, fit
 from torchrelay.landing.handover import Handover, Pair
 from torchrelay.landing.leaves import check_leaf, make_leaf
 from torchrelay.landing.ties import check_ties
-from torchrelay.plan.outline import dotted
 from torchrelay.plan.overlay import Overlay
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
@@ -49,7 +49,6 @@ from torchrelay.stores.reading import opened
 from torchrelay.stores.records import Checkpoint, StoredTensor
 from torchrelay.stores.seam import OpenStep
 
-_MAX_NAMED, _MAX_NAMED_EACH = 1 << 24, 1 << 8
 _WHOLE = (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)
 Layers = list[dict[str, torch.Tensor]]
 
@@ -90,8 +89,7 @@ class Wants:
         self._first: dict[tuple[object, ...], StoredTensor] = {}
         self._inside: set[int] = set()  # leaves that registered types are made of
         self.offer = Overlay.of(checkpoint.outlines_for(rank, world))
-        # Characters of paths, and their steps, that `only` may still be compared with.
-        self._named = _MAX_NAMED + _MAX_NAMED_EACH * len(self.offer.leaves)
+        self._texts = Texts(len(self.offer.leaves))
         self.new: Layers = []
         self.own: Layers = []
         self.written: list[torch.Tensor] = []  # of the caller's
@@ -121,10 +119,7 @@ class Wants:
     def _chosen(self, path: Path) -> bool:
         if not self._only:
             return True
-        name = dotted(path)
-        self._named -= len(name) + 8 * len(path)
-        if self._named < 0:
-            raise MismatchError("the paths of the step are too long to be looked through by `only`")
+        name = self._texts.of(path)
         return any(fnmatchcase(name, pattern) for pattern in self._only)
 
     def _make(self, index: int, path: Iterable[object], like: torch.Tensor | None = None) -> None:
