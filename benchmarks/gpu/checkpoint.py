@@ -46,7 +46,8 @@ from benchmarks.harness import RankFailed, Ranks, machine
 TENSORS = 320
 CALLS = 3
 ON_HOST, ON_DEVICE = 'torchrelay, stage="host"', 'torchrelay, stage="device"'
-STAGES = {ON_HOST: "host", ON_DEVICE: "device"}
+DEFAULTS = "torchrelay, defaults, no prepare"
+STAGES = {DEFAULTS: "auto", ON_HOST: "host", ON_DEVICE: "device"}
 RESULTS = Path(__file__).parent / "results"
 
 Found = dict[str, Any]
@@ -122,7 +123,9 @@ def load(group: Any, how: str, folder: str) -> Found:
 
 def ready(group: Any, how: str, folder: str) -> float:
     begun = time.perf_counter()
-    sides.checkpointer(group, folder, stage=STAGES[how]).prepare(_state)
+    checkpointer = sides.checkpointer(group, folder, stage=STAGES[how])
+    if how != DEFAULTS:
+        checkpointer.prepare(_state)
     return time.perf_counter() - begun
 
 
@@ -179,23 +182,34 @@ def _laps(name: str, kind: str, laps: list[Found], nbytes: int) -> Found:
 
 
 def _throughput(
-    stock: Ranks, ours: Ranks, place: Path, repeats: int, nbytes: int, tell: Callable[[str], None]
+    stock: Ranks | None,
+    ours: Ranks,
+    place: Path,
+    repeats: int,
+    nbytes: int,
+    tell: Callable[[str], None],
 ) -> list[Found]:
     saves: dict[str, list[Found]] = {DCP: [], DCP2: [], SAFETENSORS: [], OURS: []}
+    if stock is None:
+        saves = {OURS: []}
     folders = {name: place / str(index) for index, name in enumerate(saves)}
     for repeat in range(1 + repeats):
         tell(f"save, lap {repeat}")
         for name, laps in saves.items():
             remove(folders[name])
-            ranks = ours if name == OURS else stock
+            ranks = ours if name == OURS or stock is None else stock
             laps += ranks.run(save, name, str(folders[name]))
-    sources = {LOAD_DCP: folders[DCP], LOAD_SAFETENSORS: folders[SAFETENSORS]}
     names = (LOAD_DCP, LOAD_SAFETENSORS, ATOMIC, DIRECT, UNVERIFIED)
+    sources = {}
+    if stock is None:
+        names = names[2:]
+    else:
+        sources = {LOAD_DCP: folders[DCP], LOAD_SAFETENSORS: folders[SAFETENSORS]}
     loads: dict[str, list[Found]] = {name: [] for name in names}
     for repeat in range(1 + repeats):
         tell(f"load, lap {repeat}")
         for name, laps in loads.items():
-            ranks = stock if name in sources else ours
+            ranks = stock if stock is not None and name in sources else ours
             laps += ranks.run(load, name, str(sources.get(name, folders[OURS])))
     for folder in folders.values():
         remove(folder)
@@ -206,13 +220,13 @@ def _throughput(
 
 
 def _stalls(
-    stock: Ranks, ours: Ranks, place: Path, nbytes: int, tell: Callable[[str], None]
+    stock: Ranks | None, ours: Ranks, place: Path, nbytes: int, tell: Callable[[str], None]
 ) -> list[Found]:
     rows: list[Found] = []
-    for name in (THREAD, *STAGES):
+    for name in (*([] if stock is None else [THREAD]), *STAGES):
         tell(f"stall: {name}")
         folder = place / f"async-{len(rows)}"
-        ranks = ours if name in STAGES else stock
+        ranks = ours if name in STAGES or stock is None else stock
         row: Found = {"kind": "stall", "name": name, "calls": []}
         if name in STAGES:
             row["prepare"] = ranks.run(ready, name, str(folder))[0]
@@ -270,6 +284,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="where files go")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ours", action="store_true", help="torchrelay alone")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     cuda = torch.device(options.device).type == "cuda"
@@ -288,22 +303,25 @@ def main() -> int:
         rows: list[Found] = []
         faults: list[str] = []
         try:
-            with Ranks(1, parents=True) as stock, Ranks(1, parents=True) as ours:
+            with Ranks(1, parents=True) as others, Ranks(1, parents=True) as ours:
+                stock = None if options.ours else others
                 tell("preparing")
-                nbytes = stock.run(prepare, options.device, wanted)[0]
-                ours.run(prepare, options.device, wanted)
+                nbytes = ours.run(prepare, options.device, wanted)[0]
+                if stock is not None:
+                    stock.run(prepare, options.device, wanted)
                 rows += _stalls(stock, ours, place, nbytes, tell)
                 rows += _throughput(stock, ours, place, repeats, nbytes, tell)
                 ours.run(finish)
-                stock.run(finish)
-            rows.append(_kept_stager(options.device, wanted, place, tell))
+                others.run(finish)
+            if not options.ours:
+                rows.append(_kept_stager(options.device, wanted, place, tell))
         except RankFailed:
             faults.append(traceback.format_exc())
     _show(rows)
     facts = machine() | {"gpu": torch.cuda.get_device_name() if cuda else None}
     result = {
         "benchmark": "gpu checkpoint",
-        "command": "python -m benchmarks.gpu.checkpoint" + (" --small" if options.small else ""),
+        "command": " ".join(["python -m benchmarks.gpu.checkpoint", *sys.argv[1:]]),
         "machine": facts,
         "conditions": {
             "state_bytes": nbytes if rows else None,

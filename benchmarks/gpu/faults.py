@@ -18,7 +18,8 @@ import torchrelay as tr
 from benchmarks.gpu import mixed as m
 from benchmarks.gpu.crew import Me, Wrong
 from benchmarks.gpu.scenes import MODES, NEW, OLD, expect, patched, relay_of, told
-from torchrelay.transports.routes import cuda_ipc, pull, serving
+from torchrelay.memory import kernels
+from torchrelay.transports.routes import pull
 from torchrelay.transports.transfer import intake, outflow
 
 # Tools
@@ -76,19 +77,21 @@ def altered(me: Me, route: str, mode: str, verify: bool | None) -> Any:
     """The sender's digests are not those of its bytes: found, and the destination told apart."""
     relay = relay_of(me, route=route, verify=verify)
 
-    def sums(tensors: Any, tables: Any) -> list[torch.Tensor]:
-        found = word_sums(tensors, tables)
-        found[0][len(found[0]) // 2] += 1
+    def hash_memory(hashed: Any, device: int, tables: Any) -> torch.Tensor:
+        found = digests(hashed, device, tables)
+        found[len(found) // 2, 3] ^= 1
         return found
 
     def digest(data: torch.Tensor) -> bytes:
         found = hashed(data)
         return bytes([found[0] ^ 1]) + found[1:]
 
-    word_sums, hashed = serving.word_sums, outflow.digest
+    digests, hashed = kernels.digests, outflow.digest
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
-        lie = (serving, "word_sums", sums) if route == "cuda_ipc" else (outflow, "digest", digest)
+        lie: tuple[Any, str, Any] = (outflow, "digest", digest)
+        if route == "cuda_ipc":
+            lie = (kernels, "digests", hash_memory)
         with patched(*lie):
             expect(("PeerLostError",), lambda: relay.send(state, to=1))
         report = relay.send(state, to=1)
@@ -116,42 +119,43 @@ def _refuses(me: Me, relay: tr.Relay, mode: str, error: str) -> tuple[tr.Report,
 
 def written_wrong(me: Me, mode: str) -> Any:
     """A bit flips in the receiver's memory after it was copied: read again, and found."""
-    relay = relay_of(me, route="cuda_ipc", verify=True)
+    relay = relay_of(me, route="cuda_ipc")
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
         expect(("PeerLostError",), lambda: relay.send(state, to=1))
         report, note = relay.send(state, to=1), ""
     else:
-        original, left = cuda_ipc.copy_and_sum, [1]
+        original, left = kernels.copy, [1]
 
-        def flip(pieces: Any, device: int, tables: Any, **options: Any) -> Any:
-            total = original(pieces, device, tables, **options)
-            if left and "what" not in options:  # the copy itself, not the sums that follow
+        def flip(moves: Any, device: int, tables: Any) -> None:
+            original(moves, device, tables)
+            if left:
                 left.pop()
-                cuda_ipc.device_bytes(pieces[-1].destination, 1, device).bitwise_xor_(4)
-            return total
+                kernels.device_bytes(int(moves.destinations[-1]), 1, device).bitwise_xor_(4)
 
-        with patched(cuda_ipc, "copy_and_sum", flip):
+        with patched(kernels, "copy", flip):
             report, note = _refuses(me, relay, mode, "DigestError")
+        if mode != "in place" and not ("['g']" in note and "from byte" in note):
+            raise Wrong(f"the tensor and the place in it are not named: {note}")
     relay.close()
     return told(report, note)
 
 
 def changed_unseen(me: Me, mode: str, verify: bool | None) -> Any:
-    """The sender's memory changes after it was summed up, behind the version counter's back."""
+    """The sender's memory changes after it was hashed, behind the version counter's back."""
     relay = relay_of(me, route="cuda_ipc", verify=verify)
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
-        word_sums = serving.word_sums
+        digests = kernels.digests
 
-        def change(tensors: Any, tables: Any) -> list[torch.Tensor]:
-            found = word_sums(tensors, tables)
+        def change(hashed: Any, device: int, tables: Any) -> torch.Tensor:
+            found = digests(hashed, device, tables)
             torch.cuda.current_stream().synchronize()
             m.alias(state["b"])[5] ^= 64
             torch.cuda.current_stream().synchronize()
             return found
 
-        with patched(serving, "word_sums", change):
+        with patched(kernels, "digests", change):
             expect(("PeerLostError",), lambda: relay.send(state, to=1))
         m.alias(state["b"])[5] ^= 64
         report, note = relay.send(state, to=1), ""

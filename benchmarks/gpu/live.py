@@ -55,14 +55,14 @@ def _sync() -> None:
         torch.cuda.synchronize()
 
 
-def _print_of(state: dict[str, torch.Tensor]) -> list[int]:
+def _print_of(state: dict[str, torch.Tensor]) -> Any:
     """Sums of words and of words times their place: the same for the same bits alone."""
-    found = []
+    found: list[torch.Tensor] = []
     for tensor in state.values():
         words = tensor.view(torch.int64).cuda()
         place = torch.arange(1, words.numel() + 1, device=words.device)
-        found += [int(words.sum()), int((words * place).sum())]
-    return found
+        found += [words.sum(), (words * place).sum()]
+    return torch.stack(found).tolist()
 
 
 def _zero(group: Any) -> None:
@@ -179,7 +179,7 @@ def main() -> int:
 
     with Ranks(2) as ranks:
         total = ranks.run(make, count, each, ["cuda", "cuda"])[0]
-        run("GPU to GPU, in place, atomic=False", bar=600, first_bar=25)
+        run("GPU to GPU, in place, atomic=False", bar=650, first_bar=25)
         run("GPU to GPU, in place, atomic", atomic=True)
         run("GPU to GPU, in place, atomic=False, verify=True", verify=True)
         run("GPU to GPU, in place, atomic=False, verify=False", verify=False)
@@ -190,7 +190,12 @@ def main() -> int:
             rounds, transfers = (2, 3) if options.small else (5, 20)
             beside = matmul.judged(*ranks.run(_matmul, rounds, transfers, 0.1))
             print(matmul.row(beside), flush=True)
-        ranks.run(make, count, each, ["cuda", "cpu"])
+        small = 200 if options.small else 20_000
+        total = ranks.run(make, small, 4096, ["cuda", "cuda"])[0]
+        run(f"{small} tensors of 4 KB, in place, atomic=False")
+        run(f"{small} tensors of 4 KB, in place, atomic", atomic=True)
+        run(f"{small} tensors of 4 KB, new tensors", fresh=True)
+        total = ranks.run(make, count, each, ["cuda", "cpu"])[0]
         run("GPU to a CPU process", bar=10)
         run("GPU to a CPU process, atomic", atomic=True)
         ranks.run(make, count, each, ["cpu", "cuda"])
@@ -203,7 +208,7 @@ def main() -> int:
     result = {
         "benchmark": "gpu live",
         "machine": {**machine(), "gpu": torch.cuda.get_device_name()},
-        "bytes": total,
+        "bytes": count * each,
         "rows": rows,
         "matmul": beside,
         "torch_pgtransport_gb_s": round(speed, 3),

@@ -2,8 +2,8 @@
 
 The loop runs on rank 0's default stream in three conditions, in turn: alone, beside transfers, and
 beside a transfer's work for the device and nothing else. That work is the same kernel on the same
-bytes in the same two processes at the same pace: rank 1 copies and sums up memory that rank 0 has
-exported, rank 0 sums it up on a side stream. No relay takes part: no capture, no messages.
+bytes in the same two processes at the same pace: rank 1 copies and hashes memory that rank 0 has
+exported, rank 0 hashes it on a side stream. No relay takes part: no capture, no messages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from benchmarks.harness import SECONDS
 from torchrelay import Relay
-from torchrelay.memory.kernels import SUM_SOURCE, Piece, Tables, copy_and_sum
-from torchrelay.memory.side import side_stream
+from torchrelay.geometry.runs import Runs
+from torchrelay.memory.kernels import Tables, by_device
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes import place
-from torchrelay.transports.routes.cuda_ipc import Exports, Openings, packed_sums, word_sums
+from torchrelay.transports.routes import device_digests, place
+from torchrelay.transports.routes.cuda_ipc import Exports, Openings
 
 ALONE, TRANSFERS, DEVICE_WORK = CONDITIONS = ("alone", "transfers", "device_work")
 NAME = "matmul loop beside transfers"
@@ -83,32 +83,29 @@ def measure(
 
 def device_work(group: Any, tensors: list[torch.Tensor], openings: Openings) -> Act:
     """This rank's part of what a transfer asks of the device, all else done beforehand."""
-    ends, stretches = 0, []
+    ends, starts = 0, []
     for tensor in tensors:
-        stretches.append((ends, tensor))
+        starts.append(ends)
         ends += tensor.nbytes
+    mine = Runs(starts, [one.data_ptr() for one in tensors], [one.nbytes for one in tensors])
+    tables = Tables()
     if group.rank() == 0:
-        exports, tables = Exports(), Tables()
-        exported = exports.of(stretches)
-        device = tensors[0].get_device()
-        expected = packed_sums(tensors, word_sums(tensors, tables))
-        memory = wire.Memory(place.here(), exports=exported.exports, pieces=exported.pieces)
+        exported = Exports().of(mine)
+        grid = device_digests.Grid()
+        expected = grid.digests(mine, ends).packed()
+        memory = wire.Memory(place.here(), exports=exported.exports, device=exported.device)
         dist.broadcast_object_list([memory, expected], 0, group=group)
-        pieces = [Piece(one.data_ptr(), one.data_ptr(), one.nbytes) for one in tensors]
 
-        def sum_up() -> None:
-            with side_stream():
-                total = copy_and_sum(pieces, device, tables, what=SUM_SOURCE)
-                assert total is not None
-                total.cpu()
+        def hash_memory() -> None:
+            grid.digests(mine, ends).packed()
 
-        return sum_up
+        return hash_memory
     told: list[Any] = [None, None]
     dist.broadcast_object_list(told, 0, group=group)
     sources = openings.sources(0, told[0], ends)
 
     def copy() -> None:
-        copied = openings.copier.copy(sources, stretches, sums=True, whole=False)
+        copied = device_digests.copy(sources, by_device(mine), ends, tables, digests=True)
         if copied.differs(told[1]) is not None:
             raise RuntimeError("WRONG BITS beside the matmul loop")
 

@@ -59,8 +59,9 @@ class Checkpointer:
     - `retries`: how often such a save is tried again from what it staged; by default 2 times with
       "warn", and not with "raise".
     - `memory_budget` bounds the staged copy of `save_async` in bytes; without, it is one copy.
-    - `stage="device"` keeps a spare copy of GPU tensors in GPU memory, so that `save_async` waits
-      for that copy alone.
+    - `stage`: where `save_async` copies a state to while the caller waits. "device": GPU tensors to
+      a spare copy in GPU memory, which stays there for the next save; "host": to host memory;
+      "auto": to the device where that copy fits beside what training has used at its peak.
     - `save_on_signal`: a function that returns (step, state); on SIGTERM that is saved, after the
       save under way, and then the signal does what it would have done. A process on its own does
       it at once, ranks of a group at the `tick`, `save` or `save_async` that they agree on.
@@ -82,7 +83,7 @@ class Checkpointer:
         on_error: Literal["raise", "warn"] = "raise",
         retries: int | None = None,
         memory_budget: int | None = None,
-        stage: Literal["host", "device"] = "host",
+        stage: Literal["auto", "host", "device"] = "auto",
         save_on_signal: Callable[[], tuple[int, Any]] | None = None,
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM,),
         file_bytes: int | None = FILE_BYTES,
@@ -103,8 +104,8 @@ class Checkpointer:
                 retries = RETRIES if on_error == "warn" else 0
             if type(retries) is not int or retries < 0:
                 raise UsageError(f"retries is a number from 0, not {retries!r}")
-            if stage not in ("host", "device"):
-                raise UsageError(f"stage is 'host' or 'device', not {stage!r}")
+            if stage not in ("auto", "host", "device"):
+                raise UsageError(f"stage is 'auto', 'host' or 'device', not {stage!r}")
             if memory_budget is not None and memory_budget < _MIN_BUDGET:
                 raise UsageError(
                     f"memory_budget is at least {_MIN_BUDGET} bytes, not {memory_budget}"

@@ -43,6 +43,7 @@ class LoadReport:
     damaged: dict[int, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()  # stored, not in the destination (strict=False)
     extra: tuple[str, ...] = ()  # in the destination, not stored (strict=False)
+    instead: dict[str, str] = field(default_factory=dict)  # why a faster way was not taken
 
 
 class Loaded(NamedTuple):
@@ -134,6 +135,7 @@ class Loader:
                 damaged,
                 tuple(landed.missing),
                 tuple(landed.extra),
+                loading.instead,
             )
             return Loaded(landed.state, step, report)
         if torn is not None:

@@ -21,6 +21,7 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import show, unflatten
+from torchrelay.stores.device_reading import DeviceFetch
 from torchrelay.stores.metadata import metadata_of
 from torchrelay.stores.placing import (
     Wave,
@@ -70,6 +71,7 @@ class Loading:
         self._items: list[ReadItem] = []
         self._places: list[torch.Tensor] = []
         self.touched = False
+        self.instead: dict[str, str] = {}  # why a faster way was not taken
         with gc_paused():
             self._wants = Wants(
                 store,
@@ -225,11 +227,25 @@ class Loading:
                     fetch.land(verify=verify, checked=self._checked)
                 finally:
                     self.touched = self.touched or (own and fetch.begun)
+                    if isinstance(fetch, DeviceFetch) and fetch.instead:
+                        self.instead["device memory"] = fetch.instead
             self.touched = self.touched or own
             wave.finish()
 
-    def _fetch(self, wave: Wave) -> Fetch:
-        return Fetch(self._store, self._checkpoint, wave.wanted, progress=self._progress)
+    def _fetch(self, wave: Wave) -> Fetch | DeviceFetch:
+        if wave.fetch is None:
+            plain = Fetch(self._store, self._checkpoint, wave.wanted, progress=self._progress)
+            wave.fetch = plain
+            if wave.device is not None and not self._store.costly_reads:
+                wave.fetch = DeviceFetch(
+                    self._store,
+                    self._checkpoint,
+                    wave.wanted,
+                    wave.device,
+                    plain,
+                    progress=self._progress,
+                )
+        return wave.fetch
 
     # The end.
 

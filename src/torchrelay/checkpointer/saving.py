@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from torchrelay.checkpointer.pending import Pending, Saved, logger
@@ -37,6 +38,8 @@ from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.device import DeviceCopy
+from torchrelay.memory.pool import cores
+from torchrelay.memory.side import settle
 from torchrelay.plan.outline import Named, outline
 from torchrelay.record.pause import gc_paused
 from torchrelay.state.objects import unwrap
@@ -138,6 +141,7 @@ class Saver:
         """Write a state and return when it is committed."""
         try:
             share, _ = self._plan(save, state)
+            settle()
             with save.watch("write"):
                 written = self._write_now(save, share)
         except BaseException as fault:
@@ -174,10 +178,11 @@ class Saver:
     def prepare(self, save: Save, state: object) -> int:
         """Have memory and process ready for states like this one; the bytes staged for it."""
         share, drafted = self._plan(save, state, dry=True)
-        if self._stage == "device":
-            self._spare.take(drafted.tensors)
+        budget = self._budget
+        if self._copy_on_device(drafted) is not None:
             self._spare.wait()
-        arena = self._take_arena(share, self._budget)
+            budget = budget or BLOCKING_ARENA
+        arena = self._take_arena(share, budget)
         self._process.start()
         self._process.attach(arena.fd, arena.nbytes)
         self._arena = arena
@@ -253,6 +258,7 @@ class Saver:
                         )
                     done.append(target[0].finish(save.deadline))
                     return
+                share.hash_on_devices()
                 arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
                 target.append(HereTarget(draft, share.files, arena.address))
                 pipeline = Pipeline(share, share.streams, arena, target[0], save.deadline, bar)
@@ -290,24 +296,39 @@ class Saver:
         if arena is not None and (arena.nbytes < need or (pinned and not arena.pinned)):
             arena.close()
             arena = None
-        return arena or Arena(need, pinned=pinned)
+        return arena or Arena(need, pinned=pinned, threads=cores())
 
     def _stage_share(self, save: Save, share: Share, drafted: plans.Drafted) -> _Staged:
         """Copy a share; what waits for its files is called from another thread."""
         save.call.at("staging")
-        if self._stage != "device":
-            return self._stage_here(save, share)
-        copies = plans.Drafted(drafted.entries, self._spare.take(drafted.tensors), drafted.objects)
+        copied = self._copy_on_device(drafted)
+        if copied is None:
+            settle()
+            return self._stage_here(save, share, self._budget)
+        copies = plans.Drafted(drafted.entries, copied, drafted.objects)
         spare = Share(copies, share.layouts)
 
         def finish() -> list[bytes]:
             self._spare.wait()
-            return self._stage_here(save, spare).finish()
+            return self._stage_here(save, spare, self._budget or BLOCKING_ARENA).finish()
 
         return _Staged(share, finish, again=finish)
 
-    def _stage_here(self, save: Save, share: Share) -> _Staged:
-        arena = self._take_arena(share, self._budget)
+    def _copy_on_device(self, drafted: plans.Drafted) -> list[torch.Tensor] | None:
+        """A spare copy of the tensors on their GPUs; None where the host is to have it."""
+        wanted = self._stage == "device"
+        if not wanted and not (self._stage == "auto" and self._spare.fits(drafted.tensors)):
+            return None
+        try:
+            return self._spare.take(drafted.tensors)
+        except torch.cuda.OutOfMemoryError:
+            if wanted:
+                raise
+            return None
+
+    def _stage_here(self, save: Save, share: Share, budget: int | None) -> _Staged:
+        share.hash_on_devices()
+        arena = self._take_arena(share, budget)
 
         def target() -> ProcessTarget:
             place = (self._store.url, save.step, save.token)

@@ -55,6 +55,23 @@ class Runs:
         order = np.argsort(starts)
         return cls(starts[order], addresses[order], (stops - starts)[order])
 
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int]]) -> Runs:
+        """Stretches in any order, each with its position, address and bytes."""
+        return cls.unordered(*np.array(rows, np.uint64).reshape(-1, 3).T)
+
+    @classmethod
+    def unordered(cls, starts: Numbers, addresses: Numbers, sizes: Numbers) -> Runs:
+        """The same in columns."""
+        columns = [np.asarray(x, np.uint64) for x in (starts, addresses, sizes)]
+        order = np.argsort(columns[0], kind="stable")
+        return cls(*(column[order] for column in columns))
+
+    @property
+    def stretches(self) -> Runs:
+        """Which bytes of the stream they have, wherever those lie."""
+        return Runs(self.starts, self.starts, self.stops - self.starts)
+
     def only(self, starts: Numbers, sizes: Numbers) -> Runs:
         """What they have of these stretches of the stream."""
         found = moves(self, Runs(starts, starts, sizes))
@@ -69,7 +86,7 @@ class Runs:
         begin = np.sort(np.concatenate((self.starts, both.positions + both.nbytes)))
         end = np.sort(np.concatenate((both.positions, self.stops)))
         begin, end = begin[begin < end], end[begin < end]
-        run = _holding(self, begin)
+        run = holding(self, begin)
         return Runs(begin, self.addresses[run] + (begin - self.starts[run]), end - begin)
 
     def pack(self) -> bytes:
@@ -197,7 +214,7 @@ def moves(sources: Runs, destinations: Runs) -> Moves:
     edges = np.concatenate((theirs.starts, theirs.stops, ours.starts, ours.stops))
     edges.sort(kind="stable")
     low, high = edges[:-1], edges[1:]
-    there, here = _holding(theirs, low), _holding(ours, low)
+    there, here = holding(theirs, low), holding(ours, low)
     both = (there >= 0) & (here >= 0) & (low < high)
     low, high, there, here = low[both], high[both], there[both], here[both]
     return Moves(
@@ -208,10 +225,20 @@ def moves(sources: Runs, destinations: Runs) -> Moves:
     )
 
 
-def _holding(runs: Runs, positions: Column) -> np.ndarray[Any, np.dtype[np.int64]]:
+def reached(first: Any, last: Any, count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which of so many numbers lie in any of the ranges from `first` to `last`, both included."""
+    change = np.zeros(count + 1, np.int64)
+    np.add.at(change, first.astype(np.int64), 1)
+    np.add.at(change, last.astype(np.int64) + 1, -1)
+    marks: np.ndarray[Any, np.dtype[np.bool_]] = np.cumsum(change[:-1]) > 0
+    return marks
+
+
+def holding(runs: Runs, positions: Column) -> np.ndarray[Any, np.dtype[np.int64]]:
     """For each position the run that has the byte there, or -1."""
     index = np.searchsorted(runs.starts, positions, side="right").astype(np.int64) - 1
-    index[(index >= 0) & (runs.stops[index] <= positions)] = -1
+    if len(runs.stops):
+        index[(index >= 0) & (runs.stops[index] <= positions)] = -1
     return index
 
 

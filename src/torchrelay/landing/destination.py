@@ -170,15 +170,14 @@ class Straight(NamedTuple):
     leaf: Indices
     on_host: Marks
 
-    def in_host_memory(self) -> Straight:
-        rows = self.on_host
+    def some(self, rows: Marks) -> Straight:
         return Straight(
             self.at[rows],
             self.address[rows],
             self.nbytes[rows],
             self.storage[rows],
             self.leaf[rows],
-            rows[rows],
+            self.on_host[rows],
         )
 
 

@@ -72,7 +72,7 @@ class NewTensors:
         self._homes: list[torch.Tensor] = []
         # By a proxy: a landing that is given up goes at once, and its memory with it.
         coming = NewTensors._made_by_and_by(weakref.proxy(self))
-        self._host = Places(coming, [], making=len(self._sizes) > _PART)
+        self._host = Places(coming, Runs([], [], []), making=len(self._sizes) > _PART)
         if self.on_device:
             self._complete()
 
@@ -175,13 +175,11 @@ class NewTensors:
     def places(self) -> Places:
         if self._on_host:
             return self._host
-        columns = (self.chunks.starts, self._homes, self._sizes.tolist())
-        device = [
-            (start, t.flat_bytes(home.untyped_storage(), 0, nbytes))
-            for start, home, nbytes in zip(*columns, strict=True)
-            if not home.is_cpu
-        ]
-        return Places([self._complete()], device)
+        host = self._complete()
+        there = np.array([not home.is_cpu for home in self._homes], bool)
+        columns = (self.chunks.places, list(map(_data_ptr, self._homes)), self._sizes)
+        device = Runs.unordered(*(np.asarray(column, np.uint64)[there] for column in columns))
+        return Places([host], device)
 
     def write(self, index: int, data: torch.Tensor) -> None:
         begin = self.chunks.offsets[index]

@@ -14,7 +14,7 @@ from torchrelay.errors import MismatchError
 from torchrelay.geometry.chunks import aligned_sizes
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.geometry.strides import packed
-from torchrelay.landing.destination import Pair, Prepared, Straight, split_columns, straight
+from torchrelay.landing.destination import Pair, Prepared, split_columns, straight
 from torchrelay.landing.fit import ArrayFit, Fit, fit
 from torchrelay.landing.handover import Handover
 from torchrelay.landing.leaves import (
@@ -117,9 +117,9 @@ class ExistingTensors:
         mine: list[Any] = into.flat.leaves
         whole = len(plain.leaf) == len(mine)
         self._written += mine if whole else [mine[n] for n in plain.leaf.tolist()]
-        self._near = self._plain_on_devices(plain)
-        if self._near:
-            plain = plain.in_host_memory()
+        self._plain_far = plain.some(~plain.on_host)
+        if len(self._plain_far.storage):
+            plain = plain.some(plain.on_host)
         self._host = Runs(plain.at, plain.address, plain.nbytes)
         for number, (pair, path) in enumerate(fits):
             if isinstance(pair, ArrayFit):
@@ -134,9 +134,8 @@ class ExistingTensors:
             if pair.whole is not None:
                 self._wholes[id(pair.whole)] = (pair.whole, path)
         self._by_address = plain.storage
-        self._elsewhere = {*self._direct, *self._near}
         self._stage()
-        self.on_device = bool(self._near or self._far) or any(
+        self.on_device = bool(len(self._plain_far.storage) or self._far) or any(
             not region.keep.is_cpu for placed in self._direct.values() for _, region in placed
         )
 
@@ -155,14 +154,22 @@ class ExistingTensors:
                     pairs.append((index, path, here[path]))
         return pairs
 
-    def _plain_on_devices(self, plain: Straight) -> dict[int, list[tuple[int, torch.Tensor]]]:
+    @cached_property
+    def _near_storages(self) -> set[int]:
+        return set(self._plain_far.storage.tolist())
+
+    @cached_property
+    def _elsewhere(self) -> set[int]:
+        """Storages that have places which are not known by address on the host."""
+        return {*self._direct, *self._near_storages}
+
+    @cached_property
+    def _near(self) -> dict[int, list[tuple[int, torch.Tensor]]]:
         """By storage, plain tensors on devices and where they lie in its image."""
         found: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        if plain.on_host.all():
-            return found
         leaves: list[Any] = self._into.flat.leaves
-        starts, rows = self.chunks.starts, ~plain.on_host
-        columns = (plain.storage[rows], plain.at[rows], plain.leaf[rows])
+        starts, plain = self.chunks.starts, self._plain_far
+        columns = (plain.storage, plain.at, plain.leaf)
         for storage, at, leaf in zip(*(column.tolist() for column in columns), strict=True):
             found.setdefault(storage, []).append((at - starts[storage], leaves[leaf]))
         return found
@@ -195,7 +202,9 @@ class ExistingTensors:
         values = (index for index, _ in self._values.values())
         for index in (*values, *(index for index, _, _ in self._inside)):
             read_back |= {part.storage for part in parts(self._manifest.leaves[index])} - {-1}
-        filled = {*self._by_address.tolist(), *self._elsewhere}
+        filled: set[int] = set()
+        if self._anew.storages:
+            filled = {*self._by_address.tolist(), *self._elsewhere}
         read_back |= self._anew.storages & filled
         self._anew.settle(self.chunks, read_back | filled, self._means)
         self._homes = self._anew.homes
@@ -206,7 +215,7 @@ class ExistingTensors:
             for device, storages in self._by_device(read_back).items():
                 if not self._hold_on(device, storages):
                     on_host |= storages
-            others = self._direct.keys() | self._near.keys()
+            others = self._direct.keys() | self._near_storages
             on_host |= others - self._far.keys()
             held[self._by_address] = True
         held[list(on_host)] = True
@@ -262,33 +271,33 @@ class ExistingTensors:
 
     def places(self) -> Places:
         starts = self.chunks.starts
+        device = [(starts[at], held.data_ptr(), held.nbytes) for at, held in self._far.items()]
         if self._atomic:
-            device = [(starts[storage], held) for storage, held in sorted(self._far.items())]
-            return Places([self._staged], device)
-        device = [(starts[storage], bytes_) for storage, bytes_ in self._far.items()]
+            return Places([self._staged], Runs.of(device))
         twice: set[int] = set()  # written, and held back for something else
         if len(self._order):
             twice |= set(np.intersect1d(self._by_address, self._order).tolist())
-            twice |= self._near.keys() & self._at.keys()
-        for storage, near in sorted(self._near.items()):
-            device += [(starts[storage] + at, one) for at, one in near if storage not in twice]
+            twice |= self._near_storages & self._at.keys()
+        near = self._plain_far
+        if twice:
+            near = near.some(~np.isin(near.storage, list(twice)))
         for storage, placed in sorted(self._direct.items()):
-            if storage in self._near:
+            if storage in self._near_storages:
                 continue
             at, region = placed[0]
             run = region.run(0, region.nbytes)
             if len(placed) > 1 or run is None or storage in self._at:
                 twice.add(storage)
             else:
-                device.append((starts[storage] + at, run))
+                device.append((starts[storage] + at, run.data_ptr(), run.nbytes))
         host = self._host
         if twice:
             twice |= self._at.keys() | self._homes.keys()
         elif len(self._staged.starts):
             host = Runs.merged(host, self._staged)
         indirect = reaching(self._manifest, self.chunks, twice)
-        device.sort(key=_position)
-        return Places([host], device, indirect, live=bool(self._written))
+        far = Runs.merged(Runs.of(device), Runs(near.at, near.address, near.nbytes))
+        return Places([host], far, indirect, live=bool(self._written))
 
     def write(self, index: int, data: torch.Tensor) -> None:
         begin = self.chunks.offsets[index]
@@ -443,7 +452,3 @@ def _in_image_order(pair: Fit) -> _Placed | None:
     if any(s > 1 and strides[d] == 0 and here[d] != 0 for d, s in enumerate(part.shape)):
         return None  # offered once and expanded, the destination has room for each
     return _Placed(part.offset, Region(mine, part.shape, here, layout.order))
-
-
-def _position(piece: tuple[int, torch.Tensor]) -> int:
-    return piece[0]

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Runs
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import sizes_of
+from torchrelay.state.leaves import parts
+from torchrelay.state.tree import leaf_paths, show
+
+_NAMED = 8  # tensors in a message
 
 
 class Landed(NamedTuple):
@@ -29,12 +31,12 @@ class Places:
     def __init__(
         self,
         host: Iterable[Runs],
-        device: list[tuple[int, torch.Tensor]],
+        device: Runs,
         indirect: frozenset[int] = frozenset(),
         live: bool = False,
         making: bool = False,
     ) -> None:
-        self.device = device  # position in the stream, dense tensor on a device
+        self.device = device  # memory of GPUs, by address; the landing keeps it
         self.indirect = indirect  # chunks that go by `write` all the same
         self.live = live  # the caller's own tensors: once one is written to, the landing is `torn`
         self.making = making  # of host memory, while it is asked for, keeps a core busy
@@ -68,3 +70,18 @@ def reaching(manifest: m.Manifest, chunks: Chunks, storages: Iterable[int]) -> f
         first = max(bisect_right(chunks.offsets, start) - 1, 0)
         found.update(range(first, bisect_left(chunks.offsets, stop)))
     return frozenset(found)
+
+
+def named(manifest: m.Manifest, chunks: Chunks, start: int, stop: int) -> str:
+    """Bytes [start, stop) of the stream, by the tensors they are of, for a message."""
+    first = max(bisect_right(chunks.starts, start) - 1, 0)
+    storages = range(first, max(first + 1, bisect_left(chunks.starts, stop)))
+    paths = leaf_paths(manifest.tree)
+    found = [
+        show(paths[index])
+        for index, leaf in enumerate(manifest.leaves)
+        if index in paths and any(part.storage in storages for part in parts(leaf))
+    ]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    offset = start - chunks.starts[first] if first < len(chunks.starts) else start
+    return f"{', '.join(found[:_NAMED])}{more} from byte {offset} on"

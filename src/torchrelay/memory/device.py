@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from torchrelay.state.tensors import copy_all, raw_of
+
+MARGIN = 1 / 16  # of a GPU's memory
 
 
 class DeviceCopy:
@@ -18,12 +22,22 @@ class DeviceCopy:
         self._slabs: dict[torch.device, torch.Tensor] = {}
         self._event: torch.cuda.Event | None = None
 
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether there are tensors on GPUs, and every one of these has room for their copy.
+
+        What a training step has used at its peak counts as taken, and `MARGIN` of the GPU's memory
+        stays free beside it.
+        """
+        need = _need(tensors)
+        return bool(need) and all(
+            (device in self._slabs and self._slabs[device].numel() >= nbytes)
+            or nbytes <= _room_beside_training(device)
+            for device, nbytes in need.items()
+        )
+
     def take(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors' bits in row-major order, each where its tensor is, until the next call."""
-        need: dict[torch.device, int] = {}
-        for tensor in tensors:
-            if tensor.is_cuda:
-                need[tensor.device] = need.get(tensor.device, 0) + -(-tensor.nbytes // 512) * 512
+        need = _need(tensors)
         for device, nbytes in need.items():
             slab = self._slabs.get(device)
             if slab is None or slab.numel() < nbytes:
@@ -56,3 +70,18 @@ class DeviceCopy:
         """Until the copy is made."""
         if self._event is not None:
             self._event.synchronize()
+
+
+def _need(tensors: Sequence[torch.Tensor]) -> dict[torch.device, int]:
+    """Bytes of a copy on each GPU."""
+    need: dict[torch.device, int] = {}
+    for tensor in tensors:
+        if tensor.is_cuda:
+            need[tensor.device] = need.get(tensor.device, 0) + -(-tensor.nbytes // 512) * 512
+    return need
+
+
+def _room_beside_training(device: torch.device) -> int:
+    free, whole = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return int(free + max(0, unused) - whole * MARGIN)

@@ -1,15 +1,16 @@
-"""One kernel: many pieces of GPU memory copied in a single launch, and summed up on the way.
+"""Two kernels for many pieces of GPU memory at once: copies of them, and their digests.
 
-Hundreds of copies and sums take the host longer to ask for than the device to do. The kernel's
-source is copy_and_sum.cu; what the driver loads is copy_and_sum.ptx beside it, which every GPU from
-compute capability 7.0 on can run. Where it cannot be loaded, torch does the same piece by piece.
+Hundreds of copies take the host longer to ask for than the device to do, and a digest on the device
+covers the way to the host and back. The kernels' source is kernels.cu; what the driver loads is
+kernels.ptx beside it, which every GPU from compute capability 7.0 on can run. Where it cannot be
+loaded, torch copies piece by piece, and digests are made on the host.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,29 +18,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-TILE = 512 << 10  # bytes that one block takes at a time; a multiple of 16
-THREADS = 512
+from torchrelay.geometry.runs import Column, Moves, Runs, holding
+from torchrelay.record.digest import DIGEST_BYTES, running_digest
+
+TILE = 2 << 20  # bytes that one block copies at a time
+COPY_THREADS = 512
 BLOCKS_PER_PROCESSOR = 4
-_NAME = b"torchrelay_copy_and_sum"
+HASH_THREADS = 32
+CHUNKS_PER_BLOCK = HASH_THREADS // 8  # eight threads take a chunk
+_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_NAMES = (b"torchrelay_copy", b"torchrelay_xxh3_128")
+
+Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class CudaError(Exception):
     """The CUDA driver refused; the message says what."""
-
-
-Part = tuple[int, int]  # the first tile, and every how many from there
-WHOLE: Part = (0, 1)
-
-
-COPY, SUM_SOURCE, SUM_DESTINATION = 0, 1, 2  # what is done with pieces
-
-
-class Piece(NamedTuple):
-    """Bytes at `source` that go to `destination`, both addresses on one device."""
-
-    source: int
-    destination: int
-    nbytes: int
 
 
 @cache
@@ -56,24 +50,39 @@ def check(code: int, what: str) -> None:
         raise CudaError(f"CUDA cannot {what} (error {code})")
 
 
+def take_context(device: int) -> None:
+    """Make the device's context this thread's, for calls of the driver."""
+    torch.cuda.set_device(device)
+    torch.cuda.current_stream().query()
+
+
+class _Kernels(NamedTuple):
+    copy: ctypes.c_void_p
+    hash: ctypes.c_void_p
+    processors: int
+
+
 _loading = threading.Lock()
 
 
 @cache
-def _load(device: int) -> tuple[ctypes.c_void_p, int]:
-    """The kernel on a device, and how many blocks it is run with."""
-    text = (Path(__file__).parent / "copy_and_sum.ptx").read_bytes()
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+def _load(device: int) -> _Kernels:
+    text = (Path(__file__).parent / "kernels.ptx").read_bytes()
+    module, found = ctypes.c_void_p(), []
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()  # makes the device's context this thread's
-        check(driver().cuModuleLoadData(ctypes.byref(module), text), "load a kernel")
-        check(driver().cuModuleGetFunction(ctypes.byref(function), module, _NAME), "find a kernel")
+        check(driver().cuModuleLoadData(ctypes.byref(module), text), "load kernels")
+        for name in _NAMES:
+            function = ctypes.c_void_p()
+            code = driver().cuModuleGetFunction(ctypes.byref(function), module, name)
+            check(code, "find a kernel")
+            found.append(function)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return function, processors * BLOCKS_PER_PROCESSOR
+    return _Kernels(found[0], found[1], processors)
 
 
-def kernel(device: int) -> tuple[ctypes.c_void_p, int] | None:
-    """The kernel, loaded once (which takes a tenth of a second); None where it cannot be."""
+def kernels(device: int) -> _Kernels | None:
+    """The kernels, loaded once (which takes a tenth of a second); None where they cannot be."""
     with _loading:
         try:
             return _load(device)
@@ -85,27 +94,29 @@ _warm: set[int] = set()
 
 
 def warm_up(device: int) -> None:
-    """Begin to load the kernel, while there are other things to wait for."""
+    """Begin to load the kernels, while there are other things to wait for."""
     if device not in _warm:
         _warm.add(device)
-        threading.Thread(target=kernel, args=(device,), daemon=True).start()
+        threading.Thread(target=kernels, args=(device,), daemon=True).start()
 
 
 class Tables:
-    """Pieces cut into tiles, as the kernel takes them. The last few tables are kept on the device;
-    they hold addresses, and keep no memory alive."""
+    """Tables of addresses as the kernels take them. The last few are kept on the device; they keep
+    no memory alive but their own."""
 
-    def __init__(self, most: int = 4) -> None:
-        self._kept: dict[tuple[object, ...], torch.Tensor] = {}
+    def __init__(self, most: int = 8) -> None:
+        self._kept: dict[tuple[int, bytes], torch.Tensor] = {}
         self._most = most
         self._lock = threading.Lock()
 
-    def of(self, pieces: Sequence[Piece], device: int) -> torch.Tensor:
-        key = (device, *pieces)
+    def of(self, table: Numbers, device: int) -> torch.Tensor:
+        """The numbers on the device, in one dimension."""
+        key = (device, table.tobytes())
         with self._lock:
             known = self._kept.pop(key, None)
             if known is None:
-                known = torch.from_numpy(tiles(pieces)).to(f"cuda:{device}")
+                flat = np.ascontiguousarray(table).view(np.int64).reshape(-1)
+                known = torch.from_numpy(flat).to(f"cuda:{device}")
                 torch.cuda.current_stream(device).synchronize()
             self._kept[key] = known
             while len(self._kept) > self._most:
@@ -117,83 +128,118 @@ class Tables:
             self._kept.clear()
 
 
-def tiles(pieces: Sequence[Piece]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """A row for each tile: source, destination, bytes, piece."""
-    table = np.array(pieces, np.int64).reshape(-1, 3)
-    source, destination, nbytes = table.T
-    counts = -(-nbytes // TILE)
-    piece = np.repeat(np.arange(len(table)), counts)
-    skip = (np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE
-    size = np.minimum(nbytes[piece] - skip, TILE)
-    return np.stack([source[piece] + skip, destination[piece] + skip, size, piece], axis=1)
-
-
-def copy_and_sum(
-    pieces: Sequence[Piece],
-    device: int,
-    tables: Tables,
-    *,
-    what: int = COPY,
-    sums: bool = True,
-    part: Part = WHOLE,
-) -> torch.Tensor | None:
-    """Ask the device, on its current stream, to copy the pieces or to read one of their ends; with
-    `sums`, the sum of what was read of each.
-
-    A sum is that of 64-bit words modulo 2**64, with bytes behind the last whole word as numbers of
-    their own. Any flipped bit changes it. `part` takes some of the tiles alone (not where torch
-    does the work: all of them then).
-    """
+def copy(moves: Moves, device: int, tables: Tables) -> None:
+    """Ask a device, on its current stream, to copy memory of its own by address."""
     with torch.cuda.device(device):
-        loaded = kernel(device)
+        loaded = kernels(device)
         if loaded is None:
-            return _piece_by_piece(pieces, device, what, sums=sums)
-        totals = torch.zeros(len(pieces), dtype=torch.int64, device="cuda") if sums else None
-        _launch(*loaded, tables.of(pieces, device), totals, (*part, what))
-        return totals
+            columns = (moves.sources, moves.destinations, moves.nbytes)
+            for source, to, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+                device_bytes(to, nbytes, device).copy_(device_bytes(source, nbytes, device))
+            return
+        cut = moves.cut(TILE)
+        if len(cut.nbytes):
+            rows = np.stack([cut.sources, cut.destinations, cut.nbytes], axis=1)
+            table = tables.of(rows, device)
+            grid = min(loaded.processors * BLOCKS_PER_PROCESSOR, len(rows))
+            _launch(loaded.copy, grid, COPY_THREADS, [table.data_ptr(), len(rows)])
 
 
-def _launch(
-    function: ctypes.c_void_p,
-    blocks: int,
-    table: torch.Tensor,
-    totals: torch.Tensor | None,
-    how: tuple[int, int, int],
-) -> None:
-    count = len(table)
-    if not count:
-        return
-    numbers = (table.data_ptr(), count, 0 if totals is None else totals.data_ptr(), *how)
+class Hashed(NamedTuple):
+    """Chunks of a stream, and where their bytes lie, as the kernel takes them.
+
+    `chunks`: a row for each, its first segment and its bytes. `segments`: a row for each, the
+    address that byte 0 of its chunk would have, or 0 for zeros, and where in the chunk it ends.
+    """
+
+    chunks: Numbers
+    segments: Numbers
+
+    @classmethod
+    def of(cls, memory: Runs, starts: Column, stops: Column) -> Hashed:
+        """Chunks [start, stop), in the order of the stream. What is not in memory is zeros."""
+        # Four ascending columns: a sort that finds that out is done with them at once.
+        edges = np.concatenate((memory.starts, memory.stops, starts, stops))
+        edges.sort(kind="stable")
+        edges = edges[np.append(True, edges[1:] != edges[:-1])] if len(edges) else edges
+        low, high = edges[:-1], edges[1:]
+        chunk = np.searchsorted(starts, low, side="right").astype(np.int64) - 1
+        chunk[stops[chunk] <= low] = -1
+        inside = chunk >= 0
+        low, high, chunk = low[inside], high[inside], chunk[inside]
+        run = holding(memory, low)
+        begin = starts[chunk]
+        if len(memory.starts):
+            base = memory.addresses[run] + (begin - memory.starts[run])  # modulo 2**64
+            base[run < 0] = 0
+        else:
+            base = np.zeros(len(low), np.uint64)
+        first = np.searchsorted(chunk, np.arange(len(starts))).astype(np.uint64)
+        return cls(
+            np.stack([first, stops - starts], axis=1), np.stack([base, high - begin], axis=1)
+        )
+
+
+def digests(hashed: Hashed, device: int, tables: Tables) -> torch.Tensor:
+    """Ask a device, on its current stream, for the digest of each chunk: rows of bytes there."""
+    count = len(hashed.chunks)
+    with torch.cuda.device(device):
+        loaded = kernels(device)
+        if loaded is None:
+            return _digests_on_host(hashed, device).to(f"cuda:{device}")
+        found = torch.empty(count, DIGEST_BYTES, dtype=torch.uint8, device="cuda")
+        if count:
+            both = tables.of(np.concatenate((hashed.chunks, hashed.segments)), device)
+            segments = both.data_ptr() + hashed.chunks.nbytes
+            numbers = [both.data_ptr(), count, segments, found.data_ptr()]
+            _launch(loaded.hash, -(-count // CHUNKS_PER_BLOCK), HASH_THREADS, numbers)
+        return found
+
+
+def _launch(function: ctypes.c_void_p, grid: int, threads: int, numbers: Iterable[int]) -> None:
     values = [ctypes.c_uint64(number) for number in numbers]
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    grid = min(blocks, count)
+    current = torch.cuda.current_stream()
+    current.query()  # makes the device's context this thread's
+    stream = ctypes.c_void_p(current.cuda_stream)
     check(
-        driver().cuLaunchKernel(function, grid, 1, 1, THREADS, 1, 1, 0, stream, pointers, None),
+        driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, 0, stream, pointers, None),
         "launch a kernel",
     )
 
 
-def _piece_by_piece(
-    pieces: Sequence[Piece], device: int, what: int, *, sums: bool
-) -> torch.Tensor | None:
-    totals = torch.zeros(len(pieces), dtype=torch.int64, device="cuda") if sums else None
-    for index, (source, destination, nbytes) in enumerate(pieces):
-        data = device_bytes(destination if what == SUM_DESTINATION else source, nbytes, device)
-        if what == COPY:
-            device_bytes(destination, nbytes, device).copy_(data)
-        if totals is not None:
-            totals[index] = word_sum(data)
-    return totals
+def _digests_on_host(hashed: Hashed, device: int) -> torch.Tensor:
+    def of(first: int, nbytes: int) -> bytes:
+        running, at = running_digest(), 0
+        while at < nbytes:
+            base, end = hashed.segments[first].tolist()
+            address = (base + at) % (1 << 64)
+            data = device_bytes(address, end - at, device).cpu() if base else None
+            running.update(bytes(end - at) if data is None else data.numpy())
+            first, at = first + 1, end
+        return bytes(running.digest())
+
+    whole = b"".join(of(*row) for row in hashed.chunks.tolist())
+    return torch.frombuffer(bytearray(whole or b"\0"), dtype=torch.uint8)[: len(whole)].view(
+        -1, DIGEST_BYTES
+    )
 
 
-def word_sum(data: torch.Tensor) -> torch.Tensor:
-    """The sum of one piece, given as bytes, as the kernel has it."""
-    whole = data.numel() - data.numel() % 8
-    words = data[:whole]
-    if words.storage_offset() % 8 or words.data_ptr() % 8:
-        words = words.clone()
-    return words.view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
+def device_at(address: int) -> int:
+    """The GPU whose memory an address leads to."""
+    number = ctypes.c_int()
+    code = driver().cuPointerGetAttribute(ctypes.byref(number), _ORDINAL, ctypes.c_uint64(address))
+    check(code, "say which GPU memory is on")
+    return number.value
+
+
+def by_device(memory: Runs) -> dict[int, Runs]:
+    """Memory of GPUs, apart for each of them."""
+    if torch.cuda.device_count() < 2 or not len(memory.starts):
+        return {0: memory} if len(memory.starts) else {}
+    on = np.array([device_at(at) for at in memory.addresses.tolist()])
+    columns = (memory.starts, memory.addresses, memory.stops - memory.starts)
+    return {int(n): Runs(*(column[on == n] for column in columns)) for n in np.unique(on)}
 
 
 class _Raw:

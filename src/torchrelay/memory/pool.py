@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves
 from torchrelay.landing.workspace import LARGE_BYTES, Pairs, Plainly, allocate
-from torchrelay.memory import vectors
-from torchrelay.memory.kernels import Piece, Tables, copy_and_sum
+from torchrelay.memory import kernels, vectors
 from torchrelay.memory.pages import PAGE, Mapping, populate, release
 
 
@@ -120,7 +120,7 @@ class Pooled(Plainly):
 
     def __init__(self, pool: Pool | None, threads: int | None = None) -> None:
         self._pool = pool
-        self._tables = Tables()
+        self._tables = kernels.Tables()
         self._threads = threads or cores()
 
     def room(
@@ -143,15 +143,15 @@ class Pooled(Plainly):
         vectors.copy(moves, self._threads if alone else 1, beside)
 
     def copy_on_device(self, pairs: Pairs) -> None:
-        here: dict[int, list[Piece]] = {}
+        here: dict[int, list[tuple[int, int, int, int]]] = {}
         for tensor, data in pairs:
             if not tensor.is_cuda or tensor.device != data.device:
                 super().copy_on_device([(tensor, data)])
                 continue
-            piece = Piece(data.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-            here.setdefault(tensor.get_device(), []).append(piece)
-        for device, pieces in here.items():
-            copy_and_sum(pieces, device, self._tables, sums=False)
+            move = (0, data.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            here.setdefault(tensor.get_device(), []).append(move)
+        for device, found in here.items():
+            kernels.copy(Moves(*np.array(found, np.uint64).T), device, self._tables)
 
 
 def cores() -> int:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
 from torchrelay.errors import RelayError
 from torchrelay.geometry import chunks as plan
@@ -215,8 +216,8 @@ class Blueprint:
         else:
             host = self._host(runs)
             self._last = runs, host
-        far = [(at, plain[row]) for at, row in self._far]
-        return Stream(host, regions, self.chunks.stream_bytes, far)
+        far = _Lazily(self._far, plain)
+        return Stream(host, regions, self.chunks.stream_bytes, self._device, far)
 
     @cached_property
     def _starts(self) -> Column:
@@ -229,6 +230,13 @@ class Blueprint:
         rows = np.flatnonzero(~self.pieces.plains.on_host)
         rows = rows[np.argsort(self._starts[rows])]
         return list(zip(self._starts[rows].tolist(), rows.tolist(), strict=True))
+
+    @cached_property
+    def _device(self) -> Runs:
+        """Pieces on devices, by address."""
+        there = ~self.pieces.plains.on_host
+        columns = (self._starts, self.pieces.plains.places, self.pieces.nbytes)
+        return Runs.unordered(*(column[there] for column in columns))
 
     def _host(self, runs: list[tuple[int, int, int]]) -> Runs:
         here = self.pieces.plains.on_host
@@ -251,6 +259,20 @@ class Blueprint:
         alone = np.flatnonzero(whole & (pieces.nbytes >= plan.MIB))
         places = self.places[pieces.image[alone]]
         return dict(zip(places.tolist(), alone.tolist(), strict=True))
+
+
+class _Lazily(Sequence[tuple[int, torch.Tensor]]):
+    """Tensors with their positions, paired only when they are asked for."""
+
+    def __init__(self, rows: list[tuple[int, int]], tensors: Sequence[Any]) -> None:
+        self._rows, self._tensors = rows, tensors
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        at, row = self._rows[index]
+        return at, self._tensors[row]
 
 
 def _first(pair: tuple[int, Image]) -> int:

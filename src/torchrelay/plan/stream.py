@@ -28,17 +28,19 @@ class Stream:
         host: Runs,
         regions: list[tuple[int, Region]],
         nbytes: int,
+        device: Runs | None = None,
         far: Sequence[tuple[int, torch.Tensor]] = (),
     ) -> None:
         self.nbytes = nbytes
         self.host = host
-        self.far = far  # contiguous tensors on devices, each with its position
+        self.device = device or Runs([], [], [])  # contiguous tensors on GPUs, by address
+        self._far = far  # the same tensors, each with its position
         self.regions = regions  # all others
 
     @cached_property
     def elsewhere(self) -> list[tuple[int, Region]]:
         """What no address on this host leads to, in the order of the stream."""
-        found = [(at, Region.row_major(tensor)) for at, tensor in self.far]
+        found = [(at, Region.row_major(tensor)) for at, tensor in self._far]
         return sorted([*self.regions, *found], key=itemgetter(0))
 
     @cached_property

@@ -14,6 +14,7 @@ from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf
 from torchrelay.state.leaves import parts
+from torchrelay.stores.device_hashing import hashed_on_devices
 from torchrelay.stores.layout import FileLayout
 from torchrelay.stores.plans import Drafted, Outlines, Told, with_objects
 from torchrelay.stores.records import (
@@ -99,6 +100,10 @@ class Share:
             Range(index, 0, file.nbytes, stream.host)
             for index, (file, stream) in enumerate(zip(self.files, self.streams, strict=True))
         ]
+
+    def hash_on_devices(self) -> None:
+        """Have GPUs make the digests that they can: what is written need not be hashed again."""
+        self.files = hashed_on_devices(self.files, self.streams)
 
     def passes(self) -> Iterator[list[Range]]:
         """Everything, in as many passes as it takes to bring what is not on the host there."""

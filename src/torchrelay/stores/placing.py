@@ -23,7 +23,8 @@ from torchrelay.memory.host import host_block
 from torchrelay.plan.region import Region
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut, local_parts
-from torchrelay.stores.reading import Placed
+from torchrelay.stores.device_reading import DeviceFetch, device_of
+from torchrelay.stores.reading import Fetch, Placed
 from torchrelay.stores.records import Checkpoint, Shard, StoredTensor
 from torchrelay.stores.writer.ranges import WORKERS
 
@@ -61,6 +62,8 @@ class Wave:
     moves: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     arrived: bool = False  # whether the bytes are here
+    device: int | None = None  # the GPU that all of its places are on
+    fetch: Fetch | DeviceFetch | None = None  # what reads it, from its check on
 
     def held(self) -> Wave:
         """The same reads into memory of their own; `moves` take them to their places."""
@@ -72,6 +75,18 @@ class Wave:
                 held.moves.append(partial(region.write, 0, region.nbytes, block))
         held.after += self.after
         return held
+
+    def by_device(self) -> list[Wave]:
+        """The same reads, apart for each GPU."""
+        found: dict[int | None, Wave] = {}
+        for file, placed in self.wanted.items():
+            for start, region in placed:
+                device = device_of(region)
+                wave = found.setdefault(device, Wave(device=device))
+                wave.wanted.setdefault(file, []).append((start, region))
+        if self.after:  # what was read to the host goes on from there
+            found.setdefault(None, Wave()).after += self.after
+        return list(found.values())
 
     def finish(self) -> None:
         """Everything has arrived: take it where it belongs."""
@@ -97,7 +112,7 @@ def waves(wishes: Iterable[Wish]) -> list[Wave]:
     for wish in sorted(detours, key=lambda wish: (wish.shard.file, _start(wish))):
         region, copy = _detour(wish)
         planned.add(wish.shard.file, _start(wish), region, copy)
-    return planned.waves
+    return [part for wave in planned.waves for part in wave.by_device()]
 
 
 def arrived(wishes: Iterable[Wish], take: Callable[[Wish], torch.Tensor]) -> Wave:

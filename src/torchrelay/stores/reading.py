@@ -37,7 +37,9 @@ _FEW = 8
 Placed = tuple[int, Region]
 
 
-class _Task(NamedTuple):
+class Task(NamedTuple):
+    """Bytes [start, stop) of a file."""
+
     file: int
     start: int
     stop: int
@@ -64,7 +66,7 @@ class Fetch:
         for file, placed in wanted.items():
             ordered = sorted(placed, key=lambda piece: piece[0])
             self._streams[file] = Stream.of(ordered, checkpoint.files[file].nbytes)
-            self._spans[file] = _merged([(at, at + region.nbytes) for at, region in ordered])
+            self._spans[file] = merged([(at, at + region.nbytes) for at, region in ordered])
         self._pinned = any(
             region.keep.is_cuda
             for stream in self._streams.values()
@@ -89,7 +91,7 @@ class Fetch:
         else:
             self._run(self._land_unverified, self._pieces, once=True)
 
-    def _chunks(self, file: int, batched: bool) -> Iterable[_Task]:
+    def _chunks(self, file: int, batched: bool) -> Iterable[Task]:
         """Ranges of whole chunks, of a size that is worth a task or a request."""
         record = self._checkpoint.files[file]
         size = record.chunk_bytes
@@ -99,30 +101,30 @@ class Fetch:
             first, end = max(start // size, last), -(-stop // size)
             for chunk in range(first, end, several):
                 upto = min(chunk + several, end) * size
-                yield _Task(file, chunk * size, min(upto, record.nbytes))
+                yield Task(file, chunk * size, min(upto, record.nbytes))
             last = max(last, end)
 
-    def _pieces(self, file: int, batched: bool) -> Iterable[_Task]:
+    def _pieces(self, file: int, batched: bool) -> Iterable[Task]:
         """What is wanted and no more, where reads need no alignment."""
         if batched:
             yield from self._chunks(file, batched)
             return
         for start, stop in self._spans[file]:
             for at in range(start, stop, UNVERIFIED_BYTES):
-                yield _Task(file, at, min(stop, at + UNVERIFIED_BYTES))
+                yield Task(file, at, min(stop, at + UNVERIFIED_BYTES))
 
     def _is_batched(self, reader: DataReader) -> bool:
         return self._batched or reader.batched
 
-    def _each_chunk(self, task: _Task) -> Iterator[_Task]:
+    def _each_chunk(self, task: Task) -> Iterator[Task]:
         size = self._checkpoint.files[task.file].chunk_bytes
         for start in range(task.start, task.stop, size):
-            yield _Task(task.file, start, min(start + size, task.stop))
+            yield Task(task.file, start, min(start + size, task.stop))
 
     def _run(
         self,
-        act: Callable[[_Task, DataReader, _Buffer], None],
-        cut: Callable[[int, bool], Iterable[_Task]],
+        act: Callable[[Task, DataReader, _Buffer], None],
+        cut: Callable[[int, bool], Iterable[Task]],
         once: bool,
     ) -> None:
         readers = {
@@ -137,10 +139,10 @@ class Fetch:
             task for file, reader in readers.items() for task in cut(file, self._is_batched(reader))
         ]
 
-        def hand() -> Callable[[_Task], None]:
+        def hand() -> Callable[[Task], None]:
             buffer = _Buffer(self._pinned)
 
-            def do(task: _Task) -> None:
+            def do(task: Task) -> None:
                 act(task, readers[task.file], buffer)
                 self._progress(task.stop - task.start)
 
@@ -153,7 +155,7 @@ class Fetch:
             for reader in readers.values():
                 reader.close()
 
-    def _check_chunks(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+    def _check_chunks(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
         if self._is_batched(reader):
             self._read_checked(task, reader, buffer)
             return
@@ -167,7 +169,7 @@ class Fetch:
                 hasher.update(piece)
             self._compare(chunk, hasher.digest())
 
-    def _read_checked(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+    def _read_checked(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
         """A range of whole chunks into the buffer, each with its digest."""
         view = buffer.view(task.stop - task.start)
         self._read(task, reader, task.start, [view])
@@ -175,7 +177,7 @@ class Fetch:
             piece = view[chunk.start - task.start : chunk.stop - task.start]
             self._compare(chunk, xxhash.xxh3_128_digest(piece))
 
-    def _land_chunks(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+    def _land_chunks(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
         stream = self._streams[task.file]
         if self._is_batched(reader):
             self._read_checked(task, reader, buffer)
@@ -196,7 +198,7 @@ class Fetch:
                     hasher.update(piece)
             self._compare(chunk, hasher.digest())
 
-    def _land_checked(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+    def _land_checked(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
         direct = self._direct(self._streams[task.file], task)
         if direct and not self._batched:
             views = [host_view(address, nbytes) for _, address, nbytes in direct]
@@ -206,7 +208,7 @@ class Fetch:
                 return
         self._land_chunks(task, reader, buffer)
 
-    def _land_unverified(self, task: _Task, reader: DataReader, buffer: _Buffer) -> None:
+    def _land_unverified(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
         stream = self._streams[task.file]
         direct = [] if self._is_batched(reader) else self._direct(stream, task)
         if direct:
@@ -217,50 +219,50 @@ class Fetch:
         stream.write(task.start, task.stop, buffer.tensor)
 
     @staticmethod
-    def _direct(stream: Stream, task: _Task) -> list[tuple[int, int, int]]:
+    def _direct(stream: Stream, task: Task) -> list[tuple[int, int, int]]:
         """The runs of host memory that are all of a range, if they are few."""
         runs = list(stream.host.within(task.start, task.stop))
         whole = sum(nbytes for _, _, nbytes in runs) == task.stop - task.start
         return runs if whole and len(runs) <= _FEW else []
 
-    def _read(self, task: _Task, reader: DataReader, at: int, views: list[memoryview]) -> None:
+    def _read(self, task: Task, reader: DataReader, at: int, views: list[memoryview]) -> None:
         try:
             reader.read_into(at, views)
         except (OSError, EOFError) as fault:
-            raise _unread(self._store, self._checkpoint, task, fault) from fault
+            raise unread(self._store, self._checkpoint, task, fault) from fault
 
-    def _compare(self, task: _Task, digest: bytes) -> None:
+    def _compare(self, task: Task, digest: bytes) -> None:
         record = self._checkpoint.files[task.file]
         at = task.start // record.chunk_bytes * 16
         if digest != record.digests[at : at + 16]:
             raise self._damaged(task, f"bytes {task.start} to {task.stop} are not those written")
 
-    def _damaged(self, task: _Task, problem: str) -> DamagedError:
-        return _damaged(self._store, self._checkpoint, task, problem)
+    def _damaged(self, task: Task, problem: str) -> DamagedError:
+        return damaged(self._store, self._checkpoint, task, problem)
 
 
 def opened(store: OpenStep, checkpoint: Checkpoint, file: int, *, once: bool = False) -> DataReader:
     """A file of a step; `DamagedError` unless it is there and as large as it was."""
     record = checkpoint.files[file]
-    whole = _Task(file, 0, record.nbytes)
+    whole = Task(file, 0, record.nbytes)
     try:
         reader = store.reader(record.name, once=once)
     except OSError as fault:
-        raise _unread(store, checkpoint, whole, fault) from fault
+        raise unread(store, checkpoint, whole, fault) from fault
     if reader.nbytes != record.nbytes:
         reader.close()
         problem = f"has {reader.nbytes} bytes, {record.nbytes} were written"
         lost = whole._replace(start=min(reader.nbytes, record.nbytes))
-        raise _damaged(store, checkpoint, lost, problem)
+        raise damaged(store, checkpoint, lost, problem)
     return reader
 
 
-def _unread(
-    store: OpenStep, checkpoint: Checkpoint, task: _Task, fault: OSError | EOFError
+def unread(
+    store: OpenStep, checkpoint: Checkpoint, task: Task, fault: OSError | EOFError
 ) -> CheckpointError:
     """Damage is what was found to be wrong; a medium that does not give its bytes is none."""
     if isinstance(fault, EOFError) or is_wrong(fault):
-        return _damaged(store, checkpoint, task, f"cannot be read: {fault}")
+        return damaged(store, checkpoint, task, f"cannot be read: {fault}")
     return CheckpointError(
         f"cannot be read: {fault.strerror or fault}; its bytes may be whole",
         step=checkpoint.step,
@@ -269,7 +271,7 @@ def _unread(
     )
 
 
-def _damaged(store: OpenStep, checkpoint: Checkpoint, task: _Task, problem: str) -> DamagedError:
+def damaged(store: OpenStep, checkpoint: Checkpoint, task: Task, problem: str) -> DamagedError:
     record = checkpoint.files[task.file]
     names = leaves_in(checkpoint, task.file, task.start, task.stop)
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -335,7 +337,7 @@ def leaves_in(checkpoint: Checkpoint, file: int, start: int, stop: int) -> list[
     return [name for at, name in placed[first:] if at < max(stop, start + 1)]
 
 
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for start, stop in spans:
         if merged and start <= merged[-1][1]:

@@ -39,7 +39,7 @@ class Begin(msgspec.Struct, tag="begin"):
     step: int
     token: str
     timeout: float
-    files: list[tuple[str, int, int]]
+    files: list[tuple[str, int, int, bytes]]  # as `FileSpec`
 
 
 class Write(msgspec.Struct, tag="write"):

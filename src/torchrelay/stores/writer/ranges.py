@@ -1,6 +1,7 @@
 """Digests and writes: ranges of memory into the files of a draft, on a few threads.
 
-A file is cut into chunks. A chunk is hashed and, while it is in the processor's cache, written.
+A file is cut into chunks. A chunk is hashed, unless its digest is known already, and, while it is
+in the processor's cache, written.
 HostRuns that others may change meanwhile is copied first, a piece at a time, so that the bytes that
 are written are those that were hashed. Hashing, copying and the system calls all let other threads
 run. No torch here: the writer process does with it.
@@ -22,6 +23,7 @@ from torchrelay.memory.crew import share_out
 from torchrelay.stores.seam import DataFiles, Sink
 
 PIECE = 1 << 18  # bytes of live memory that are copied, hashed and written at once
+KNOWN_BYTES = 8 << 20  # written at once where digests are known already
 FINISHERS = 32  # files that are made durable at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 
@@ -44,9 +46,12 @@ class Staged(NamedTuple):
 
 
 class FileSpec(NamedTuple):
+    """A file to be. `digests`: those of its chunks that are known, zeros for others, or none."""
+
     name: str
     nbytes: int
     chunk_bytes: int
+    digests: bytes = b""
 
 
 class Range(NamedTuple):
@@ -70,7 +75,9 @@ class Writing:
         self._files = files
         self._workers = workers
         self._sinks: list[Sink] = []
-        self._digests = [bytearray(16 * -(-file.nbytes // file.chunk_bytes)) for file in files]
+        self._digests = [
+            bytearray(file.digests or 16 * -(-file.nbytes // file.chunk_bytes)) for file in files
+        ]
         self._failure: BaseException | None = None
         self.current: str | None = None  # the file that was last turned to
         try:
@@ -101,20 +108,39 @@ class Writing:
             while self._failure is None and (task := queue.take()) is not None:
                 place, start, stop = task
                 try:
-                    self._chunk(queue.ranges[place], start, stop, own)
+                    self._chunks(queue.ranges[place], start, stop, own)
                 finally:
                     queue.done(place)
         except BaseException as fault:
             self._failure = self._failure or fault
 
-    def _chunk(self, part: Range, start: int, stop: int, own: ctypes.Array[ctypes.c_char]) -> None:
+    def _chunks(self, part: Range, start: int, stop: int, own: ctypes.Array[ctypes.c_char]) -> None:
         file = self._files[part.file]
-        hasher = xxhash.xxh3_128()
+        if _is_known(file, start, stop):
+            self._write(part, start, stop, own)
+            return
+        for at in range(start, stop, file.chunk_bytes):
+            end = min(at + file.chunk_bytes, stop)
+            if _is_known(file, at, end):
+                self._write(part, at, end, own)
+                continue
+            hasher = xxhash.xxh3_128()
+            self._write(part, at, end, own, hasher.update)
+            place = at // file.chunk_bytes * 16
+            self._digests[part.file][place : place + 16] = hasher.digest()
+
+    def _write(
+        self,
+        part: Range,
+        start: int,
+        stop: int,
+        own: ctypes.Array[ctypes.c_char],
+        look: Callable[[memoryview], None] | None = None,
+    ) -> None:
         for at, view in _still(part.memory, start, stop, own):
-            hasher.update(view)
-            self._at(file.name, partial(self._sinks[part.file].write, at, [view]))
-        place = start // file.chunk_bytes * 16
-        self._digests[part.file][place : place + 16] = hasher.digest()
+            if look is not None:
+                look(view)
+            self._at(self._files[part.file].name, partial(self._sinks[part.file].write, at, [view]))
 
     def finish(self) -> list[bytes]:
         """Make the files durable; the digests of each file's chunks."""
@@ -140,6 +166,18 @@ class Writing:
             ) from fault
 
 
+def _several(file: FileSpec) -> int:
+    """Bytes that a thread takes at once: a chunk, or several where there is nothing to hash."""
+    return file.chunk_bytes * (max(1, KNOWN_BYTES // file.chunk_bytes) if file.digests else 1)
+
+
+def _is_known(file: FileSpec, start: int, stop: int) -> bool:
+    """Whether the digests of all chunks of a range are known."""
+    first, last = start // file.chunk_bytes, -(-stop // file.chunk_bytes)
+    known = file.digests[16 * first : 16 * last]
+    return bool(known) and all(any(known[at : at + 16]) for at in range(0, len(known), 16))
+
+
 class _Queue:
     """Chunks of ranges, handed out so that threads are on different files while they can."""
 
@@ -147,7 +185,7 @@ class _Queue:
         self, ranges: Sequence[Range], files: Sequence[FileSpec], ordered: Sequence[bool]
     ) -> None:
         self.ranges = ranges
-        self._chunks = [files[part.file].chunk_bytes for part in ranges]
+        self._chunks = [_several(files[part.file]) for part in ranges]
         self._ordered = [ordered[part.file] for part in ranges]
         self._next = [part.start for part in ranges]
         self._active = [0] * len(ranges)

@@ -6,6 +6,7 @@ import queue
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from torchrelay.deadlines import Deadline, InterruptedTransfer, Stopwatch
@@ -22,7 +23,8 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from torchrelay.landing.places import Landed
+from torchrelay.geometry.runs import Runs
+from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing
 from torchrelay.memory.pool import cores
 from torchrelay.memory.side import in_use, settle
@@ -254,17 +256,17 @@ class Receiving:
 
     def _choose(self, offer: wire.Offer, landing: Landing) -> None:
         """Find the route; open the sender's device memory if that is it."""
-        opened: list[cuda_ipc.Source] = []
+        opened: dict[int, Runs] = {}
 
         def open_device_memory() -> str:
             memory = offer.memory
-            if memory is None or not memory.pieces:
+            if memory is None or not memory.device:
                 return memory.no_exports if memory is not None else "nothing is exported"
             if not landing.on_device:
                 return "the destination is in host memory"
             try:
                 found = self._openings.sources(self._sender, memory, landing.chunks.stream_bytes)
-                opened.extend(found)
+                opened.update(found)
             except cuda_ipc.IpcError as fault:
                 return str(fault)
             return ""
@@ -277,13 +279,14 @@ class Receiving:
                 landing,
                 offer.memory,
                 opened,
-                self._openings.copier,
+                self._openings.tables,
                 self._readings,
                 reads=reads,
                 rank=self._sender,
             )
 
     def _pull(self, memory: wire.Memory, landing: Landing, ways: Ways, go: wire.Go) -> None:
+        assert self.manifest is not None
         ring = None
         if go.ring is not None:
             try:
@@ -301,7 +304,8 @@ class Receiving:
             ways,
             max(1, min(go.threads, cores())),
             ring=ring,
-            step=self.manifest.step if self.manifest else None,
+            named=partial(named, self.manifest, landing.chunks),
+            step=self.manifest.step,
             deadline=self._deadline,
             buffers=self._buffers,
             progress=self._progress,
@@ -413,4 +417,4 @@ def _verified(offer: wire.Offer, route: str) -> bool:
     """Whether what comes by this route is compared with what was sent."""
     if route == "group" or offer.memory is None:
         return offer.verify
-    return offer.memory.verify or (route == "cuda_ipc" and offer.memory.sums)
+    return offer.memory.verify or (route == "cuda_ipc" and offer.memory.device_digests)

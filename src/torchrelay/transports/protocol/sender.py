@@ -185,8 +185,8 @@ class Sending:
             peer.berth.record,
         )
         peer.line.send(shortened(offer, join.knows))
-        if memory is not None and memory.pieces and join.place.devices:
-            self._serving.start_sums()  # while the receiver looks at the offer
+        if memory is not None and memory.device and join.place.devices:
+            self._serving.start_digests()  # while the receiver looks at the offer
 
     # Data
 
@@ -246,7 +246,7 @@ class Sending:
                 return
         self._out.hash(peer.hashed)
         if peer.route == "cuda_ipc":
-            self._serving.start_sums()
+            self._serving.start_digests()
         if len(self.peers) == 1 and ring is None:
             return  # it has begun already
         threads = max(1, cores() // share)
@@ -279,8 +279,8 @@ class Sending:
                     self._count_pulled()
                 self._check_unchanged()
                 peer.trailed = True
-                sums = self._serving.sums() if peer.route == "cuda_ipc" else b""
-                peer.line.send(wire.Trailer(digests, sums))
+                device = self._serving.device_digests() if peer.route == "cuda_ipc" else b""
+                peer.line.send(wire.Trailer(digests, device))
 
     def _count_pulled(self) -> None:
         """What receivers take themselves is counted once one has all, unless chunks are posted."""

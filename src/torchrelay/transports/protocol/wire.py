@@ -19,7 +19,7 @@ from torchrelay.errors import RemoteProtocolError
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 
-MAJOR, MINOR = 1, 5
+MAJOR, MINOR = 1, 6
 COLUMNS = 2  # minor version from which on manifests in columns are read
 CHANNELS = 3  # minor version from which on connections beside the group's are understood
 
@@ -138,15 +138,6 @@ class Export(msgspec.Struct, array_like=True, frozen=True):
     handle: Handle
 
 
-class Piece(msgspec.Struct, array_like=True, frozen=True):
-    """Bytes of the stream that lie in an exported allocation."""
-
-    position: Offset
-    nbytes: Bytes
-    export: Index  # index in `Memory.exports`
-    offset: Offset
-
-
 class Memory(msgspec.Struct, array_like=True, frozen=True):
     """Where the bytes of a state lie in the sender's memory.
 
@@ -160,9 +151,9 @@ class Memory(msgspec.Struct, array_like=True, frozen=True):
     host: Blob = b""  # `state.runs.Runs.pack`
     apart: Chunks = ()  # chunks that have bytes elsewhere: on a device, or strided
     verify: bool = False  # digests come with the trailer on this way too
-    sums: bool = False  # sums of device memory do
+    device_digests: bool = False  # digests of device memory do
     exports: Annotated[tuple[Export, ...], Meta(max_length=1 << 20)] = ()
-    pieces: Annotated[tuple[Piece, ...], Meta(max_length=1 << 24)] = ()
+    device: Blob = b""  # bytes of the stream in exports, `transports.cuda_ipc.pack`
     strays: Chunks = ()  # chunks that have bytes elsewhere which no export reaches
     no_exports: Text = ""  # why there are none
 
@@ -361,7 +352,7 @@ class Trailer(_Message, tag="trailer", frozen=True):
     were not asked for may be empty."""
 
     digests: Digests
-    sums: Blob = b""  # of the words of each of `Memory.pieces`, little-endian, 64 bits each
+    device: Blob = b""  # of device memory, a cell after the other: `transports.device_digests`
 
 
 class Fin(_Message, tag="fin", frozen=True):

@@ -11,37 +11,26 @@ with its process; the driver keeps nothing for a dead one.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
-from torchrelay.memory.kernels import (
-    SUM_DESTINATION,
-    SUM_SOURCE,
-    WHOLE,
-    CudaError,
-    Piece,
-    Tables,
-    copy_and_sum,
-    device_bytes,
-    driver,
-    word_sum,
-)
-from torchrelay.memory.side import on_side_stream
+from torchrelay.geometry.runs import Runs, moves
+from torchrelay.memory.kernels import CudaError, Tables, device_at, driver
+from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes import place
+from torchrelay.transports.routes.device_digests import Grid, Sources
 
 HANDLE_BYTES = 64
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _LAZY_PEER_ACCESS = 1
 MAX_KEPT = 4096  # allocations that are remembered
+_APART = 48  # bits: no allocation is that large
 
 
 class IpcError(Exception):
@@ -76,71 +65,117 @@ def _check(code: int, what: str) -> None:
         raise IpcError(f"CUDA cannot {what} (error {code})")
 
 
+def _attribute(address: int, which: int) -> int:
+    number = ctypes.c_ulonglong()
+    code = _driver().cuPointerGetAttribute(ctypes.addressof(number), which, address)
+    _check(code, "tell allocations apart")
+    return number.value
+
+
 class _Allocation(NamedTuple):
     base: int
+    nbytes: int
     export: wire.Export
 
 
 class Exported(NamedTuple):
-    """What device memory a state lies in, for another process to open."""
+    """What device memory a state lies in, for another process to open: `device` is `pack`ed."""
 
     exports: tuple[wire.Export, ...]
-    pieces: tuple[wire.Piece, ...]
+    device: bytes
 
 
 class Exports:
     """The sender's end: allocations that were exported, by address."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Allocation] = {}  # by the address of a tensor
-        self._last: tuple[object, Exported] | None = None
-        self.tables = Tables()
+        self._known: dict[int, _Allocation] = {}  # by their first address
+        self._last: tuple[Runs, _Ids, Exported] | None = None
+        self.taken = False  # whether a receiver has opened any
+        self.grid = Grid()
 
-    def of(self, stretches: Sequence[tuple[int, torch.Tensor]]) -> Exported:
-        """The memory of contiguous tensors, each with its position in the stream.
+    def of(self, memory: Runs) -> Exported:
+        """The memory of contiguous tensors, by its positions in the stream.
 
         `IpcError` if it cannot be shared. Allocations are asked for their ids each time.
         """
-        ask, number = _driver().cuPointerGetAttribute, ctypes.c_ulonglong()
-        into = ctypes.addressof(number)
-        found = []
-        for position, tensor in stretches:
-            address = tensor.data_ptr()
-            _check(ask(into, _BUFFER_ID, address), "tell allocations apart")
-            found.append((position, address, number.value, tensor.nbytes))
         last = self._last
-        if last is not None and last[0] == found:
-            return last[1]
-        tensors = [tensor for _, tensor in stretches]
-        exported = self._describe(found, tensors)
-        self._last = found, exported
+        if last is not None and last[0] is memory and last[1].hold():
+            return last[2]
+        found = self._allocations(memory)
+        exported = Exported(tuple(one.export for one in found), pack(memory, found))
+        self._last = memory, _Ids(found), exported
         return exported
 
-    def _describe(
-        self, found: list[tuple[int, int, int, int]], tensors: list[torch.Tensor]
-    ) -> Exported:
-        exports: dict[int, int] = {}
-        records: list[wire.Export] = []
-        pieces: list[wire.Piece] = []
-        for (position, address, number, nbytes), tensor in zip(found, tensors, strict=True):
-            known = self._known.get(address)
-            if known is None or known.export.id != number:
-                known = _export(address, tensor.get_device(), number)
-                if len(self._known) >= MAX_KEPT:
-                    self._known.clear()
-                self._known[address] = known
-            if number not in exports:
-                exports[number] = len(records)
-                records.append(known.export)
-            offset = address - known.base
-            pieces.append(wire.Piece(position, nbytes, exports[number], offset))
-        return Exported(tuple(records), tuple(pieces))
+    def _allocations(self, memory: Runs) -> list[_Allocation]:
+        """Those that hold the memory, in order of address."""
+        order = np.argsort(memory.addresses)
+        lows = memory.addresses[order]
+        highs = lows + (memory.stops - memory.starts)[order]
+        found: list[_Allocation] = []
+        bases = sorted(self._known)
+        reach = 0  # all memory below it is in those found
+        for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
+            at = max(low, reach)
+            while at < high:
+                found.append(self._allocation(at, bases))
+                at = reach = found[-1].base + found[-1].nbytes
+        return found
+
+    def _allocation(self, address: int, bases: list[int]) -> _Allocation:
+        number = _attribute(address, _BUFFER_ID)
+        place_ = bisect_right(bases, address) - 1
+        known = self._known.get(bases[place_]) if place_ >= 0 else None
+        if known is None or known.export.id != number:
+            known = _export(address, number)
+            if len(self._known) >= MAX_KEPT:
+                self._known.clear()
+            self._known[known.base] = known
+        return known
 
 
-def _export(address: int, device: int, number: int) -> _Allocation:
+class _Ids:
+    """The ids of allocations, to be asked for again as fast as that goes: what a call of the driver
+    takes is made beforehand."""
+
+    def __init__(self, allocations: list[_Allocation]) -> None:
+        self._ids = [one.export.id for one in allocations]
+        self._found = (ctypes.c_ulonglong * len(allocations))()
+        first, size = ctypes.addressof(self._found), ctypes.sizeof(ctypes.c_ulonglong)
+        into = [ctypes.c_void_p(first + n * size) for n in range(len(allocations))]
+        which = [ctypes.c_int(_BUFFER_ID)] * len(allocations)
+        bases = [ctypes.c_uint64(one.base) for one in allocations]
+        self._asked = (into, which, bases)
+
+    def hold(self) -> bool:
+        """Whether the driver still has the allocations under their ids."""
+        return not any(map(_driver().cuPointerGetAttribute, *self._asked)) and (
+            list(self._found) == self._ids
+        )
+
+
+def pack(memory: Runs, allocations: list[_Allocation]) -> bytes:
+    """Which bytes of the stream lie where in which allocation: columns of positions, bytes, indices
+    of exports, offsets."""
+    order = np.argsort(memory.addresses)
+    sizes = (memory.stops - memory.starts)[order]
+    ours = Runs(memory.addresses[order], memory.starts[order], sizes)  # by address
+    bases = np.array([one.base for one in allocations], np.uint64)
+    numbers = np.arange(len(bases), dtype=np.uint64) << np.uint64(_APART)
+    theirs = Runs(bases, numbers, [one.nbytes for one in allocations])
+    _, positions, there, nbytes = moves(ours, theirs)
+    order = np.argsort(positions)
+    offsets = there & np.uint64((1 << _APART) - 1)
+    columns = (positions, nbytes, there >> np.uint64(_APART), offsets)
+    return np.stack([column[order] for column in columns]).astype("<u8").tobytes()
+
+
+def _export(address: int, number: int) -> _Allocation:
     base, nbytes, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     driver = _driver()
+    device = device_at(address)
     with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # makes the device's context this thread's
         _check(
             driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address),
             "say where the allocation begins",
@@ -150,7 +185,8 @@ def _export(address: int, device: int, number: int) -> _Allocation:
             "export this memory: expandable_segments, or another allocator than torch's own",
         )
     raw = ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
-    return _Allocation(base.value, wire.Export(number, place.device_id(device), raw))
+    export = wire.Export(number, place.device_id(device), raw)
+    return _Allocation(base.value, nbytes.value, export)
 
 
 class _Opened(NamedTuple):
@@ -168,19 +204,18 @@ class Openings:
 
     def __init__(self) -> None:
         self._open: dict[int, dict[int, _Opened]] = {}  # by the sender's rank
-        self._last: dict[int, tuple[object, list[Source]]] = {}
+        self._last: dict[int, tuple[object, Sources]] = {}
         self._lock = threading.Lock()
-        self.copier = Copier()
+        self.tables = Tables()
 
-    def sources(self, sender: int, memory: wire.Memory, stream_bytes: int) -> list[Source]:
-        """The sender's memory, opened, in the order of the stream; `IpcError` if that fails."""
+    def sources(self, sender: int, memory: wire.Memory, stream_bytes: int) -> Sources:
+        """The sender's memory, opened; `IpcError` if that fails."""
+        wanted = memory.exports, memory.device, stream_bytes
         last = self._last.get(sender)
-        wanted = memory.exports, memory.pieces, stream_bytes
-        if last is not None and last[0] == wanted:
-            return last[1]
-        found = _sources(memory, self._opened(sender, memory), stream_bytes)
-        self._last[sender] = wanted, found
-        return found
+        if last is None or last[0] != wanted:
+            found = sources(memory.device, self._opened(sender, memory), stream_bytes)
+            last = self._last[sender] = wanted, found
+        return last[1]
 
     def _opened(self, sender: int, memory: wire.Memory) -> list[_Opened]:
         with self._lock:
@@ -201,7 +236,7 @@ class Openings:
     def close(self) -> None:
         with self._lock:
             self._last.clear()
-            self.copier.clear()
+            self.tables.clear()
             while self._open:
                 self._close(self._open.popitem()[1], keep={})
 
@@ -238,211 +273,24 @@ def _open(export: wire.Export) -> _Opened:
     return _Opened(pointer.value, index, nbytes.value)
 
 
-class Source(NamedTuple):
-    """Bytes [position, end) of the stream in memory of the sender's that is open here."""
-
-    position: int
-    end: int
-    address: int
-    device: int
-
-
-def _sources(memory: wire.Memory, opened: Sequence[_Opened], stream_bytes: int) -> list[Source]:
-    found: list[Source] = []
-    last = 0
-    for position, nbytes, export, offset in map(msgspec.structs.astuple, memory.pieces):
-        end = position + nbytes
-        if position < last or nbytes < 1 or end > stream_bytes:
-            raise IpcError("memory that is not in the order of the stream")
-        if not 0 <= export < len(opened) or offset < 0:
-            raise IpcError("memory of no export")
-        last = end
-        pointer, device, size = opened[export]
-        if offset + nbytes > size:
-            raise IpcError("memory outside of an export")
-        found.append(Source(position, end, pointer + offset, device))
-    return found
-
-
-class Copy(NamedTuple):
-    """A piece to be copied. `source`: the index of the source that it is all of; -1: of a part."""
-
-    position: int
-    piece: Piece
-    source: int
-    there: int  # device
-    here: int
-
-
-def copies(
-    sources: Sequence[Source], destinations: Sequence[tuple[int, torch.Tensor]]
-) -> list[Copy]:
-    """What both have, in the order of the stream."""
-    starts = [source.position for source in sources]
-    found = []
-    if len(sources) == len(destinations):  # each the other's counterpart: the common case
-        for index, ((position, end, base, there), (at, tensor)) in enumerate(
-            zip(sources, destinations, strict=True)
-        ):
-            nbytes = tensor.nbytes
-            if position != at or end != at + nbytes:
-                break
-            piece = Piece(base, tensor.data_ptr(), nbytes)
-            found.append(Copy(at, piece, index, there, tensor.get_device()))
-        else:
-            return found
-        found.clear()
-    for at, tensor in destinations:
-        end, address, here = at + tensor.nbytes, tensor.data_ptr(), tensor.get_device()
-        index = max(bisect_right(starts, at) - 1, 0)
-        while index < len(sources) and starts[index] < end:
-            position, until, base, there = sources[index]
-            low, high = max(at, position), min(end, until)
-            if low < high:
-                piece = Piece(base + low - position, address + low - at, high - low)
-                whole = (low, high) == (position, until)
-                found.append(Copy(low, piece, index if whole else -1, there, here))
-            index += 1
-    return found
-
-
-class _Sums(NamedTuple):
-    """Of copies between two devices: of all that was read, and of two things that are to be equal:
-    the same parts of the sender's memory, and of what is in its place now."""
-
-    copies: list[Copy]
-    read: torch.Tensor
-    there: torch.Tensor
-    here: torch.Tensor
-
-
-class Copied:
-    """What `copy` did."""
-
-    def __init__(self, sources: int) -> None:
-        self._sources = sources
-        self.sums: list[_Sums] = []
-        self.pieces = 0
-        self.nbytes = 0
-
-    def add(self, some: list[Copy]) -> None:
-        self.pieces += len(some)
-        self.nbytes += sum(one.piece.nbytes for one in some)
-
-    def differs(self, theirs: bytes) -> int | None:
-        """The position of bytes whose sums are not what the sender says they are, if there are any.
-
-        What was copied of a source in part is compared with what was read there alone.
-        """
-        expected = np.frombuffer(theirs, "<i8") if len(theirs) % 8 == 0 else np.zeros(0, "<i8")
-        if len(expected) != self._sources:
-            return 0
-        for some, read, there, here in self.sums:
-            bad = (there != here).cpu().numpy()
-            source = np.array([one.source for one in some])
-            whole = source >= 0
-            bad[whole] |= read.cpu().numpy()[whole] != expected[source[whole]]
-            if bad.any():
-                return some[int(np.flatnonzero(bad)[0])].position
-        return None
-
-
-SAMPLE = 8  # of so many tiles one is read again after it was written, unless all are
-_turn = itertools.count()
-
-
-class Copier:
-    """Copies device memory, and remembers the last plan of it: addresses, and no memory."""
-
-    def __init__(self) -> None:
-        self._last: tuple[object, dict[tuple[int, int], list[Copy]]] | None = None
-        self._tables = Tables()
-
-    def clear(self) -> None:
-        self._last = None
-        self._tables.clear()
-
-    def copy(
-        self,
-        sources: Sequence[Source],
-        destinations: Sequence[tuple[int, torch.Tensor]],
-        *,
-        sums: bool,
-        whole: bool,
-    ) -> Copied:
-        """Copy; returns when it is over.
-
-        With `sums` all that is read is summed up on its way, to be compared with what the sender
-        found, and what was written is read again: some of it, other parts each time, or the whole.
-        """
-        copied = Copied(len(sources))
-        for (there, here), some in self._planned(sources, destinations).items():
-            pieces = [one.piece for one in some]
-            copied.add(some)
-            with torch.cuda.device(here), on_side_stream():
-                if there != here:
-                    copied.sums += _copy_across(some, there, here, sums=sums)
-                    continue
-                read = copy_and_sum(pieces, here, self._tables, sums=sums)
-                if read is not None:
-                    part = WHOLE if whole else (next(_turn) % SAMPLE, SAMPLE)
-                    ends = [
-                        copy_and_sum(pieces, here, self._tables, what=end, part=part)
-                        for end in (SUM_SOURCE, SUM_DESTINATION)
-                    ]
-                    copied.sums.append(_Sums(some, read, *ends))  # type: ignore[arg-type]
-        return copied
-
-    def _planned(
-        self, sources: Sequence[Source], destinations: Sequence[tuple[int, torch.Tensor]]
-    ) -> dict[tuple[int, int], list[Copy]]:
-        key = [sources, *[(at, to.data_ptr(), to.nbytes) for at, to in destinations]]
-        last = self._last
-        if last is not None and last[0] == key:
-            return last[1]
-        found: dict[tuple[int, int], list[Copy]] = {}
-        for one in copies(sources, destinations):
-            found.setdefault((one.there, one.here), []).append(one)
-        self._last = key, found
-        return found
-
-
-def _copy_across(some: list[Copy], there: int, here: int, *, sums: bool) -> list[_Sums]:
-    """From one GPU to another that can reach it."""
-    for source, destination, nbytes in (one.piece for one in some):
-        data = device_bytes(source, nbytes, there)
-        device_bytes(destination, nbytes, here).copy_(data)
-    if not sums:
-        return []
-    ends = []
-    for device, end in ((there, 0), (here, 1)):
-        pieces = (one.piece for one in some)
-        parts = [word_sum(device_bytes(piece[end], piece.nbytes, device)) for piece in pieces]
-        ends.append(torch.stack(parts).to(f"cuda:{here}"))
-    return [_Sums(some, ends[0], *ends)]
-
-
-def word_sums(tensors: Sequence[torch.Tensor], tables: Tables) -> list[torch.Tensor]:
-    """Sums of contiguous tensors: asked of their devices, not awaited. One result a device, in
-    order of first use."""
-    by_device: dict[int, list[Piece]] = {}
-    for tensor in tensors:
-        address = tensor.data_ptr()
-        piece = Piece(address, address, tensor.nbytes)
-        by_device.setdefault(tensor.get_device(), []).append(piece)
-    found = []
-    for device, pieces in by_device.items():
-        total = copy_and_sum(pieces, device, tables, what=SUM_SOURCE)
-        assert total is not None
-        found.append(total)
-    return found
-
-
-def packed_sums(tensors: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> bytes:
-    """The sums of `word_sums(tensors)` in the order of the tensors."""
-    if len(sums) == 1:
-        return sums[0].cpu().numpy().astype("<i8").tobytes()
-    devices = list(dict.fromkeys(tensor.get_device() for tensor in tensors))
-    columns = {device: iter(one.tolist()) for device, one in zip(devices, sums, strict=True)}
-    numbers = [next(columns[tensor.get_device()]) for tensor in tensors]
-    return np.array(numbers, "<i8").tobytes()
+def sources(device: bytes, opened: list[_Opened], stream_bytes: int) -> Sources:
+    """What `pack` made, in memory that is open here."""
+    if len(device) % 32:
+        raise IpcError("a torn table of device memory")
+    table: Any = np.frombuffer(device, "<u8").reshape(4, -1).astype(np.uint64)
+    positions, nbytes, exports, offsets = table
+    if (table > MAX_STREAM_BYTES).any() or (nbytes < 1).any():
+        raise IpcError("memory of no size, or beyond all bounds")
+    ends = positions + nbytes
+    if (ends[:-1] > positions[1:]).any() or (ends > stream_bytes).any():
+        raise IpcError("memory that is not in the order of the stream")
+    if (exports >= len(opened)).any():
+        raise IpcError("memory of no export")
+    pointers, devices, sizes = (np.array(column, np.uint64) for column in zip(*opened, strict=True))
+    index = exports.astype(np.int64)
+    if (offsets + nbytes > sizes[index]).any():
+        raise IpcError("memory outside of an export")
+    addresses, on = pointers[index] + offsets, devices[index]
+    return {
+        int(n): Runs(positions[on == n], addresses[on == n], nbytes[on == n]) for n in np.unique(on)
+    }

@@ -22,6 +22,7 @@ from torchrelay.errors import DigestError, PeerLostError, RemoteProtocolError, T
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.landing.places import Places
 from torchrelay.landing.seam import Landing
+from torchrelay.memory.kernels import Tables, by_device
 from torchrelay.memory.side import on_side_stream
 from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
 from torchrelay.record.digest import RollingDigest, digest
@@ -29,7 +30,8 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.transports.group.lines import Line
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.events import RETRIES, failure
-from torchrelay.transports.routes import cuda_ipc
+from torchrelay.transports.routes import device_digests
+from torchrelay.transports.routes.device_digests import Sources
 from torchrelay.transports.routes.readings import Readings
 from torchrelay.transports.routes.ring import MappedRing
 from torchrelay.transports.routes.shares import Shares, share
@@ -46,14 +48,14 @@ class Ways(NamedTuple):
 
     sources: Runs  # of the sender's host memory
     readings: Readings
-    opened: list[cuda_ipc.Source]  # device memory of the sender
+    opened: Sources  # device memory of the sender
     places: Places
     shares: Shares
-    copier: cuda_ipc.Copier  # of device memory
+    tables: Tables  # of device memory
 
     @property
     def hashed(self) -> tuple[int, ...]:
-        """The chunks whose digests count, where digests do: device memory is summed up instead."""
+        """The chunks whose digests count, where digests do: device memory has its own."""
         return (*self.straight_and_hashed, *self.shares.buffered, *self.shares.ringed)
 
     @property
@@ -64,8 +66,8 @@ class Ways(NamedTuple):
 def find_ways(
     landing: Landing,
     memory: wire.Memory,
-    opened: list[cuda_ipc.Source],
-    copier: cuda_ipc.Copier,
+    opened: Sources,
+    tables: Tables,
     readings: Readings,
     *,
     reads: bool,
@@ -81,12 +83,12 @@ def find_ways(
             sources,
             memory,
             reads=reads,
-            exported=bool(opened),
+            exported=Runs.merged(*(runs.stretches for runs in opened.values())) if opened else None,
             verify=memory.verify,
         )
     except ValueError as fault:
         raise RemoteProtocolError(str(fault), rank=rank, phase="join") from None
-    return Ways(sources, readings, opened, places, shares, copier)
+    return Ways(sources, readings, opened, places, shares, tables)
 
 
 def _clear(gaps: Runs) -> None:
@@ -121,6 +123,7 @@ class Pull:
         threads: int,
         *,
         ring: MappedRing | None,
+        named: Callable[[int, int], str],
         step: int | None,
         deadline: Deadline,
         buffers: BufferPool,
@@ -130,7 +133,7 @@ class Pull:
         self._sender, self._pid = line.peer, memory.place.pid
         self._memory, self._ways, self._ring = memory, ways, ring
         self._verify = memory.verify
-        self._step, self._deadline = step, deadline
+        self._step, self._deadline, self._named = step, deadline, named
         self._buffers, self._progress = buffers, progress
         self._chunks = landing.chunks
         self._digests: dict[int, bytes] = {}
@@ -228,7 +231,9 @@ class Pull:
         """By way of a buffer, for what does not land in host memory as it comes."""
         size = self._chunks.sizes[chunk]
         begin = self._chunks.offsets[chunk]
-        buffer = self._buffers.take(max(self._chunks.sizes), pinned=bool(self._ways.places.device))
+        buffer = self._buffers.take(
+            max(self._chunks.sizes), pinned=len(self._ways.places.device.starts) > 0
+        )
         data = buffer[:size]
         whole = Runs([begin], [data.data_ptr()], [size])
         parts = batches(moves(self._ways.sources, whole))
@@ -248,15 +253,16 @@ class Pull:
 
     # From device to device
 
-    def _copy_device_memory(self, places: Places) -> cuda_ipc.Copied | None:
+    def _copy_device_memory(self, places: Places) -> device_digests.Copied | None:
         """Copy what the sender has opened to us; returns when it is in its place."""
         if not self._ways.opened:
             return None
-        copied = self._ways.copier.copy(
+        copied = device_digests.copy(
             self._ways.opened,
-            places.device,
-            sums=self._memory.sums,
-            whole=self._verify,
+            by_device(places.device),
+            self._chunks.stream_bytes,
+            self._ways.tables,
+            digests=self._memory.device_digests,
         )
         self.messages += copied.pieces
         self._count(copied.nbytes)
@@ -366,13 +372,17 @@ class Pull:
             phase="data",
         )
 
-    def _unequal(self, copied: cuda_ipc.Copied | None) -> list[int]:
+    def _unequal(self, copied: device_digests.Copied | None) -> list[int]:
         """The chunks that are not what was sent; raises once they have been read often enough."""
         assert self._trailer is not None
-        if copied is not None and self._memory.sums:
-            at = copied.differs(self._trailer.sums)
+        if copied is not None and self._memory.device_digests:
+            at = copied.differs(self._trailer.device)
             if at is not None:
-                raise self._differs(f"device memory at byte {at} of the state")
+                end = min(
+                    at + device_digests.cell_bytes(self._chunks.stream_bytes),
+                    self._chunks.stream_bytes,
+                )
+                raise self._differs(f"device memory with {self._named(at, end)}")
         if not self._verify:
             return []
         theirs = self._trailer.digests

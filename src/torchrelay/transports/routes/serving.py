@@ -6,23 +6,21 @@ ring of shared buffers, a chunk at a time, as the receiver asks for it.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
 from functools import cached_property
-from operator import itemgetter
 
-import torch
+import numpy as np
 
+from torchrelay.geometry.runs import Runs, reached
 from torchrelay.memory import vectors
 from torchrelay.memory.pool import cores
-from torchrelay.memory.side import in_use, on_side_stream, side_stream
-from torchrelay.plan.region import Region
+from torchrelay.memory.side import in_use, on_side_stream
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.transports.group.lines import Line
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes import place
 from torchrelay.transports.routes.choice import compares
-from torchrelay.transports.routes.cuda_ipc import Exports, IpcError, packed_sums, word_sums
+from torchrelay.transports.routes.cuda_ipc import Exports, IpcError
+from torchrelay.transports.routes.device_digests import DeviceDigests
 from torchrelay.transports.routes.ring import Rings, SharedRing
 from torchrelay.transports.transfer.worker import Worker
 
@@ -37,19 +35,21 @@ class Serving:
     ) -> None:
         self._snapshot, self._rings, self._exports = snapshot, rings, exports
         self.verify = compares("host", verify)
-        self._sum_up = compares("cuda_ipc", verify)
+        self._hash_devices = compares("cuda_ipc", verify)
         self._chunks = snapshot.chunks
         self._lent: dict[int, SharedRing] = {}
         self._filling: set[tuple[int, int]] = set()  # rank and slot
         self._here = place.here()
         self._proofs: list[place.Proof] = []
         self._worker: Worker | None = None
-        self._sums: list[torch.Tensor] | None = None
+        self._digests: DeviceDigests | None = None
         self.filled_bytes = 0
 
     def get_ready(self) -> None:
         """Find out where things are, while nobody has asked yet."""
         self._host, self._apart, self._exported  # noqa: B018
+        if self._exports.taken and self._exported[0]:
+            self.start_digests()  # it will be so again
 
     def memory(self, join: wire.Join, line: Line) -> wire.Memory:
         """Where the bytes lie, for a receiver that has joined; the least where it is elsewhere."""
@@ -62,13 +62,13 @@ class Serving:
         except OSError:
             return elsewhere
         self._proofs.append(proof)
-        exports, pieces, strays, why = self._exported
+        exports, device, strays, why = self._exported
         if exports:
             # A handle opens memory without asking the kernel who it is that does.
             receiver = place.Process(join.place.pid, join.fd, 0)
             claim = place.claim(join.nonce, them, me, line.transfer)
             if place.cannot_open(receiver, claim):
-                exports, pieces = (), ()
+                exports, device = (), b""
                 why = "the sender cannot make sure that this process is of its user"
         return wire.Memory(
             self._here,
@@ -77,9 +77,9 @@ class Serving:
             self._host,
             self._apart,
             self.verify,
-            self._sum_up,
+            self._hash_devices,
             exports,
-            pieces,
+            device,
             strays,
             why,
         )
@@ -91,62 +91,53 @@ class Serving:
     @cached_property
     def _apart(self) -> tuple[int, ...]:
         """The chunks that have bytes where no address leads to them."""
-        stream = self._snapshot.stream
-        far = ((at, tensor.nbytes) for at, tensor in stream.far)
-        return self._chunks_of([*far, *((at, region.nbytes) for at, region in stream.regions)])
+        device, others = self._device
+        return self._chunks_of(Runs.merged(device.stretches, others))
 
-    def _chunks_of(self, stretches: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-        found: set[int] = set()
-        offsets = self._chunks.offsets
-        for at, nbytes in stretches:
-            first = max(bisect_right(offsets, at) - 1, 0)
-            found.update(range(first, bisect_left(offsets, at + nbytes)))
-        return tuple(sorted(found))
+    def _chunks_of(self, memory: Runs) -> tuple[int, ...]:
+        offsets = np.array(self._chunks.offsets, np.uint64)
+        first = np.searchsorted(offsets, memory.starts, side="right") - 1
+        last = np.searchsorted(offsets, memory.stops - np.uint64(1), side="right") - 1
+        return tuple(np.flatnonzero(reached(first, last, len(offsets))).tolist())
 
     @cached_property
-    def _exported(
-        self,
-    ) -> tuple[tuple[wire.Export, ...], tuple[wire.Piece, ...], tuple[int, ...], str]:
-        """Device memory for receivers to open: exports, pieces, strays, or why there are none."""
-        strays = self._chunks_of((at, region.nbytes) for at, region in self._pieces[1])
-        if not self._pieces[0]:
-            return (), (), strays, "no contiguous tensor of the state is on a GPU"
+    def _exported(self) -> tuple[tuple[wire.Export, ...], bytes, tuple[int, ...], str]:
+        """Device memory for receivers to open: exports, what lies in them, strays, or why there
+        are none."""
+        device, others = self._device
+        strays = self._chunks_of(others)
+        if not len(device.starts):
+            return (), b"", strays, "no contiguous tensor of the state is on a GPU"
         try:
-            exports, pieces = self._exports.of(self._pieces[0])
+            exports, packed = self._exports.of(device)
         except IpcError as fault:
-            return (), (), strays, str(fault)
-        return exports, pieces, strays, ""
+            return (), b"", strays, str(fault)
+        return exports, packed, strays, ""
 
-    def start_sums(self) -> None:
-        """Sum up device memory, for receivers that open it. Beside everything else."""
-        if self._sum_up and self._sums is None:
-            with side_stream():
-                self._sums = word_sums(self._far, self._exports.tables)
+    def start_digests(self) -> None:
+        """Hash device memory, for receivers that open it. Beside everything else."""
+        if self._hash_devices and self._digests is None:
+            self._digests = self._exports.grid.digests(self._device[0], self._chunks.stream_bytes)
 
-    def sums(self) -> bytes:
-        """Of each piece; waits for the device."""
-        if self._sums is None:
-            return b""
-        with side_stream():
-            return packed_sums(self._far, self._sums)
-
-    @property
-    def _far(self) -> list[torch.Tensor]:
-        return [tensor for _, tensor in self._pieces[0]]
+    def device_digests(self) -> bytes:
+        """Of all that receivers have opened; waits for the device."""
+        self._exports.taken = True
+        return b"" if self._digests is None else self._digests.packed()
 
     @cached_property
-    def _pieces(self) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, Region]]]:
-        """Contiguous memory of GPUs, in the order of the stream, and what else no address on this
-        host leads to."""
+    def _device(self) -> tuple[Runs, Runs]:
+        """Contiguous memory of GPUs, and which bytes of the stream lie elsewhere where no address
+        of this host leads."""
         stream = self._snapshot.stream
-        found, others = list(stream.far), []
+        found, others = [], []
         for at, region in stream.regions:
             run = region.run(0, region.nbytes) if region.keep.is_cuda else None
             if run is None:
-                others.append((at, region))
+                others.append((at, at, region.nbytes))
             else:
-                found.append((at, run))
-        return sorted(found, key=itemgetter(0)), others
+                found.append((at, run.data_ptr(), run.nbytes))
+        device = Runs.merged(stream.device, Runs.of(found)) if found else stream.device
+        return device, Runs.of(others)
 
     def open_ring(self, rank: int) -> wire.Ring:
         """A ring for one receiver. `MemoryError` if there is no memory for it."""

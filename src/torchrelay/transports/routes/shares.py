@@ -7,11 +7,9 @@ through the ring where the sender's end cannot be read from here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Moves, Runs, moves
@@ -35,29 +33,29 @@ def share(
     memory: wire.Memory,
     *,
     reads: bool,
-    exported: bool,
+    exported: Runs | None,
     verify: bool,
 ) -> Shares:
-    """`reads`: this process can read the sender's host memory; `exported`: its device memory too.
+    """`reads`: this process can read the sender's host memory; `exported`: which bytes lie in
+    device memory that it can read too.
 
     `verify`: host memory is hashed. `ValueError` for chunks that are none.
     """
     count = len(chunks)
     if not {*memory.apart, *memory.strays} <= set(range(count)):
         raise ValueError("chunks that do not exist")
-    if exported and _all_opened(count, places, sources, memory):
+    if exported is not None and _all_opened(count, places, sources, memory, exported):
         return Shares(list(range(count)), [], [], frozenset(range(count)))
-    if reads and not (verify or exported or memory.apart or places.device or places.indirect):
+    device = places.device.stretches
+    far = exported is not None or memory.apart or len(device.starts)
+    if reads and not (verify or far or places.indirect):
         return Shares(list(range(count)), [], [])  # host memory at both ends
-    device = _stretches(places.device)
     to_device = _bytes_in(chunks, device)
     apart, strays = _mask(count, memory.apart), _mask(count, memory.strays)
     indirect = _mask(count, places.indirect)
-    if exported:
-        starts = [piece.position for piece in memory.pieces]
-        theirs = Runs(starts, starts, [piece.nbytes for piece in memory.pieces])
-        matched = _bytes_in(chunks, moves(theirs, device))
-        crossed = _bytes_in(chunks, moves(theirs, places.host)) > 0
+    if exported is not None:
+        matched = _bytes_in(chunks, moves(exported, device))
+        crossed = _bytes_in(chunks, moves(exported, places.host)) > 0
         opened = apart & ~strays & ~indirect & (matched == to_device) & ~crossed
     else:
         opened = np.zeros(count, bool)
@@ -76,22 +74,19 @@ def share(
     return Shares(here, by_buffer, by_ring, frozenset(far))
 
 
-def _all_opened(count: int, places: Places, sources: Runs, memory: wire.Memory) -> bool:
+def _all_opened(
+    count: int, places: Places, sources: Runs, memory: wire.Memory, exported: Runs
+) -> bool:
     """Whether both sides have nothing but the same pieces of device memory: told fast, because it
     is the common case where transfers are fastest."""
     if memory.strays or places.indirect or len(sources.starts) or len(places.host.starts):
         return False
-    if len(memory.apart) != count or len(memory.pieces) != len(places.device):
-        return False
-    return all(
-        piece.position == at and piece.nbytes == tensor.nbytes
-        for piece, (at, tensor) in zip(memory.pieces, places.device, strict=True)
+    here = places.device.stretches
+    return (
+        len(memory.apart) == count
+        and np.array_equal(exported.starts, here.starts)
+        and np.array_equal(exported.stops, here.stops)
     )
-
-
-def _stretches(pieces: Sequence[tuple[int, torch.Tensor]]) -> Runs:
-    starts = [position for position, _ in pieces]
-    return Runs(starts, starts, [tensor.nbytes for _, tensor in pieces])
 
 
 def _mask(count: int, indices: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
