@@ -217,7 +217,7 @@ def test_gpu_benchmark_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run it for real")
-@pytest.mark.parametrize("name", ["live", "kernels", "connections"])
+@pytest.mark.parametrize("name", ["live", "kernels", "connections", "loaders"])
 def test_gpu_benchmarks_write_nothing_without_a_gpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

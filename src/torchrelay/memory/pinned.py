@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from torchrelay.memory.arena import register, unregister
-from torchrelay.memory.kernels import CudaError, check, driver, take_context
+from torchrelay.memory.kernels import check, driver, take_context
 from torchrelay.memory.pages import Mapping, populate
 from torchrelay.memory.pool import cores
 
@@ -26,14 +26,15 @@ _WAITING = 1 | 2  # an event that is waited for without spinning, and does not k
 
 
 class PinnedBuffers:
-    """`count` buffers of `PIECE` bytes. `CudaError` or `MemoryError` where there are none."""
+    """Buffers for so many threads. `CudaError` or `MemoryError` where there is no memory."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._mapping = Mapping(count * PIECE)
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        nbytes = threads * EACH * PIECE
+        self._mapping = Mapping(nbytes)
         self.address = self._mapping.address
-        populate(self.address, count * PIECE, cores())
-        check(register(self.address, count * PIECE), f"pin {count * PIECE} bytes")
+        populate(self.address, nbytes, cores())
+        check(register(self.address, nbytes), f"pin {nbytes} bytes")
 
     def close(self) -> None:
         unregister(self.address)
@@ -43,17 +44,12 @@ _kept: list[PinnedBuffers] = []
 _lock = threading.Lock()
 
 
-def threads() -> int:
-    """How many threads a set of buffers serves."""
-    return max(2, min(MOST_THREADS, cores()))
-
-
 @contextmanager
 def pinned_buffers() -> Iterator[PinnedBuffers]:
     """A set of buffers for one use, kept for the next one after it."""
     with _lock:
         mine = _kept.pop() if _kept else None
-    mine = mine or PinnedBuffers(EACH * threads())
+    mine = mine or PinnedBuffers(max(2, min(MOST_THREADS, cores())))
     try:
         yield mine
     finally:
@@ -97,12 +93,9 @@ class Upload:
         self._turn = (turn + 1) % EACH
 
     def close(self) -> None:
-        """Wait until no buffer is read any more."""
-        for event in self._events:
-            with suppress(CudaError):
-                check(driver().cuEventSynchronize(event), "wait for a copy")
-            driver().cuEventDestroy_v2(event)
-        self._events = []
+        """Nothing reads the buffers any more."""
+        while self._events:
+            driver().cuEventDestroy_v2(self._events.pop())
 
 
 def _event() -> ctypes.c_void_p:

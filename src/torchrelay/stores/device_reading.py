@@ -23,7 +23,7 @@ from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory import kernels
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.kernels import CudaError, Hashed, Tables
-from torchrelay.memory.pinned import PIECE, Upload, pinned_buffers, room_on, threads
+from torchrelay.memory.pinned import PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.side import on_side_stream
 from torchrelay.plan.region import Region
 from torchrelay.record.digest import DIGEST_BYTES
@@ -191,8 +191,9 @@ class DeviceFetch:
                 return do
 
             try:
-                share_out(tasks, hand, threads())
+                share_out(tasks, hand, buffers.threads)
             finally:
+                stream.synchronize()  # nothing reads the buffers, and all of it has come
                 for upload in uploads:
                     upload.close()
                 for reader in readers.values():

@@ -43,6 +43,12 @@ def cells(memory: Runs, size: int) -> Column:
     return found
 
 
+def _in_order(memory: Sources) -> list[tuple[int, Runs]]:
+    """By device, as both ends have them in order: processes may number their GPUs otherwise."""
+    held = [(device, runs) for device, runs in memory.items() if len(runs.starts)]
+    return sorted(held, key=lambda one: int(one[1].starts[0]))
+
+
 def _bytes_in(memory: Runs, begin: Column, size: int) -> Column:
     """How many bytes the cells that begin there have of this memory."""
     found = moves(memory, Runs(begin, begin * np.uint64(2), np.full(len(begin), size, np.uint64)))
@@ -69,7 +75,7 @@ class Grid:
             size = cell_bytes(stream_bytes)
             found = {
                 device: _hashed(runs, cells(runs, size), stream_bytes)
-                for device, runs in by_device(memory).items()
+                for device, runs in _in_order(by_device(memory))
             }
             last = self._last = memory, stream_bytes, found
         return DeviceDigests(last[2], self._tables)
@@ -135,7 +141,7 @@ def copy(
     made meanwhile: `Copied.differs` waits for them, in the same thread."""
     copied = Copied()
     size = cell_bytes(stream_bytes)
-    for there, theirs in sources.items():
+    for there, theirs in _in_order(sources):
         known = cells(theirs, size) if digests else np.zeros(0, np.uint64)
         for here, ours in destinations.items():
             both = moves(theirs, ours)
