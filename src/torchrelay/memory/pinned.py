@@ -1,7 +1,7 @@
 """Pinned buffers through which bytes go to a GPU, each followed by an event on the stream.
 
-Memory that is touched by several threads and then registered is pinned ten times as fast as torch
-allocates it. One set of buffers stays with the process: the next load finds it there.
+Memory that several threads touch and one call registers is pinned in less than half the time that
+torch takes to allocate it. One set of buffers stays with the process, for the next load.
 """
 
 from __future__ import annotations

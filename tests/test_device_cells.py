@@ -1,0 +1,158 @@
+"""What a receiver copies out of a sender's device memory, and how it knows that it holds.
+
+There is no GPU here: memory of the host stands for that of devices, and what the kernels do is done
+by the CPU. Which cells are compared with what is the code that runs on a GPU too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
+from torchrelay.memory.kernels import Hashed
+from torchrelay.transports.routes import device_digests
+from torchrelay.transports.routes.device_digests import Copied, Grid, cell_bytes
+
+CELL = 64
+
+
+def hash_on_host(hashed: Hashed, device: int, tables: object) -> torch.Tensor:
+    rows = []
+    for first, nbytes in hashed.chunks.tolist():
+        digest, at = xxhash.xxh3_128(), 0
+        while at < nbytes:
+            base, end = hashed.segments[first].tolist()
+            here = (base + at) % (1 << 64)
+            digest.update(ctypes.string_at(here, end - at) if base else bytes(end - at))
+            first, at = first + 1, end
+        rows.append(list(digest.digest()))
+    return torch.tensor(rows, dtype=torch.uint8).view(-1, 16)
+
+
+def copy_on_host(moves: Moves, device: int, tables: object) -> None:
+    copy_one_by_one(moves)
+
+
+class NoStream:
+    def record_event(self) -> NoStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def no_stream() -> Iterator[NoStream]:
+    yield NoStream()
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_digests.kernels, "copy", copy_on_host)
+    monkeypatch.setattr(device_digests.kernels, "digests", hash_on_host)
+    monkeypatch.setattr(device_digests, "_copy_across", lambda m, there, here: copy_one_by_one(m))
+    monkeypatch.setattr(device_digests, "side_stream", no_stream)
+    monkeypatch.setattr(device_digests, "on_side_stream", no_stream)
+    monkeypatch.setattr(device_digests, "CELL_BYTES", (CELL, CELL))
+    monkeypatch.setattr(torch.cuda, "device", lambda number: nullcontext())
+
+
+class Scene:
+    """Memory of a sender in pieces, and of a receiver that wants some of it, cut otherwise."""
+
+    def __init__(self, seed: int, whole: bool, devices: int = 1) -> None:
+        draw = random.Random(seed)
+        self.total = draw.randint(200, 3000)
+        self.there = np.random.default_rng(seed).integers(0, 256, self.total * 2, dtype=np.uint8)
+        self.here = np.zeros(self.total * 2, np.uint8)
+        self.sources = self._cut(draw, self.there, devices, 0.1)
+        self.destinations = self._cut(draw, self.here, 1, 0.0 if whole else 0.4)
+        memory = Runs.merged(*self.sources.values())
+        self.sent = b""
+        grid = Grid()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_digests, "by_device", lambda runs: self.sources)
+            self.sent = grid.digests(memory, self.total).packed()
+
+    def _cut(
+        self, draw: random.Random, memory: Any, devices: int, skipped: float
+    ) -> dict[int, Runs]:
+        edges = sorted({0, self.total, *(draw.randrange(self.total) for _ in range(12))})
+        rows: dict[int, list[tuple[int, int, int]]] = {n: [] for n in range(devices)}
+        shift = draw.randrange(8)
+        for low, high in pairwise(edges):
+            if draw.random() >= skipped:
+                row = (low, memory.ctypes.data + low + shift, high - low)
+                rows[draw.randrange(devices)].append(row)
+        return {n: Runs.of(some) for n, some in rows.items() if some}
+
+    def copy(self) -> Copied:
+        return device_digests.copy(
+            self.sources,
+            self.destinations,
+            self.total,
+            None,
+            digests=True,  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("seed", range(15))
+def test_what_holds_is_found_to_hold(seed: int, whole: bool, devices: int) -> None:
+    scene = Scene(seed, whole, devices)
+    assert scene.copy().differs(scene.sent) is None
+    got = device_digests.moves(
+        Runs.merged(*scene.sources.values()), Runs.merged(*scene.destinations.values())
+    )
+    for _, source, to, nbytes in zip(*(column.tolist() for column in got), strict=True):
+        assert ctypes.string_at(source, nbytes) == ctypes.string_at(to, nbytes)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("seed", range(15))
+def test_a_bit_that_flips_where_it_was_copied_to_is_found_in_its_cell(
+    seed: int, whole: bool, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(seed, whole, devices)
+    left: list[int] = []
+
+    def flip(moves: Moves, device: int, tables: object) -> None:
+        copy_on_host(moves, device, tables)
+        if not left and len(moves.nbytes):
+            index = seed % len(moves.nbytes)
+            byte = int(moves.nbytes[index]) - 1
+            ctypes.c_ubyte.from_address(int(moves.destinations[index]) + byte).value ^= 8
+            left.append(int(moves.positions[index]) + byte)
+
+    monkeypatch.setattr(device_digests.kernels, "copy", flip)
+    monkeypatch.setattr(device_digests, "_copy_across", lambda m, there, here: flip(m, here, None))
+    found = scene.copy().differs(scene.sent)
+    assert left and found == left[0] // CELL * CELL
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_memory_that_changes_after_the_sender_hashed_it_is_found(seed: int) -> None:
+    scene = Scene(seed, whole=True)
+    runs = scene.sources[0]
+    ctypes.c_ubyte.from_address(int(runs.addresses[-1])).value ^= 1
+    assert scene.copy().differs(scene.sent) == int(runs.starts[-1]) // CELL * CELL
+
+
+@pytest.mark.parametrize("sent", [b"", b"x" * 16, b"y" * 17])
+def test_digests_of_another_number_of_cells_do_not_hold(sent: bytes) -> None:
+    assert Scene(1, whole=True).copy().differs(sent) == 0
+
+
+def test_both_ends_have_cells_of_one_size() -> None:
+    assert cell_bytes(10) == cell_bytes(1 << 40) == CELL
