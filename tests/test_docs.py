@@ -41,7 +41,7 @@ from torchrelay.geometry import boxes
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.plan import outline
 from torchrelay.plan.snapshot import capture
-from torchrelay.record import codec, manifest, validation
+from torchrelay.record import codec, manifest, meshes, validation
 from torchrelay.record.digest import digest
 from torchrelay.stores import dcp, layout, seam
 from torchrelay.stores import records as commit
@@ -467,7 +467,9 @@ def test_limits_are_as_described() -> None:
     assert (caps["chunk"], MAX_CHUNK_BYTES) == ("2^28 bytes", 1 << 28)
     assert (caps["dimensions of a tensor"], manifest.MAX_DIMS) == ("64", 64)
     assert (caps["lanes"], wire.LANES) == ("16", 16)
-    assert (caps["dimensions of a mesh"], validation.MAX_MESH_DIMS) == ("16", 16)
+    assert (caps["dimensions of a mesh"], meshes.MAX_MESH_DIMS) == ("16", 16)
+    different = caps["dimensions of all different meshes, and 1 for each"]
+    assert (different, meshes.MAX_MESH_WORK) == ("2^12", 1 << 12)
     more = caps["dimensions of all tensors, beyond 8 of each"]
     assert (more, validation.MAX_MORE_DIMS) == ("2^19", 1 << 19)
 
@@ -523,7 +525,7 @@ def test_checkpoint_limits_are_as_described() -> None:
     named = caps["classes of namedtuples in a tree, fields of all of them"]
     assert named == "512, 2^14"
     assert (validation.MAX_CLASSES, validation.MAX_FIELDS) == (512, 1 << 14)
-    assert (caps["dimensions of a mesh"], validation.MAX_MESH_DIMS) == ("16", 16)
+    assert (caps["dimensions of a mesh"], meshes.MAX_MESH_DIMS) == ("16", 16)
     assert seam.MAX_STEP == (1 << 63) - 1 and "below 2^63" in FORMAT
     assert caps["file name"] == f"`{commit.PLAIN_NAME.pattern}`"
     assert layout.CHUNK_BYTES == (4 << 10, 1 << 20) and "1 MiB" in FORMAT and "4 KiB" in FORMAT

@@ -1404,6 +1404,7 @@ SOON = frozenset(
         "live: a long key and many leaves, into=",
         "live: a long key and many leaves, strict=False",
         "live: 20,000 namedtuples of distinct names",
+        "live: many meshes",
         "record: 64 dimensions and staircase shards",
         "record: `own` for 20,000 ranks, many leaves",
         "record: `own` for 20,000 ranks, many names",

@@ -10,9 +10,8 @@ from __future__ import annotations
 import keyword
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import prod
-from operator import eq
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,10 @@ from torchrelay.record.arrays import dtype_from_text
 from torchrelay.record.columns import Numbers, Table, devices_of, others_of, sizes_of, table_of
 from torchrelay.record.digest import DIGEST_BYTES
 from torchrelay.record.keys import check_keys
+from torchrelay.record.meshes import check_mesh, check_meshes
 from torchrelay.record.values import decode_value
 
 MAX_NESTED = 16  # tensor subclasses in tensor subclasses
-MAX_MESH_DIMS = 16
 _NOW_AND_THEN = 1024  # containers between two looks at the clock
 MAX_MORE_DIMS = 1 << 19  # of all tensors, beyond `_DIMS` of each: each costs time and memory
 _DIMS = 8
@@ -88,8 +87,10 @@ def _check(manifest: m.Manifest, tree: bool, in_time: Callable[[], None] | None)
     if len(table.kinds) and int(more[table.numbers].sum()) > MAX_MORE_DIMS:
         raise ManifestError("too many tensors of many dimensions")
     reach = [0] * len(sizes)
-    for leaf in others_of(manifest.leaves).values():
+    others = others_of(manifest.leaves).values()
+    for leaf in others:
         _check_leaf(leaf, manifest.storages, reach)
+    check_meshes(others)
     fine, absent, ends = _fine(table, sizes)
     for index in np.flatnonzero(~(fine | absent)).tolist():
         _check_leaf(table.record(index), manifest.storages, reach)
@@ -134,13 +135,14 @@ def check_outline(tree: m.Node, leaves: tuple[m.Leaf, ...], sizes: Sequence[int]
     check_leaves(leaves, sizes)
 
 
-def check_leaves(leaves: Iterable[m.Leaf], sizes: Sequence[int]) -> None:
+def check_leaves(leaves: Collection[m.Leaf], sizes: Sequence[int]) -> None:
     """Raise `ManifestError` unless the leaves lie in tensors of these sizes."""
     storages = _Sized(sizes)
     reach: defaultdict[int, int] = defaultdict(int)
     try:
         for leaf in leaves:
             _check_leaf(leaf, storages, reach)
+        check_meshes(leaves)
     except (ValueError, TypeError, OverflowError, RecursionError) as fault:
         raise ManifestError(f"invalid outline: {fault}") from None
 
@@ -435,14 +437,8 @@ def _check_dtensor(leaf: m.DTensorLeaf) -> None:
     _check_shape(leaf.mesh.shape)
     if len(leaf.strides) != len(leaf.shape):
         raise ManifestError("strides do not fit the shape of a DTensor")
-    ranks = sorted(leaf.mesh.ranks)
-    if len(ranks) != prod(leaf.mesh.shape) or any(map(eq, ranks, ranks[1:])):
-        raise ManifestError("the ranks of a mesh do not fit its shape")
-    if ranks and not 0 <= ranks[0] <= ranks[-1] < 1 << 31:
-        raise ManifestError("rank out of range")
+    check_mesh(leaf.mesh)
     dims = len(leaf.mesh.shape)
-    if dims > MAX_MESH_DIMS:
-        raise ManifestError(f"a mesh of {dims} dimensions, the cap is {MAX_MESH_DIMS}")
     if len(leaf.placements) != dims:
         raise ManifestError(f"{len(leaf.placements)} placements on a mesh of {dims} dimensions")
     for per_dim in (leaf.mesh.names, leaf.coordinate):
