@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from torchrelay.errors import StateError
 from torchrelay.geometry import chunks as plan
 from torchrelay.geometry.runs import Copy
 from torchrelay.plan.blueprint import Blueprint, Others, order_of
@@ -63,6 +64,16 @@ class Snapshot:
             if old != new
         )
         return show(leaf_paths(self.manifest.tree)[leaf])
+
+    def check_unchanged(self) -> None:
+        """Raise `StateError` if a leaf was written to since the capture."""
+        if (path := self.changed()) is not None:
+            raise StateError(
+                "changed while it was sent: keep the state as it is until send returns",
+                step=self.manifest.step,
+                phase="data",
+                path=path,
+            )
 
     def view(self, index: int, device: str = "cpu") -> torch.Tensor | None:
         """The chunk's bytes where they lie, if they are one run of that device's memory."""

@@ -49,6 +49,14 @@ def orphans(hops: Sequence[Hop], lost: Collection[int], finished: Collection[int
     ]
 
 
+def head(hops: Sequence[Hop], rank: int, sender: int) -> int:
+    """Of the receivers that chunks to this one come through, it included, the sender's own."""
+    upstream = {hop.rank: hop.upstream for hop in hops}
+    while upstream[rank] != sender:
+        rank = upstream[rank]
+    return rank
+
+
 def first_starving(hops: Sequence[Hop], stalled: Collection[int], sender: int) -> int | None:
     """Of receivers that wait in vain, the one nearest to the sender that is not fed by it.
 

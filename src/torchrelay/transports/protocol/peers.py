@@ -170,11 +170,17 @@ def tell_hashes(
     peers: Mapping[int, Peer],
     digests_from: Callable[[int], tuple[bytes, ...]],
 ) -> None:
-    """Tell those who pass chunks on what these should be, as far as it is known and new to them."""
+    """Tell those who pass chunks on what these should be, as far as it is known and new to them.
+
+    Who has yet to take a message of theirs gets the next one later, with more in it: each of them
+    waits its turn behind chunks.
+    """
     for hop in hops:
         peer = peers[hop.rank]
         passes_on = hop.downstream is not None and peer.stage == "accepted" and not peer.trailed
-        if passes_on and (digests := digests_from(peer.hashes)):
+        if not passes_on or (peer.hashes and peer.line.untaken):
+            continue
+        if digests := digests_from(peer.hashes):
             peer.line.send(wire.Hashes(peer.hashes, digests))
             peer.hashes += len(digests)
 

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torchrelay.deadlines import TICK, Deadline, Stopwatch
-from torchrelay.errors import StateError
 from torchrelay.memory.pool import cores
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
@@ -39,6 +38,7 @@ from torchrelay.transports.transfer.buffers import BufferPool
 from torchrelay.transports.transfer.outflow import Hashed, Outflow, Sent
 from torchrelay.transports.transfer.worker import Worker, hashers
 
+MOMENT = 0.05  # seconds for a receiver to take its first digests
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
 
 
@@ -208,16 +208,16 @@ class Sending:
         for peer in nearby:
             self._let_read(peer, share=len(nearby))
         self._out.verify = self._verify
-        if len(chained) > 1:
-            self._out.hash_ahead()
-        if chained:
-            self._open_stream(chained[0].rank, 1, range(len(self._chunks)))
         for rank, channel in channels.items():
             transfer = self.peers[rank].line.transfer
             self._out.open_channel(rank, channel, transfer, alone=len(accepted) == 1)
+        if len(chained) > 1:
+            self._tell_first(chained[0])
+        if chained and chained[0].stage == "accepted":
+            self._open_stream(chained[0].rank, 1, range(len(self._chunks)))
         while self._in("accepted"):
-            self._out.pump()
             tell_hashes(self._hops, self.peers, self._out.digests_from)
+            self._out.pump()
             self._send_trailers()
             if self._deadline.passed:
                 self._take(0.0)  # what has come while this process stood still counts
@@ -234,6 +234,15 @@ class Sending:
         for peer in self._in("done"):
             peer.line.delivered.wait(max(0.0, ends - time.monotonic()))
         self._out.close()
+
+    def _tell_first(self, head: Peer) -> None:
+        """Tell the digests of the first chunks before there are chunks to wait behind: a receiver
+        passes on only what is right."""
+        first = self._out.hash_ahead()
+        while len(self._out.digests_from(0)) < len(first) and not self._deadline.passed:
+            self._take(min(self._deadline.left(), TICK))
+        tell_hashes(self._hops, self.peers, self._out.digests_from)
+        head.line.delivered.wait(min(self._deadline.left(), MOMENT))
 
     def _let_read(self, peer: Peer, share: int) -> None:
         """Have a receiver on this machine take the bytes itself, with its share of the cores."""
@@ -269,15 +278,17 @@ class Sending:
             if digests is None:
                 continue
             if peer.route == "group":
+                # Who lacks chunks cannot have the state, and is not told what would let it have it.
                 # Without digests nothing tells bytes that changed on their way: they must have
                 # left.
-                ready = hashed or not self._out.busy(peer.rank)
+                first = fanout.head(self._hops, peer.rank, self._me)
+                ready = not self._out.owes(first, sent=not hashed)
             else:
                 ready = peer.pulled
             if ready:
                 if peer.route != "group":
                     self._count_pulled()
-                self._check_unchanged()
+                self.snapshot.check_unchanged()
                 peer.trailed = True
                 device = self._serving.device_digests() if peer.route == "cuda_ipc" else b""
                 peer.line.send(wire.Trailer(digests, device))
@@ -286,15 +297,6 @@ class Sending:
         """What receivers take themselves is counted once one has all, unless chunks are posted."""
         if (total := self._chunks.stream_bytes) and not self._out.streams:
             self._progress(total, total)
-
-    def _check_unchanged(self) -> None:
-        if (path := self.snapshot.changed()) is not None:
-            raise StateError(
-                "changed while it was sent: keep the state as it is until send returns",
-                step=self._step,
-                phase="data",
-                path=path,
-            )
 
     def _check_stalls(self) -> None:
         if not self._patience:

@@ -26,6 +26,8 @@ from torchrelay.transports.routes.lanes import Lanes
 from torchrelay.transports.transfer.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.transfer.worker import Worker, on_the_way
 
+FIRST_BYTES = 16 << 20  # whose digests are told before any chunk: more than a link's queues hold
+
 
 @dataclass
 class OutStream:
@@ -122,11 +124,10 @@ class Outflow:
         for stream in self.streams:
             stream.way.close()
 
-    def busy(self, rank: int) -> bool:
-        """Whether chunks that a receiver gets, from here or by way of others, have yet to leave."""
-        own = self.by_channel(rank)
-        feeding = (s for s in self.streams if s.rank == rank or not own)
-        return any(s.alive and (s.todo or s.in_flight) for s in feeding)
+    def owes(self, rank: int, *, sent: bool) -> bool:
+        """Whether chunks that go from here to a receiver have yet to be posted, or `sent`."""
+        mine = (stream for stream in self.streams if stream.rank == rank and stream.alive)
+        return any(stream.todo or (sent and stream.in_flight) for stream in mine)
 
     def pump(self) -> None:
         """Post chunks on every stream that has room."""
@@ -190,19 +191,21 @@ class Outflow:
                 self._hashing.add(index)
                 self._worker.submit(lambda index=index: self._hash(index))  # type: ignore[misc]
 
-    def hash_ahead(self) -> None:
-        """Hash what lies in host memory as it is sent, before it is: a receiver that passes chunks
-        on is to know their digests when they come."""
-        if self.verify and self._device == "cpu":
-            whole = (
-                i for i in range(len(self._chunks)) if self._snapshot.view(i, "cpu") is not None
-            )
-            self.hash(whole)
+    def hash_ahead(self) -> range:
+        """Hash all chunks before they are sent: a receiver that passes them on is to know their
+        digests when they come. Returns the first ones, to tell of before anything is under way."""
+        if not self.verify or self._device != "cpu":
+            return range(0)
+        everything = range(len(self._chunks))
+        self.hash(everything)
+        return everything[: max(IN_FLIGHT + 1, FIRST_BYTES // max(self._chunks.sizes, default=1))]
 
     def _hash(self, index: int) -> None:
         try:
             data, lease = self._bytes_of(index, "cpu", uses=1)
-            self._events.put(Hashed(index, digest(data), lease))
+            found = digest(data)
+            self._release(lease)
+            self._events.put(Hashed(index, found, None))
         except Exception as fault:
             self._events.put(fault)
 
