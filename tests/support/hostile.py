@@ -1283,6 +1283,13 @@ def many_opcodes() -> bytes:
     return archive(p.done())
 
 
+def most_opcodes() -> bytes:
+    """As many as are read, in a file of the same length."""
+    text = pickle.BINUNICODE + (800_000).to_bytes(4, "little") + b"x" * 800_000
+    p = Pickle(2).raw(pickle.EMPTY_LIST, pickle.MARK, pickle.NONE * 1_170_000, text, pickle.APPENDS)
+    return archive(p.done())
+
+
 def parcel_keys() -> bytes:
     body = fitted(lambda n: one_dict([["t", key] for key in signs(n)]), 1 << 16)
     return len(body).to_bytes(8, "little") + body
@@ -1392,6 +1399,7 @@ CASES = [
     Case("torch.save: a Counter of hard numbers", saved_counter, _read_archive),
     Case("torch.save: containers that are shared", shared_containers, _read_archive),
     Case("torch.save: very many opcodes", many_opcodes, _read_archive),
+    Case("torch.save: the most opcodes", most_opcodes, _read_archive),
 ]
 
 # One of each kind, so that all together take few seconds.

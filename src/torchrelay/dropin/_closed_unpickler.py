@@ -235,7 +235,7 @@ class _Builder:
         if self.left < 0 or depth > 16:
             refuse("a key of a dict is too large")
         if type(value) is tuple:
-            return tuple(self.key(item, depth + 1) for item in value)
+            return tuple([self.key(item, depth + 1) for item in value])
         return _plain(value)
 
     def tensor(self, value: object) -> _TensorMeta:
@@ -392,9 +392,12 @@ def _device(value: object) -> torch.device:
     return torch.device(_typed(args[0], str), *(_count(n, 1 << 15) for n in args[1:]))
 
 
+_VALUES = frozenset((*SCALARS, bytearray, set, frozenset))
+
+
 def _plain(value: Any) -> object:
     """A leaf that is no tensor."""
-    if type(value) in (*SCALARS, bytearray, set, frozenset):
+    if type(value) in _VALUES:
         return value
     if type(value) is Name and value.name in _DTYPES:
         return _DTYPES[value.name]

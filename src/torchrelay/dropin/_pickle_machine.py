@@ -18,6 +18,8 @@ from torchrelay.errors import RemoteProtocolError
 from torchrelay.record.keys import KeyTable
 
 _MANY_SETS = 1000
+BYTE, SHORT, WORD, LONG = map(struct.Struct, ("<B", "<H", "<I", "<Q"))
+SIGNED, DOUBLE = struct.Struct("<i"), struct.Struct(">d")
 SCALARS = (type(None), bool, int, float, str, bytes)
 
 
@@ -97,8 +99,12 @@ class Machine:
         taken: bytes = self.data[self.at - size : self.at]
         return taken
 
-    def number(self, layout: str) -> Any:
-        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
+    def number(self, layout: struct.Struct) -> Any:
+        at = self.at
+        self.at = at + layout.size
+        if self.at > len(self.data):
+            refuse("its record is cut short")
+        return layout.unpack_from(self.data, at)[0]
 
     def since_mark(self) -> list[Any]:
         mark = self.marks.pop()
@@ -107,12 +113,12 @@ class Machine:
         return items
 
     def protocol(self) -> None:
-        if self.number("<B") > 5:
+        if self.number(BYTE) > 5:
             refuse("its pickle protocol is newer than 5")
 
     def frame(self) -> None:
         # A frame is a hint for buffering; here all bytes are at hand.
-        if self.number("<Q") > len(self.data) - self.at:
+        if self.number(LONG) > len(self.data) - self.at:
             refuse("its record is cut short")
 
     def name(self) -> None:
@@ -188,7 +194,7 @@ def _last(count: int) -> Callable[[Machine], tuple[Any, ...]]:
     return take
 
 
-def _counted(layout: str, decode: Callable[[bytes], object]) -> Callable[[Machine], None]:
+def _counted(layout: struct.Struct, decode: Callable[[bytes], object]) -> Callable[[Machine], None]:
     return _push(lambda m: decode(m.take(m.number(layout))))
 
 
@@ -209,19 +215,19 @@ OPCODES: dict[int, Callable[[Machine], None]] = {
         (pickle.NONE, _push(lambda m: None)),
         (pickle.NEWTRUE, _push(lambda m: True)),
         (pickle.NEWFALSE, _push(lambda m: False)),
-        (pickle.BININT, _push(lambda m: m.number("<i"))),
-        (pickle.BININT1, _push(lambda m: m.number("<B"))),
-        (pickle.BININT2, _push(lambda m: m.number("<H"))),
-        (pickle.BINFLOAT, _push(lambda m: m.number(">d"))),
-        (pickle.LONG1, _counted("<B", _long)),
-        (pickle.LONG4, _counted("<I", _long)),
-        (pickle.SHORT_BINUNICODE, _counted("<B", _text)),
-        (pickle.BINUNICODE, _counted("<I", _text)),
-        (pickle.BINUNICODE8, _counted("<Q", _text)),
-        (pickle.SHORT_BINBYTES, _counted("<B", bytes)),
-        (pickle.BINBYTES, _counted("<I", bytes)),
-        (pickle.BINBYTES8, _counted("<Q", bytes)),
-        (pickle.BYTEARRAY8, _counted("<Q", bytearray)),
+        (pickle.BININT, _push(lambda m: m.number(SIGNED))),
+        (pickle.BININT1, _push(lambda m: m.number(BYTE))),
+        (pickle.BININT2, _push(lambda m: m.number(SHORT))),
+        (pickle.BINFLOAT, _push(lambda m: m.number(DOUBLE))),
+        (pickle.LONG1, _counted(BYTE, _long)),
+        (pickle.LONG4, _counted(WORD, _long)),
+        (pickle.SHORT_BINUNICODE, _counted(BYTE, _text)),
+        (pickle.BINUNICODE, _counted(WORD, _text)),
+        (pickle.BINUNICODE8, _counted(LONG, _text)),
+        (pickle.SHORT_BINBYTES, _counted(BYTE, bytes)),
+        (pickle.BINBYTES, _counted(WORD, bytes)),
+        (pickle.BINBYTES8, _counted(LONG, bytes)),
+        (pickle.BYTEARRAY8, _counted(LONG, bytearray)),
         (pickle.EMPTY_TUPLE, _push(lambda m: ())),
         (pickle.TUPLE1, _push(_last(1))),
         (pickle.TUPLE2, _push(_last(2))),
@@ -237,8 +243,8 @@ OPCODES: dict[int, Callable[[Machine], None]] = {
         (pickle.ADDITEMS, Machine.add),
         (pickle.FROZENSET, _push(lambda m: frozenset(m.scalars()))),
         (pickle.MEMOIZE, lambda m: m.memo.append(m.stack[-1])),
-        (pickle.BINGET, _push(lambda m: m.memo[m.number("<B")])),
-        (pickle.LONG_BINGET, _push(lambda m: m.memo[m.number("<I")])),
+        (pickle.BINGET, _push(lambda m: m.memo[m.number(BYTE)])),
+        (pickle.LONG_BINGET, _push(lambda m: m.memo[m.number(WORD)])),
         (pickle.STACK_GLOBAL, Machine.name),
         (pickle.REDUCE, Machine.call),
         (pickle.NEWOBJ, Machine.call),

@@ -12,10 +12,11 @@ import mmap
 import pickle
 from typing import Any
 
-from torchrelay.dropin._pickle_machine import OPCODES, Machine, Name, PickledCall
+from torchrelay.dropin._pickle_machine import BYTE, OPCODES, WORD, Machine, Name, PickledCall
 from torchrelay.errors import ManifestError
 from torchrelay.record.keys import KeyTable
 
+_MANY_STEPS = 3 << 18  # and one for each 5 bytes: torch takes a microsecond for each
 _TABLES = ("builtins.set", "collections.Counter", "collections.OrderedDict")
 _TORCH_OPCODES = frozenset(
     code[0]
@@ -50,16 +51,24 @@ class Scanner(Machine):
         super().__init__(data, ())
         self.at = at
         self.puts: list[Any] = []
+        self.steps = 0
         self.left = 4 * len(data) + 10_000  # items of keys that may be hashed
         self.storages: dict[str, int] = {}  # bytes of each
 
     def scan(self) -> bool:
         """Whether it came to the end; if not, torch will stop where this stopped."""
         data, end = self.data, len(self.data)
+        most = _MANY_STEPS + end // 5
         try:
             while self.at < end:
                 code = data[self.at]
                 self.at += 1
+                self.steps += 1
+                if self.steps > most:
+                    raise ManifestError(
+                        f"its pickle has over {most} small values and steps, one by one: keep them "
+                        "in a tensor"
+                    )
                 if code == pickle.STOP[0]:
                     return True
                 if code == pickle.NONE[0]:
@@ -184,11 +193,11 @@ _STEPS: dict[int, Any] = {
     pickle.EMPTY_SET[0]: lambda m: m.stack.append(m.new_set()),
     pickle.SETITEM[0]: _set_item,
     pickle.SETITEMS[0]: lambda m: m.items(m.since_mark()),
-    pickle.SHORT_BINSTRING[0]: lambda m: m.stack.append(m.take(m.number("<B"))),
-    pickle.BINPUT[0]: lambda m: m.put(m.number("<B")),
-    pickle.LONG_BINPUT[0]: lambda m: m.put(m.number("<I")),
-    pickle.BINGET[0]: lambda m: m.stack.append(m.puts[m.number("<B")]),
-    pickle.LONG_BINGET[0]: lambda m: m.stack.append(m.puts[m.number("<I")]),
+    pickle.SHORT_BINSTRING[0]: lambda m: m.stack.append(m.take(m.number(BYTE))),
+    pickle.BINPUT[0]: lambda m: m.put(m.number(BYTE)),
+    pickle.LONG_BINPUT[0]: lambda m: m.put(m.number(WORD)),
+    pickle.BINGET[0]: lambda m: m.stack.append(m.puts[m.number(BYTE)]),
+    pickle.LONG_BINGET[0]: lambda m: m.stack.append(m.puts[m.number(WORD)]),
     pickle.BINPERSID[0]: Scanner.storage,
 }
 

@@ -25,7 +25,7 @@ from torchrelay.record import manifest as m
 from torchrelay.record.columns import Numbers, by_device, devices_of, others_of, sizes_of, table_of
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import parts
+from torchrelay.state.leaves import is_plain, parts
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import check_types, has_records, unflatten
 
@@ -90,6 +90,8 @@ class NewTensors:
         owners[np.bincount(storages, minlength=len(owners)) > 1] = _SHARED
         hosted = set()
         for index, leaf in others_of(leaves).items():
+            if is_plain(leaf):
+                continue
             check_leaf(leaf, self._paths[index])
             check_shards(leaf, self._paths[index], self._shards)
             for part in parts(leaf):

@@ -240,13 +240,20 @@ def parts(leaf: m.Leaf) -> Iterator[m.TensorLeaf]:
         yield m.TensorLeaf("uint8", (leaf.nbytes,), None, leaf.storage)
 
 
+def is_plain(leaf: m.Leaf) -> bool:
+    """Whether it is a value that every process has: no tensor, no type."""
+    return isinstance(leaf, m.SizeLeaf) or (isinstance(leaf, m.ValueLeaf) and leaf.kind == "plain")
+
+
 def check_buildable(leaf: m.Leaf) -> None:
     """Raise `UnsupportedLeafError` if this process lacks what the leaf needs (dtype, type)."""
+    if is_plain(leaf):
+        return
     for part in parts(leaf):
         t.dtype_named(part.dtype)
     if isinstance(leaf, m.QuantizedLeaf) and leaf.dtype:
         t.dtype_named(leaf.dtype)
-    if isinstance(leaf, m.ValueLeaf) and leaf.kind != "plain":
+    if isinstance(leaf, m.ValueLeaf):
         try:
             build(leaf, lambda part: torch.empty(0, device="cpu"), 0)
         except (RuntimeError, ValueError) as fault:
