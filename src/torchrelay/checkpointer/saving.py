@@ -487,6 +487,7 @@ class Saver:
 
     def close(self) -> None:
         self._process.close()
+        self._spare.free()
         if self._arena is not None:
             self._arena.close()
             self._arena = None

@@ -88,10 +88,6 @@ class Extent(NamedTuple):
     at: int
 
 
-def aligned_sizes(nbytes: Sequence[int]) -> list[int]:
-    return [-(-size // ALIGN) * ALIGN for size in nbytes]  # `aligned`, without its calls
-
-
 class Chunks:
     """Where the chunks of a stream are, and which parts of which storages they hold."""
 

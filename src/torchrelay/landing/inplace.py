@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError
-from torchrelay.geometry.chunks import aligned_sizes
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.geometry.strides import packed
-from torchrelay.landing.destination import Pair, Prepared, split_columns, straight
+from torchrelay.landing.destination import Indices, Pair, Prepared, split_columns, straight
+from torchrelay.landing.device_slab import DeviceSlab, only_device
 from torchrelay.landing.fit import ArrayFit, Fit, fit
 from torchrelay.landing.handover import Handover
 from torchrelay.landing.leaves import (
@@ -32,6 +31,7 @@ from torchrelay.landing.ties import check_ties, host_spans
 from torchrelay.landing.workspace import Means
 from torchrelay.plan.region import Region, copy_boxes
 from torchrelay.record import manifest as m
+from torchrelay.record.columns import sizes_of
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import with_hints
@@ -154,6 +154,11 @@ class ExistingTensors:
                     pairs.append((index, path, here[path]))
         return pairs
 
+    @property
+    def _far_tensors(self) -> list[torch.Tensor]:
+        leaves: list[Any] = self._into.flat.leaves
+        return [leaves[n] for n in self._plain_far.leaf.tolist()]
+
     @cached_property
     def _near_storages(self) -> set[int]:
         return set(self._plain_far.storage.tolist())
@@ -208,7 +213,8 @@ class ExistingTensors:
         read_back |= self._anew.storages & filled
         self._anew.settle(self.chunks, read_back | filled, self._means)
         self._homes = self._anew.homes
-        self._far = self._anew.far  # images that go to a device, or are held there
+        self._far = self._anew.far  # images that go to a device
+        self._held_there: list[DeviceSlab] = []
         on_host = set(read_back)
         held = np.zeros(len(self._manifest.storages), bool)
         if self._atomic:
@@ -216,7 +222,9 @@ class ExistingTensors:
                 if not self._hold_on(device, storages):
                     on_host |= storages
             others = self._direct.keys() | self._near_storages
-            on_host |= others - self._far.keys()
+            on_host |= others.difference(
+                self._far, *(held.storages.tolist() for held in self._held_there)
+            )
             held[self._by_address] = True
         held[list(on_host)] = True
         self._order = np.flatnonzero(held)
@@ -240,6 +248,8 @@ class ExistingTensors:
     def _by_device(self, read_back: set[int]) -> dict[torch.device, set[int]]:
         """Storages all of whose bytes go to one device: they are staged there."""
         found: dict[torch.device, set[int]] = {}
+        if not self._direct and (alone := only_device(self._far_tensors)) is not None:
+            return {alone: self._near_storages - read_back}
         places = {storage: {one.device for _, one in near} for storage, near in self._near.items()}
         for storage, placed in self._direct.items():
             places[storage] = {region.keep.device for _, region in placed}
@@ -250,20 +260,28 @@ class ExistingTensors:
 
     def _hold_on(self, device: torch.device, storages: set[int]) -> bool:
         """Memory of the device for these images; whether it has so much."""
-        order = sorted(storages)
-        sizes = [self._manifest.storages[index].nbytes for index in order]
-        places = list(accumulate(aligned_sizes(sizes), initial=0))
+        order: Indices = np.sort(np.array(list(storages), np.intp))
+        ends = np.cumsum(self.chunks.rooms[order])
         try:
-            slab = self._means.stage(places.pop(), device)
+            slab = self._means.stage(int(ends[-1]) if len(ends) else 0, device)
         except MismatchError:
             return False
-        for index, at, nbytes in zip(order, places, sizes, strict=True):
-            self._far[index] = slab[at : at + nbytes]
+        places = ends - self.chunks.rooms[order]
+        sizes = np.asarray(sizes_of(self._manifest.storages), np.uint64)[order]
+        self._held_there.append(DeviceSlab(slab, device, order, places, sizes))
         return True
 
+    def _far_bytes(self, storage: int) -> torch.Tensor | None:
+        """An image on a device, if it goes there or is held there."""
+        for held in self._held_there:
+            if (found := held.image(storage)) is not None:
+                return found
+        return self._far.get(storage)
+
     def _held_bytes(self, storage: int) -> torch.Tensor:
-        if storage in self._far:
-            return self._far[storage]
+        far = self._far_bytes(storage)
+        if far is not None:
+            return far
         at = self._at[storage]
         return self._slab[at : at + self._manifest.storages[storage].nbytes]
 
@@ -273,7 +291,8 @@ class ExistingTensors:
         starts = self.chunks.starts
         device = [(starts[at], held.data_ptr(), held.nbytes) for at, held in self._far.items()]
         if self._atomic:
-            return Places([self._staged], Runs.of(device))
+            held = [one.memory(self.chunks.places) for one in self._held_there]
+            return Places([self._staged], Runs.merged(Runs.of(device), *held))
         twice: set[int] = set()  # written, and held back for something else
         if len(self._order):
             twice |= set(np.intersect1d(self._by_address, self._order).tolist())
@@ -305,9 +324,11 @@ class ExistingTensors:
         if self._staged.reaches(begin, end) or self._host.reaches(begin, end):
             host = data.cpu()
             self._staged.scatter(begin, end, host.data_ptr(), self._put)
-        for storage, start, stop, at in self.chunks.extents(index) if self._far else ():
-            if storage in self._far:
-                self._far[storage][start:stop].copy_(data[at : at + stop - start])
+        for storage, start, stop, at in (
+            self.chunks.extents(index) if self._far or self._held_there else ()
+        ):
+            if (far := self._far_bytes(storage)) is not None:
+                far[start:stop].copy_(data[at : at + stop - start])
         if self._atomic:
             return
         if self._host.reaches(begin, end):
@@ -404,9 +425,9 @@ class ExistingTensors:
     def _write_regions(self) -> None:
         boxes: list[tuple[torch.Tensor, torch.Tensor]] = []
         dense: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for storage in self._elsewhere:
+        for storage in self._elsewhere - self._write_held():
             held = self._held_bytes(storage)
-            if storage in self._near and storage in self._far:
+            if storage in self._near and self._far_bytes(storage) is not None:
                 dense += [(one, held[at : at + one.nbytes]) for at, one in self._near[storage]]
                 continue
             for at, region in self._regions(storage):
@@ -416,6 +437,19 @@ class ExistingTensors:
                     boxes += region.boxes(0, region.nbytes, held[at:])
         copy_boxes(boxes)
         self._means.copy_on_device(dense)
+
+    def _write_held(self) -> set[int]:
+        """Copy images that are held on a device to plain tensors there, all of them at once;
+        returns which those were."""
+        done: set[int] = set()
+        near = self._plain_far
+        apart = ~np.isin(near.storage, list(self._direct)) if self._direct else None
+        for held in self._held_there:
+            rows = np.isin(near.storage, held.storages)
+            some = near.some(rows if apart is None else rows & apart)
+            if self._means.copy_by_address(held.moves(some, self.chunks.places), held.device):
+                done.update(some.storage.tolist())
+        return done
 
     def _owned_part(self, part: m.TensorLeaf) -> torch.Tensor:
         """Like `_held_part`, in a storage of its own that the caller may keep."""

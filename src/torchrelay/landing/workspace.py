@@ -39,6 +39,9 @@ class Means(Protocol):
     def copy_on_device(self, pairs: Pairs) -> None:
         """Copy to each first, a contiguous tensor on a device, the bytes of the second."""
 
+    def copy_by_address(self, moves: Moves, device: torch.device) -> bool:
+        """Copy memory of one device by address; whether that can be done here."""
+
 
 class Plainly:
     """Memory by torch, copies one after the other."""
@@ -61,6 +64,9 @@ class Plainly:
     def copy_on_device(self, pairs: Pairs) -> None:
         for tensor, data in pairs:
             raw_of(tensor).view(-1).view(torch.uint8).copy_(data)
+
+    def copy_by_address(self, moves: Moves, device: torch.device) -> bool:
+        return False
 
 
 def allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:

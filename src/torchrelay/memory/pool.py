@@ -153,6 +153,12 @@ class Pooled(Plainly):
         for device, found in here.items():
             kernels.copy(Moves(*np.array(found, np.uint64).T), device, self._tables)
 
+    def copy_by_address(self, moves: Moves, device: torch.device) -> bool:
+        if device.type != "cuda" or device.index is None:
+            return False
+        kernels.copy(moves, device.index, self._tables)
+        return True
+
 
 def cores() -> int:
     """Cores that this process may use."""

@@ -1,0 +1,137 @@
+"""A landing in device memory, all at once after everything has arrived.
+
+There is no GPU here: plain tensors of the host are taken for tensors of a device. What is held
+where, and what goes where at the commit, is the code that runs with a GPU too.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchrelay.geometry.runs import Moves, copy_one_by_one, moves
+from torchrelay.landing import inplace
+from torchrelay.landing.seam import land
+from torchrelay.landing.workspace import Plainly
+from torchrelay.plan.plain import Plains
+from torchrelay.plan.snapshot import Snapshot, capture
+
+HOST = torch.device("cpu")
+
+
+class ByAddress(Plainly):
+    """What a pool with kernels does."""
+
+    def __init__(self, able: bool = True) -> None:
+        self.able = able
+        self.copied = 0
+
+    def copy_by_address(self, moves: Moves, device: torch.device) -> bool:
+        if self.able:
+            copy_one_by_one(moves)
+            self.copied += len(moves.nbytes)
+        return self.able
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plain tensor that is looked at counts as one on a device."""
+    nowhere = property(lambda self: np.zeros(len(self), bool))
+    monkeypatch.setattr(Plains, "on_host", nowhere)
+    monkeypatch.setattr(inplace, "only_device", lambda tensors: HOST)
+
+
+def made(seed: int, count: int = 50) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+
+    def bits(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.randint(-99, 99, shape, generator=draw).to(dtype)
+
+    base = bits(40)
+    return {
+        "tiny": [bits(1 + n % 7, dtype=torch.uint8) for n in range(count)],
+        "large": bits(500_000),
+        "views": [base[:10], base[10:25], base[30:]],
+        "others": {"half": bits(33, dtype=torch.float16), "scalar": bits(1)[0]},
+        "step": seed,
+    }
+
+
+def flat(state: Any) -> list[Any]:
+    if isinstance(state, dict):
+        return [leaf for value in state.values() for leaf in flat(value)]
+    if isinstance(state, list):
+        return [leaf for value in state for leaf in flat(value)]
+    return [state]
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(flat(one), flat(other), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def sent(seed: int) -> tuple[Snapshot, dict[str, Any]]:
+    state = made(seed)
+    return capture(state, step=1, chunk_bytes=1 << 16), state
+
+
+@pytest.mark.parametrize("able", [True, False])
+@pytest.mark.parametrize("by", ["places", "chunks"])
+def test_nothing_is_written_before_the_commit_and_everything_by_it(
+    able: bool, by: str, request: pytest.FixtureRequest
+) -> None:
+    snapshot, state = sent(1)
+    request.getfixturevalue("on_device")
+    into, means = made(2), ByAddress(able)
+    landing = land(snapshot.manifest, into=into, means=means)
+    places = landing.places()
+    if by == "places":
+        for there in (places.device, places.host):
+            copy_one_by_one(moves(snapshot.stream.host, there))
+    else:
+        for chunk, size in enumerate(landing.chunks.sizes):
+            data = torch.empty(size, dtype=torch.uint8)
+            snapshot.read(chunk, data)
+            landing.write(chunk, data)
+    assert landing.on_device and same(into, made(2))
+    tensors = {id(leaf) for leaf in flat(into) if isinstance(leaf, torch.Tensor)}
+    landing.commit()
+    assert same(into, state)
+    assert tensors == {id(leaf) for leaf in flat(into) if isinstance(leaf, torch.Tensor)}
+    assert (means.copied > 50) is able
+
+
+def test_every_byte_has_a_place_of_its_own_that_is_not_the_callers(on_device: None) -> None:
+    into = made(2)
+    snapshot, _ = sent(1)
+    places = land(snapshot.manifest, into=into, means=ByAddress()).places()
+    mine = [(leaf.data_ptr(), leaf.nbytes) for leaf in flat(into) if isinstance(leaf, torch.Tensor)]
+    rows = sorted(
+        (int(low), int(low) + int(stop - start))
+        for runs in (places.device, places.host)
+        for low, start, stop in zip(runs.addresses, runs.starts, runs.stops, strict=True)
+    )
+    assert all(high <= low for (_, high), (low, _) in pairwise(rows))
+    for address, nbytes in mine:
+        assert all(address + nbytes <= low or high <= address for low, high in rows)
+
+
+def test_a_strided_tensor_beside_plain_ones_lands_too(
+    request: pytest.FixtureRequest,
+) -> None:
+    state = {"plain": torch.arange(100), "strided": torch.arange(600).view(20, 30)[::2]}
+    snapshot = capture(state, step=1)
+    request.getfixturevalue("on_device")
+    into = {"plain": torch.zeros(100, dtype=torch.int64)}
+    into["strided"] = torch.zeros(20, 60, dtype=torch.int64)[::2, ::2]
+    landing = land(snapshot.manifest, into=into, means=ByAddress())
+    for chunk, size in enumerate(landing.chunks.sizes):
+        data = torch.empty(size, dtype=torch.uint8)
+        snapshot.read(chunk, data)
+        landing.write(chunk, data)
+    landing.commit()
+    assert same(into, state)
