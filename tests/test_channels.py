@@ -19,9 +19,10 @@ from torchrelay.deadlines import Deadline
 from torchrelay.record.digest import digest, running_digest
 from torchrelay.transports.group.lines import post_of
 from torchrelay.transports.protocol import fanout, wire
-from torchrelay.transports.routes import addresses, channels, lanes
+from torchrelay.transports.routes import addresses, channels
+from torchrelay.transports.routes import tcp as lanes
 from torchrelay.transports.routes.channels import TOKEN_BYTES, Channels
-from torchrelay.transports.routes.lanes import Lanes
+from torchrelay.transports.routes.tcp import Lanes
 from torchrelay.transports.transfer import intake, outflow
 
 OLD, LONG = 100, 25.0
@@ -152,14 +153,14 @@ def test_bytes_of_another_transfer_are_not_taken() -> None:
 
 
 @pytest.fixture
-def proposed(monkeypatch: pytest.MonkeyPatch) -> Iterator[channels.Berth]:
+def proposed(monkeypatch: pytest.MonkeyPatch) -> Iterator[channels.ChannelUse]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     berth = Channels().propose(1, 2, near=False)
     yield berth
     berth.end(keep=False)
 
 
-def test_only_who_knows_the_token_is_let_in(proposed: channels.Berth) -> None:
+def test_only_who_knows_the_token_is_let_in(proposed: channels.ChannelUse) -> None:
     record = proposed.record
     assert record is not None
     told = b"t" * TOKEN_BYTES
@@ -193,7 +194,7 @@ def test_only_who_knows_the_token_is_let_in(proposed: channels.Berth) -> None:
 
 
 def test_a_receiver_that_never_connects_costs_a_bounded_wait(
-    proposed: channels.Berth, monkeypatch: pytest.MonkeyPatch
+    proposed: channels.ChannelUse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.05)
     proposed.agreed(Deadline(LONG), bytes(TOKEN_BYTES))
@@ -508,7 +509,7 @@ def test_large_tensors_come_straight_to_their_place(pool2: Any, atomic: bool) ->
 
 def test_a_jury_hears_all_before_it_judges() -> None:
     hops = fanout.chain(0, [1, 2, 3])
-    jury = fanout.Jury()
+    jury = fanout.StallJudge()
     assert jury.verdict(hops, 0, 1e9) is None
     jury.blocked(1, 10.0, 2.0)
     jury.blocked(3, 11.0, 2.0)

@@ -13,9 +13,10 @@ from tests.support.faults import CHUNK, RECEIVER, held_at, received, sent, verdi
 from tests.support.ranks import Ranks
 from tests.support.ways import by, elsewhere, patched, taking
 from torchrelay.transports.protocol import fanout, receiver, wire
-from torchrelay.transports.routes import addresses, channels, lanes
+from torchrelay.transports.routes import addresses, channels
+from torchrelay.transports.routes import tcp as lanes
 from torchrelay.transports.routes.channels import Channels
-from torchrelay.transports.routes.lanes import Lanes
+from torchrelay.transports.routes.tcp import Lanes
 from torchrelay.transports.transfer import outflow
 
 OLD, LONG = 100, 25.0

@@ -19,14 +19,14 @@ import torch
 import xxhash
 
 from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
-from torchrelay.memory.kernels import Hashed
+from torchrelay.memory.kernels import ChunkTable
 from torchrelay.transports.routes import device_digests
 from torchrelay.transports.routes.device_digests import Copied, Grid, cell_bytes
 
 CELL = 64
 
 
-def hash_on_host(hashed: Hashed, device: int, tables: object) -> torch.Tensor:
+def hash_on_host(hashed: ChunkTable, device: int, tables: object) -> torch.Tensor:
     rows = []
     for first, nbytes in hashed.chunks.tolist():
         digest, at = xxhash.xxh3_128(), 0

@@ -12,7 +12,7 @@ import torch
 import torchrelay as tr
 from tests.support.faults import CHUNK, received, sent, weights
 from tests.support.ways import by, patched
-from torchrelay.transports.group.lines import Line
+from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import fanout, wire
 from torchrelay.transports.protocol.peers import Peer, tell_hashes
 from torchrelay.transports.protocol.sender import Sending
@@ -61,9 +61,9 @@ def told_first(rank: int, group: Any) -> Any:
         return received(relay, 0, live, OLD, 1, LONG).weights
     told: dict[int, int] = {}
     at_first: list[Any] = []
-    send, post = Line.send, Outflow._post
+    send, post = ControlLine.send, Outflow._post
 
-    def say(line: Line, message: wire.Message) -> None:
+    def say(line: ControlLine, message: wire.Message) -> None:
         if isinstance(message, wire.Hashes):
             assert message.first == told.get(line.peer, 0)
             told[line.peer] = message.first + len(message.digests)
@@ -74,7 +74,7 @@ def told_first(rank: int, group: Any) -> Any:
         post(out, stream, index)
 
     small = patched(outflow, FIRST_BYTES=6 * CHUNK)
-    with small, patched(Line, send=say), patched(Outflow, _post=post_chunk):
+    with small, patched(ControlLine, send=say), patched(Outflow, _post=post_chunk):
         assert sent(relay, 1, [1, 2, 3], LONG).receivers == (1, 2, 3)
     return at_first[0]
 

@@ -58,7 +58,7 @@ def compared(library: Any, chunks: list[Pieces], pool: np.ndarray[Any, Any]) -> 
         stops.append(at)
         wanted.append(digest.digest())
     columns = (np.array(column, np.uint64) for column in (starts, stops))
-    hashed = kernels.Hashed.of(Runs.of(rows), *columns)
+    hashed = kernels.ChunkTable.of(Runs.of(rows), *columns)
     found = np.zeros((len(chunks), 16), np.uint8)
     arrays = [np.ascontiguousarray(array) for array in (hashed.chunks, hashed.segments)]
     library.hash_on_host(

@@ -77,7 +77,7 @@ def sent_elsewhere(rank: int, group: Any, host: str) -> Any:
     if rank == 0:
         propose = Channels.propose
 
-        def lie(self: Channels, *args: Any, **how: Any) -> channels.Berth:
+        def lie(self: Channels, *args: Any, **how: Any) -> channels.ChannelUse:
             berth = propose(self, *args, **how)
             assert berth.record is not None
             berth.record = msgspec.structs.replace(berth.record, host=host)

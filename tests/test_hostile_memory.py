@@ -25,7 +25,7 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, same, weights
 from tests.support.ways import elsewhere, patched
 from torchrelay.geometry.runs import Runs
-from torchrelay.transports.group.lines import Line
+from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.receiver import off_schedule
 from torchrelay.transports.routes import place
@@ -165,7 +165,7 @@ def naming(victim: Process, fd: int | None) -> contextlib.AbstractContextManager
     """Within: this sender says that its state lies in the victim's secret."""
     original = Serving.memory
 
-    def memory(self: Serving, join: wire.Join, line: Line) -> wire.Memory:
+    def memory(self: Serving, join: wire.Join, line: ControlLine) -> wire.Memory:
         true = original(self, join, line)
         size = min(self._chunks.stream_bytes, len(SECRET))
         return msgspec.structs.replace(
@@ -355,12 +355,12 @@ def gone_astray(rank: int, group: Any, name: str) -> Outcome | None:
         return received(relay, 0, weights(OLD), OLD, NEW, TIMEOUT)
     if rank != 0:
         return None
-    original, word = Line.send, GOES[name]
+    original, word = ControlLine.send, GOES[name]
 
-    def send(self: Line, message: wire.Message) -> None:
+    def send(self: ControlLine, message: wire.Message) -> None:
         original(self, word if isinstance(message, wire.Go) else message)
 
-    with patched(Line, send=send):
+    with patched(ControlLine, send=send):
         return attempt(lambda: relay.send(weights(NEW), 2, step=NEW))
 
 
@@ -380,9 +380,9 @@ def withholds(rank: int, group: Any, name: str) -> Any:
     if rank:
         live = weights(OLD)
         return received(relay, 0, live, OLD, NEW, timeout)
-    original = Line.send
+    original = ControlLine.send
 
-    def send(self: Line, message: wire.Message) -> None:
+    def send(self: ControlLine, message: wire.Message) -> None:
         if isinstance(message, wire.Hashes):
             if name == "none":
                 return
@@ -392,7 +392,7 @@ def withholds(rank: int, group: Any, name: str) -> Any:
                 message = wire.Hashes(message.first, (b"x" * 16,) * len(message.digests))
         original(self, message)
 
-    with patched(Line, send=send):
+    with patched(ControlLine, send=send):
         return attempt(lambda: relay.send(weights(NEW), [1, 2], step=NEW))
 
 

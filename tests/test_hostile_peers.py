@@ -23,7 +23,7 @@ from tests.support.ways import by, patched
 from torchrelay.geometry.runs import Runs
 from torchrelay.record.digest import digest
 from torchrelay.transports.group import lines as group_module
-from torchrelay.transports.group.lines import Line
+from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.peers import Peer
 from torchrelay.transports.routes.serving import Serving
@@ -39,16 +39,16 @@ def resident() -> int:
 
 
 @contextlib.contextmanager
-def lines_of_this() -> Iterator[list[Line]]:
+def lines_of_this() -> Iterator[list[ControlLine]]:
     """Within: the lines that this process makes."""
-    made: list[Line] = []
-    original = Line.__init__
+    made: list[ControlLine] = []
+    original = ControlLine.__init__
 
-    def init(self: Line, *args: Any) -> None:
+    def init(self: ControlLine, *args: Any) -> None:
         made.append(self)
         original(self, *args)
 
-    with patched(Line, __init__=init):
+    with patched(ControlLine, __init__=init):
         yield made
 
 
@@ -67,9 +67,9 @@ def pile(rank: int, group: Any) -> Any:
             over = lines[-1].ended.wait(SOON)
             dist.barrier(group)
             return over, resident() - before
-        original = Line.send
+        original = ControlLine.send
 
-        def send(self: Line, message: wire.Message) -> None:
+        def send(self: ControlLine, message: wire.Message) -> None:
             if isinstance(message, wire.Fin):
                 payload = msgspec.msgpack.encode(wire.Offer(bytes(MESSAGE_BYTES)))
                 for _ in range(MESSAGES):
@@ -77,7 +77,7 @@ def pile(rank: int, group: Any) -> Any:
             else:
                 original(self, message)
 
-        with patched(Line, send=send):
+        with patched(ControlLine, send=send):
             relay.send(weights(NEW), 1)
         dist.barrier(group)
         return None
@@ -91,7 +91,7 @@ def test_messages_do_not_pile_up_after_recv_is_over(pool2: Any) -> None:
 def idle(rank: int, group: Any) -> Any:
     """Nobody takes what rank 0 says on a line: some of it waits here, the rest there."""
     transfer = 77
-    line = Line(group, 1 - rank, transfer)
+    line = ControlLine(group, 1 - rank, transfer)
     if rank == 0:
         for _ in range(group_module.UNHEARD + 300):
             send_payload(line, msgspec.msgpack.encode(wire.Knock()))
@@ -137,9 +137,9 @@ def asks_again(rank: int, group: Any, what: str) -> Outcome:
     relay = tr.Relay(group, timeout=TIMEOUT, chunk_bytes=CHUNK)
     if rank == 0:
         return attempt(lambda: relay.send(weights(NEW), 1, step=NEW))
-    original = Line.send
+    original = ControlLine.send
 
-    def send(self: Line, message: wire.Message) -> None:
+    def send(self: ControlLine, message: wire.Message) -> None:
         original(self, message)
         if what == "fill" and isinstance(message, wire.Fill):
             for _ in range(200):
@@ -148,7 +148,7 @@ def asks_again(rank: int, group: Any, what: str) -> Outcome:
             for _ in range(200):
                 original(self, wire.Need((0,), 2))
 
-    with patched(Line, send=send):
+    with patched(ControlLine, send=send):
         return received(relay, 0, weights(OLD), OLD, NEW, TIMEOUT)
 
 
@@ -175,7 +175,7 @@ def nothing_told(rank: int, group: Any, verify: bool, atomic: bool) -> Any:
     relay.send(weights(NEW), 1)
     original = Serving.memory
 
-    def memory(self: Serving, join: wire.Join, line: Line) -> wire.Memory:
+    def memory(self: Serving, join: wire.Join, line: ControlLine) -> wire.Memory:
         return msgspec.structs.replace(original(self, join, line), host=b"")
 
     def digests(self: Outflow, chunks: Any = None) -> tuple[bytes, ...]:

@@ -211,6 +211,17 @@ def test_library_keeps_the_rules() -> None:
     assert not found, "\n".join(found)
 
 
+def test_a_type_name_is_defined_once() -> None:
+    """Private ones too. `dropin` has torch's names on purpose."""
+    homes: dict[str, list[str]] = {}
+    for file, source in library_sources().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(file)
+    twice = {name: files for name, files in homes.items() if len(files) > 1}
+    assert twice == {"Checkpointer": ["checkpointer/front.py", "dropin/checkpointer.py"]}
+
+
 def test_library_has_no_import_cycle() -> None:
     cycle = find_cycle(import_graph(library_sources()))
     assert cycle is None, " -> ".join(cycle or [])

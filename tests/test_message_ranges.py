@@ -13,7 +13,7 @@ from tests.support.faults import CHUNK, Outcome, attempt, received, weights
 from tests.support.messages import KINDS, Field, fields_of, forged, send_payload, wrong_values
 from tests.support.ways import patched
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.transports.group.lines import Line
+from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 
 OLD, NEW, NEXT = 100, 1, 2
@@ -84,16 +84,16 @@ def cases(union: Any) -> list[tuple[Field, Any]]:
 
 def said_instead(field: Field, value: Any, kind: type) -> contextlib.AbstractContextManager[None]:
     """Within: the first message of this kind is another one."""
-    original, left = Line.send, [1]
+    original, left = ControlLine.send, [1]
 
-    def send(self: Line, message: wire.Message) -> None:
+    def send(self: ControlLine, message: wire.Message) -> None:
         if isinstance(message, kind) and left:
             left.pop()
             send_payload(self, forged(field, value))
         else:
             original(self, message)
 
-    return patched(Line, send=send)
+    return patched(ControlLine, send=send)
 
 
 def exchange(rank: int, group: Any, liar: int) -> list[tuple[str, Outcome]]:

@@ -38,7 +38,8 @@ from torchrelay.memory.vectors import OtherMemoryError
 from torchrelay.transports.protocol import fanout, wire
 from torchrelay.transports.protocol.peers import Peer, go
 from torchrelay.transports.protocol.receiver import Receiving
-from torchrelay.transports.routes import handing, place
+from torchrelay.transports.routes import hops as handing
+from torchrelay.transports.routes import place
 
 OLD, NEW = 100, 1
 TIMEOUT = 25.0

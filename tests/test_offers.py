@@ -16,7 +16,7 @@ from tests.support.faults import verdict, weights
 from tests.support.ways import by, every_way, patched
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.plan.snapshot import capture
-from torchrelay.transports.group.lines import Line
+from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import known_offers as offers
 from torchrelay.transports.protocol import sender, wire
 from torchrelay.transports.protocol.known_offers import Known, Offers, shortened
@@ -82,15 +82,15 @@ def test_few_are_kept_and_none_that_is_long(monkeypatch: pytest.MonkeyPatch) -> 
 def told(rank: int, group: Any) -> Any:
     """How offers go out over several transfers, and what arrives."""
     relay, live, sent = tr.Relay(group, timeout=LONG), weights(OLD), []
-    post = Line.send
+    post = ControlLine.send
 
-    def noted(self: Line, message: wire.Message) -> None:
+    def noted(self: ControlLine, message: wire.Message) -> None:
         if isinstance(message, wire.Offer):
             sent.append(message.again)
         post(self, message)
 
     state = weights(1)
-    with patched(Line, send=noted):
+    with patched(ControlLine, send=noted):
         for step in range(6):
             if rank == 0:
                 with torch.no_grad():

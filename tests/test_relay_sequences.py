@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 from tests.support.ways import BY_MESSAGES, by, every_way
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports.protocol.sender import Sending
-from torchrelay.transports.routes import lanes
+from torchrelay.transports.routes import tcp as lanes
 from torchrelay.transports.routes.pull import Pull
 from torchrelay.transports.transfer import outflow
 from torchrelay.transports.transfer.buffers import IN_FLIGHT

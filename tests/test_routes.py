@@ -19,7 +19,7 @@ from tests.support.faults import CHUNK, attempt, received, verdict, weights
 from tests.support.ranks import run_ranks
 from tests.support.ways import BY_MESSAGES, by, elsewhere, every_way, patched, refused
 from torchrelay.geometry.runs import Runs
-from torchrelay.transports.group.lines import Line
+from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes import choice as routes
 from torchrelay.transports.routes import place
@@ -313,7 +313,7 @@ def lying_sender(rank: int, group: Any, name: str) -> Any:
     lie = dict(LIES[name][0])
     original = Serving.memory
 
-    def memory(self: Serving, join: wire.Join, line: Line) -> wire.Memory:
+    def memory(self: Serving, join: wire.Join, line: ControlLine) -> wire.Memory:
         true = original(self, join, line)
         if lie.get("host", b"") is None:
             size = self._chunks.stream_bytes
@@ -366,12 +366,12 @@ def lying_replies(rank: int, group: Any, name: str) -> Any:
     if rank == 1:
         live = weights(OLD)
         return received(relay, 0, live, OLD, NEW, 5), received(relay, 0, live, OLD, 2, 5)
-    original = Line.send
+    original = ControlLine.send
 
-    def send(self: Line, message: wire.Message) -> None:
+    def send(self: ControlLine, message: wire.Message) -> None:
         original(self, REPLIES[name](message))
 
-    with patched(Line, send=send):
+    with patched(ControlLine, send=send):
         out = attempt(lambda: relay.send(weights(NEW), 1, step=NEW))
     return out, attempt(lambda: relay.send(weights(2), 1, step=2))
 
@@ -394,9 +394,9 @@ def lying_receiver(rank: int, group: Any, name: str) -> Any:
     if rank == 0:
         out = attempt(lambda: relay.send(weights(NEW), 1, step=NEW))
         return out, attempt(lambda: relay.send(weights(2), 1, step=2))
-    original, live = Line.send, weights(OLD)
+    original, live = ControlLine.send, weights(OLD)
 
-    def send(self: Line, message: wire.Message) -> None:
+    def send(self: ControlLine, message: wire.Message) -> None:
         if isinstance(message, wire.Accept) and name == "route":
             message = wire.Accept("teleport")
         if isinstance(message, wire.Fill):
@@ -405,7 +405,7 @@ def lying_receiver(rank: int, group: Any, name: str) -> Any:
             message = wire.Fill(chunk, slot)
         original(self, message)
 
-    with patched(Line, send=send):
+    with patched(ControlLine, send=send):
         first = received(relay, 0, live, OLD, NEW, 5)
     return first, received(relay, 0, live, OLD, 2, 5)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory import vectors
 from torchrelay.memory.vectors import MOST_VECTORS, OtherMemoryError, batches, copy, read
-from torchrelay.transports.routes.readings import Readings
+from torchrelay.transports.routes.read_tables import Readings
 
 
 def columns(rows: list[tuple[int, int, int]]) -> Moves:

@@ -89,7 +89,7 @@ def exact(rounds: int, seed: int) -> int:
             wanted.append(digest.digest())
         begin = np.array(starts, np.uint64)
         memory = Runs(*([run[n] for run in runs] for n in range(3)))
-        hashed = kernels.Hashed.of(memory, begin, begin + np.array(sizes, np.uint64))
+        hashed = kernels.ChunkTable.of(memory, begin, begin + np.array(sizes, np.uint64))
         got = kernels.digests(hashed, 0, tables).cpu().numpy()
         for row, (found, digest) in enumerate(zip(got, wanted, strict=True)):
             assert found.tobytes() == digest, f"seed {seed}: chunk {row}: {chunks[row]}"
@@ -144,9 +144,11 @@ def measure(count: int, nbytes: int) -> list[dict[str, Any]]:
     )
     total = count * nbytes
 
-    def grid(size: int) -> kernels.Hashed:
+    def grid(size: int) -> kernels.ChunkTable:
         begin = np.arange(0, total, size, dtype=np.uint64)
-        return kernels.Hashed.of(memory, begin, np.minimum(begin + size, total).astype(np.uint64))
+        return kernels.ChunkTable.of(
+            memory, begin, np.minimum(begin + size, total).astype(np.uint64)
+        )
 
     jobs: dict[str, Callable[[], object]] = {
         f"XXH3-128, chunks of {size >> 10} KiB": partial(kernels.digests, grid(size), 0, tables)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout
 from torchrelay.errors import RelayError, RemoteProtocolError, StateError, UsageError
-from torchrelay.landing.destination import KnownLayout, Prepared, prepare
+from torchrelay.landing.destination import KnownLayout, PreparedDestination, prepare
 from torchrelay.landing.seam import land
 from torchrelay.landing.shards import Shards, check_choice
 from torchrelay.memory.kernels import warm_up
@@ -23,7 +23,7 @@ from torchrelay.record.codec import Recall
 from torchrelay.resharding.gather import Destination, Gather
 from torchrelay.resharding.holding import Holding, once
 from torchrelay.state.objects import unwrap
-from torchrelay.transports.group.lines import GRACE, Bell, Line, Post, post_of
+from torchrelay.transports.group.lines import GRACE, ControlLine, FirstMessage, GroupLines, post_of
 from torchrelay.transports.group.shield import shielded
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.arguments import check_step, device_of
@@ -38,7 +38,7 @@ from torchrelay.transports.routes.channels import MOST_CONNECTIONS, usual_connec
 from torchrelay.transports.routes.choice import check_route
 from torchrelay.transports.routes.costs import Costs
 from torchrelay.transports.routes.cuda_ipc import Exports, Openings
-from torchrelay.transports.routes.readings import Readings
+from torchrelay.transports.routes.read_tables import Readings
 from torchrelay.transports.routes.ring import MappedRings, Rings
 from torchrelay.transports.transfer.buffers import BufferPool
 
@@ -93,7 +93,7 @@ class Relay:
             raise UsageError(f"connections is a number up to {MOST_CONNECTIONS}, not {connections}")
         Deadline(timeout)
         self._group = group
-        self._post: Post = post_of(group)
+        self._post: GroupLines = post_of(group)
         self._timeout = timeout
         self._join_window = join_window
         self._chunk_bytes = chunk_bytes
@@ -170,7 +170,7 @@ class Relay:
         """How receivers are served that take parts of a state."""
         describe = once(lambda: Holding(unwrap(state).state, step))
 
-        def serve(views: list[torch.Tensor], line: Line) -> int:
+        def serve(views: list[torch.Tensor], line: ControlLine) -> int:
             snapshot = capture(views, step, chunk_bytes=self._chunk_bytes)
             sending = self._sending(
                 snapshot, {line.peer: line}, deadline, deadline.seconds, route, Stopwatch(), untold
@@ -183,7 +183,7 @@ class Relay:
     def _sending(
         self,
         snapshot: Snapshot,
-        lines: dict[int, Line],
+        lines: dict[int, ControlLine],
         deadline: Deadline,
         join_timeout: float,
         route: str | None,
@@ -223,7 +223,7 @@ class Relay:
     def _send(
         self,
         snapshot: Snapshot,
-        lines: dict[int, Line],
+        lines: dict[int, ControlLine],
         deadline: Deadline,
         join_timeout: float,
         route: str | None,
@@ -310,7 +310,7 @@ class Relay:
                     first = answer(self._post, source, deadline)
                 transfer = wire.read_prelude(first)
                 if transfer is None:
-                    self._post.leave_bell(source, Bell(first))
+                    self._post.leave_bell(source, FirstMessage(first))
                     raise RemoteProtocolError(
                         "the sender is torch's PGTransport: receive with "
                         "torchrelay.dropin.PGTransport",
@@ -405,7 +405,7 @@ class Relay:
             offers=self._offers,
             readings=self._readings,
             recall=self._recall,
-            known=into.plan.known_tree if isinstance(into, Prepared) else None,
+            known=into.plan.known_tree if isinstance(into, PreparedDestination) else None,
             route=route or self._route,
             connections=self._connections,
             watch=watch,

@@ -13,7 +13,7 @@ import torch
 import torchrelay as tr
 from tests.support.ranks import reached
 from torchrelay import relay as relay_module
-from torchrelay.transports.group.lines import Line
+from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
@@ -103,9 +103,9 @@ _SENDER = {
     "capture": _Spot(relay_module, "capture"),
     "joined": _Spot(Sending, "_joined"),
     "go": _Spot(Sending, "_transfer"),
-    "trailer": _Spot(Line, "send", when=_says(wire.Trailer)),
-    "trailer sent": _Spot(Line, "send", after=True, when=_says(wire.Trailer)),
-    "fin": _Spot(Line, "send", when=_says(wire.Fin)),
+    "trailer": _Spot(ControlLine, "send", when=_says(wire.Trailer)),
+    "trailer sent": _Spot(ControlLine, "send", after=True, when=_says(wire.Trailer)),
+    "fin": _Spot(ControlLine, "send", when=_says(wire.Fin)),
 }
 SENDER = {
     "group": {**_SENDER, "data": _Spot(Sending, "_sent", nth=5)},
@@ -118,7 +118,7 @@ SENDER = {
 _RECEIVER = {
     "call": _Spot(relay_module, "answer"),
     "joined": _Spot(Receiving, "_consider"),
-    "accepted": _Spot(Line, "send", after=True, when=_says(wire.Accept)),
+    "accepted": _Spot(ControlLine, "send", after=True, when=_says(wire.Accept)),
     "done": _Spot(Receiving, "_goodbye", when=lambda r, message: isinstance(message, wire.Done)),
 }
 _PULL = {**_RECEIVER, "commit": _Spot(Pull, "run", after=True), "pass on": _Spot(Pull, "finish")}

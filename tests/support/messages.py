@@ -9,7 +9,7 @@ import msgspec
 import torch
 from msgspec import inspect
 
-from torchrelay.transports.group.lines import Line
+from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 
 KINDS: tuple[Any, ...] = wire.Message.__args__  # type: ignore[attr-defined]
@@ -100,8 +100,8 @@ def forged(field: Field, value: Any) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def send_payload(line: Line, payload: bytes) -> None:
-    """Say something that `Line.send` would not."""
+def send_payload(line: ControlLine, payload: bytes) -> None:
+    """Say something that `ControlLine.send` would not."""
     head = wire._HEAD.pack(wire._MAGIC, wire.MAJOR, wire.MINOR, len(payload))
     inline = len(payload) <= wire.INLINE_BYTES
     frames = [(head + (payload if inline else b"")).ljust(wire.FRAME_BYTES, b"\0")]

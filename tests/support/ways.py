@@ -18,7 +18,8 @@ import pytest
 import torchrelay as tr
 from torchrelay.memory import vectors
 from torchrelay.transports.protocol import sender
-from torchrelay.transports.routes import place, pull, readings
+from torchrelay.transports.routes import place, pull
+from torchrelay.transports.routes import read_tables as readings
 
 WAYS = ("group", "channel", "host", "ring")
 NEARBY = ("host", "ring")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from torchrelay.checkpointer.catalog import Catalog, Progress
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, policy
 from torchrelay.checkpointer.last_save import LastSave, agreed_step
@@ -23,7 +24,6 @@ from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.checkpointer.pending import Pending, Saved, logger
 from torchrelay.checkpointer.planners import planners
 from torchrelay.checkpointer.saving import Save, Saver
-from torchrelay.checkpointer.shelf import Progress, Shelf
 from torchrelay.checkpointer.step_draft import GRACE
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import StorageTimeoutError, UsageError
@@ -116,7 +116,7 @@ class Checkpointer:
             self._on_busy = on_busy
             self._on_error = on_error
             self._store: Store = open_store(root, timeout=self._timeout)
-            self._steps = Shelf(self._store, policy(keep))
+            self._steps = Catalog(self._store, policy(keep))
             save_planner, load_planner = planners(planner)
             self._loader = Loader(self._shelf, self._all, load_planner)
             self._saver = Saver(
@@ -333,7 +333,7 @@ class Checkpointer:
     # Looking after what is there.
 
     @property
-    def _shelf(self) -> Shelf:
+    def _shelf(self) -> Catalog:
         self._owner.check()
         return self._steps
 

@@ -12,9 +12,9 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from torchrelay.checkpointer.catalog import Bar, Catalog, Progress
 from torchrelay.checkpointer.loading import Loading
 from torchrelay.checkpointer.selection import check_only
-from torchrelay.checkpointer.shelf import Bar, Progress, Shelf
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import (
     DamagedError,
@@ -27,7 +27,7 @@ from torchrelay.landing.places import Landed
 from torchrelay.memory.bounded import bounded
 from torchrelay.state.tree import show
 from torchrelay.stores.opening import OpenedStep
-from torchrelay.stores.patience import Patience
+from torchrelay.stores.retry import Retry
 from torchrelay.transports.group.assembly import Assembly, Call
 
 TORN = "the destination is part old, part new; load again"
@@ -72,16 +72,16 @@ class Wanted(NamedTuple):
         return self.verify and self.atomic and self.into is not None
 
 
-def patience(deadline: Deadline) -> Patience:
+def patience(deadline: Deadline) -> Retry:
     """What cannot be read is tried again until there is just the time left to tell all ranks."""
     spare = min(2.0, deadline.seconds / 3)
-    return Patience(lambda: deadline.left() - spare)
+    return Retry(lambda: deadline.left() - spare)
 
 
 class Loader:
     """Loads for the ranks of an assembly."""
 
-    def __init__(self, shelf: Shelf, assembly: Assembly, planner: LoadPlanner | None) -> None:
+    def __init__(self, shelf: Catalog, assembly: Assembly, planner: LoadPlanner | None) -> None:
         self._shelf = shelf
         self._all = assembly
         self._planner = planner

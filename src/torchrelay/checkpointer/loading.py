@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torchrelay.checkpointer.wants import Layers, Wants
+from torchrelay.checkpointer.demand import Demand, Layers
 from torchrelay.errors import MismatchError
 from torchrelay.landing.leaves import copy_late, late_copy
 from torchrelay.landing.places import Landed
@@ -21,11 +21,9 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import show, unflatten
-from torchrelay.stores.device_reading import DeviceFetch
-from torchrelay.stores.metadata import metadata_of
-from torchrelay.stores.placing import (
+from torchrelay.stores.box_reads import (
+    BoxRead,
     Wave,
-    Wish,
     all_of,
     arrived,
     by_name,
@@ -33,6 +31,8 @@ from torchrelay.stores.placing import (
     waves,
     wishes_for,
 )
+from torchrelay.stores.device_reading import DeviceFetch
+from torchrelay.stores.metadata import metadata_of
 from torchrelay.stores.reading import Fetch
 from torchrelay.stores.records import Checkpoint, StoredTensor
 from torchrelay.stores.seam import OpenStep
@@ -73,7 +73,7 @@ class Loading:
         self.touched = False
         self.instead: dict[str, str] = {}  # why a faster way was not taken
         with gc_paused():
-            self._wants = Wants(
+            self._wants = Demand(
                 store,
                 checkpoint,
                 rank=rank,
@@ -89,9 +89,9 @@ class Loading:
             self._new_items = len(self._items)
             self._own = self._plan(self._wants.own, coordinator)
         self._planned: tuple[list[Wave], list[Wave]] | None = None
-        self._take: Callable[[Wish], torch.Tensor] | None = None
+        self._take: Callable[[BoxRead], torch.Tensor] | None = None
 
-    def _plan(self, layers: Layers, coordinator: bool) -> list[Wish]:
+    def _plan(self, layers: Layers, coordinator: bool) -> list[BoxRead]:
         if self._planner is not None:
             return list(self._ask(self._planner, layers, coordinator))
         return [
@@ -101,7 +101,7 @@ class Loading:
             for wish in wishes_for(self._tensors[name], destination)
         ]
 
-    def _ask(self, planner: LoadPlanner, layers: Layers, coordinator: bool) -> Iterator[Wish]:
+    def _ask(self, planner: LoadPlanner, layers: Layers, coordinator: bool) -> Iterator[BoxRead]:
         """What a planner of the user's own wants."""
         metadata = metadata_of(self._checkpoint)
         for layer in layers:
@@ -118,7 +118,7 @@ class Loading:
                 stored = self._tensors[index.fqn]
                 shard = shard_at(stored, index.offset or (), index.index)
                 offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-                yield Wish(stored, shard, offsets, lengths, place)
+                yield BoxRead(stored, shard, offsets, lengths, place)
 
     @property
     def _waves(self) -> tuple[list[Wave], list[Wave]]:
@@ -131,7 +131,7 @@ class Loading:
     def nbytes(self) -> int:
         return sum(wish.destination.nbytes for wish in (*self._new, *self._own))
 
-    def wishes(self) -> Iterator[Wish]:
+    def wishes(self) -> Iterator[BoxRead]:
         """Every box that this load reads, for a source that brings all of them at once."""
         yield from self._new
         yield from self._own
@@ -140,7 +140,7 @@ class Loading:
                 whole = torch.empty(stored.shape, dtype=t.dtype_named(stored.dtype), device="meta")
                 yield from all_of(stored, whole)
 
-    def arrive(self, take: Callable[[Wish], torch.Tensor]) -> None:
+    def arrive(self, take: Callable[[BoxRead], torch.Tensor]) -> None:
         """In place of `check`: everything is here, and `take` gives the elements of a box."""
         self._take = take
         self._planned = [arrived(self._new, take)], [arrived(self._own, take)]

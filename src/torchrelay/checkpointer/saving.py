@@ -24,8 +24,8 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from torchrelay.checkpointer.catalog import Bar, Progress
 from torchrelay.checkpointer.pending import Pending, Saved, logger
-from torchrelay.checkpointer.shelf import Bar, Progress
 from torchrelay.checkpointer.staging import (
     HereTarget,
     Pipeline,

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Protocol
 
-from torchrelay.checkpointer.shelf import Bar
+from torchrelay.checkpointer.catalog import Bar
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena

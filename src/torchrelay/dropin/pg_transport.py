@@ -19,7 +19,7 @@ from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
 from torchrelay.memory.side import settle
 from torchrelay.relay import Relay
 from torchrelay.transports.group.c10d import Watcher
-from torchrelay.transports.group.lines import Bell, post_of
+from torchrelay.transports.group.lines import FirstMessage, post_of
 from torchrelay.transports.group.shield import shielded
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.progress import untold
@@ -112,7 +112,7 @@ class PGTransport:
             try:
                 leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
             except BaseException:
-                post.leave_bell(src_rank, Bell(first))  # nothing of the transfer was used
+                post.leave_bell(src_rank, FirstMessage(first))  # nothing of the transfer was used
                 raise
             return recv_torch(self._pg, src_rank, first, self._device, wait, leaves)
         got = self._relay.receive_from(

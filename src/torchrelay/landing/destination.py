@@ -89,7 +89,7 @@ def _apart(lows: Column, highs: Column) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return apart
 
 
-class Prepared:
+class PreparedDestination:
     """What `prepare` found. Between it and the end of the landing the caller leaves the containers
     as they are: an object put in a slot meanwhile is not seen. A tensor that got other memory is.
 
@@ -139,7 +139,9 @@ class Prepared:
         return match(tree, self.flat.tree, strict=strict)
 
 
-def prepare(into: object, like: Prepared | KnownLayout | None = None) -> Prepared:
+def prepare(
+    into: object, like: PreparedDestination | KnownLayout | None = None
+) -> PreparedDestination:
     """Look a destination over, for `land(manifest, into=prepare(into))`.
 
     `UnsupportedLeafError` for a container that cannot be filled. `like` is what an earlier call
@@ -149,10 +151,10 @@ def prepare(into: object, like: Prepared | KnownLayout | None = None) -> Prepare
     with gc_paused():
         state, objects = unwrap(into)
         flat = flatten(state)
-        plan = like.plan if isinstance(like, Prepared) else like
+        plan = like.plan if isinstance(like, PreparedDestination) else like
         if plan is None or not plan.holds(flat):
             plan = KnownLayout(flat)
-        return Prepared(into, objects, Flat(plan.tree, flat.leaves), plan)
+        return PreparedDestination(into, objects, Flat(plan.tree, flat.leaves), plan)
 
 
 Pair = tuple[int, Path, int]
@@ -192,7 +194,7 @@ _ODD = m.CONJ | m.NEG | m.META
 
 
 def split_columns(
-    matched: Matched, manifest: m.Manifest, prepared: Prepared, chunks: Chunks
+    matched: Matched, manifest: m.Manifest, prepared: PreparedDestination, chunks: Chunks
 ) -> Split:
     """`split` in columns. Where both sides have one tree it looks at each leaf once."""
     last = prepared.plan.last
@@ -260,7 +262,7 @@ def _same(sort: Sort, kind: Kind) -> bool:
     )
 
 
-def straight(pieces: list[Piece], prepared: Prepared) -> Straight:
+def straight(pieces: list[Piece], prepared: PreparedDestination) -> Straight:
     """Pieces in columns."""
     columns = [[piece[n] for piece in pieces] for n in range(5)]
     where, to, size = (np.array(column, np.uint64) for column in columns[:3])
@@ -271,7 +273,7 @@ def straight(pieces: list[Piece], prepared: Prepared) -> Straight:
 
 
 def split(
-    pairs: list[Pair], manifest: m.Manifest, prepared: Prepared, starts: Sequence[int]
+    pairs: list[Pair], manifest: m.Manifest, prepared: PreparedDestination, starts: Sequence[int]
 ) -> tuple[list[Piece], list[Pair]]:
     """The fast path of `fitting.fit`: a contiguous tensor offered to a plain one like it.
 

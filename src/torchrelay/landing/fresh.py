@@ -20,7 +20,7 @@ from torchrelay.geometry.runs import Runs
 from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, strides_of
 from torchrelay.landing.places import Landed, Places, chunks_of
 from torchrelay.landing.shards import Shards, check_shards
-from torchrelay.landing.workspace import LARGE_BYTES, Means, allocate
+from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import Numbers, by_device, devices_of, others_of, sizes_of, table_of
 from torchrelay.record.pause import gc_paused
@@ -46,7 +46,7 @@ class NewTensors:
         device: torch.device | None,
         rank: int,
         shards: Shards,
-        means: Means,
+        means: Workspace,
     ) -> None:
         check_types(manifest.tree)
         check_records(manifest.tree, manifest.leaves)
@@ -101,7 +101,7 @@ class NewTensors:
                         hosted.add(part.storage)
         return owners, hosted
 
-    def _large_rooms(self, means: Means) -> dict[int, torch.Tensor]:
+    def _large_rooms(self, means: Workspace) -> dict[int, torch.Tensor]:
         large = np.flatnonzero(self._sizes >= LARGE_BYTES).tolist()
         large = [index for index in large if self._where[index] == _HOST]
         rooms = means.room([int(self._sizes[index]) for index in large]) if large else None

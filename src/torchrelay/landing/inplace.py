@@ -12,7 +12,13 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.geometry.strides import packed
-from torchrelay.landing.destination import Indices, Pair, Prepared, split_columns, straight
+from torchrelay.landing.destination import (
+    Indices,
+    Pair,
+    PreparedDestination,
+    split_columns,
+    straight,
+)
 from torchrelay.landing.device_slab import DeviceSlab, only_device
 from torchrelay.landing.fit import ArrayFit, Fit, fit
 from torchrelay.landing.handover import Handover
@@ -28,7 +34,7 @@ from torchrelay.landing.missing import Anew
 from torchrelay.landing.places import Landed, Places, chunks_of, reaching
 from torchrelay.landing.shards import Shards
 from torchrelay.landing.ties import check_ties, host_spans
-from torchrelay.landing.workspace import Means
+from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.region import Region, copy_boxes
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import sizes_of
@@ -54,14 +60,14 @@ class ExistingTensors:
     def __init__(
         self,
         manifest: m.Manifest,
-        into: Prepared,
+        into: PreparedDestination,
         strict: bool,
         atomic: bool,
         rank: int,
         make_missing: bool,
         device: torch.device | None,
         shards: Shards,
-        means: Means,
+        means: Workspace,
     ) -> None:
         self._manifest = manifest
         self._into = into

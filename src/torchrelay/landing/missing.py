@@ -15,7 +15,7 @@ from torchrelay.landing.fit import fit, mesh_of
 from torchrelay.landing.fresh import place_for
 from torchrelay.landing.leaves import check_leaf, make_leaf
 from torchrelay.landing.shards import Shards, check_shards
-from torchrelay.landing.workspace import LARGE_BYTES, Means, allocate
+from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, parts
@@ -65,7 +65,7 @@ class Anew:
         leaves = map(self._manifest.leaves.__getitem__, self.paths)
         return {part.storage for leaf in leaves for part in parts(leaf)} - {-1}
 
-    def settle(self, chunks: Chunks, others: Container[int], means: Means) -> None:
+    def settle(self, chunks: Chunks, others: Container[int], means: Workspace) -> None:
         """Make room for the storages that no leaf but those made anew has."""
         alone = sorted(storage for storage in self.storages if storage not in others)
         records = self._manifest.storages

@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 
 from torchrelay.geometry.chunks import Chunks
-from torchrelay.landing.destination import Prepared, prepare
+from torchrelay.landing.destination import PreparedDestination, prepare
 from torchrelay.landing.fresh import NewTensors
 from torchrelay.landing.inplace import ExistingTensors
 from torchrelay.landing.places import Landed, Places
 from torchrelay.landing.shards import Shards
-from torchrelay.landing.workspace import Means, Plainly
+from torchrelay.landing.workspace import Plainly, Workspace
 from torchrelay.record import manifest as m
 from torchrelay.record.pause import gc_paused
 
@@ -57,7 +57,7 @@ def land(
     rank: int = 0,
     make_missing: bool = False,
     shards: Shards = "own",
-    means: Means | None = None,
+    means: Workspace | None = None,
 ) -> Landing:
     """The landing for an offered state. Everything that can be refused is refused here.
 
@@ -72,7 +72,7 @@ def land(
         means = means or Plainly()
         if into is None:
             return NewTensors(manifest, device, rank, shards, means)
-        if not isinstance(into, Prepared):
+        if not isinstance(into, PreparedDestination):
             into = prepare(into)
         elif into.moved:
             into = prepare(into.into)

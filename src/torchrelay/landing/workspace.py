@@ -18,7 +18,7 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 LARGE_BYTES = 1 << 20  # what is smaller is torch's own: its allocator reuses small pieces well
 
 
-class Means(Protocol):
+class Workspace(Protocol):
     def room(
         self, sizes: Sequence[int], device: torch.device | str = "cpu"
     ) -> list[torch.Tensor] | None:

@@ -145,7 +145,7 @@ def copy(moves: Moves, device: int, tables: Tables) -> None:
             _launch(loaded.copy, grid, COPY_THREADS, [table.data_ptr(), len(rows)])
 
 
-class Hashed(NamedTuple):
+class ChunkTable(NamedTuple):
     """Chunks of a stream, and where their bytes lie, as the kernel takes them.
 
     `chunks`: a row for each, its first segment and its bytes. `segments`: a row for each, the
@@ -156,7 +156,7 @@ class Hashed(NamedTuple):
     segments: Numbers
 
     @classmethod
-    def of(cls, memory: Runs, starts: Column, stops: Column) -> Hashed:
+    def of(cls, memory: Runs, starts: Column, stops: Column) -> ChunkTable:
         """Chunks [start, stop), in the order of the stream. What is not in memory is zeros."""
         # Four ascending columns: a sort that finds that out is done with them at once.
         edges = np.concatenate((memory.starts, memory.stops, starts, stops))
@@ -180,7 +180,7 @@ class Hashed(NamedTuple):
         )
 
 
-def digests(hashed: Hashed, device: int, tables: Tables) -> torch.Tensor:
+def digests(hashed: ChunkTable, device: int, tables: Tables) -> torch.Tensor:
     """Ask a device, on its current stream, for the digest of each chunk: rows of bytes there."""
     count = len(hashed.chunks)
     with torch.cuda.device(device):
@@ -208,7 +208,7 @@ def _launch(function: ctypes.c_void_p, grid: int, threads: int, numbers: Iterabl
     )
 
 
-def _digests_on_host(hashed: Hashed, device: int) -> torch.Tensor:
+def _digests_on_host(hashed: ChunkTable, device: int) -> torch.Tensor:
     def of(first: int, nbytes: int) -> bytes:
         running, at = running_digest(), 0
         while at < nbytes:

@@ -38,8 +38,8 @@ from torchrelay.record.validation import itemsize
 from torchrelay.resharding.owners import Whole, whole_of
 from torchrelay.resharding.record import RankRecord, decode
 from torchrelay.state.tree import show
-from torchrelay.stores.placing import Wish
-from torchrelay.transports.group.lines import Post
+from torchrelay.stores.box_reads import BoxRead
+from torchrelay.transports.group.lines import GroupLines
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.parts import Conversation, open_conversation, part_from
 from torchrelay.transports.protocol.receiver import answer
@@ -112,7 +112,7 @@ class Gather:
 
     def __init__(
         self,
-        post: Post,
+        post: GroupLines,
         sources: Sequence[int],
         wanted: Destination,
         *,
@@ -337,7 +337,7 @@ class Gather:
 
         self._each({rank: partial(fetch, rank, asked) for rank, asked in cuts.items()})
 
-    def _take(self, wish: Wish) -> torch.Tensor:
+    def _take(self, wish: BoxRead) -> torch.Tensor:
         return self._boxes[_key(wish)]
 
     # The end.
@@ -368,7 +368,7 @@ class Gather:
             ) from fault
 
 
-def _key(wish: Wish) -> Key:
+def _key(wish: BoxRead) -> Key:
     start = tuple(a + b for a, b in zip(wish.shard.offsets, wish.offsets, strict=True))
     return wish.tensor.name, start, wish.sizes
 

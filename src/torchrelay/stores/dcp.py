@@ -38,6 +38,7 @@ from torchrelay.landing.packed import unpack
 from torchrelay.plan.outline import outline
 from torchrelay.plan.region import Region
 from torchrelay.stores import blobs, plans
+from torchrelay.stores.box_reads import BoxRead, shard_at, waves
 from torchrelay.stores.drafting import Share, Written, check_files, commit_record, sealed
 from torchrelay.stores.flattened import outline_of
 from torchrelay.stores.layout import FILE_BYTES, arrange
@@ -45,7 +46,6 @@ from torchrelay.stores.local.store import token
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.metadata import AsPlanned, Unknown, as_planned
 from torchrelay.stores.opening import OpenedStep, open_newest, open_step
-from torchrelay.stores.placing import Wish, shard_at, waves
 from torchrelay.stores.reading import Fetch
 from torchrelay.stores.records import Blob, Checkpoint
 from torchrelay.stores.seam import Draft, Store
@@ -291,7 +291,7 @@ class Reader(StorageReader):
             shard = shard_at(tensor, index.offset or (), index.index)
             place = planner.resolve_tensor(item).detach()
             wishes.append(
-                Wish(tensor, shard, tuple(item.storage_offsets), tuple(item.lengths), place)
+                BoxRead(tensor, shard, tuple(item.storage_offsets), tuple(item.lengths), place)
             )
             committed.append((item, place))
         planned = waves(wishes)

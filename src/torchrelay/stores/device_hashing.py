@@ -16,7 +16,7 @@ import torch
 
 from torchrelay.geometry.runs import Column, Runs, moves, reached
 from torchrelay.memory import kernels
-from torchrelay.memory.kernels import CudaError, Hashed, Tables
+from torchrelay.memory.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.side import on_side_stream
 from torchrelay.plan.stream import Stream
 from torchrelay.record.digest import DIGEST_BYTES
@@ -78,7 +78,7 @@ class _Line:
             some = starts[chosen], stops[chosen]
             with suppress(CudaError), torch.cuda.device(device), on_side_stream():
                 beside, keep = _brought(host, *some)
-                hashed = Hashed.of(Runs.merged(runs, beside), *some)
+                hashed = ChunkTable.of(Runs.merged(runs, beside), *some)
                 found[chosen] = kernels.digests(hashed, device, Tables()).cpu().numpy()
                 del keep  # what was brought has been read
         ends = np.cumsum([len(column) for column in self._starts])

@@ -22,7 +22,7 @@ import torch
 from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory import kernels
 from torchrelay.memory.crew import share_out
-from torchrelay.memory.kernels import CudaError, Hashed, Tables
+from torchrelay.memory.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.pinned import PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.side import on_side_stream
 from torchrelay.plan.region import Region
@@ -216,7 +216,7 @@ class DeviceFetch:
             first = group.start // size * DIGEST_BYTES
             expected.append(record.digests[first : first + len(begin) * DIGEST_BYTES])
         chunks = [np.concatenate(column).astype(np.uint64) for column in (starts, stops)]
-        hashed = Hashed.of(Runs([0], [slab.data_ptr()], [slab.numel()]), chunks[0], chunks[1])
+        hashed = ChunkTable.of(Runs([0], [slab.data_ptr()], [slab.numel()]), chunks[0], chunks[1])
         with torch.cuda.device(self._device), on_side_stream():
             found = kernels.digests(hashed, self._device, self._tables).cpu().numpy()
         sent = np.frombuffer(b"".join(expected), np.uint8).reshape(found.shape)

@@ -7,15 +7,15 @@ from functools import cached_property
 import xxhash
 
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError, StepNotFoundError
-from torchrelay.stores.patience import ONCE, Patience, is_wrong
 from torchrelay.stores.records import Checkpoint, decode
+from torchrelay.stores.retry import ONCE, Retry, is_wrong
 from torchrelay.stores.seam import MANIFEST, Store
 
 
 class OpenedStep:
     """Its record and its files belong together, whatever takes the step's place meanwhile."""
 
-    def __init__(self, store: Store, step: int, patience: Patience) -> None:
+    def __init__(self, store: Store, step: int, patience: Retry) -> None:
         self._step = step
         self._file = f"{store.url}/step-{step}/{MANIFEST}"
         self.files = store.open(step, patience)
@@ -49,7 +49,7 @@ class OpenedStep:
         self.files.close()
 
 
-def open_step(store: Store, step: int, patience: Patience = ONCE) -> OpenedStep:
+def open_step(store: Store, step: int, patience: Retry = ONCE) -> OpenedStep:
     """Open a step. `StepNotFoundError` if there is none, `DamagedError` where its record is no
     file, `CheckpointError` where it cannot be read."""
     try:
@@ -63,7 +63,7 @@ def open_step(store: Store, step: int, patience: Patience = ONCE) -> OpenedStep:
         raise kind(f"cannot be read: {fault}", step=step, phase="read", file=file) from fault
 
 
-def open_newest(store: Store, patience: Patience = ONCE) -> OpenedStep:
+def open_newest(store: Store, patience: Retry = ONCE) -> OpenedStep:
     """Open the newest step; one that is replaced or removed meanwhile by its successor is not
     missed."""
     while True:

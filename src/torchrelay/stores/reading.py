@@ -20,8 +20,8 @@ from torchrelay.memory.crew import share_out
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
 from torchrelay.stores.local.reader import PAGE
-from torchrelay.stores.patience import is_wrong
 from torchrelay.stores.records import Checkpoint, DataFile
+from torchrelay.stores.retry import is_wrong
 from torchrelay.stores.seam import DataReader, OpenStep
 from torchrelay.stores.writer.ranges import WORKERS, host_view
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from torchrelay.stores.patience import ONCE, Patience
+from torchrelay.stores.retry import ONCE, Retry
 
 Buffer = bytes | bytearray | memoryview
 
@@ -127,7 +127,7 @@ class Store(Protocol):
     def steps(self) -> list[int]:
         """Steps that have a commit record, in ascending order."""
 
-    def open(self, step: int, patience: Patience = ONCE) -> OpenStep:
+    def open(self, step: int, patience: Retry = ONCE) -> OpenStep:
         """A step to be read; `FileNotFoundError` if there is none."""
 
     def mark(self, step: int) -> str:

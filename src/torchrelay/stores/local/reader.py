@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, suppress
 
 from torchrelay.stores.local.files import named, open_plain
 from torchrelay.stores.local.handles import Handles
-from torchrelay.stores.patience import ONCE, Patience
+from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES
 
 PAGE = 4096  # what reads past the page cache are aligned to
@@ -35,7 +35,7 @@ class LocalStep:
 
     costly_reads = False  # the second time comes from the page cache
 
-    def __init__(self, path: str, patience: Patience = ONCE) -> None:
+    def __init__(self, path: str, patience: Retry = ONCE) -> None:
         self.url = path
         self._directory = patience(lambda: _Directory(path, patience))
         self._readers: dict[tuple[str, bool], LocalReader] = {}
@@ -191,7 +191,7 @@ class _File:
 class _Directory:
     """An open directory, and the files of it that are open."""
 
-    def __init__(self, path: str, patience: Patience) -> None:
+    def __init__(self, path: str, patience: Retry) -> None:
         self.patience = patience
         self.files: Handles[_File] = Handles()
         self.fd: int = -1

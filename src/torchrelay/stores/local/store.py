@@ -28,7 +28,7 @@ from torchrelay.stores.local.final_act import FinalAct, unknown
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.reader import LocalStep
 from torchrelay.stores.local.removal import remove_directory
-from torchrelay.stores.patience import ONCE, Patience
+from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import MANIFEST, MAX_STEP, Buffer
 
 WRITE_OUT_BYTES = 8 << 20
@@ -118,7 +118,7 @@ class LocalStore:
         except FileNotFoundError:
             return []
 
-    def open(self, step: int, patience: Patience = ONCE) -> LocalStep:
+    def open(self, step: int, patience: Retry = ONCE) -> LocalStep:
         return LocalStep(str(self._at(step)), patience)
 
     def mark(self, step: int) -> str:

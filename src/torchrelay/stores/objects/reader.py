@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
 from torchrelay.stores.objects.bucket import Bucket
-from torchrelay.stores.patience import Patience
+from torchrelay.stores.retry import Retry
 from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES
 
 RANGE_BYTES = 8 << 20  # of one request of a large read
@@ -28,7 +28,7 @@ class ObjectStep:
         crew: Crew,
         step: int,
         folder: Callable[[Mapping[str, str]], str],
-        patience: Patience,
+        patience: Retry,
     ) -> None:
         self._bucket = bucket
         self._crew = crew
@@ -66,7 +66,7 @@ class ObjectReader:
 
     cold = batched = True
 
-    def __init__(self, bucket: Bucket, crew: Crew, path: str, patience: Patience) -> None:
+    def __init__(self, bucket: Bucket, crew: Crew, path: str, patience: Retry) -> None:
         self._bucket = bucket
         self._crew = crew
         self._path = path

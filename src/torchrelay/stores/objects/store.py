@@ -27,7 +27,7 @@ from torchrelay.stores.local.final_act import FinalAct, unknown
 from torchrelay.stores.local.removal import ownership
 from torchrelay.stores.objects.bucket import Bucket, ObjectInfo
 from torchrelay.stores.objects.reader import ObjectStep, check_name
-from torchrelay.stores.patience import ONCE, Patience
+from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES, MAX_STEP, Buffer
 
 TOKEN = "torchrelaytoken"  # letters only: Azure and proxies refuse or drop other names
@@ -107,7 +107,7 @@ class ObjectStore:
         mostly come before those."""
         return self._bucket.objects(after="step-")
 
-    def open(self, step: int, patience: Patience = ONCE) -> ObjectStep:
+    def open(self, step: int, patience: Retry = ONCE) -> ObjectStep:
         return ObjectStep(self._bucket, self._crew, step, partial(self._folder, step), patience)
 
     def mark(self, step: int) -> str:

@@ -29,7 +29,7 @@ from torchrelay.state.tensors import device_backends
 from torchrelay.transports.group.c10d import ProcessGroup, Watcher, inside_backend, use, wait_for
 from torchrelay.transports.group.device_group import DeviceGroup, Mail
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.exchange import Trading
+from torchrelay.transports.protocol.exchange import OfferExchange
 from torchrelay.transports.routes.channels import Channels
 
 GRACE = 1.0  # seconds for the last messages of a transfer to be taken
@@ -47,7 +47,7 @@ PAUSES = (0.001, 0.02)  # seconds between looks whether they have been heard: fi
 Sink = Callable[[wire.Message | Exception], None]
 
 
-class Line:
+class ControlLine:
     """Control messages to and from one rank in one transfer, in order, both ways."""
 
     def __init__(self, group: ProcessGroup, peer: int, transfer: int) -> None:
@@ -197,7 +197,7 @@ def _ignore(message: wire.Message | Exception) -> None:
     pass
 
 
-class Bell:
+class FirstMessage:
     """A first message from one rank: a posted receive, or one that came and was put back."""
 
     def __init__(self, value: int | None = None) -> None:
@@ -207,7 +207,7 @@ class Bell:
         self._woken: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     @classmethod
-    def post(cls, group: ProcessGroup, peer: int) -> Bell:
+    def post(cls, group: ProcessGroup, peer: int) -> FirstMessage:
         bell, number = cls(), torch.zeros(1, dtype=torch.int64, device="cpu")
 
         def ring(fault: Exception | None) -> None:
@@ -239,7 +239,7 @@ class Bell:
         return self.rung
 
 
-class Post:
+class GroupLines:
     """What calls on one group share in this process: half-open lines and unanswered bells.
 
     A sender that gave up on an absent receiver leaves its first message unread; the next transfer
@@ -255,12 +255,12 @@ class Post:
         # gloo takes no device pointers; other backends of a device move its memory directly.
         self.direct = [kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"]
         self.channels = Channels()
-        self.trading = Trading()
+        self.trading = OfferExchange()
         self.one_at_a_time = threading.Lock()  # those know no tags
         self._lock = threading.Lock()
-        self._lines: dict[int, list[Line]] = {}
-        self._bells: dict[int, list[Bell]] = {}
-        self._unknown: dict[int, Line] = {}
+        self._lines: dict[int, list[ControlLine]] = {}
+        self._bells: dict[int, list[FirstMessage]] = {}
+        self._unknown: dict[int, ControlLine] = {}
 
     @property
     def group(self) -> ProcessGroup:
@@ -293,7 +293,7 @@ class Post:
         finally:
             self.one_at_a_time.release()
 
-    def call(self, peer: int) -> Line:
+    def call(self, peer: int) -> ControlLine:
         """A line to a receiver: one left half open, or a new one with its prelude on the way."""
         with self._lock:
             waiting = self._lines.get(peer, [])
@@ -302,7 +302,7 @@ class Post:
                 if not line.broken:
                     return line
         transfer = secrets.randbelow(1 << wire.ID_BITS)
-        line = Line(self.group, peer, transfer)
+        line = ControlLine(self.group, peer, transfer)
         number = torch.tensor([wire.prelude(transfer)], dtype=torch.int64, device="cpu")
         watcher = Watcher("prelude")
         # A pair that is broken already raises at once; the line's reader reports the same.
@@ -312,13 +312,13 @@ class Post:
         watcher.close()
         return line
 
-    def hang_up(self, line: Line) -> None:
+    def hang_up(self, line: ControlLine) -> None:
         """Keep a line on which this side has said nothing, for the next transfer."""
         line.adopted = True
         with self._lock:
             self._lines.setdefault(line.peer, []).append(line)
 
-    def excuse(self, lines: Iterable[Line], reason: str, seconds: float) -> None:
+    def excuse(self, lines: Iterable[ControlLine], reason: str, seconds: float) -> None:
         """Tell the receivers that wait why nothing comes, and leave the lines to the others to the
         next transfer. Who waits answers at once: `seconds` are for a busy machine.
         """
@@ -334,15 +334,15 @@ class Post:
             else:
                 self.hang_up(line)
 
-    def wonder(self, line: Line) -> None:
+    def wonder(self, line: ControlLine) -> None:
         """Keep the line to a receiver that may have got the state: its last word is yet to come."""
         self._unknown[line.peer] = line
 
-    def wondered(self, peers: Iterable[int]) -> dict[int, Line]:
+    def wondered(self, peers: Iterable[int]) -> dict[int, ControlLine]:
         """The lines that were kept to these receivers; they are the caller's now."""
         return {peer: self._unknown.pop(peer) for peer in peers if peer in self._unknown}
 
-    def settled(self, wondered: Mapping[int, Line]) -> dict[int, bool]:
+    def settled(self, wondered: Mapping[int, ControlLine]) -> dict[int, bool]:
         """Which receivers have told meanwhile: whether they have it. The others are kept."""
         found = {}
         for peer, line in wondered.items():
@@ -353,7 +353,7 @@ class Post:
                 found[peer] = isinstance(word, wire.Done)
         return found
 
-    def bell(self, peer: int) -> Bell:
+    def bell(self, peer: int) -> FirstMessage:
         """A posted receive from `peer`: one left unanswered by an earlier call, or a new one."""
         with self._lock:
             waiting = self._bells.get(peer, [])
@@ -361,23 +361,23 @@ class Post:
                 bell = waiting.pop(0)
                 if bell.fault is None:
                     return bell
-        return Bell.post(self.group, peer)
+        return FirstMessage.post(self.group, peer)
 
-    def leave_bell(self, peer: int, bell: Bell) -> None:
+    def leave_bell(self, peer: int, bell: FirstMessage) -> None:
         with self._lock:
             bell.adopted = True
             self._bells.setdefault(peer, []).insert(0, bell)
 
 
-_posts: weakref.WeakKeyDictionary[Any, Post] = weakref.WeakKeyDictionary()
+_posts: weakref.WeakKeyDictionary[Any, GroupLines] = weakref.WeakKeyDictionary()
 _posts_lock = threading.Lock()
 
 
-def post_of(group: ProcessGroup) -> Post:
-    """The one `Post` of a group in this process."""
+def post_of(group: ProcessGroup) -> GroupLines:
+    """The one `GroupLines` of a group in this process."""
     with _posts_lock:
         found = _posts.get(group)
         if found is None:
-            found = _posts[group] = Post(group)
+            found = _posts[group] = GroupLines(group)
             use(group)
         return found

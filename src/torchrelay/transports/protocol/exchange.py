@@ -29,7 +29,7 @@ class HeldOffer:
         return self.want == self.step
 
 
-class Trading:
+class OfferExchange:
     """The receives of one group in this process."""
 
     def __init__(self) -> None:

@@ -83,7 +83,7 @@ def culprits(hops: Sequence[Hop], blocked: Collection[int]) -> list[int]:
     return list(last.values())
 
 
-class Jury:
+class StallJudge:
     """Finds who holds up the others. One stall soon makes several, so all of them are heard first,
     for `pause` seconds after the first."""
 

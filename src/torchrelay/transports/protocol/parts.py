@@ -17,7 +17,7 @@ import torch
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import RelayError, RemoteProtocolError, TransferTimeoutError
 from torchrelay.memory import threads
-from torchrelay.transports.group.lines import GRACE, Line, Post
+from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.events import failure
 from torchrelay.transports.protocol.peers import Peer
@@ -42,10 +42,10 @@ class Branch:
 
     def __init__(
         self,
-        post: Post,
+        post: GroupLines,
         peer: Peer,
         describe: Callable[[], Selectable],
-        serve: Callable[[list[torch.Tensor], Line], int],
+        serve: Callable[[list[torch.Tensor], ControlLine], int],
         deadline: Deadline,
         over: Callable[[], None],
     ) -> None:
@@ -87,7 +87,9 @@ class Branch:
             message = self._next()
             if isinstance(message, wire.Select):
                 views = held.select(message.cuts)
-                line = Line(self._post.group, peer.rank, secrets.randbelow(1 << wire.ID_BITS))
+                line = ControlLine(
+                    self._post.group, peer.rank, secrets.randbelow(1 << wire.ID_BITS)
+                )
                 peer.line.send(wire.Selected(line.transfer))
                 self.wire_bytes += self._serve(views, line)
                 peer.trailed = True  # it may have all that it needs
@@ -151,11 +153,11 @@ class Branches:
 class Conversation:
     """The receiver's end with one sender."""
 
-    def __init__(self, post: Post, rank: int, transfer: int, deadline: Deadline) -> None:
+    def __init__(self, post: GroupLines, rank: int, transfer: int, deadline: Deadline) -> None:
         self.rank = rank
         self._deadline = deadline
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._line = Line(post.group, rank, transfer)
+        self._line = ControlLine(post.group, rank, transfer)
         self._line.listen(self._events.put, self._events.qsize)
         self._over = False
 
@@ -206,7 +208,7 @@ def part_from(
         one.wait(ends)
 
 
-def open_conversation(post: Post, rank: int, first: int, deadline: Deadline) -> Conversation:
+def open_conversation(post: GroupLines, rank: int, first: int, deadline: Deadline) -> Conversation:
     """The talk with a sender whose first message was `first`."""
     transfer = wire.read_prelude(first)
     if transfer is None:

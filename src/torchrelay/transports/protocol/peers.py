@@ -16,10 +16,10 @@ from torchrelay.errors import (
     StepMismatchError,
     TransferTimeoutError,
 )
-from torchrelay.transports.group.lines import Line, Post
+from torchrelay.transports.group.lines import ControlLine, GroupLines
 from torchrelay.transports.protocol import fanout, wire
 from torchrelay.transports.routes import place
-from torchrelay.transports.routes.channels import Berth, Channels
+from torchrelay.transports.routes.channels import Channels, ChannelUse
 from torchrelay.transports.routes.choice import ROUTES
 
 UNTAKEN = 64  # messages that a receiver which goes on asking has not taken
@@ -30,7 +30,7 @@ class Said:
     """Something that was heard on the line of a receiver."""
 
     rank: int
-    line: Line
+    line: ControlLine
     message: wire.Message | Exception
 
 
@@ -39,7 +39,7 @@ class Peer:
     """One receiver."""
 
     rank: int
-    line: Line
+    line: ControlLine
     # called, joined, accepted, done, refused, failed or unknown; apart: it takes parts (`Branch`)
     stage: str = "called"
     reason: str = ""
@@ -48,7 +48,7 @@ class Peer:
     refusal: wire.Refuse | None = None
     place: wire.Place = field(default_factory=wire.Place)
     accept: wire.Accept = field(default_factory=wire.Accept)
-    berth: Berth = field(default_factory=Berth)
+    berth: ChannelUse = field(default_factory=ChannelUse)
     reads: bool = False  # may read other receivers, and be read
     hashes: int = 0  # of the first so many chunks it knows the digests, to pass them on
     route: str = "group"
@@ -185,12 +185,14 @@ def tell_hashes(
             peer.hashes += len(digests)
 
 
-def hang_up(post: Post, events: queue.SimpleQueue[object], peers: Iterable[Peer]) -> list[object]:
+def hang_up(
+    post: GroupLines, events: queue.SimpleQueue[object], peers: Iterable[Peer]
+) -> list[object]:
     """Leave the lines of absent receivers to the next call, with what was said on them since.
 
     Returns the events that concern others.
     """
-    said: dict[Line, list[wire.Message | Exception]] = {}
+    said: dict[ControlLine, list[wire.Message | Exception]] = {}
     others: list[object] = []
     for peer in peers:
         peer.absent, said[peer.line] = True, []

@@ -31,16 +31,16 @@ from torchrelay.memory.side import in_use, settle
 from torchrelay.record import codec
 from torchrelay.record.compact import KnownTree
 from torchrelay.record.manifest import Manifest
-from torchrelay.transports.group.lines import CLOSED, GRACE, Line, Post
+from torchrelay.transports.group.lines import CLOSED, GRACE, ControlLine, GroupLines
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.events import failure
 from torchrelay.transports.protocol.exchange import HeldOffer
 from torchrelay.transports.protocol.known_offers import Offers
 from torchrelay.transports.routes import cuda_ipc, place
-from torchrelay.transports.routes.channels import Berth
+from torchrelay.transports.routes.channels import ChannelUse
 from torchrelay.transports.routes.choice import Choice, choose
 from torchrelay.transports.routes.pull import Pull, Ways, find_ways
-from torchrelay.transports.routes.readings import Readings
+from torchrelay.transports.routes.read_tables import Readings
 from torchrelay.transports.routes.ring import MappedRings
 from torchrelay.transports.transfer.buffers import BufferPool
 from torchrelay.transports.transfer.intake import Intake
@@ -48,7 +48,7 @@ from torchrelay.transports.transfer.intake import Intake
 Awaited = TypeVar("Awaited", wire.Offer, wire.Go)
 
 
-def answer(post: Post, sender: int, deadline: Deadline) -> int:
+def answer(post: GroupLines, sender: int, deadline: Deadline) -> int:
     """The first message of a sender: a torch sender's metadata length (positive), or our prelude.
 
     On a timeout the posted receive stays for the next call.
@@ -73,7 +73,7 @@ class Receiving:
 
     def __init__(
         self,
-        post: Post,
+        post: GroupLines,
         sender: int,
         transfer: int,
         *,
@@ -93,7 +93,7 @@ class Receiving:
         progress: Callable[[int, int], None],
     ) -> None:
         self._sender = sender
-        self._line = Line(post.group, sender, transfer)
+        self._line = ControlLine(post.group, sender, transfer)
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._post = post
         self._step = step
@@ -108,7 +108,7 @@ class Receiving:
         # With route "group" nobody's memory is read.
         self._nonce = b"" if route == "group" else secrets.token_bytes(wire.NONCE_BYTES)
         self._proof: place.Proof | None = None
-        self.berth = Berth()
+        self.berth = ChannelUse()
         self.watch = watch
         self._progress = progress
         self._landing: Landing | None = None

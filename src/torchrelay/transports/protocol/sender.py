@@ -15,7 +15,7 @@ from torchrelay.deadlines import TICK, Deadline, Stopwatch
 from torchrelay.memory.pool import cores
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
-from torchrelay.transports.group.lines import GRACE, Line, Post
+from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines
 from torchrelay.transports.protocol import fanout, wire
 from torchrelay.transports.protocol.known_offers import shortened
 from torchrelay.transports.protocol.parts import Branches, MakeBranch
@@ -48,9 +48,9 @@ class Sending:
 
     def __init__(
         self,
-        post: Post,
+        post: GroupLines,
         snapshot: Snapshot,
-        receivers: Mapping[int, Line],
+        receivers: Mapping[int, ControlLine],
         *,
         deadline: Deadline,
         window: float,
@@ -89,7 +89,7 @@ class Sending:
         self._hops: list[fanout.Hop] = []
         self._patience = 0.0
         self._joining = True
-        self._jury = fanout.Jury()
+        self._jury = fanout.StallJudge()
         self.rerouted: list[int] = []
 
     @property

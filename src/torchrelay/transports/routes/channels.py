@@ -22,7 +22,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.memory.pool import cores
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes.addresses import check_peer, listen_here, own
-from torchrelay.transports.routes.lanes import NUMBER, Lanes
+from torchrelay.transports.routes.tcp import NUMBER, Lanes
 
 WORTH_BYTES = 64 << 20  # of a state, from which on it gains more than connecting costs
 MOST_CONNECTIONS = wire.MAX_CONNECTIONS
@@ -39,7 +39,7 @@ def usual_connections() -> int:
     return max(2, min(8, cores() // 2))
 
 
-class Berth:
+class ChannelUse:
     """A transfer's place for a channel: none, or one that may yet have to be connected."""
 
     def __init__(
@@ -108,7 +108,9 @@ class Channels:
         self._far: set[int] = set()  # peers that could be near, and took the group
         self._failed: dict[int, tuple[float, str]] = {}  # when and why connecting to a peer failed
 
-    def propose(self, peer: int, connections: int, *, near: bool, local: bool = False) -> Berth:
+    def propose(
+        self, peer: int, connections: int, *, near: bool, local: bool = False
+    ) -> ChannelUse:
         """For a sender: with a channel that is there, or one that the receiver may connect to.
 
         A peer on this host (`near`) normally needs no connection, because it reads memory
@@ -116,7 +118,7 @@ class Channels:
         is of use.
         """
         if not connections or (near and peer not in self._far):
-            return Berth(far=lambda: self._far.add(peer))
+            return ChannelUse(far=lambda: self._far.add(peer))
         give = self._giver("out", peer)
 
         def fits(idle: Lanes) -> bool:
@@ -124,16 +126,16 @@ class Channels:
 
         idle = self._take("out", peer, fits)
         if idle is not None:
-            return Berth(wire.Channel(idle.id, connections), idle, give)
+            return ChannelUse(wire.Channel(idle.id, connections), idle, give)
         try:
             listener = listen_here()
         except OSError as fault:
-            berth = Berth()
+            berth = ChannelUse()
             berth.instead = {"connections": f"not made: {fault}"}
             return berth
         host, port = listener.getsockname()[:2]
         record = wire.Channel(secrets.token_hex(8), connections, host, port)
-        return Berth(record, None, give, listener)
+        return ChannelUse(record, None, give, listener)
 
     def answer(
         self,
@@ -143,10 +145,10 @@ class Channels:
         left: float,
         *,
         local: bool = False,
-    ) -> Berth:
+    ) -> ChannelUse:
         """For a receiver: connected as the sender proposes, unless that cannot be, or should be
         `local` and is not."""
-        berth = Berth()
+        berth = ChannelUse()
         if record is None or not connections or not 0 < record.lanes <= MOST_CONNECTIONS:
             return berth
         give, token = self._giver("in", peer), secrets.token_bytes(TOKEN_BYTES)
@@ -167,7 +169,7 @@ class Channels:
                 berth.instead = {"connections": why}
                 if seconds == CONNECT_SECONDS or not isinstance(fault, TimeoutError):
                     self._failed[peer] = time.monotonic(), why
-        return berth if channel is None else Berth(record, channel, give, token=token)
+        return berth if channel is None else ChannelUse(record, channel, give, token=token)
 
     def _giver(self, side: str, peer: int) -> Callable[[Lanes], None]:
         def give(channel: Lanes) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from torchrelay.geometry.runs import Column, Moves, Runs, moves, reached
 from torchrelay.memory import kernels
-from torchrelay.memory.kernels import Hashed, Tables, by_device, device_bytes
+from torchrelay.memory.kernels import ChunkTable, Tables, by_device, device_bytes
 from torchrelay.memory.side import on_side_stream, side_stream
 from torchrelay.record.digest import DIGEST_BYTES
 
@@ -57,9 +57,9 @@ def _bytes_in(memory: Runs, begin: Column, size: int) -> Column:
     return counts
 
 
-def _hashed(memory: Runs, begin: Column, stream_bytes: int) -> Hashed:
+def _hashed(memory: Runs, begin: Column, stream_bytes: int) -> ChunkTable:
     stops = begin + np.uint64(cell_bytes(stream_bytes))
-    return Hashed.of(memory, begin, np.minimum(stops, np.uint64(stream_bytes)))
+    return ChunkTable.of(memory, begin, np.minimum(stops, np.uint64(stream_bytes)))
 
 
 class Grid:
@@ -67,7 +67,7 @@ class Grid:
 
     def __init__(self) -> None:
         self._tables = Tables()
-        self._last: tuple[Runs, int, dict[int, Hashed]] | None = None
+        self._last: tuple[Runs, int, dict[int, ChunkTable]] | None = None
 
     def digests(self, memory: Runs, stream_bytes: int) -> DeviceDigests:
         last = self._last
@@ -84,7 +84,7 @@ class Grid:
 class DeviceDigests:
     """Of a sender's device memory: asked of its devices, not awaited."""
 
-    def __init__(self, hashed: dict[int, Hashed], tables: Tables) -> None:
+    def __init__(self, hashed: dict[int, ChunkTable], tables: Tables) -> None:
         self._found: list[torch.Tensor] = []
         for device, some in hashed.items():
             with torch.cuda.device(device), side_stream():

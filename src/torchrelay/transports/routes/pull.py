@@ -27,14 +27,14 @@ from torchrelay.memory.side import on_side_stream
 from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
 from torchrelay.record.digest import RollingDigest, digest
 from torchrelay.record.pause import gc_paused
-from torchrelay.transports.group.lines import Line
+from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.events import RETRIES, failure
 from torchrelay.transports.routes import device_digests
+from torchrelay.transports.routes.chunk_ways import Shares, share
 from torchrelay.transports.routes.device_digests import Sources
-from torchrelay.transports.routes.readings import Readings
+from torchrelay.transports.routes.read_tables import Readings
 from torchrelay.transports.routes.ring import MappedRing
-from torchrelay.transports.routes.shares import Shares, share
 from torchrelay.transports.transfer.buffers import BufferPool
 from torchrelay.transports.transfer.worker import Worker
 
@@ -115,7 +115,7 @@ class Pull:
 
     def __init__(
         self,
-        line: Line,
+        line: ControlLine,
         events: queue.SimpleQueue[object],
         landing: Landing,
         memory: wire.Memory,

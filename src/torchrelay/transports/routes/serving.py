@@ -15,7 +15,7 @@ from torchrelay.memory import vectors
 from torchrelay.memory.pool import cores
 from torchrelay.memory.side import in_use, on_side_stream
 from torchrelay.plan.snapshot import Snapshot
-from torchrelay.transports.group.lines import Line
+from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes import place
 from torchrelay.transports.routes.choice import compares
@@ -51,7 +51,7 @@ class Serving:
         if self._exports.taken and self._exported[0]:
             self.start_digests()  # it will be so again
 
-    def memory(self, join: wire.Join, line: Line) -> wire.Memory:
+    def memory(self, join: wire.Join, line: ControlLine) -> wire.Memory:
         """Where the bytes lie, for a receiver that has joined; the least where it is elsewhere."""
         elsewhere = wire.Memory(self._here)
         if place.apart(self._here, join.place) or not join.nonce:
@@ -145,7 +145,7 @@ class Serving:
         self._lent[rank] = ring
         return ring.record
 
-    def fill(self, line: Line, wanted: wire.Fill) -> bool:
+    def fill(self, line: ControlLine, wanted: wire.Fill) -> bool:
         """Put a chunk into a slot and say so; whether both exist and the slot is free."""
         ring = self._lent.get(line.peer)
         if ring is None or not (

@@ -28,11 +28,11 @@ from torchrelay.landing.seam import Landing
 from torchrelay.memory.host import at_address
 from torchrelay.memory.side import in_use, on_side_stream
 from torchrelay.record.digest import digest
-from torchrelay.transports.group.lines import CLOSED, Line
+from torchrelay.transports.group.lines import CLOSED, ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.events import RETRIES, failure
-from torchrelay.transports.routes.handing import Way, way_in, way_on
-from torchrelay.transports.routes.lanes import Lanes
+from torchrelay.transports.routes.hops import Way, way_in, way_on
+from torchrelay.transports.routes.tcp import Lanes
 from torchrelay.transports.transfer.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.transfer.worker import Worker, hashers, on_the_way
 
@@ -100,7 +100,7 @@ class Intake:
 
     def __init__(
         self,
-        line: Line,
+        line: ControlLine,
         events: queue.SimpleQueue[object],
         landing: Landing,
         go: wire.Go,

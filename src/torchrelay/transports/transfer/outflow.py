@@ -21,8 +21,8 @@ from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
 from torchrelay.record.digest import digest
 from torchrelay.transports.group.c10d import ProcessGroup
-from torchrelay.transports.routes.handing import Way, way_on
-from torchrelay.transports.routes.lanes import Lanes
+from torchrelay.transports.routes.hops import Way, way_on
+from torchrelay.transports.routes.tcp import Lanes
 from torchrelay.transports.transfer.buffers import IN_FLIGHT, BufferPool
 from torchrelay.transports.transfer.worker import Worker, on_the_way
 

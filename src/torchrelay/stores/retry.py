@@ -36,7 +36,7 @@ def is_wrong(fault: OSError) -> bool:
     return fault.errno in WRONG
 
 
-class Patience:
+class Retry:
     """How long reads that cannot be done are tried again: while `left` says that seconds remain."""
 
     def __init__(self, left: Callable[[], float] = lambda: 0.0) -> None:
@@ -58,4 +58,4 @@ class Patience:
             pause = min(2 * pause, longest)
 
 
-ONCE = Patience()
+ONCE = Retry()

@@ -16,15 +16,15 @@ from torchrelay.errors import (
     StepOrderError,
 )
 from torchrelay.stores.opening import OpenedStep, open_newest, open_step
-from torchrelay.stores.patience import ONCE, Patience
 from torchrelay.stores.reading import Fetch, everything
 from torchrelay.stores.records import Checkpoint
+from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import Store
 
 Progress = Callable[[int, int], None]
 
 
-class Shelf:
+class Catalog:
     """A store's steps, and the policy that says which of them stay."""
 
     def __init__(self, store: Store, keep: Keep) -> None:
@@ -36,7 +36,7 @@ class Shelf:
     def url(self) -> str:
         return self.store.url
 
-    def steps(self, patience: Patience = ONCE) -> list[int]:
+    def steps(self, patience: Retry = ONCE) -> list[int]:
         with self._faults("list the steps"):
             return patience(self.store.steps)
 
@@ -74,10 +74,10 @@ class Shelf:
             if found == (steps[-1] if steps else None) or self.steps() == steps:
                 return found
 
-    def open(self, step: int, patience: Patience = ONCE) -> OpenedStep:
+    def open(self, step: int, patience: Retry = ONCE) -> OpenedStep:
         return open_step(self.store, step, patience)
 
-    def verify(self, step: int | None, progress: Progress | None, patience: Patience) -> int:
+    def verify(self, step: int | None, progress: Progress | None, patience: Retry) -> int:
         with self._faults("list the steps"):
             if step is None:
                 held = open_newest(self.store, patience)

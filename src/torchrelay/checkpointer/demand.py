@@ -44,7 +44,7 @@ from torchrelay.state.tree import (
     slots,
     subtree,
 )
-from torchrelay.stores.placing import by_name
+from torchrelay.stores.box_reads import by_name
 from torchrelay.stores.reading import opened
 from torchrelay.stores.records import Checkpoint, StoredTensor
 from torchrelay.stores.seam import OpenStep
@@ -53,7 +53,7 @@ _WHOLE = (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)
 Layers = list[dict[str, torch.Tensor]]
 
 
-class Wants:
+class Demand:
     """Which stored tensors go where, and what is made of them.
 
     `new` and `own` have what is read by name, into new tensors and into the caller's; a tensor that

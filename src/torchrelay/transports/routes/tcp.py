@@ -19,7 +19,7 @@ import torch
 
 from torchrelay.memory import threads
 from torchrelay.record.digest import running_digest
-from torchrelay.transports.routes.handing import Handed, Way
+from torchrelay.transports.routes.hops import Handed, Way
 from torchrelay.transports.transfer.buffers import IN_FLIGHT
 
 POSTED = 4  # chunks at a time on each connection

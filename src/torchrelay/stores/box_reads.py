@@ -31,7 +31,7 @@ from torchrelay.stores.writer.ranges import WORKERS
 WAVE_BYTES = 256 << 20
 
 
-class Wish(NamedTuple):
+class BoxRead(NamedTuple):
     """A box of a stored shard, and the tensor of its shape that wants it."""
 
     tensor: StoredTensor
@@ -41,16 +41,16 @@ class Wish(NamedTuple):
     destination: torch.Tensor
 
 
-def wishes_for(stored: StoredTensor, destination: torch.Tensor) -> Iterator[Wish]:
+def wishes_for(stored: StoredTensor, destination: torch.Tensor) -> Iterator[BoxRead]:
     """The boxes of a stored tensor that this process has a place for."""
     for part in local_parts(destination):
         for shard in stored.shards:
             around = shard.offsets, shard.sizes
             if around == part.box:
-                yield Wish(stored, shard, (0,) * len(shard.sizes), shard.sizes, part.tensor)
+                yield BoxRead(stored, shard, (0,) * len(shard.sizes), shard.sizes, part.tensor)
             elif (box := shared(around, part.box)) is not None:
                 place = cut(part.tensor, within(box, part.box), box[1])
-                yield Wish(stored, shard, within(box, around), box[1], place)
+                yield BoxRead(stored, shard, within(box, around), box[1], place)
 
 
 @dataclass
@@ -95,10 +95,10 @@ class Wave:
             copy()
 
 
-def waves(wishes: Iterable[Wish]) -> list[Wave]:
+def waves(wishes: Iterable[BoxRead]) -> list[Wave]:
     """Plan the reads. `MismatchError` for a destination that cannot be written to."""
     direct: list[tuple[int, int, Region]] = []
-    detours: list[Wish] = []
+    detours: list[BoxRead] = []
     for wish in wishes:
         if not prod(wish.sizes):
             continue
@@ -115,7 +115,7 @@ def waves(wishes: Iterable[Wish]) -> list[Wave]:
     return [part for wave in planned.waves for part in wave.by_device()]
 
 
-def arrived(wishes: Iterable[Wish], take: Callable[[Wish], torch.Tensor]) -> Wave:
+def arrived(wishes: Iterable[BoxRead], take: Callable[[BoxRead], torch.Tensor]) -> Wave:
     """Boxes whose elements are here: `take` gives them. What is left is to copy them.
 
     `MismatchError` for a destination that cannot be written to.
@@ -135,7 +135,7 @@ def _fill(destination: torch.Tensor, box: torch.Tensor) -> None:
         destination.copy_(box)
 
 
-def all_of(stored: StoredTensor, whole: torch.Tensor) -> list[Wish]:
+def all_of(stored: StoredTensor, whole: torch.Tensor) -> list[BoxRead]:
     """All of a stored tensor, into one of its shape."""
     return list(wishes_for(stored, whole))
 
@@ -168,7 +168,7 @@ class _Waves:
             self.waves[place].after.append(after)
 
 
-def _is_run(wish: Wish) -> bool:
+def _is_run(wish: BoxRead) -> bool:
     """Whether a box is one run of its shard's elements."""
     inner = False
     for size, whole in zip(wish.sizes, wish.shard.sizes, strict=True):
@@ -178,7 +178,7 @@ def _is_run(wish: Wish) -> bool:
     return True
 
 
-def _start(wish: Wish) -> int:
+def _start(wish: BoxRead) -> int:
     """Where in the file the first element of the box lies."""
     strides = contiguous_strides(wish.shard.sizes)
     first = sum(offset * stride for offset, stride in zip(wish.offsets, strides, strict=True))
@@ -193,7 +193,7 @@ def _region(destination: torch.Tensor) -> Region:
     return Region.row_major(destination)
 
 
-def _detour(wish: Wish) -> tuple[Region, Callable[[], None]]:
+def _detour(wish: BoxRead) -> tuple[Region, Callable[[], None]]:
     """Room for the rows that the box lies in, and how the box is copied out of it.
 
     The room is memory that nothing has touched, so it costs nothing before its wave is read.
