@@ -12,8 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
+from torchrelay.checkpointer.staging import Pipeline
+from torchrelay.plan.stream import Stream
+from torchrelay.record.digest import digest
+from torchrelay.stores import drafting
 from torchrelay.stores.dcp import Writer
 from torchrelay.stores.local.files import Files
+from torchrelay.stores.writer.ranges import FileSpec
 
 
 def changed_before_each_write(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> list[int]:
@@ -84,3 +89,48 @@ def test_a_thread_that_trains_on_beside_a_save(tmp_path: Path) -> None:
     finally:
         over.set()
         trainer.join(30)
+
+
+def hashed_as_by_a_gpu(files: Sequence[FileSpec], streams: Sequence[Stream]) -> list[FileSpec]:
+    """Digests of all chunks, made of live memory before it is copied."""
+    found = []
+    for file, stream in zip(files, streams, strict=True):
+        whole = torch.empty(file.nbytes, dtype=torch.uint8)
+        stream.read(0, file.nbytes, whole)
+        chunks = whole.split(file.chunk_bytes)
+        found.append(file._replace(digests=b"".join(map(digest, chunks))))
+    return found
+
+
+@pytest.mark.parametrize("way", ["save", "save_async"])
+def test_memory_that_changes_after_a_gpu_has_hashed_it_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Here the host stands in for a GPU: both hash where the tensors are, and then copy them."""
+    tensor = torch.zeros(256, 300, dtype=torch.int32)
+    state = {"model": {"w": tensor.t()}}  # strided memory is copied before it is written
+    stage = Pipeline.stage
+    changes: list[int] = []
+
+    def changing(self: Pipeline, workers: int) -> None:
+        if changes:
+            tensor[changes.pop()] += 1
+        stage(self, workers)
+
+    monkeypatch.setattr(drafting, "hashed_on_devices", hashed_as_by_a_gpu)
+    monkeypatch.setattr(Pipeline, "stage", changing)
+    with tr.Checkpointer(tmp_path, stage="host") as ckpt:
+
+        def save(step: int) -> None:
+            if way == "save":
+                ckpt.save(step, state)
+            else:
+                ckpt.save_async(step, state).result(20)
+
+        save(1)
+        changes.append(7)
+        with pytest.raises(tr.CheckpointError, match="changed while it was saved"):
+            save(2)
+        save(3)
+        assert ckpt.steps() == [1, 3]
+        assert ckpt.verify(1) == 1 and ckpt.verify(3) == 3

@@ -263,6 +263,7 @@ class Saver:
                 target.append(HereTarget(draft, share.files, arena.address))
                 pipeline = Pipeline(share, share.streams, arena, target[0], save.deadline, bar)
                 pipeline.stage(WORKERS)
+                share.check_unchanged()
                 done.append(pipeline.finish())
                 self._arena = arena
             except BaseException as fault:
@@ -337,6 +338,7 @@ class Saver:
         bar = Bar(save.progress, share.nbytes)
         pipeline = Pipeline(share, share.streams, arena, target(), save.deadline, bar)
         pipeline.stage(WORKERS)
+        share.check_unchanged()
 
         def finish() -> list[bytes]:
             digests = pipeline.finish()

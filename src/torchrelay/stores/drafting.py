@@ -105,6 +105,21 @@ class Share:
         """Have GPUs make the digests that they can: what is written need not be hashed again."""
         self.files = hashed_on_devices(self.files, self.streams)
 
+    def check_unchanged(self) -> None:
+        """Called when everything has been copied: `CheckpointError` where memory of a GPU is not
+        what its digests were made of, so that they might not be those of what is written."""
+        if not any(file.digests for file in self.files):
+            return
+        bare = [file._replace(digests=b"") for file in self.files]
+        for before, now in zip(self.files, hashed_on_devices(bare, self.streams), strict=True):
+            if before.digests != now.digests:
+                raise CheckpointError(
+                    "the state was changed while it was saved, and is not committed: save it "
+                    "again, and keep it as it is until the save returns",
+                    phase="stage",
+                    file=before.name,
+                )
+
     def passes(self) -> Iterator[list[Range]]:
         """Everything, in as many passes as it takes to bring what is not on the host there."""
         if self.on_host:
