@@ -128,7 +128,7 @@ def test_a_writer_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys, threading, torch, torchrelay as tr
-from torchrelay.stores.files import Files
+from torchrelay.stores.local.files import Files
 ckpt = tr.Checkpointer(sys.argv[1], timeout=1)
 ckpt.save(1, {"w": torch.ones(9)}, timeout=30)
 Files.sync = lambda *args: threading.Event().wait(600)
