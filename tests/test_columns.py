@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -465,19 +464,14 @@ def test_flags_that_torch_has_no_tensors_of(encode: Callable[[m.Manifest], bytes
                 landing.commit()
 
 
-# Receivers of several versions
+# Over the wire
 
 
-def transfer(rank: int, group: Any, minor: int, sender_in_records: bool) -> list[str]:
-    """The forms in which manifests came; the receiver says that it is of that minor version."""
+def transfer(rank: int, group: Any) -> list[str]:
+    """The forms in which manifests came."""
     forms: list[str] = []
     with pytest.MonkeyPatch.context() as patch, tr.Relay(group, timeout=20) as relay:
         if rank == 0:
-            encoded = Snapshot.encoded
-            if sender_in_records:
-                patch.setattr(
-                    Snapshot, "encoded", lambda self, *, columns: encoded(self, columns=False)
-                )
             for step in range(3):
                 relay.send({**_tied(), "step": step}, 1, step=step)
             return forms
@@ -488,7 +482,6 @@ def transfer(rank: int, group: Any, minor: int, sender_in_records: bool) -> list
             return decode(self, data, *rest)
 
         patch.setattr(codec.Recall, "decode", seen)
-        patch.setattr(wire, "MINOR", minor)
         into = _tied()
         for tensor in tensors_in(into):
             tensor.untyped_storage().fill_(0)
@@ -502,14 +495,27 @@ def transfer(rank: int, group: Any, minor: int, sender_in_records: bool) -> list
 
 
 @every_way
-@pytest.mark.parametrize("minor", [0, 1, 2, 3])
-def test_a_receiver_gets_the_form_that_it_reads(pool2: Any, way: str, minor: int) -> None:
-    forms = pool2.run(by, way, transfer, minor, False, timeout=60)[1]
-    assert forms == ["columns" if minor >= wire.COLUMNS else "records"] * 3
+def test_manifests_travel_in_columns(pool2: Any, way: str) -> None:
+    assert pool2.run(by, way, transfer, timeout=60)[1] == ["columns"] * 3
 
 
-def test_an_older_sender_is_understood(pool2: Any) -> None:
-    assert pool2.run(transfer, wire.MINOR, True, timeout=60)[1] == ["records"] * 3
+def of_another_version(rank: int, group: Any) -> str:
+    with pytest.MonkeyPatch.context() as patch, tr.Relay(group, timeout=20) as relay:
+        if rank == 0:
+            patch.setattr(wire, "MINOR", wire.MINOR - 1)
+        with pytest.raises(tr.RelayError) as fault:
+            if rank == 0:
+                relay.send({"w": torch.zeros(3)}, 1)
+            else:
+                relay.recv(0)
+    return str(fault.value)
+
+
+def test_a_peer_of_another_version_is_refused_with_both_named(pool2: Any) -> None:
+    ours = f"{wire.MAJOR}.{wire.MINOR}"
+    older = f"{wire.MAJOR}.{wire.MINOR - 1}"
+    for said in pool2.run(of_another_version, fresh_group=True, timeout=60):
+        assert ours in said and older in said and "same version" in said, said
 
 
 # Looking at many tensors
@@ -656,7 +662,6 @@ def test_the_example_is_as_described() -> None:
     assert data == snapshot.encoded()
     assert codec.decode(data) == snapshot.manifest
     assert f"The same in columns, {len(data)} bytes" in docs.WIRE
-    assert re.search(rf"`join.minor` is {wire.COLUMNS} or more", docs.WIRE)
 
 
 def test_a_landing_that_is_given_up_keeps_no_memory() -> None:

@@ -201,7 +201,7 @@ def noting(change: Callable[[list[int]], list[int]]) -> contextlib.AbstractConte
 
 def join_as_if_willing(self: Any, knows: bytes) -> wire.Join:
     assert self._route == "group"
-    return wire.Join(wire.MINOR, NEW, place.here(), b"n" * wire.NONCE_BYTES)
+    return wire.Join(NEW, place.here(), b"n" * wire.NONCE_BYTES)
 
 
 def no_files(claim: bytes) -> Any:

@@ -10,7 +10,6 @@ from torchrelay.errors import StateError
 from torchrelay.geometry import chunks as plan
 from torchrelay.geometry.runs import Copy
 from torchrelay.plan.blueprint import Blueprint, Others, order_of
-from torchrelay.record import codec
 from torchrelay.record.pause import gc_paused
 from torchrelay.state.tensors import flat_bytes, versions_of
 from torchrelay.state.tree import Flat, flatten, leaf_paths, show
@@ -43,10 +42,9 @@ class Snapshot:
         self._versions = plain, versions_of(others.images.tensors)
         self._images = dict(zip(planned.others_at, others.found, strict=True))
 
-    def encoded(self, *, columns: bool = True) -> bytes:
-        """The manifest in MessagePack: in columns, made once for all captures that share a plan, or
-        in records."""
-        return self.plan.encoded(self.manifest.step) if columns else codec.encode(self.manifest)
+    def encoded(self) -> bytes:
+        """The manifest in MessagePack, in columns; made once for all captures that share a plan."""
+        return self.plan.encoded(self.manifest.step)
 
     def _now(self) -> tuple[list[int], list[int]]:
         return versions_of(self._plain), versions_of(self._others.images.tensors)

@@ -163,7 +163,7 @@ class Conversation:
 
     def survey(self) -> bytes:
         """The record of what the sender has."""
-        self._line.send(wire.Survey(wire.MINOR))
+        self._line.send(wire.Survey())
         return self._expect(wire.Inventory).record
 
     def select(self, cuts: Sequence[wire.Cut]) -> int:

@@ -78,7 +78,7 @@ class Peer:
         """Offer it connections; `local` ones alone, if those within this machine are of use."""
         self.berth.end(keep=False)  # of a join that came to nothing
         elsewhere = join.place.machine != place.here().machine
-        if join.minor >= wire.CHANNELS and not (local and elsewhere):
+        if not (local and elsewhere):
             self.berth = channels.propose(self.rank, connections, near=near, local=local)
 
     def take(self, accept: wire.Accept, only: str | None) -> str:
@@ -86,7 +86,6 @@ class Peer:
         if accept.route not in ROUTES:
             return f"took route {accept.route!r}, which is not known here"
         if only not in (None, accept.route):
-            # A receiver of an older version, which knows of no routes.
             reason = f"it takes route {accept.route!r}, and {only!r} was asked for"
             self.refusal = wire.Refuse("route", reason)
             return reason

@@ -215,7 +215,7 @@ class Receiving:
             with suppress(OSError):  # then no device memory is told of
                 self._proof = place.Proof(self._claim(self._me, self._sender))
                 fd = self._proof.process.fd
-        return wire.Join(wire.MINOR, self._step, here, self._nonce, fd, knows)
+        return wire.Join(self._step, here, self._nonce, fd, knows)
 
     @property
     def _me(self) -> int:

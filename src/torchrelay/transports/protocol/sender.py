@@ -176,7 +176,7 @@ class Sending:
             near = self._route != "group" and not place.apart(place.here(), join.place)
             peer.propose(join, self._post.channels, self._connections, near=near, local=several)
         offer = wire.Offer(
-            self.snapshot.encoded(columns=join.minor >= wire.COLUMNS),
+            self.snapshot.encoded(),
             self._verify,
             self._device,
             memory,

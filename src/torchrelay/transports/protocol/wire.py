@@ -19,9 +19,7 @@ from torchrelay.errors import RemoteProtocolError
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 
-MAJOR, MINOR = 1, 6
-COLUMNS = 2  # minor version from which on manifests in columns are read
-CHANNELS = 3  # minor version from which on connections beside the group's are understood
+MAJOR, MINOR = 1, 7
 
 PRELUDE_TAG = 1  # shared with torch's protocol
 ID_BITS = 26
@@ -72,7 +70,6 @@ MAX_CONNECTIONS = 16  # of a channel
 MAX_SECONDS = 1e9
 MAX_TEXT = 1 << 14  # characters that one side tells the other in words
 
-Minor = Annotated[int, Meta(ge=0, le=0xFFFF)]
 Step = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
 Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1, title="rank")]  # below the group's size
 Id = Annotated[int, Meta(ge=0, le=(1 << ID_BITS) - 1)]  # of a transfer
@@ -177,7 +174,6 @@ class Channel(msgspec.Struct, array_like=True, frozen=True):
 class Join(_Message, tag="join", frozen=True):
     """I am here. `step` is the only step I take, if one was asked for."""
 
-    minor: Minor
     step: Step | None = None
     place: Place = Place()
     nonce: Token = b""  # random, for whoever wants to be read by me; empty where I read nobody
@@ -187,8 +183,6 @@ class Join(_Message, tag="join", frozen=True):
 
 class Survey(_Message, tag="survey", frozen=True):
     """In place of `Join`: I take parts of your state, and of others'. What do you have?"""
-
-    minor: Minor
 
 
 class Cut(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -455,9 +449,14 @@ def frame(message: Message) -> tuple[bytes, bytes]:
 
 def read_frame(data: bytes) -> tuple[int, bytes | None]:
     """Payload length, and the payload itself if it is in the frame."""
-    magic, major, _, length = _HEAD.unpack_from(data)
-    if magic != _MAGIC or major != MAJOR:
-        raise RemoteProtocolError("a message that is not of this protocol or version")
+    magic, *version, length = _HEAD.unpack_from(data)
+    if magic != _MAGIC:
+        raise RemoteProtocolError("a message that is not of this protocol")
+    if version != [MAJOR, MINOR]:
+        raise RemoteProtocolError(
+            f"the peer speaks wire version {version[0]}.{version[1]}, this side {MAJOR}.{MINOR}: "
+            "use the same version of torchrelay on both sides"
+        )
     if length > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"a message of {length} bytes, the cap is {MAX_MESSAGE_BYTES}")
     if length <= INLINE_BYTES:
