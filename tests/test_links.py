@@ -21,7 +21,6 @@ from torchrelay.demo.versus import IN_PLACE
 from torchrelay.transports.routes.channels import WORTH_BYTES
 
 ROOT = Path(__file__).resolve().parent.parent
-TRIES = 4  # of laps: one is enough where nothing else runs
 HOST_SECONDS = 100  # hosts start in seconds; a machine that is busy takes longer
 
 pytestmark = pytest.mark.timeout(2 * HOST_SECONDS)
@@ -38,19 +37,15 @@ def network() -> Iterator[Switch]:
 
 
 def test_three_receivers_take_as_long_as_one() -> None:
-    ratios = []
-    for _ in range(TRIES):
-        stock, ours = measure([("torch", IN_PLACE), ("torchrelay", IN_PLACE)], STATE_BYTES, 1)
-        assert stock.exact and ours.exact
-        link = STATE_BYTES * 8 / netns.GIGABIT
-        assert min(ours.one.laps + stock.one.laps) >= link  # else these are no slow links
-        # What a port counts has headers and what is sent again, too.
-        assert min(ours.all.sent) >= STATE_BYTES and max(ours.all.sent) <= 1.1 * STATE_BYTES
-        assert min(stock.all.sent) >= 3 * STATE_BYTES
-        ratios.append((ours.ratio, stock.ratio))
-        if ours.ratio <= 1.1 and stock.ratio > 2:
-            return
-    raise AssertionError(f"three receivers took so many times as long as one: {ratios}")
+    stock, ours = measure([("torch", IN_PLACE), ("torchrelay", IN_PLACE)], STATE_BYTES, 3)
+    assert stock.exact and ours.exact
+    link = STATE_BYTES * 8 / netns.GIGABIT
+    assert min(ours.one.laps + stock.one.laps) >= link  # else these are no slow links
+    assert ours.ratio <= 1.1, (ours.one.laps, ours.all.laps)
+    assert stock.ratio > 2, (stock.one.laps, stock.all.laps)
+    # What a port counts has headers and what is sent again, too.
+    assert min(ours.all.sent) >= STATE_BYTES and max(ours.all.sent) <= 1.1 * STATE_BYTES
+    assert min(stock.all.sent) >= 3 * STATE_BYTES
 
 
 @pytest.fixture(scope="module")
