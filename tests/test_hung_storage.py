@@ -8,17 +8,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrelay as tr
 from tests.support.s3 import S3, moto_server, s3  # noqa: F401
 from tests.support.saved import state, which
+from torchrelay.stores.dcp import Reader, Writer
 from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.reader import LocalReader
 from torchrelay.stores.local.store import LocalStore
 
 TIMEOUT = 1.0
@@ -56,10 +62,12 @@ def frozen(*calls: tuple[type, str]) -> Iterator[None]:
             thaw.set()
 
 
-def ended(call: Callable[[], object]) -> BaseException:
+def ended(
+    call: Callable[[], object], kind: type[BaseException] = tr.CheckpointError
+) -> BaseException:
     """What a call raised, in time."""
     begun = time.monotonic()
-    with pytest.raises(tr.CheckpointError) as caught:
+    with pytest.raises(kind) as caught:
         call()
     assert time.monotonic() - begun < LATEST
     return caught.value
@@ -114,6 +122,77 @@ def test_listing_and_reading_a_frozen_file_system_ends_in_time(tmp_path: Path) -
         assert ckpt.load(live).step == 1 and which(live, range(9)) == 1
 
 
+@contextmanager
+def frozen_reads() -> Iterator[None]:
+    """Within: reads of data files hang."""
+    thaw = threading.Event()
+    original = LocalReader.read_into
+
+    def wait(self: LocalReader, position: int, buffers: Sequence[memoryview]) -> None:
+        thaw.wait(60)
+        original(self, position, buffers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalReader, "read_into", wait)
+        try:
+            yield
+        finally:
+            thaw.set()
+
+
+@pytest.mark.parametrize("into", [True, False], ids=["in place", "new"])
+def test_reads_that_hang_while_a_state_is_landed_end_in_time(tmp_path: Path, into: bool) -> None:
+    """Into new tensors nothing is lost; in place the destination is torn, and the error says so."""
+    with tr.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1))
+    live = state(5)
+    with tr.Checkpointer(tmp_path, timeout=TIMEOUT) as ckpt:
+        with frozen_reads():
+            kind = tr.TornStateError if into else tr.StorageTimeoutError
+            fault = ended(lambda: ckpt.load(live if into else None, atomic=False), kind)
+            assert "no answer in" in str(fault)
+        assert ckpt.load(live, timeout=20).step == 1 and which(live, range(9)) == 1
+
+
+def test_an_export_to_a_frozen_file_system_ends_in_time(tmp_path: Path) -> None:
+    with tr.Checkpointer(tmp_path / "steps", timeout=TIMEOUT) as ckpt:
+        ckpt.save(1, {"model": {"w": torch.ones(3)}}, timeout=20)
+        with frozen((Files, "write")):
+            fault = ended(lambda: ckpt.export_hf(tmp_path / "hf"))
+            assert isinstance(fault, tr.StorageTimeoutError)
+
+
+@pytest.mark.parametrize("where", ["the draft", "data files", "data", "the medium", "the commit"])
+def test_torchs_own_save_to_a_frozen_file_system_ends_in_time(tmp_path: Path, where: str) -> None:
+    writer = Writer(tmp_path / "step-1", timeout=TIMEOUT)
+    calls = [(Files, "rename")] if where == "the commit" else CALLS[where]
+    with frozen(*calls):
+        save = partial(dcp.save, {"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        fault = wrapped(save)
+    kind = tr.CommitUnknownError if where == "the commit" else tr.StorageTimeoutError
+    assert isinstance(fault, kind), fault
+
+
+def wrapped(call: Callable[[], object]) -> BaseException:
+    """What a call of torch's raised, in time, within torch's own error."""
+    fault: Any = ended(call, CheckpointException)
+    cause: BaseException = fault.failures[0][0]
+    return cause
+
+
+def test_torchs_own_load_from_a_frozen_file_system_ends_in_time(tmp_path: Path) -> None:
+    saved = {"w": torch.ones(3)}
+    dcp.save(saved, storage_writer=Writer(tmp_path / "step-1"), no_dist=True)
+    live = {"w": torch.zeros(3)}
+    for verify, kind in ((True, tr.StorageTimeoutError), (False, tr.TornStateError)):
+        reader = Reader(tmp_path / "step-1", verify=verify, timeout=TIMEOUT)
+        with frozen_reads():
+            load = partial(dcp.load, live, storage_reader=reader, no_dist=True)
+            assert isinstance(wrapped(load), kind)
+    dcp.load(live, storage_reader=Reader(tmp_path / "step-1"), no_dist=True)
+    assert torch.equal(live["w"], saved["w"])
+
+
 def test_a_writer_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path, timeout=30) as ckpt:
         ckpt.save_async(1, state(1)).result(30)
@@ -128,7 +207,9 @@ def test_a_writer_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys, threading, torch, torchrelay as tr
+from torchrelay.stores.dcp import Reader, Writer
 from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.reader import LocalReader
 ckpt = tr.Checkpointer(sys.argv[1], timeout=1)
 ckpt.save(1, {"w": torch.ones(9)}, timeout=30)
 Files.sync = lambda *args: threading.Event().wait(600)

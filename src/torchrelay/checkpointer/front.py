@@ -379,9 +379,14 @@ class Checkpointer:
         wanted = Wanted(None, step, True, only, True, True, None, None)
         alone = Assembly(None, "export")
         loader = Loader(self._shelf, alone, None)
-        state = loader.load(alone.call(), wanted, Deadline(self._timeout)).state
-        return export_hf(
-            state if under is None else state.get(under), target, shard_bytes=shard_bytes
+        deadline = Deadline(self._timeout)
+        state = loader.load(alone.call(), wanted, deadline).state
+        model = state if under is None else state.get(under)
+        return bounded(
+            lambda: export_hf(model, target, shard_bytes=shard_bytes),
+            deadline.left(),
+            "write the model",
+            file=os.fspath(target),
         )
 
     def delete(self, step: int) -> None:

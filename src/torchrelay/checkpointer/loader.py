@@ -237,6 +237,9 @@ class Loader:
                     coordinator=self._all.coordinates,
                     progress=bar.add,
                 )
+            loading.within = lambda read: bounded(
+                read, deadline.early(), "read the step", file=held.files.url, left=loading.left
+            )
             bar.total = loading.nbytes * (2 if wanted.checked_first else 1)
             made.append(loading)
             with watch("verify"):

@@ -7,13 +7,15 @@ then is anything of the caller's written.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torchrelay.checkpointer.demand import Demand, Layers
-from torchrelay.errors import MismatchError
+from torchrelay.errors import MismatchError, StorageTimeoutError
 from torchrelay.landing.leaves import copy_late, late_copy
 from torchrelay.landing.places import Landed
 from torchrelay.plan.overlay import pruned
@@ -65,12 +67,15 @@ class Loading:
         self._checkpoint = checkpoint
         self._tensors = by_name(checkpoint)
         self._only = only
-        self._progress = progress
+        self._told = progress
         self._planner = planner
         self._checked = False
         self._items: list[ReadItem] = []
         self._places: list[torch.Tensor] = []
         self.touched = False
+        # How reads are done that may hang; `left` is set where they have been left behind.
+        self.within: Callable[[Callable[[], None]], None] = lambda read: read()
+        self.left = threading.Event()
         self.instead: dict[str, str] = {}  # why a faster way was not taken
         with gc_paused():
             self._wants = Demand(
@@ -127,6 +132,12 @@ class Loading:
             self._planned = waves(self._new), waves(self._own)
         return self._planned
 
+    def _progress(self, nbytes: int) -> None:
+        if self.left.is_set():
+            raise StorageTimeoutError("the load was given up")
+        if self._told is not None:
+            self._told(nbytes)
+
     @property
     def nbytes(self) -> int:
         return sum(wish.destination.nbytes for wish in (*self._new, *self._own))
@@ -176,7 +187,7 @@ class Loading:
         wishes = all_of(stored, whole)
         for wave in waves(wishes) if self._take is None else [arrived(wishes, self._take)]:
             if not wave.arrived:
-                self._fetch(wave).land()
+                self.within(self._fetch(wave).land)
             wave.finish()
         return t.raw_of(whole)
 
@@ -224,7 +235,7 @@ class Loading:
             if not wave.arrived:
                 fetch = self._fetch(wave)
                 try:
-                    fetch.land(verify=verify, checked=self._checked)
+                    self.within(partial(fetch.land, verify=verify, checked=self._checked))
                 finally:
                     self.touched = self.touched or (own and fetch.begun)
                     if isinstance(fetch, DeviceFetch) and fetch.instead:

@@ -4,26 +4,36 @@ that can be left behind.
     steps = bounded(store.steps, deadline.left(), "list the steps", file=store.url)
 
 What is left behind goes on when the storage answers again. So such a call must not touch what the
-caller has back by then: it reads into memory of its own, and what follows it happens here.
+caller has back by then: it reads into memory of its own, and what follows it happens here. One that
+has to, as a load into the caller's tensors, is told by an event that it has been left, and stops at
+the next piece.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from torchrelay.errors import StorageTimeoutError
 from torchrelay.memory import threads
 
+GRACE = 0.5  # seconds in which what was left behind may come to its next piece
 Result = TypeVar("Result")
 
 
 def bounded(
-    act: Callable[[], Result], seconds: float, what: str, *, file: str | None = None
+    act: Callable[[], Result],
+    seconds: float,
+    what: str,
+    *,
+    file: str | None = None,
+    left: threading.Event | None = None,
 ) -> Result:
     """Return what `act` returns, or raise what it raises, within `seconds`.
 
     `StorageTimeoutError` if that is not over by then: "cannot {what}: ...". A thread still does it.
+    `left` is set when it is left behind, also by an exception that comes up here meanwhile.
     """
     results: list[Result] = []
     faults: list[BaseException] = []
@@ -34,7 +44,7 @@ def bounded(
         except BaseException as fault:
             faults.append(fault)
 
-    if seconds <= 0 or not _done(work, seconds):
+    if seconds <= 0 or not _done(work, seconds, left):
         raise StorageTimeoutError(
             f"cannot {what}: no answer in {max(0.0, seconds):.3g} s, which was the time left. See "
             "whether the file system or service answers at all, or give a longer timeout",
@@ -45,10 +55,17 @@ def bounded(
     return results.pop()
 
 
-def _done(work: Callable[[], None], seconds: float) -> bool:
+def _done(work: Callable[[], None], seconds: float, left: threading.Event | None) -> bool:
     try:
         running = threads.run(work, "storage")
     except RuntimeError:  # no thread can be started while the interpreter ends
         work()
         return True
-    return running.wait(seconds)
+    over = False
+    try:
+        over = running.wait(seconds)
+    finally:
+        if not over and left is not None:
+            left.set()
+            running.wait(GRACE)
+    return over

@@ -11,8 +11,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -30,15 +34,20 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from torchrelay.deadlines import seconds_of
 from torchrelay.errors import (
+    CommitUnknownError,
+    StorageTimeoutError,
+    TornStateError,
     UnsupportedLeafError,
     UsageError,
 )
 from torchrelay.landing.packed import unpack
+from torchrelay.memory.bounded import bounded
 from torchrelay.plan.outline import outline
 from torchrelay.plan.region import Region
 from torchrelay.stores import blobs, plans
-from torchrelay.stores.box_reads import BoxRead, shard_at, waves
+from torchrelay.stores.box_reads import BoxRead, Wave, shard_at, waves
 from torchrelay.stores.drafting import Share, Written, check_files, commit_record, sealed
 from torchrelay.stores.flattened import outline_of
 from torchrelay.stores.layout import FILE_BYTES, arrange
@@ -56,6 +65,7 @@ _STEP = re.compile(r"(?:(.*)/)?step-(\d+)/?")
 _written = msgspec.msgpack.Decoder(Written)
 
 Place = str | os.PathLike[str]
+Result = TypeVar("Result")
 
 
 def _locate(place: Place, step: int | None) -> tuple[str, int | None]:
@@ -108,10 +118,13 @@ class Writer(StorageWriter):
                 "save with collectives"
             )
         if self._draft is not None:
-            self._draft.discard()  # of a save that failed on some rank
+            self._within("remove the draft", self._draft.discard)  # of a save that failed
             self._draft = None
         if is_coordinator:
-            self._store.clean()
+            self._within("clean up", self._store.clean)
+
+    def _within(self, what: str, act: Callable[[], Result]) -> Result:
+        return bounded(act, seconds_of(self._timeout), what, file=self.checkpoint_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -124,7 +137,7 @@ class Writer(StorageWriter):
             )
         name = token()
         self._draft = self._store.draft(self._step, name, overwrite=self._overwrite)
-        self._draft.begin()
+        self._within("begin a step", self._draft.begin)
         return [
             dataclasses.replace(plan, storage_data=(name, rank, len(plans)))
             for rank, plan in enumerate(plans)
@@ -141,16 +154,7 @@ class Writer(StorageWriter):
         layouts = arrange(plans.with_objects(drafted), rank, world, self._file_bytes)
         share = Share(drafted, layouts)
         draft = self._draft or self._store.draft(self._step, name, overwrite=self._overwrite)
-        digests: list[bytes] = []
-        if share.files:
-            writing = Writing(draft, share.files)
-            try:
-                for ranges in share.passes():
-                    writing.write(ranges)
-                digests = writing.finish()
-            except BaseException:
-                writing.abort()
-                raise
+        digests = self._within("write", lambda: _write(draft, share)) if share.files else []
         written = msgspec.structs.replace(share.written(digests), values=values)
         carried = msgspec.msgpack.encode(written)
         results = [WriteResult(item.index, 0, None) for item in plan.items]
@@ -161,7 +165,8 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self._draft is not None
+        draft = self._draft
+        assert draft is not None
         shares = [
             _written.decode(result.storage_data)
             for rank in results
@@ -172,14 +177,28 @@ class Writer(StorageWriter):
             outlined = outline_of(metadata, shares)
             ranks = plans.Outlines((outlined,), (0,) * max(1, len(results)), {})
             record = commit_record(self._step, shares, ranks, __version__, self.save_id)
-            check_files(self._draft, record)
-            self._draft.commit(sealed(record))
+            self._within("look at the files", lambda: check_files(draft, record))
+            self._commit(draft, sealed(record))
+        except CommitUnknownError:
+            raise
         except BaseException:
-            self._draft.discard()
+            with suppress(StorageTimeoutError):
+                self._within("remove the draft", draft.discard)
             raise
         finally:
             self._draft = None
         metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
+
+    def _commit(self, draft: Draft, record: bytes) -> None:
+        try:
+            self._within("commit", lambda: draft.commit(record))
+        except StorageTimeoutError as fault:
+            raise CommitUnknownError(
+                f"{fault.message}; the step may be there or not: look again when it answers",
+                step=self._step,
+                phase="commit",
+                file=self.checkpoint_id,
+            ) from fault
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
@@ -187,6 +206,18 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
         return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _write(draft: Draft, share: Share) -> list[bytes]:
+    """Write a share; the digests of its files."""
+    writing = Writing(draft, share.files)
+    try:
+        for ranges in share.passes():
+            writing.write(ranges)
+        return writing.finish()
+    except BaseException:
+        writing.abort()
+        raise
 
 
 def _values(drafted: plans.Drafted) -> dict[str, plans.Told]:
@@ -247,11 +278,17 @@ class Reader(StorageReader):
     @property
     def _opened(self) -> OpenedStep:
         if self._held is None:
-            if self._step is None:
-                self._held = open_newest(self._store)
-            else:
-                self._held = open_step(self._store, self._step)
+            step = self._step
+            self._held = self._within(
+                "open the step",
+                lambda: open_newest(self._store) if step is None else open_step(self._store, step),
+            )
         return self._held
+
+    def _within(
+        self, what: str, act: Callable[[], Result], left: threading.Event | None = None
+    ) -> Result:
+        return bounded(act, seconds_of(self._timeout), what, file=self.checkpoint_id, left=left)
 
     @property
     def planned(self) -> AsPlanned:
@@ -297,7 +334,8 @@ class Reader(StorageReader):
         planned = waves(wishes)
         if self._verify:
             for wave in planned:
-                Fetch(self._opened.files, self.record, wave.wanted).check()
+                fetch = Fetch(self._opened.files, self.record, wave.wanted)
+                self._within("read the step", fetch.check)
         kept = {blob.name: blob for blob in self.record.blobs}
         objects = [
             (item, self._object(item, kept.get(item.storage_index.fqn), planner))
@@ -306,8 +344,7 @@ class Reader(StorageReader):
         ]
         while planned:
             wave = planned.pop(0)
-            fetch = Fetch(self._opened.files, self.record, wave.wanted)
-            fetch.land(verify=self._verify, checked=self._verify)
+            self._land(wave)
             wave.finish()
         for item, place in committed:
             planner.commit_tensor(item, place)
@@ -316,6 +353,24 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _land(self, wave: Wave) -> None:
+        left = threading.Event()
+
+        def go_on(nbytes: int) -> None:
+            if left.is_set():
+                raise StorageTimeoutError("the load was given up")
+
+        fetch = Fetch(self._opened.files, self.record, wave.wanted, progress=go_on)
+        land = partial(fetch.land, verify=self._verify, checked=self._verify)
+        try:
+            self._within("read the step", land, left)
+        except StorageTimeoutError as fault:
+            raise TornStateError(
+                f"the destination is part old, part new; load again: {fault.message}",
+                step=self.record.step,
+                phase="land",
+            ) from fault
 
     def _object(self, item: ReadItem, blob: Blob | None, planner: LoadPlanner) -> Any:
         name = item.storage_index.fqn
@@ -331,7 +386,8 @@ class Reader(StorageReader):
     def _bytes(self, blob: Blob) -> bytes:
         data = torch.empty(blob.nbytes, dtype=torch.uint8, device="cpu")
         wanted = {blob.file: [(blob.start, Region.row_major(data))]}
-        Fetch(self._opened.files, self.record, wanted).land(verify=self._verify)
+        fetch = Fetch(self._opened.files, self.record, wanted)
+        self._within("read the step", partial(fetch.land, verify=self._verify))
         return data.numpy().tobytes()
 
     @classmethod
