@@ -25,16 +25,17 @@ import torchrelay as tr
 from benchmarks.harness import Ranks, machine, save
 
 RESULT = Path(__file__).parent / "results" / "resharding.json"
-SENDERS, RECEIVERS = [0, 1, 2, 3], [4, 5]
 CASES = ["live, host", "live, group", "dcp in memory"]
 
 _made: dict[str, Any] = {}
 
 
-def prepare(group: Any, tensors: int, rows: int, columns: int) -> int:
+def prepare(group: Any, senders: int, tensors: int, rows: int, columns: int) -> int:
     """Each rank's shards, ones at the senders; returns the bytes of the whole state."""
-    meshes = [DeviceMesh("cpu", ranks) for ranks in (SENDERS, RECEIVERS)]
-    sends = dist.get_rank() in SENDERS
+    ranks = list(range(dist.get_world_size()))
+    sources, others = _made["sources"], _made["others"] = ranks[:senders], ranks[senders:]
+    meshes = [DeviceMesh("cpu", some) for some in (sources, others)]
+    sends = dist.get_rank() in sources
     mesh, dim, fill = (meshes[0], 0, 1.0) if sends else (meshes[1], 1, 0.0)
     shape = [rows, columns]
     shape[dim] //= mesh.size()
@@ -50,7 +51,7 @@ def prepare(group: Any, tensors: int, rows: int, columns: int) -> int:
 def lap(group: Any, case: str, folder: str) -> tuple[float, bool]:
     """Seconds until all have it, and whether this rank has the right values."""
     state = _made["state"]
-    sends = dist.get_rank() in SENDERS
+    sends = dist.get_rank() in _made["sources"]
     if not sends:
         for tensor in state.values():
             tensor.to_local().zero_()
@@ -61,9 +62,9 @@ def lap(group: Any, case: str, folder: str) -> tuple[float, bool]:
     else:
         relay = _made["relay"][case.rsplit(maxsplit=1)[-1]]
         if sends:
-            relay.send(state, RECEIVERS)
+            relay.send(state, _made["others"])
         else:
-            relay.recv(SENDERS, into=state)
+            relay.recv(_made["sources"], into=state)
     dist.barrier(group)
     spent = time.monotonic() - begun
     return spent, all(bool((tensor.to_local() == 1).all()) for tensor in state.values())
@@ -79,11 +80,12 @@ def _by_dcp(group: Any, state: Any, folder: str, sends: bool) -> None:
 
 
 def run(small: bool, laps: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    senders, receivers = (2, 1) if small else (4, 2)
     size = (4, 64, 64) if small else (32, 4096, 1024)
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
     exact = dict.fromkeys(CASES, True)
-    with Ranks(6) as ranks, tempfile.TemporaryDirectory(dir=_memory()) as root:
-        nbytes = ranks.run(prepare, *size)[0]
+    with Ranks(senders + receivers) as ranks, tempfile.TemporaryDirectory(dir=_memory()) as root:
+        nbytes = ranks.run(prepare, senders, *size)[0]
         for number in range(laps + 1):
             for case in CASES:
                 folder = f"{root}/step"
@@ -103,7 +105,7 @@ def run(small: bool, laps: int, tell: Callable[[str], None]) -> dict[str, Any]:
         }
         for case in CASES
     ]
-    return {"machine": machine(), "bytes": nbytes, "from": 4, "to": 2, "rows": rows}
+    return {"machine": machine(), "bytes": nbytes, "from": senders, "to": receivers, "rows": rows}
 
 
 def _memory() -> str | None:
@@ -117,7 +119,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="result file; by default a full run has one")
     options = parser.parse_args()
     result = run(options.small, options.laps, lambda text: print(text, file=sys.stderr))
-    print(f"{result['bytes'] / 1e6:.0f} MB from 4 ranks to 2, rows to columns")
+    ranks = f"{result['from']} ranks to {result['to']}"
+    print(f"{result['bytes'] / 1e6:.0f} MB from {ranks}, rows to columns")
     for row in result["rows"]:
         print(f"{row['case']:15s} {row['seconds']:8.3f} s {row['against_dcp']:6.2f}x of dcp")
     save(result, options.out or (None if options.small else RESULT))

@@ -274,9 +274,10 @@ def test_gpu_benchmark_runs_small() -> None:
 def test_two_commits_run_side_by_side(tmp_path: Path) -> None:
     """Here the tree beside itself: what is measured is the same on either side."""
     out = tmp_path / "commits.json"
-    command = [sys.executable, "-m", "benchmarks.commits", ".", ".", "--small", "--laps", "1"]
-    chosen = ["--only", "20,000 x 4 KB", "--memory", str(tmp_path), "--out", str(out)]
-    subprocess.run([*command, *chosen], check=True, timeout=100, cwd=ROOT)
+    words = (".", ".", "--small", "--laps", "1", "--only", "20,000 x 4 KB")
+    place = ("--memory", str(tmp_path), "--out", str(out))
+    done = run_program("benchmarks.commits", *words, *place, folder=ROOT, seconds=100)
+    assert done.code == 0, done.output
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 9
     assert all(row["speed"] > 0 and len(row["seconds"][0]) == 1 for row in rows)
@@ -284,8 +285,9 @@ def test_two_commits_run_side_by_side(tmp_path: Path) -> None:
 
 def test_resharding_benchmark_runs_small(tmp_path: Path) -> None:
     out = tmp_path / "resharding.json"
-    command = [sys.executable, "-m", "benchmarks.resharding", "--small", "--laps", "1"]
-    subprocess.run([*command, "--out", str(out)], check=True, timeout=100, cwd=ROOT)
+    words = ("--small", "--laps", "1", "--out", str(out))
+    done = run_program("benchmarks.resharding", *words, folder=ROOT, seconds=100)
+    assert done.code == 0, done.output
     rows = json.loads(out.read_text())["rows"]
     assert [row["case"] for row in rows] == ["live, host", "live, group", "dcp in memory"]
     assert all(row["exact"] and row["seconds"] > 0 for row in rows)

@@ -323,7 +323,7 @@ def test_clean_spares_steps_and_live_drafts(store: Store) -> None:
 DYING_WRITER = """
 import os, sys
 from tests.test_store_conformance import open_store
-from torchrelay.stores.local import token
+from torchrelay.stores.local.store import token
 draft = open_store(*sys.argv[1:]).draft(2, token())
 draft.begin()
 sink = draft.open("a.safetensors", 4)
