@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +119,26 @@ class Worker:
         """A description of a state, and the plan of a receive into it, with nothing to repeat."""
         if self.rank:
             return 0.0
-        from torchrelay.landing.seam import land
-        from torchrelay.plan.snapshot import capture
-
+        land, capture = _planning()
         state = self.state(kind, scale)
         begun = time.monotonic()
         snapshot = capture(state)
         land(snapshot.manifest, into=state, strict=True, atomic=True, device=None, rank=0)
         return time.monotonic() - begun
+
+
+def _planning() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What lands and what describes a state, wherever the commit has them."""
+    for landing, snapshot in (
+        ("landing.seam", "plan.snapshot"),
+        ("state.landing", "state.snapshot"),
+    ):
+        try:
+            homes = import_module(f"torchrelay.{landing}"), import_module(f"torchrelay.{snapshot}")
+        except ImportError:
+            continue
+        return homes[0].land, homes[1].capture
+    raise ImportError("this commit has no planning that is known here")
 
 
 def main() -> None:
