@@ -133,10 +133,15 @@ def over_storage(
     storage: torch.UntypedStorage, byte_offset: int, leaf: m.TensorLeaf, strides: Sequence[int]
 ) -> torch.Tensor:
     """The tensor of a leaf over existing memory."""
-    dtype = dtype_named(leaf.dtype)
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor = empty.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))
-    return with_flags(tensor, leaf.flags)
+    tensor = _empty(leaf.dtype, storage.device).new_empty(0)
+    tensor.set_(storage, byte_offset // ITEM_SIZES[leaf.dtype], leaf.shape, tuple(strides))
+    return with_flags(tensor, leaf.flags) if leaf.flags else tensor
+
+
+@cache
+def _empty(dtype: str, device: torch.device) -> torch.Tensor:
+    """What tensors of a kind are made of: that is faster than from their names."""
+    return torch.empty(0, dtype=dtype_named(dtype), device=device)
 
 
 def without_storage(
