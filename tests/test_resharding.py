@@ -11,12 +11,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._pg_transport import PGTransport
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 import torchrelay as tr
@@ -24,12 +26,14 @@ from tests.support.faults import attempt
 from tests.support.loop import Hub, LoopGroup
 from tests.support.ranks import Killed, run_ranks
 from tests.support.ways import patched
+from torchrelay import dropin
 from torchrelay.errors import ManifestError, MismatchError, RelayError, RemoteProtocolError
 from torchrelay.plan.outline import outline
 from torchrelay.resharding import record as records
 from torchrelay.resharding.holding import Holding
 from torchrelay.resharding.owners import whole_of
 from torchrelay.resharding.record import RankBox, RankRecord
+from torchrelay.stores.plans import Told
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.parts import Branch
 from torchrelay.transports.protocol.sender import Sending
@@ -335,6 +339,56 @@ def test_a_sender_that_is_killed(replicated: bool) -> None:
         assert found[RECEIVER] == (0, "PeerLostError", 1, True)
 
 
+def lose_two(rank: int, group: Any) -> Any:
+    """Rank 1 is lost at once, and rank 0 when it is asked for what rank 1 was to send."""
+    mesh = DeviceMesh("cpu", SENDERS)
+    relay = tr.Relay(group, timeout=LONG, join_window=3)
+    if rank > RECEIVER:
+        return None
+    if rank == RECEIVER:
+        got = relay.recv(SENDERS)
+        same = all(bool((tensor == 7).all()) for tensor in got.state["copies"])
+        return same, got.state["mine"].item(), got.state["rank"], sorted(got.report.failed)
+    copies = [distribute_tensor(torch.full((500,), 7.0), mesh, [Replicate()]) for _ in range(12)]
+    state = {"copies": copies, "mine": torch.tensor(float(rank)), "rank": rank}
+    left = {0: 1, 1: 0}.get(rank, 99)  # selections that this rank serves
+    select = Holding.select
+
+    def some(self: Holding, cuts: Any) -> list[torch.Tensor]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            fail()
+        return select(self, cuts)
+
+    with patched(Holding, select=some):
+        return attempt(lambda: relay.send(state, RECEIVER)).error
+
+
+def test_plain_tensors_and_values_are_those_of_one_rank_whoever_is_lost(pool8: Any) -> None:
+    found = pool8.run(lose_two, timeout=60, fresh_group=True)
+    assert found[RECEIVER] == (True, 2.0, 2, [0, 1])
+    assert found[0] and found[1] and found[2] is found[3] is None
+
+
+def from_torch(rank: int, group: Any) -> Any:
+    """torch's own class sends; parts cannot be had of it, and its message is not lost."""
+    state = {"w": torch.arange(5.0)}
+    limit, cpu = timedelta(seconds=LONG), torch.device("cpu")
+    if rank == 0:
+        PGTransport(group, limit, cpu).send_checkpoint([1], state)
+    if rank != 1:
+        return None
+    error = attempt(lambda: tr.Relay(group, timeout=LONG).recv([0])).error
+    got: Any = dropin.PGTransport(group, limit, cpu).recv_checkpoint(0)
+    return error, torch.equal(got["w"], state["w"])
+
+
+def test_a_sender_of_torchs_own_is_told_and_its_message_is_left(pool8: Any) -> None:
+    found = pool8.run(from_torch, timeout=60, fresh_group=True)
+    assert found[1] == ("RemoteProtocolError", True)
+
+
 def absent(rank: int, group: Any) -> Any:
     mesh = DeviceMesh("cpu", torch.tensor(SENDERS).view(2, 2))
     relay = tr.Relay(group, timeout=LONG, join_window=1.5)
@@ -436,7 +490,7 @@ STATE = {"w": torch.arange(12.0).view(3, 4), "n": 7, "s": torch.ones(4, 4)[:, ::
 
 def test_a_record_of_plain_tensors_says_what_is_there() -> None:
     made = record_of(STATE)
-    assert made.step == 3 and made.outline == outline(STATE).outline
+    assert made.step == 3 and made.outline.outline == outline(STATE).outline
     assert [(box.name, box.shape, box.offsets, box.sizes) for box in made.boxes] == [
         ("w", (3, 4), (0, 0), (3, 4)),
         ("s", (4, 2), (0, 0), (4, 2)),
@@ -473,7 +527,7 @@ LEAF = outline({"w": torch.zeros(4, 4)}).outline
 
 def rank_record(*boxes: RankBox, plain: bool = False) -> RankRecord:
     known = {"w": b"same"} if plain else {}
-    return RankRecord(step=None, outline=LEAF, boxes=boxes, plain=known)
+    return RankRecord(step=None, outline=Told.of(LEAF), boxes=boxes, plain=known)
 
 
 def test_boxes_that_several_have_are_shared_out() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout
-from torchrelay.errors import RelayError, RemoteProtocolError, StateError, UsageError
+from torchrelay.errors import RelayError, StateError, UsageError
 from torchrelay.landing.destination import KnownLayout, PreparedDestination, prepare
 from torchrelay.landing.seam import land
 from torchrelay.landing.shards import Shards, check_choice
@@ -20,17 +20,14 @@ from torchrelay.memory.side import in_use, settle
 from torchrelay.plan.blueprint import Blueprint
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record.codec import Recall
-from torchrelay.resharding.gather import Destination, Gather
-from torchrelay.resharding.holding import Holding, once
 from torchrelay.state.objects import unwrap
-from torchrelay.transports.group.lines import GRACE, ControlLine, FirstMessage, GroupLines, post_of
+from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines, post_of
 from torchrelay.transports.group.shield import shielded
-from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.arguments import check_step, device_of
 from torchrelay.transports.protocol.known_offers import Offers
-from torchrelay.transports.protocol.parts import Branch, MakeBranch
+from torchrelay.transports.protocol.parts import Branch, MakeBranch, once
 from torchrelay.transports.protocol.progress import Progress, ProgressCallback, reporter, untold
-from torchrelay.transports.protocol.receiver import Receiving, answer
+from torchrelay.transports.protocol.receiver import Receiving, answer, transfer_of
 from torchrelay.transports.protocol.report import Received, Report
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.protocol.summary import received_report, sent_report
@@ -41,6 +38,10 @@ from torchrelay.transports.routes.cuda_ipc import Exports, Openings
 from torchrelay.transports.routes.read_tables import Readings
 from torchrelay.transports.routes.ring import MappedRings, Rings
 from torchrelay.transports.transfer.buffers import BufferPool
+
+if TYPE_CHECKING:
+    from torchrelay.resharding.gather import Destination
+    from torchrelay.resharding.holding import Holding
 
 __all__ = ["Progress", "Received", "Relay", "Report"]
 
@@ -160,7 +161,8 @@ class Relay:
                 self._post.excuse(lines.values(), reason, min(2 * GRACE, deadline.left()))
                 raise
             make = self._branches(state, step, deadline, way)
-            return self._send(snapshot, lines, deadline, wait.seconds, way, watch, told, make)
+            sending = self._sending(snapshot, lines, deadline, wait.seconds, way, watch, told, make)
+            return self._send(sending, way)
 
         return shielded(deadline, act)
 
@@ -168,7 +170,14 @@ class Relay:
         self, state: object, step: int | None, deadline: Deadline, route: str | None
     ) -> MakeBranch:
         """How receivers are served that take parts of a state."""
-        describe = once(lambda: Holding(unwrap(state).state, step))
+
+        def make() -> Holding:
+            # Most senders never need it, and it brings torch's checkpoint package along.
+            from torchrelay.resharding.holding import Holding
+
+            return Holding(unwrap(state).state, step)
+
+        describe = once(make)
 
         def serve(views: list[torch.Tensor], line: ControlLine) -> int:
             snapshot = capture(views, step, chunk_bytes=self._chunk_bytes)
@@ -222,25 +231,16 @@ class Relay:
 
     def _send(
         self,
-        snapshot: Snapshot,
-        lines: dict[int, ControlLine],
-        deadline: Deadline,
-        join_timeout: float,
+        sending: Sending,
         route: str | None,
-        watch: Stopwatch,
-        progress: Callable[[int, int], None],
-        branch: MakeBranch,
     ) -> Report:
-        sending = self._sending(
-            snapshot, lines, deadline, join_timeout, route, watch, progress, branch
-        )
+        snapshot, wondered = sending.snapshot, self._post.wondered(sending.peers)
 
         def report() -> Report:
             total, leaves = snapshot.chunks.nbytes, len(snapshot.manifest.leaves)
             expect = partial(self._expected, "send", leaves=leaves, nbytes=total)
             return sent_report(sending, route, self._verify, self._post.settled(wondered), expect)
 
-        wondered = self._post.wondered(lines)
         try:
             sending.run()
         except RelayError as fault:
@@ -295,6 +295,8 @@ class Relay:
         if several:
             if shards != "own":
                 raise UsageError("shards is for one source: of several, parts are cut anew")
+            from torchrelay.resharding.gather import Destination  # as above
+
             wanted = Destination(into, strict, step, where, self.rank)
             return shielded(deadline, lambda: self._gather(sources, wanted, deadline, way, told))
         source = sources[0]
@@ -308,17 +310,9 @@ class Relay:
             with self._post.trading.call(source):
                 with watch("call"):
                     first = answer(self._post, source, deadline)
-                transfer = wire.read_prelude(first)
-                if transfer is None:
-                    self._post.leave_bell(source, FirstMessage(first))
-                    raise RemoteProtocolError(
-                        "the sender is torch's PGTransport: receive with "
-                        "torchrelay.dropin.PGTransport",
-                        rank=source,
-                    )
                 return self.receive_from(
                     source,
-                    transfer,
+                    transfer_of(self._post, source, first),
                     deadline,
                     watch,
                     into=ready,
@@ -341,6 +335,8 @@ class Relay:
         route: str | None,
         progress: Callable[[int, int], None],
     ) -> Received:
+        from torchrelay.resharding.gather import Gather
+
         watch = Stopwatch()
         receive = partial(
             self.receive_from,

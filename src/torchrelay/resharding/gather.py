@@ -41,8 +41,8 @@ from torchrelay.state.tree import show
 from torchrelay.stores.box_reads import BoxRead
 from torchrelay.transports.group.lines import GroupLines
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.parts import Conversation, open_conversation, part_from
-from torchrelay.transports.protocol.receiver import answer
+from torchrelay.transports.protocol.parts import Conversation, part_from
+from torchrelay.transports.protocol.receiver import answer, transfer_of
 from torchrelay.transports.protocol.report import Received, Report
 
 T = TypeVar("T")
@@ -128,7 +128,9 @@ class Gather:
         self._talks: dict[int, Conversation] = {}
         self._records: dict[int, RankRecord] = {}
         self._lost: dict[int, RelayError] = {}
+        self._plain: set[str] = set()  # names of tensors that are not distributed
         self._boxes: dict[Key, torch.Tensor] = {}
+        self._givers: dict[Key, int] = {}
         self._came: dict[int, int] = {}
         self._reports: list[Report] = []
 
@@ -188,10 +190,12 @@ class Gather:
                         rank=rank,
                         phase="join",
                     ) from None
-                talk = open_conversation(self._post, rank, first, self._deadline)
+                transfer = transfer_of(self._post, rank, first)
+                talk = Conversation(self._post, rank, transfer, self._deadline)
             self._talks[rank] = talk
             came.append(time.monotonic())
-            self._records[rank] = decode(talk.survey())
+            self._records[rank] = record = decode(talk.survey())
+            self._plain.update(record.plain)
 
         self._each({rank: partial(ask, rank) for rank in self._sources}, wait.cancel, hurry)
         if not self._records:
@@ -260,8 +264,15 @@ class Gather:
                 self._bring(cuts)
             if len(self._lost) > lost:
                 loading = None  # others have to give what these were to
+                self._forget_plain()
         loading.arrive(self._take)
         return loading, step
+
+    def _forget_plain(self) -> None:
+        """Plain tensors go with the values of their rank: none of a rank that is lost is used."""
+        for key, rank in list(self._givers.items()):
+            if rank in self._lost and key[0] in self._plain:
+                del self._boxes[key], self._givers[key]
 
     def _agreed_step(self) -> int | None:
         if not self._records:
@@ -332,6 +343,7 @@ class Gather:
             got = self._receive(rank, transfer, self._deadline, Stopwatch(), progress=moved)
             boxes = list(_checked(got.state, asked, self._records[rank]))
             self._boxes.update(zip(asked, boxes, strict=True))
+            self._givers.update(dict.fromkeys(asked, rank))
             self._came[rank] = self._came.get(rank, 0) + sum(box.nbytes for box in boxes)
             self._reports.append(got.report)
 

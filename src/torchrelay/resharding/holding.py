@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,21 +12,8 @@ from torchrelay.resharding.record import RankBox, RankRecord, encode
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut, local_parts
 from torchrelay.stores.planning import replicas_of
+from torchrelay.stores.plans import Told
 from torchrelay.transports.protocol.wire import Cut
-
-
-def once(make: Callable[[], Holding]) -> Callable[[], Holding]:
-    """A function that makes a holding when it is first called, and gives the same ever after."""
-    made: list[Holding] = []
-    lock = threading.Lock()
-
-    def get() -> Holding:
-        with lock:
-            if not made:
-                made.append(make())
-            return made[0]
-
-    return get
 
 
 class Holding:
@@ -48,7 +34,10 @@ class Holding:
                     self._tensors.append(part.tensor)
         self.record = encode(
             RankRecord(
-                step=step, outline=named.outline, boxes=tuple(boxes), plain=replicas_of(named)
+                step=step,
+                outline=Told.of(named.outline),
+                boxes=tuple(boxes),
+                plain=replicas_of(named),
             )
         )
 

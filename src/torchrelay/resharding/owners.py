@@ -12,12 +12,11 @@ from math import prod
 from typing import NamedTuple
 
 from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import Box
 from torchrelay.record.validation import itemsize
 from torchrelay.resharding.record import RankRecord
-from torchrelay.stores.plans import LocalPlan, Told, merge_outlines, renames
+from torchrelay.stores.plans import LocalPlan, merge_outlines, renames
 from torchrelay.stores.records import ALIGN, Checkpoint, DataFile, Shard, StoredTensor, check
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 class Whole(NamedTuple):
@@ -39,8 +38,7 @@ def whole_of(records: Mapping[int, RankRecord]) -> Whole:
     """
     ranks = list(records)
     plans = [
-        LocalPlan(Told.of(record.outline), [], b"", replicas=record.plain)
-        for record in records.values()
+        LocalPlan(record.outline, [], b"", replicas=record.plain) for record in records.values()
     ]
     names = renames(plans)
     outlines = merge_outlines(plans)

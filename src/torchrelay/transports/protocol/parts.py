@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import queue
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import RelayError, RemoteProtocolError, TransferTimeoutError
+from torchrelay.errors import RelayError, TransferTimeoutError
 from torchrelay.memory import threads
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.events import failure
+from torchrelay.transports.protocol.events import Awaited, expect, failure
 from torchrelay.transports.protocol.peers import Peer
-
-Awaited = TypeVar("Awaited", wire.Inventory, wire.Selected)
 
 
 class Selectable(Protocol):
@@ -32,6 +31,20 @@ class Selectable(Protocol):
 
     def select(self, cuts: Sequence[wire.Cut]) -> list[torch.Tensor]:
         """Views of the boxes that were asked for; `RemoteProtocolError` if there are none such."""
+
+
+def once(make: Callable[[], Selectable]) -> Callable[[], Selectable]:
+    """A function that makes a state's description when first called, and gives it ever after."""
+    made: list[Selectable] = []
+    lock = threading.Lock()
+
+    def get() -> Selectable:
+        with lock:
+            if not made:
+                made.append(make())
+            return made[0]
+
+    return get
 
 
 class Branch:
@@ -183,18 +196,7 @@ class Conversation:
 
     def _expect(self, kind: type[Awaited]) -> Awaited:
         with self._deadline.wakes(self._events):
-            try:
-                message = self._events.get(timeout=max(self._deadline.left(), 0.001))
-            except queue.Empty:
-                raise TransferTimeoutError(
-                    f"timed out after {self._deadline.seconds:.3g} s: rank {self.rank} did not "
-                    f"send its {kind.__name__.lower()}",
-                    rank=self.rank,
-                    phase="join",
-                ) from None
-        if isinstance(message, kind):
-            return message
-        raise failure(message, self.rank, "join")
+            return expect(kind, self._events, self._deadline, self.rank)
 
 
 def part_from(
@@ -206,13 +208,3 @@ def part_from(
     ends = time.monotonic() + GRACE
     for one in conversations:
         one.wait(ends)
-
-
-def open_conversation(post: GroupLines, rank: int, first: int, deadline: Deadline) -> Conversation:
-    """The talk with a sender whose first message was `first`."""
-    transfer = wire.read_prelude(first)
-    if transfer is None:
-        raise RemoteProtocolError(
-            "the sender is torch's PGTransport, which has no parts", rank=rank
-        )
-    return Conversation(post, rank, transfer, deadline)

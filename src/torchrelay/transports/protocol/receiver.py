@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torchrelay.deadlines import Deadline, InterruptedTransfer, Stopwatch
 from torchrelay.errors import (
@@ -31,9 +31,15 @@ from torchrelay.memory.side import in_use, settle
 from torchrelay.record import codec
 from torchrelay.record.compact import KnownTree
 from torchrelay.record.manifest import Manifest
-from torchrelay.transports.group.lines import CLOSED, GRACE, ControlLine, GroupLines
+from torchrelay.transports.group.lines import (
+    CLOSED,
+    GRACE,
+    ControlLine,
+    FirstMessage,
+    GroupLines,
+)
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.events import failure
+from torchrelay.transports.protocol.events import Awaited, expect, failure
 from torchrelay.transports.protocol.exchange import HeldOffer
 from torchrelay.transports.protocol.known_offers import Offers
 from torchrelay.transports.routes import cuda_ipc, place
@@ -44,8 +50,6 @@ from torchrelay.transports.routes.read_tables import Readings
 from torchrelay.transports.routes.ring import MappedRings
 from torchrelay.transports.transfer.buffers import BufferPool
 from torchrelay.transports.transfer.intake import Intake
-
-Awaited = TypeVar("Awaited", wire.Offer, wire.Go)
 
 
 def answer(post: GroupLines, sender: int, deadline: Deadline) -> int:
@@ -66,6 +70,19 @@ def answer(post: GroupLines, sender: int, deadline: Deadline) -> int:
     if bell.adopted:
         return answer(post, sender, deadline)
     raise PeerLostError(f"connection lost: {bell.fault}; {CLOSED}", rank=sender, phase="join")
+
+
+def transfer_of(post: GroupLines, sender: int, first: int) -> int:
+    """The transfer that a sender's first message begins. `RemoteProtocolError` for torch's own
+    class; its message is left for whoever can read it."""
+    transfer = wire.read_prelude(first)
+    if transfer is None:
+        post.leave_bell(sender, FirstMessage(first))
+        raise RemoteProtocolError(
+            "the sender is torch's PGTransport: receive with torchrelay.dropin.PGTransport",
+            rank=sender,
+        )
+    return transfer
 
 
 class Receiving:
@@ -379,19 +396,7 @@ class Receiving:
             )
 
     def _expect(self, kind: type[Awaited]) -> Awaited:
-        try:
-            message = self._events.get(timeout=max(self._deadline.left(), 0.001))
-        except queue.Empty:
-            raise TransferTimeoutError(
-                f"timed out after {self._deadline.seconds:.3g} s: rank {self._sender} did not "
-                f"send its {kind.__name__.lower()}",
-                rank=self._sender,
-                step=self._step,
-                phase="join",
-            ) from None
-        if isinstance(message, kind):
-            return message
-        raise failure(message, self._sender, "join")
+        return expect(kind, self._events, self._deadline, self._sender, self._step)
 
     def _goodbye(self, message: wire.Message) -> None:
         if not self._said_goodbye:
