@@ -17,7 +17,7 @@ import xxhash
 from torchrelay.geometry.runs import Runs
 from torchrelay.memory import kernels
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "torchrelay" / "memory"
 
 no_gpu = pytest.mark.skipif(

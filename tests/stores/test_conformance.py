@@ -322,7 +322,7 @@ def test_clean_spares_steps_and_live_drafts(store: Store) -> None:
 
 DYING_WRITER = """
 import os, sys
-from tests.test_store_conformance import open_store
+from tests.stores.test_conformance import open_store
 from torchrelay.stores.local.store import token
 draft = open_store(*sys.argv[1:]).draft(2, token())
 draft.begin()
@@ -340,7 +340,7 @@ def test_clean_removes_what_a_dead_writer_left(place: Place) -> None:
     save(place.store, 1, {"a.safetensors": b"1"})
     child = subprocess.run(
         [sys.executable, "-c", DYING_WRITER, place.kind, place.where],
-        cwd=Path(__file__).resolve().parent.parent,
+        cwd=Path(__file__).resolve().parents[2],
         env=dict(os.environ),
         capture_output=True,
         text=True,

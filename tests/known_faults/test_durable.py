@@ -45,11 +45,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchrelay as tr
-from tests.support.cuts import Cut, CutFiles, stores_with
-from tests.support.forge import flip
-from tests.support.ranks import RankPool
-from tests.support.saved import equal, state, which
-from tests.test_checkpoint_faults import (
+from tests.faults.test_checkpoint_faults import (
     GRACE,
     SHORT,
     HeldCommit,
@@ -59,6 +55,10 @@ from tests.test_checkpoint_faults import (
     limit_writer,
     small_disk,  # noqa: F401
 )
+from tests.support.cuts import Cut, CutFiles, stores_with
+from tests.support.forge import flip
+from tests.support.ranks import RankPool
+from tests.support.saved import equal, state, which
 from torchrelay.dropin import Checkpointer as Dropin
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

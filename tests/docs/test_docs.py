@@ -48,7 +48,7 @@ from torchrelay.stores import records as commit
 from torchrelay.stores.objects import store as objects
 from torchrelay.transports.protocol import wire
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPT_SECONDS = 100
 RELAY_SECONDS = 30

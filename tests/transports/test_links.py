@@ -20,7 +20,7 @@ from torchrelay import Relay
 from torchrelay.demo.versus import IN_PLACE
 from torchrelay.transports.routes.channels import WORTH_BYTES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HOST_SECONDS = 100  # hosts start in seconds; a machine that is busy takes longer
 
 pytestmark = pytest.mark.timeout(2 * HOST_SECONDS)

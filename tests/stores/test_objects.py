@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.stores.test_conformance import contents, read, save, write
 from tests.support.s3 import BUCKET, LOSE, S3, moto_server, s3  # noqa: F401
-from tests.test_store_conformance import contents, read, save, write
 from torchrelay.errors import UsageError
 from torchrelay.stores.objects.bucket import client_options
 from torchrelay.stores.objects.store import TOKEN, ObjectStore

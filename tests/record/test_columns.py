@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torchrelay as tr
-from tests import test_docs as docs
+from tests.docs import test_docs as docs
 from tests.support.rounds import rounds
 from tests.support.states import Destination, assert_same, destinations, states, tensors_in
 from tests.support.trips import chunk_of, trip
