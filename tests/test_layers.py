@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"landing"},
     {"memory"},
     {"transports", "stores"},
-    {"relay", "endpoint", "checkpointer", "resharding"},
+    {"relay", "endpoint", "checkpointer", "resharding", "inspection"},
     {"dropin", "integrations"},
     {"recovery"},
     {"cli", "demo", "__main__"},

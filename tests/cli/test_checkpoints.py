@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import torchrelay as tr
-from torchrelay.cli import main
+from tests.support.commands import command
 from torchrelay.dropin.stock_dcp import read_stock
-
-
-class Ended(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def command(*arguments: object, answer: str = "") -> Ended:
-    """Run a command in this process: a new one would import torch first."""
-    out, err = io.StringIO(), io.StringIO()
-    before = sys.argv, sys.stdin
-    sys.argv, sys.stdin = ["torchrelay", *map(str, arguments)], io.StringIO(answer)
-    try:
-        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
-            main()
-    finally:
-        sys.argv, sys.stdin = before
-    code = left.value.code
-    assert code is None or isinstance(code, int)
-    return Ended(code or 0, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.cli.test_cli_page import CONSOLE, check, commands_of
+from tests.support.commands import Ended
 from torchrelay import cli
 from torchrelay.demo.__main__ import run
 
@@ -23,6 +25,8 @@ def test_demo_runs_and_every_claim_holds() -> None:
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    (shown,) = (s for block in CONSOLE for s in commands_of(block.source) if "demo" in s.arguments)
+    check(shown, Ended(done.returncode, done.stdout, done.stderr))
     text = " ".join(done.stdout.split())
     assert "bit for bit" in text
     assert "ok The losses are the same on all ranks." in text

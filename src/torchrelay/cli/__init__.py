@@ -23,7 +23,7 @@ def main() -> None:
         print(NEEDS_TYPER, file=sys.stderr)
         sys.exit(2)
 
-    from torchrelay.cli import conversion, steps
+    from torchrelay.cli import bench, contents, conversion, differences, steps, watch
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -55,6 +55,6 @@ def main() -> None:
 
         raise typer.Exit(run(small=small))
 
-    steps.add_to(app)
-    conversion.add_to(app)
+    for commands in (steps, contents, differences, conversion, watch, bench):
+        commands.add_to(app)
     app(prog_name="torchrelay")

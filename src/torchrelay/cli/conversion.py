@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
 import torchrelay as tr
-from torchrelay.cli.output import fail, one_line_errors
-from torchrelay.cli.steps import PLACE, STEP, opened
+from torchrelay.cli.contents import ONLY, check_matched
+from torchrelay.cli.output import fail, one_line_errors, progress_bar, size
+from torchrelay.cli.sources import STEP, opened_source
+from torchrelay.cli.steps import PLACE, opened
+
+if TYPE_CHECKING:
+    from torchrelay.inspection.seam import StateSource
 
 FRESH = typer.Argument(help="A directory that does not exist.")
 
@@ -22,17 +27,29 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _convert(
-    source: str = typer.Argument(help="A place with steps, a stock DCP directory, or a file."),
+    source: str = typer.Argument(help="A SOURCE, or a torch.save file."),
     target: str = typer.Argument(help="Where the other kind is written."),
-    to: Literal["torchrelay", "dcp", "torch"] = typer.Option(
-        "torchrelay", "--to", help="Steps of this library, a DCP directory, or a torch.save file."
+    to: Literal["torchrelay", "dcp", "torch", "safetensors"] = typer.Option(
+        "torchrelay",
+        "--to",
+        help="A step of this library, a DCP directory, a file of torch.save or of safetensors.",
     ),
     step: int | None = typer.Option(None, "--step", help="The step to read, and to write."),
+    only: list[str] = ONLY,
 ) -> None:
-    """Convert between this format, stock DCP directories and torch.save files."""
-    from torchrelay.dropin.convert import convert
+    """Convert between steps, stock DCP directories, torch.save files and safetensors files.
 
+    A safetensors file gets the tensors alone, by their paths; --only chooses some of them.
+    """
     with one_line_errors():
+        if to == "safetensors":
+            with opened_source(source, step) as state:
+                write_file(state, only, Path(target))
+            return
+        if only:
+            raise tr.UsageError("--only is for --to safetensors")
+        from torchrelay.dropin.convert import convert
+
         try:
             written = convert(source, target, to=to, step=step)
         except tr.StepExistsError as fault:
@@ -41,6 +58,21 @@ def _convert(
             fail(f"{target} has steps above {fault.step}: take a higher --step, or rollback first")
         else:
             print(f"{target}" + ("" if written is None else f" step {written}"))
+
+
+def write_file(state: StateSource, only: list[str], target: Path) -> None:
+    """Write the tensors of a state as a safetensors file, and say what is not in it."""
+    from torchrelay.inspection.facts import narrowed
+    from torchrelay.inspection.safetensors_file import write_safetensors
+
+    chosen = narrowed(state.contents, only)
+    check_matched(only, [chosen], [state.contents])
+    with progress_bar("writing") as show:
+        nbytes = write_safetensors(state, chosen.tensors, target, show)
+    print(f"{target}: {len(chosen.tensors)} tensors, {size(nbytes)}")
+    if chosen.values:
+        left = f"{len(chosen.values)} values that are no tensors are left out"
+        print(f"note: {left}: a safetensors file has no place for them", file=sys.stderr)
 
 
 def _export_hf(
@@ -68,7 +100,6 @@ def _check_key(there: tr.Checkpointer, step: int | None, key: str) -> None:
     found = there.latest() if step is None else step
     if found is None:
         fail(f"there is no whole step in {there.url}")
-        return
     keys = [str(known) for known in getattr(there.record(found).outline(0).tree, "keys", ())]
     if key not in keys:
         fail(f"step {found} has no key {key!r}: name one with --under: {', '.join(keys)}")

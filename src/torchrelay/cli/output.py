@@ -11,19 +11,23 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
+from typing import NoReturn
 
 import typer
 
 from torchrelay.errors import RelayError
 
+JSON = typer.Option(False, "--json", help="Print JSON.")
+
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """An error of ours is one line and exit status 1, not a traceback."""
+def one_line_errors(status: int = 1) -> Iterator[None]:
+    """An error of ours is one line and an exit status, not a traceback."""
     try:
         yield
     except RelayError as fault:
-        fail(str(fault))
+        fail(str(fault), status)
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
@@ -31,10 +35,10 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def fail(message: str) -> None:
-    """Print a message as an error and leave with status 1."""
+def fail(message: str, status: int = 1) -> NoReturn:
+    """Print a message as an error and leave with an exit status."""
     print("error: " + message.replace("\n", "; "), file=sys.stderr)
-    raise typer.Exit(1) from None
+    raise typer.Exit(status) from None
 
 
 @contextmanager
@@ -67,31 +71,40 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table; nothing in it is taken for markup, and nothing is cut off."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """Lines below a head; nothing in them is taken for markup, and nothing is cut off."""
+    print_columns([columns, *([str(cell) for cell in row] for row in rows)])
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(80, 4 * len(columns) + _widest(columns, rows)))
-    table = Table()
-    for column in columns:
-        table.add_column(Text(column), overflow="fold")
+
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Lines whose cells stand below each other; the last cell of a line may be of any length."""
+    widths: dict[int, int] = {}
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    console.print(table)
+        for at, cell in enumerate(row[:-1]):
+            widths[at] = max(widths.get(at, 0), len(cell))
+    for row in rows:
+        cells = [cell.ljust(widths.get(at, 0)) for at, cell in enumerate(row)]
+        print("  ".join(map(plain, cells)).rstrip())
 
 
-def _widest(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> int:
-    return sum(
-        max((len(str(row[at])) for row in rows), default=0) + len(column)
-        for at, column in enumerate(columns)
-    )
+def plain(text: str) -> str:
+    """Text that moves no cursor: a state's names may hold control characters."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def print_json(value: object) -> None:
-    print(json.dumps(value, indent=2))
+    """JSON that every program reads: a number that is not finite is null."""
+    try:
+        print(json.dumps(value, indent=2, allow_nan=False))
+    except ValueError:
+        print(json.dumps(_finite(value), indent=2))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def size(nbytes: int) -> str:

@@ -1,13 +1,15 @@
-"""Commands on the steps of a place: ls, inspect, verify, rollback, rm."""
+"""Commands on the steps of a place: ls, rollback, rm."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from datetime import datetime, timezone
+from typing import Any
 
 import typer
 
 import torchrelay as tr
 from torchrelay.cli.output import (
+    JSON,
     fail,
     one_line_errors,
     print_json,
@@ -16,20 +18,13 @@ from torchrelay.cli.output import (
     size,
 )
 
-if TYPE_CHECKING:
-    from torchrelay.stores.records import Checkpoint
-
 PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
-STEP = typer.Option(None, "--step", help="The newest, if it is left out.")
 STEPS = typer.Argument(None, help="The steps to remove.")
-JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     app.command("ls")(_ls)
-    app.command("inspect")(_inspect)
-    app.command("verify")(_verify)
     app.command("rollback")(_rollback)
     app.command("rm")(_rm)
 
@@ -39,37 +34,44 @@ def opened(place: str) -> tr.Checkpointer:
     return tr.Checkpointer(place, group=False, read_only=True)
 
 
-def _ls(place: str = PLACE, as_json: bool = JSON) -> None:
+def _ls(
+    place: str = PLACE,
+    verify: bool = typer.Option(False, "--verify", help="Read every byte and check every digest."),
+    as_json: bool = JSON,
+) -> None:
     """List the steps of a place. Exit status 1 if one is damaged, or if there is none.
 
     A step is listed as whole if its commit record is valid and its files have the sizes that the
-    record says; `verify` reads the bytes too.
+    record says; with --verify, as verified, if every byte is the one that was written.
     """
     with one_line_errors(), opened(place) as there:
-        steps = [_listed(there, step) for step in there.steps()]
+        steps = [listed(there, step, verify=verify) for step in there.steps()]
         if as_json:
             print_json(steps)
         elif steps:
             print_table(
-                ["step", "time", "size", "files", "ranks", "torch", "state"],
+                ["step", "age", "size", "files", "ranks", "torch", "state"],
                 [_row(facts) for facts in steps],
             )
             total = sum(facts.get("bytes", 0) for facts in steps)
             aside = len(there.aside())
             note = f"; {aside} set aside by a rollback" if aside else ""
-            print(f"{len(steps)} steps, {size(total)}{note}")
+            print(f"{len(steps)} step{'s' if len(steps) > 1 else ''}, {size(total)}{note}")
         if not steps:
             fail(f"there is no step in {there.url}")
         if any(facts["damage"] for facts in steps):
             raise typer.Exit(1)
 
 
-def _listed(there: tr.Checkpointer, step: int) -> dict[str, Any]:
+def listed(there: tr.Checkpointer, step: int, *, verify: bool = False) -> dict[str, Any]:
+    """What is known of a step; `verified` is true only after every byte was read."""
     try:
         record = there.record(step)
     except tr.RelayError as fault:
-        return {"step": step, "damage": str(fault)}
+        return {"step": step, "verified": False, "damage": str(fault)}
     damage = None if there.holds(step) else "a file is missing or has another size"
+    if verify and damage is None:
+        damage = _damage(there, step)
     return {
         "step": step,
         "time": record.time,
@@ -77,104 +79,41 @@ def _listed(there: tr.Checkpointer, step: int) -> dict[str, Any]:
         "files": len(record.files),
         "ranks": record.world,
         "torch": record.torch,
+        "verified": verify and damage is None,
         "damage": damage,
     }
 
 
+def _damage(there: tr.Checkpointer, step: int) -> str | None:
+    try:
+        with progress_bar(f"verifying step {step}") as show:
+            there.verify(step, progress=show)
+    except tr.DamagedError as fault:
+        return str(fault)
+    return None
+
+
 def _row(facts: dict[str, Any]) -> list[object]:
     state = f"damaged: {facts['damage']}" if facts["damage"] else "whole"
+    if facts["verified"]:
+        state = "verified"
     if "time" not in facts:
         return [facts["step"], "", "", "", "", "", state]
-    shown = [facts["time"], size(facts["bytes"]), facts["files"], facts["ranks"], facts["torch"]]
-    return [facts["step"], *shown, state]
+    shown = [age(facts["time"]), size(facts["bytes"]), facts["files"], facts["ranks"]]
+    return [facts["step"], *shown, facts["torch"], state]
 
 
-def _inspect(place: str = PLACE, step: int | None = STEP, as_json: bool = JSON) -> None:
-    """Show the tensors of a step with their sizes, shards and files, and the totals."""
-    with one_line_errors(), opened(place) as there:
-        found = step if step is not None else there.latest()
-        if found is None:
-            fail(f"there is no whole step in {there.url}")
-            return
-        record = there.record(found)
-        tensors = _tensors(record)
-        total = sum(tensor["bytes"] for tensor in tensors)
-        if as_json:
-            print_json({"step": found, "bytes": total, "tensors": tensors})
-            return
-        print_table(
-            ["tensor", "dtype", "shape", "size", "shards", "files"],
-            [
-                [
-                    tensor["name"],
-                    tensor["dtype"],
-                    "x".join(map(str, tensor["shape"])) or "()",
-                    size(tensor["bytes"]),
-                    tensor["shards"],
-                    ", ".join(tensor["files"]),
-                ]
-                for tensor in tensors
-            ],
-        )
-        files = f"{len(record.files)} files of {size(record.nbytes)}"
-        print(f"step {found}: {len(tensors)} tensors, {size(total)}; {files}")
-
-
-def _tensors(record: Checkpoint) -> list[dict[str, Any]]:
-    from torchrelay.state.tensors import dtype_named
-
-    return [
-        {
-            "name": tensor.name,
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "bytes": _count(tensor.shape) * dtype_named(tensor.dtype).itemsize,
-            "shards": len(tensor.shards),
-            "files": sorted({record.files[shard.file].name for shard in tensor.shards}),
-        }
-        for tensor in record.tensors
-    ]
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    found = 1
-    for length in shape:
-        found *= length
-    return found
-
-
-def _verify(
-    place: str = PLACE,
-    step: int | None = STEP,
-    every: bool = typer.Option(False, "--all", help="Every step of the place."),
-    as_json: bool = JSON,
-) -> None:
-    """Read every byte of a step and check every digest. Exit status 1 if one is wrong."""
-    with one_line_errors(), opened(place) as there:
-        if every and step is not None:
-            fail("--step and --all exclude each other")
-        steps: list[int | None] = [*there.steps()] if every else [step]
-        if not steps:
-            fail(f"there is no step in {there.url}")
-        checked: list[dict[str, Any]] = []
-        for wanted in steps:
-            shown = "verifying" if wanted is None else f"verifying step {wanted}"
-            try:
-                with progress_bar(shown) as show:
-                    found = there.verify(wanted, progress=show)
-                checked.append({"step": found, "damage": None})
-            except tr.DamagedError as fault:
-                checked.append({"step": fault.step, "damage": str(fault)})
-        if as_json:
-            print_json(checked)
-        else:
-            for facts in checked:
-                damage = facts["damage"]
-                print(
-                    f"step {facts['step']} " + (f"is damaged: {damage}" if damage else "verifies")
-                )
-        if any(facts["damage"] for facts in checked):
-            raise typer.Exit(1)
+def age(time: str) -> str:
+    """How long ago a time of a commit record was; the text itself, if it is no time."""
+    try:
+        then = datetime.fromisoformat(time.replace("Z", "+00:00"))
+        seconds = (datetime.now(timezone.utc) - then).total_seconds()
+    except (ValueError, TypeError):
+        return time
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
 
 
 def _rollback(

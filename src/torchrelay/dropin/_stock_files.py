@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchrelay.dropin._saved_pickle import check_archive
-from torchrelay.dropin._stock_metadata import StockMetadata, StockPiece, StockTensor
+from torchrelay.dropin._stock_metadata import Chunk, StockMetadata, StockPiece, StockTensor
 from torchrelay.errors import DigestError, ManifestError, UnsupportedLeafError
 
 
@@ -107,24 +107,29 @@ def _pieces(found: StockMetadata) -> Iterator[tuple[str, StockPiece]]:
             yield fqn, item.piece
 
 
+def checked_chunk(files: StockFiles, fqn: str, item: StockTensor, chunk: Chunk) -> torch.Tensor:
+    """A box of a tensor, as its archive has it; `ManifestError` unless it is the one described."""
+    part = files.load(fqn, chunk.piece)
+    if (
+        type(part) is not torch.Tensor
+        or part.dtype != item.dtype
+        or part.layout != torch.strided
+        or tuple(part.shape) != chunk.sizes
+        # A stride of 0 would let few bytes stand for many.
+        or part.untyped_storage().nbytes() < math.prod(chunk.sizes) * item.dtype.itemsize
+    ):
+        raise ManifestError(
+            f"{chunk.piece.file} does not hold the {item.dtype} tensor of {chunk.sizes} that "
+            "the metadata describes",
+            path=fqn,
+        )
+    return part.detach()
+
+
 def whole_tensor(files: StockFiles, fqn: str, item: StockTensor) -> torch.Tensor:
     whole: torch.Tensor | None = None
     for chunk in item.chunks:
-        part = files.load(fqn, chunk.piece)
-        if (
-            type(part) is not torch.Tensor
-            or part.dtype != item.dtype
-            or part.layout != torch.strided
-            or tuple(part.shape) != chunk.sizes
-            # A stride of 0 would let few bytes stand for many.
-            or part.untyped_storage().nbytes() < math.prod(chunk.sizes) * item.dtype.itemsize
-        ):
-            raise ManifestError(
-                f"{chunk.piece.file} does not hold the {item.dtype} tensor of {chunk.sizes} that "
-                "the metadata describes",
-                path=fqn,
-            )
-        part = part.detach()
+        part = checked_chunk(files, fqn, item, chunk)
         if chunk.sizes == item.shape:
             return part
         if whole is None:

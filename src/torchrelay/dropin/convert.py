@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import Any, Literal
 
 from torchrelay.checkpointer import Checkpointer
@@ -13,19 +14,23 @@ from torchrelay.dropin.stock_dcp import (
     write_torch_save,
 )
 from torchrelay.errors import UsageError
-from torchrelay.stores.locate import OBJECTS, directory_at, scheme_of
+from torchrelay.inspection.safetensors_file import read_tensors
+from torchrelay.inspection.safetensors_source import SafetensorsSource
+from torchrelay.stores.locate import OBJECTS, directory_at, scheme_of, split_step
 
 Kind = Literal["torchrelay", "dcp", "torch"]
 KINDS = ("torchrelay", "dcp", "torch")
+SAFETENSORS = ".safetensors"
 
 
-def kind_of(place: str | os.PathLike[str]) -> Kind:
-    """What a place holds: steps of this library, a stock DCP directory, or a `torch.save` file."""
+def kind_of(place: str | os.PathLike[str]) -> Kind | Literal["safetensors"]:
+    """What a place holds: steps of this library, a stock DCP directory, a file of `torch.save` or
+    of safetensors."""
     if scheme_of(place)[0] in OBJECTS:
         return "torchrelay"
     path = directory_at(place)
     if path.is_file():
-        return "torch"
+        return "safetensors" if path.suffix == SAFETENSORS else "torch"
     if (path / ".metadata").is_file():
         return "dcp"
     if path.is_dir():
@@ -43,7 +48,8 @@ def convert(
     """Read a checkpoint of any kind whole, and write it as another kind.
 
     `step` is the one that is read from a place with several (the newest that verifies, by
-    default), and the one that is written to such a place (0, by default). Returns the latter.
+    default), and the one that is written to such a place (0, by default). Returns the latter. A
+    source may name its step itself (`runs/a/step-100`). A safetensors file is a flat dict.
     """
     if to not in KINDS:
         raise UsageError(f"to is one of {', '.join(KINDS)}, not {to!r}")
@@ -51,9 +57,13 @@ def convert(
     state: Any
     found: int | None = None
     if kind == "torchrelay":
-        with Checkpointer(source, group=False, read_only=True) as places:
-            loaded = places.load(step=step)
+        place, named = split_step(source)
+        with Checkpointer(place, group=False, read_only=True) as places:
+            loaded = places.load(step=step if named is None else named)
         state, found = loaded.state, loaded.step
+    elif kind == "safetensors":
+        with closing(SafetensorsSource(directory_at(source))) as file:
+            state = read_tensors(file)
     else:
         state = read_stock(source) if kind == "dcp" else read_torch_save(source)
     if to == "dcp":

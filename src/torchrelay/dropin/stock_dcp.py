@@ -57,7 +57,7 @@ def read_stock(path: str | os.PathLike[str], *, check_crc: bool = True) -> dict[
     """
     folder = Path(path)
     try:
-        found = decode(_read_metadata(folder))
+        found = decode(read_metadata(folder))
         with StockFiles(folder, check_crc) as files:
             files.check(found)
             values = {
@@ -187,7 +187,8 @@ def _refuse_shards(state: dict[str, Any]) -> None:
             )
 
 
-def _read_metadata(folder: Path) -> bytes:
+def read_metadata(folder: Path) -> bytes:
+    """The bytes of a directory's `.metadata`; `ManifestError` where it has none."""
     file = folder / ".metadata"
     if not file.is_file():
         hint = (

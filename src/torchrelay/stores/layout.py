@@ -21,6 +21,7 @@ CHUNKS = (1 << 8, 1 << 12)  # of a file: smaller chunks say better what is damag
 HEADER_ALIGN = 8
 METADATA = "__metadata__"  # the one key of a header that is no tensor
 TOP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_RANKED = re.compile(r"\.rank-(\d+)-of-\d+")
 LOOSE = "0"  # the file of tensors in no group of their own; no key of a group starts like it
 
 # Dtypes that safetensors has a name for. Others are kept as bytes, with a last dimension of their
@@ -121,6 +122,12 @@ def _file_name(group: str, part: int, parts: int, rank: int, world: int) -> str:
     if parts > 1:
         name += f"-{part + 1:05}-of-{parts:05}"
     return name + ".safetensors"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that wrote a file, by its name; None where the step was written by one process."""
+    match = _RANKED.search(name)
+    return int(match[1]) if match else None
 
 
 def _split(sizes: Sequence[int], file_bytes: int | None) -> list[list[int]]:

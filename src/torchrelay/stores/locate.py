@@ -15,6 +15,7 @@ OBJECTS = ("s3", "gs", "az")
 SCHEMES = ("file", *OBJECTS)
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_STEP = re.compile(r"(?:(.*[^/])/+)?step-(0|[1-9][0-9]{0,18})/*", re.DOTALL)
 _FOLDED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)", re.IGNORECASE)
 
 
@@ -38,6 +39,13 @@ def scheme_of(place: str | os.PathLike[str]) -> tuple[str, str]:
             f"{name!r}: no scheme is called {match[1]!r}; a directory, {known} are known"
         )
     return scheme, match[2]
+
+
+def split_step(place: str | os.PathLike[str]) -> tuple[str, int | None]:
+    """A place with steps, and the step that the name goes on to (`runs/a/step-100`), if it does."""
+    name = os.fsdecode(place)
+    match = _STEP.fullmatch(name)
+    return (name, None) if match is None else (match[1] or ".", int(match[2]))
 
 
 def directory_at(place: str | os.PathLike[str]) -> Path:

@@ -1,0 +1,144 @@
+"""Commands that look into one state: inspect, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from torchrelay.cli.output import (
+    JSON,
+    fail,
+    one_line_errors,
+    print_columns,
+    print_json,
+    progress_bar,
+    size,
+)
+from torchrelay.cli.sources import SOURCE, STEP, is_place, opened_source
+from torchrelay.errors import DamagedError, DigestError, ManifestError, UsageError
+
+if TYPE_CHECKING:
+    from torchrelay.inspection.seam import Contents, StateSource
+
+ONLY = typer.Option([], "--only", help="Paths that match a pattern, like 'model.*'.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command("inspect")(_inspect)
+    app.command("verify")(_verify)
+
+
+def _inspect(
+    source: str = SOURCE,
+    step: int | None = STEP,
+    only: list[str] = ONLY,
+    stats: bool = typer.Option(
+        False, "--stats", help="Read the values: norm, least, largest, how many are NaN."
+    ),
+    shards: bool = typer.Option(False, "--shards", help="Show each rank's part of each tensor."),
+    as_json: bool = JSON,
+) -> None:
+    """Show a state as a tree: shapes, dtypes, sizes, and which ranks hold which part."""
+    with one_line_errors(), opened_source(source, step) as state:
+        from torchrelay.cli.tree import tree_rows
+        from torchrelay.inspection.facts import narrowed, state_facts
+
+        chosen = narrowed(state.contents, only)
+        check_matched(only, [chosen], [state.contents])
+        facts = state_facts(chosen)
+        if stats:
+            _add_statistics(state, chosen, facts)
+        if as_json:
+            print_json({"source": state.name, **facts})
+            return
+        print_columns(tree_rows(facts, shards=shards))
+        _print_totals(chosen, facts["bytes"])
+
+
+def check_matched(
+    patterns: Sequence[str], chosen: Sequence[Contents], states: Sequence[Contents]
+) -> None:
+    """Patterns that leave nothing of any state are a mistake of whoever typed them."""
+    if patterns and not any(one.tensors or one.values or one.aliases for one in chosen):
+        tops = {tensor.name.partition(".")[0] for state in states for tensor in state.tensors}
+        raise UsageError(
+            f"--only {patterns[0]} matches no path; the state has {', '.join(sorted(tops)[:8])}"
+        )
+
+
+def _add_statistics(state: StateSource, chosen: Contents, facts: dict[str, Any]) -> None:
+    from torchrelay.inspection.statistics import statistics
+
+    done = 0
+    with progress_bar("reading") as show:
+        for tensor, about in zip(chosen.tensors, facts["tensors"], strict=True):
+            numbers = statistics(state, tensor)
+            about["stats"] = None if numbers is None else asdict(numbers)
+            done += about["bytes"]
+            show(done, facts["bytes"])
+
+
+def _print_totals(contents: Contents, nbytes: int) -> None:
+    step = "" if contents.step is None else f"step {contents.step}: "
+    values = f", {len(contents.values)} values" if contents.values else ""
+    files = len({volume.name for volume in contents.volumes})
+    ranks = f", saved by {contents.ranks} ranks" if contents.ranks > 1 else ""
+    print(
+        f"{step}{len(contents.tensors)} tensors, {size(nbytes)}{values}"
+        f"; {files} file{'s' if files != 1 else ''}{ranks}"
+    )
+
+
+def _verify(
+    source: str = SOURCE,
+    step: int | None = STEP,
+    every: bool = typer.Option(False, "--all", help="Every step of the place."),
+    as_json: bool = JSON,
+) -> None:
+    """Read every byte of a state and check every digest. Exit status 1 if one is wrong."""
+    with one_line_errors():
+        if every and step is not None:
+            raise UsageError("--step and --all exclude each other")
+        steps: list[int | None] = [*_steps(source)] if every else [step]
+        checked = [_verified(source, wanted) for wanted in steps]
+        if as_json:
+            print_json(checked)
+        for facts in [] if as_json else checked:
+            what = f"step {facts['step']}" if "step" in facts else facts["source"]
+            note = f", but {facts['note']}" if facts.get("note") else ""
+            damage = facts["damage"]
+            print(f"{what} " + (f"is damaged: {damage}" if damage else f"verifies{note}"))
+        if any(facts["damage"] for facts in checked):
+            raise typer.Exit(1)
+
+
+def _steps(source: str) -> list[int]:
+    from torchrelay.cli.steps import opened
+
+    if not is_place(source):
+        raise UsageError(f"--all is for a place with steps, and {source} is one state")
+    with opened(source) as there:
+        steps = there.steps()
+        if not steps:
+            fail(f"there is no step in {there.url}")
+        return steps
+
+
+def _verified(source: str, step: int | None) -> dict[str, Any]:
+    found = step
+    damage, note = None, ""
+    try:
+        with opened_source(source, step) as state:
+            found = state.contents.step
+            with progress_bar("verifying" if found is None else f"verifying step {found}") as show:
+                note = state.verify(show)
+    except (DamagedError, DigestError, ManifestError) as fault:
+        found = fault.step if found is None else found
+        damage = str(fault)
+    if found is not None:
+        return {"step": found, "damage": damage}
+    return {"source": source, "damage": damage, "note": note}

@@ -1,0 +1,93 @@
+"""The command that compares two states: diff."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from torchrelay.cli.contents import ONLY, check_matched
+from torchrelay.cli.output import JSON, one_line_errors, print_columns, print_json, progress_bar
+from torchrelay.cli.sources import SOURCE, opened_source
+
+if TYPE_CHECKING:
+    from torchrelay.inspection.comparison import Differences, Distance
+    from torchrelay.inspection.seam import StateSource
+
+DIFFERENT, TROUBLE = 1, 2  # as diff(1) has them
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("diff")(_diff)
+
+
+def _diff(
+    before: str = SOURCE,
+    after: str = SOURCE,
+    only: list[str] = ONLY,
+    values: bool = typer.Option(False, "--values", help="Read the values: how far apart they are."),
+    as_json: bool = JSON,
+) -> None:
+    """Show what two states do not have in common.
+
+    Exit status 0: they are alike; 1: they differ; 2: one of them cannot be read. Without --values,
+    tensors of one shape and dtype are alike.
+    """
+    with one_line_errors(TROUBLE), opened_source(before) as one, opened_source(after) as other:
+        from torchrelay.inspection.comparison import compare
+        from torchrelay.inspection.facts import narrowed
+
+        chosen = [narrowed(state.contents, only) for state in (one, other)]
+        check_matched(only, chosen, [one.contents, other.contents])
+        found = compare(*chosen)
+        far = _distances(one, other, found) if values else []
+        if as_json:
+            apart = {"distances": list(map(asdict, far))} if values else {}
+            print_json({**asdict(found), **apart})
+        else:
+            _print(found, far, values)
+        if not found.equal or any(tensor.differing for tensor in far):
+            raise typer.Exit(DIFFERENT)
+
+
+def _distances(one: StateSource, other: StateSource, found: Differences) -> list[Distance]:
+    from torchrelay.inspection.comparison import distance
+    from torchrelay.inspection.facts import nbytes_of
+
+    before = {tensor.name: tensor for tensor in one.contents.tensors}
+    after = {tensor.name: tensor for tensor in other.contents.tensors}
+    total, done = sum(nbytes_of(before[name]) for name in found.same), 0
+    apart = []
+    with progress_bar("comparing") as show:
+        for name in found.same:
+            apart.append(distance((one, before[name]), (other, after[name])))
+            done += nbytes_of(before[name])
+            show(done, total)
+    return apart
+
+
+def _print(found: Differences, far: list[Distance], values: bool) -> None:
+    rows = [("-", path, "", "") for path in found.removed]
+    rows += [("+", path, "", "") for path in found.added]
+    rows += [("~", change.path, change.before, f"-> {change.after}") for change in found.changed]
+    apart = [tensor for tensor in far if tensor.differing]
+    rows += [
+        ("~", tensor.path, f"{tensor.differing} of {tensor.elements} elements", _far(tensor))
+        for tensor in apart
+    ]
+    print_columns(rows)
+    said = f"{len(found.added)} added, {len(found.removed)} removed, {len(found.changed)} changed"
+    if values:
+        said += f"; values differ in {len(apart)} of {len(far)} tensors"
+    else:
+        said += f"; {len(found.same)} tensors have the same shape and dtype"
+    print(said)
+
+
+def _far(tensor: Distance) -> str:
+    if tensor.largest is None:
+        return "differ"
+    relative = "" if tensor.relative is None else f", {tensor.relative:.3g} of the norm"
+    return f"by at most {tensor.largest:.3g}{relative}"

@@ -1,0 +1,106 @@
+"""From what a user types as SOURCE to a state that commands look at.
+
+Each kind of source has one row in `KINDS`: whether a name is of that kind, and how it is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import typer
+
+from torchrelay.errors import StepNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from torchrelay.inspection.seam import StateSource
+
+HELP = "A place with steps, a step (runs/a/step-100), a .safetensors file or a DCP directory."
+SOURCE = typer.Argument(help=HELP)
+STEP = typer.Option(None, "--step", help="The newest, if it is left out.")
+
+
+class SourceKind(NamedTuple):
+    fits: Callable[[str], bool]
+    open: Callable[[str, int | None], StateSource]
+
+
+@contextmanager
+def opened_source(name: str, step: int | None = None) -> Iterator[StateSource]:
+    """The state that a name stands for, until the block ends."""
+    kind = next((kind for kind in KINDS if kind.fits(name)), None)
+    if kind is None:
+        raise UsageError(f"{name}: there is no state: give {HELP[0].lower()}{HELP[1:-1]}")
+    source = kind.open(name, step)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def is_place(name: str) -> bool:
+    """Whether a name is of a place with steps, or of one of them."""
+    from torchrelay.stores.locate import OBJECTS, scheme_of, split_step
+
+    return scheme_of(name)[0] in OBJECTS or _path(split_step(name)[0]).is_dir()
+
+
+def _open_step(name: str, step: int | None) -> StateSource:
+    from torchrelay.inspection.step_source import StepSource
+    from torchrelay.stores.locate import open_store, split_step
+    from torchrelay.stores.opening import open_newest, open_step
+
+    place, named = split_step(name)
+    if None not in (named, step) and named != step:
+        raise UsageError(f"{name} is step {named}: leave out --step, or name the place above it")
+    store = open_store(place)
+    wanted = named if step is None else step
+    try:
+        held = open_newest(store) if wanted is None else open_step(store, wanted)
+    except StepNotFoundError as fault:
+        if steps := store.steps():
+            fault.message += f"; it has {', '.join(map(str, steps[-8:]))}"
+        raise
+    return StepSource(f"{store.url}/step-{held.record.step}", held)
+
+
+def _is_dcp(name: str) -> bool:
+    return (_path(name) / ".metadata").is_file()
+
+
+def _open_dcp(name: str, step: int | None) -> StateSource:
+    from torchrelay.dropin.dcp_source import DcpSource
+
+    _refuse_step(name, step)
+    return DcpSource(str(_path(name)))
+
+
+def _is_file(name: str) -> bool:
+    return _path(name).is_file()
+
+
+def _open_file(name: str, step: int | None) -> StateSource:
+    from torchrelay.inspection.safetensors_source import SafetensorsSource
+
+    _refuse_step(name, step)
+    return SafetensorsSource(_path(name))
+
+
+def _refuse_step(name: str, step: int | None) -> None:
+    if step is not None:
+        raise StepNotFoundError(f"{name} is one state without a step: leave out --step", step=step)
+
+
+def _path(name: str) -> Path:
+    from torchrelay.stores.locate import directory_at, scheme_of
+
+    return directory_at(name) if scheme_of(name)[0] == "file" else Path()
+
+
+KINDS = (
+    SourceKind(_is_dcp, _open_dcp),
+    SourceKind(is_place, _open_step),
+    SourceKind(_is_file, _open_file),
+)

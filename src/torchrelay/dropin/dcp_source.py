@@ -1,0 +1,112 @@
+"""A stock DCP directory as a state to be looked at; nothing that it holds is run.
+
+Its tensors lie in archives of `torch.save`. The archive of one box is read and checked at a time,
+so memory is bounded by the largest box, which is what one rank had of one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from torchrelay.dropin._stock_files import StockFiles, checked_chunk
+from torchrelay.dropin._stock_metadata import Chunk, StockTensor, decode
+from torchrelay.dropin.stock_dcp import read_metadata
+from torchrelay.errors import CheckpointError
+from torchrelay.inspection.numbers import memory_of
+from torchrelay.inspection.seam import Contents, Moved, PlainValue, Volume
+from torchrelay.inspection.step_source import shown
+from torchrelay.record.validation import itemsize
+from torchrelay.state.tensors import NAMES
+from torchrelay.stores.records import Shard, StoredTensor
+
+_RANKED = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+class _Piece(NamedTuple):
+    """A volume: the elements of one box, which lie in an archive."""
+
+    name: str
+    item: StockTensor
+    chunk: Chunk
+
+
+class DcpSource:
+    """Implements `StateSource` on a directory whose metadata was checked whole."""
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        folder = Path(path)
+        self._files = StockFiles(folder, check_crc=True)
+        self._pieces: list[_Piece] = []
+        self._held: tuple[int, torch.Tensor] | None = None  # the box that was read last
+        tensors: list[StoredTensor] = []
+        values: list[PlainValue] = []
+        try:
+            self._found = decode(read_metadata(folder))
+            self._files.check(self._found)
+            for name, item in self._found.items.items():
+                if isinstance(item, StockTensor):
+                    tensors.append(self._stored(name, item))
+                else:
+                    values += _values(name, self._files.load(name, item.piece))
+        except OSError as fault:
+            raise CheckpointError(f"could not be read: {fault}", file=path) from fault
+        self.contents = Contents(
+            None,
+            len({rank for _, _, rank in map(self._volume, self._pieces)}) or 1,
+            tuple(tensors),
+            tuple(map(self._volume, self._pieces)),
+            tuple(values),
+        )
+
+    def _stored(self, name: str, item: StockTensor) -> StoredTensor:
+        shards = []
+        for chunk in item.chunks:
+            shards.append(Shard(chunk.offsets, chunk.sizes, len(self._pieces), 0))
+            self._pieces.append(_Piece(name, item, chunk))
+        return StoredTensor(name, NAMES[item.dtype], item.shape, tuple(shards))
+
+    @staticmethod
+    def _volume(piece: _Piece) -> Volume:
+        file = piece.chunk.piece.file
+        match = _RANKED.fullmatch(file)
+        size = itemsize(NAMES[piece.item.dtype])
+        for length in piece.chunk.sizes:
+            size *= length
+        return Volume(file, size, int(match[1]) if match else None)
+
+    def read_into(self, volume: int, start: int, view: memoryview) -> None:
+        if self._held is None or self._held[0] != volume:
+            self._held = None  # two boxes at once are more than the bound
+            part = checked_chunk(self._files, *self._pieces[volume])
+            self._held = (volume, part.contiguous().reshape(-1).view(torch.uint8))
+        data = self._held[1][start : start + view.nbytes]
+        view[:] = memory_of(data.numpy())
+
+    def verify(self, moved: Moved) -> str:
+        total = sum(piece.chunk.piece.length for piece in self._pieces)
+        done = 0
+        for piece in self._pieces:
+            checked_chunk(self._files, *piece)
+            done += piece.chunk.piece.length
+            moved(done, total)
+        return "the format has CRC-32 checksums in place of digests; they were checked"
+
+    def close(self) -> None:
+        self._held = None
+        self._files.__exit__()
+
+
+def _values(path: str, value: object) -> list[PlainValue]:
+    """An object that is no tensor; each item of its own, if it is a container."""
+    if isinstance(value, dict) and value:
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)) and value:
+        items = [(str(place), item) for place, item in enumerate(value)]
+    else:
+        return [PlainValue(path, shown(value))]
+    return [found for key, item in items for found in _values(f"{path}.{key}", item)]

@@ -1,0 +1,68 @@
+"""What is known of a state without its values, as plain data: what `--json` and the page show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.record.validation import itemsize
+
+if TYPE_CHECKING:
+    from torchrelay.inspection.seam import Contents
+    from torchrelay.stores.records import StoredTensor
+
+
+def narrowed(contents: Contents, patterns: Sequence[str]) -> Contents:
+    """What of a state has paths that match one of the patterns; all of it without any."""
+    if not patterns:
+        return contents
+
+    def fits(path: str) -> bool:
+        return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+    return contents._replace(
+        tensors=tuple(tensor for tensor in contents.tensors if fits(tensor.name)),
+        values=tuple(value for value in contents.values if fits(value.path)),
+        aliases=tuple(alias for alias in contents.aliases if fits(alias.path)),
+    )
+
+
+def nbytes_of(tensor: StoredTensor) -> int:
+    """Bytes of all elements of a tensor."""
+    return prod(tensor.shape) * itemsize(tensor.dtype)
+
+
+def state_facts(contents: Contents) -> dict[str, Any]:
+    """A state as JSON tells it."""
+    tensors = [tensor_facts(contents, tensor) for tensor in contents.tensors]
+    return {
+        "step": contents.step,
+        "ranks": contents.ranks,
+        "time": contents.time,
+        "torch": contents.torch,
+        "bytes": sum(facts["bytes"] for facts in tensors),
+        "tensors": tensors,
+        "values": [value._asdict() for value in contents.values],
+        "aliases": [alias._asdict() for alias in contents.aliases],
+    }
+
+
+def tensor_facts(contents: Contents, tensor: StoredTensor) -> dict[str, Any]:
+    """A tensor as JSON tells it."""
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "bytes": nbytes_of(tensor),
+        "shards": [
+            {
+                "rank": contents.volumes[shard.file].rank,
+                "offsets": list(shard.offsets),
+                "sizes": list(shard.sizes),
+                "file": contents.volumes[shard.file].name,
+            }
+            for shard in tensor.shards
+        ],
+    }

@@ -1,0 +1,68 @@
+"""Any state as one `.safetensors` file, written a slab at a time; and such states as tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchrelay.errors import CheckpointError, UsageError
+from torchrelay.inspection.facts import nbytes_of
+from torchrelay.inspection.numbers import memory_of
+from torchrelay.inspection.seam import Moved, StateSource
+from torchrelay.inspection.slabs import slabs
+from torchrelay.record.validation import itemsize
+from torchrelay.state.tensors import dtype_named
+from torchrelay.stores.layout import Entry, arrange
+from torchrelay.stores.local.store import token
+from torchrelay.stores.records import StoredTensor
+
+
+def write_safetensors(
+    source: StateSource,
+    tensors: Sequence[StoredTensor],
+    target: str | os.PathLike[str],
+    moved: Moved,
+) -> int:
+    """Write whole tensors of a state as a file, which takes its name once it is durable; returns
+    its bytes. A file that has the name is replaced."""
+    path = Path(target)
+    beside = path.with_name(f"{path.name}.tmp-{token()}")
+    entries = [
+        Entry(tensor.name, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
+        for tensor in tensors
+    ]
+    if not entries:
+        raise UsageError(f"{source.name} has no tensors, so there is nothing to write")
+    (layout,) = arrange(entries, file_bytes=None)
+    try:
+        with beside.open("xb") as file:
+            file.write(layout.header)
+            for start, index in layout.placed:
+                assert file.tell() == start
+                for slab in slabs(source, tensors[index], itemsize(tensors[index].dtype)):
+                    file.write(memory_of(slab))
+                    moved(file.tell(), layout.nbytes)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as fault:
+        raise CheckpointError(f"cannot be written: {fault.strerror}", file=str(path)) from fault
+    finally:
+        beside.unlink(missing_ok=True)
+    return layout.nbytes
+
+
+def read_tensors(source: StateSource) -> dict[str, torch.Tensor]:
+    """The tensors of a state by name, whole, on the CPU."""
+    found = {}
+    for tensor in source.contents.tensors:
+        whole = torch.empty(nbytes_of(tensor), dtype=torch.uint8, device="cpu")
+        at = 0
+        for slab in slabs(source, tensor, itemsize(tensor.dtype)):
+            whole[at : at + slab.size] = torch.from_numpy(slab)
+            at += slab.size
+        found[tensor.name] = whole.view(dtype_named(tensor.dtype)).view(tensor.shape)
+    return found

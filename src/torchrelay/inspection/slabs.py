@@ -1,0 +1,72 @@
+"""A tensor read a slab at a time, whatever boxes it is cut into.
+
+A slab fixes the first indices, takes a range of the next and all of the rest. So what a box has of
+it is one run of bytes, and memory is bounded by the slab however large the tensor is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from torchrelay.inspection.numbers import Array, memory_of
+
+if TYPE_CHECKING:
+    from torchrelay.inspection.seam import StateSource
+    from torchrelay.stores.records import Shard, StoredTensor
+
+SLAB_BYTES = 8 << 20
+
+
+class _Cut(NamedTuple):
+    """A slab: fixed indices, and the range [low, high) of the dimension after them."""
+
+    fixed: tuple[int, ...]
+    low: int
+    high: int
+
+
+def slabs(
+    source: StateSource, tensor: StoredTensor, itemsize: int, most: int = SLAB_BYTES
+) -> Iterator[Array]:
+    """The elements of a tensor in row-major order, as bytes; one slab after the other."""
+    if 0 in tensor.shape:
+        return
+    shape = tensor.shape or (1,)
+    tail = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    depth = next((dim for dim in range(len(shape)) if tail[dim] * itemsize <= most), len(shape) - 1)
+    rows = max(1, most // (tail[depth] * itemsize))
+    for fixed in product(*map(range, shape[:depth])):
+        for low in range(0, shape[depth], rows):
+            cut = _Cut(fixed, low, min(low + rows, shape[depth]))
+            slab = np.empty((cut.high - cut.low, *shape[depth + 1 :]), f"V{itemsize}")
+            for shard in tensor.shards:
+                _fill(source, slab, cut, shard, itemsize)
+            yield slab.reshape(-1).view("uint8")
+
+
+def _fill(source: StateSource, slab: Array, cut: _Cut, shard: Shard, itemsize: int) -> None:
+    """Read what a box has of a slab into its place there."""
+    depth = len(cut.fixed)
+    offsets, sizes = shard.offsets or (0,), shard.sizes or (1,)
+    inside = [at - offset for at, offset in zip(cut.fixed, offsets, strict=False)]
+    if any(not 0 <= at < size for at, size in zip(inside, sizes, strict=False)):
+        return
+    low = max(cut.low, offsets[depth])
+    high = min(cut.high, offsets[depth] + sizes[depth])
+    if low >= high or 0 in sizes:
+        return
+    first = 0
+    for at, size in zip((*inside, low - offsets[depth]), sizes, strict=False):
+        first = first * size + at
+    first *= prod(sizes[depth + 1 :])
+    box = np.empty((high - low, *sizes[depth + 1 :]), slab.dtype)
+    source.read_into(shard.file, shard.start + first * itemsize, memory_of(box))
+    rest = zip(offsets[depth + 1 :], sizes[depth + 1 :], strict=True)
+    place = [slice(offset, offset + size) for offset, size in rest]
+    place.insert(0, slice(low - cut.low, high - cut.low))
+    slab[tuple(place)] = box

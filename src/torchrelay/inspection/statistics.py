@@ -1,0 +1,110 @@
+"""Numbers about a tensor's values: norm, extremes, NaNs, a histogram. A slab is held at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchrelay.inspection.numbers import Array, numbers_of
+from torchrelay.inspection.slabs import slabs
+from torchrelay.record.validation import itemsize
+
+if TYPE_CHECKING:
+    from torchrelay.inspection.seam import StateSource
+    from torchrelay.stores.records import StoredTensor
+
+BINS = 64
+
+
+@dataclass
+class Statistics:
+    """Of all elements that are finite; the others are counted. None: no element is finite."""
+
+    norm: float = 0.0
+    mean: float | None = None
+    min: float | None = None
+    max: float | None = None
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many finite elements lie in each of equal ranges from `low` to `high`."""
+
+    low: float
+    high: float
+    counts: list[int]
+    nan: int
+    inf: int
+
+
+def values(source: StateSource, tensor: StoredTensor) -> Iterator[Array] | None:
+    """The numbers in a tensor, a slab at a time; None for a dtype that has none."""
+    as_numbers = numbers_of(tensor.dtype)
+    if as_numbers is None:
+        return None
+    return map(as_numbers, slabs(source, tensor, itemsize(tensor.dtype)))
+
+
+def statistics(source: StateSource, tensor: StoredTensor) -> Statistics | None:
+    """The statistics of a tensor; None for a dtype that has no numbers."""
+    found = values(source, tensor)
+    return None if found is None else _statistics(found)
+
+
+def _statistics(parts: Iterable[Array]) -> Statistics:
+    found = Statistics()
+    count, total, squares = 0, 0.0, 0.0
+    for part in parts:
+        finite, nan, inf = _finite(part)
+        found.nan += nan
+        found.inf += inf
+        if not finite.size:
+            continue
+        low, high = finite.min().item(), finite.max().item()
+        found.min = low if found.min is None else min(found.min, low)
+        found.max = high if found.max is None else max(found.max, high)
+        found.zeros += int(finite.size - np.count_nonzero(finite))
+        precise = finite.astype("float64", copy=False)
+        count += precise.size
+        with np.errstate(over="ignore"):
+            total += float(precise.sum())
+            squares += float(np.dot(precise, precise))
+    found.norm = float(np.sqrt(squares))
+    found.mean = total / count if count else None
+    return found
+
+
+def _finite(part: Array) -> tuple[Array, int, int]:
+    """The finite elements, and how many are NaN and infinite."""
+    if part.dtype.kind != "f":
+        return part, 0, 0
+    whole = np.isfinite(part)
+    if whole.all():
+        return part, 0, 0
+    nan = int(np.isnan(part).sum())
+    return part[whole], nan, int(part.size - whole.sum()) - nan
+
+
+def histogram(source: StateSource, tensor: StoredTensor, bins: int = BINS) -> Histogram | None:
+    """The histogram of a tensor; None for a dtype that has no numbers. The tensor is read twice."""
+    known = statistics(source, tensor)
+    again = values(source, tensor)
+    if known is None or again is None:
+        return None
+    if known.min is None or known.max is None:
+        return Histogram(0.0, 0.0, [0] * bins, known.nan, known.inf)
+    low, high = float(known.min), float(known.max)
+    counts = np.zeros(bins, "int64")
+    for part in again:
+        finite = _finite(part)[0].astype("float64", copy=False)
+        # Halves, because the width of the whole range may be more than a float can hold.
+        half = high / 2 - low / 2 or 1.0
+        places = ((finite / 2 - low / 2) / half * bins).astype("int64")
+        counts += np.bincount(np.clip(places, 0, bins - 1), minlength=bins)
+    return Histogram(low, high, counts.tolist(), known.nan, known.inf)

@@ -1,0 +1,116 @@
+"""A committed step of a checkpoint as a state to be looked at."""
+
+from __future__ import annotations
+
+from torchrelay.inspection.seam import Alias, Contents, Moved, PlainValue, Volume
+from torchrelay.plan.outline import Outline, dotted
+from torchrelay.record import manifest as m
+from torchrelay.record.values import decode_value
+from torchrelay.state.leaves import parts
+from torchrelay.state.tree import slots
+from torchrelay.stores.layout import rank_of
+from torchrelay.stores.opening import OpenedStep
+from torchrelay.stores.reading import Fetch, Task, everything, opened, unread
+from torchrelay.stores.records import Checkpoint
+from torchrelay.stores.seam import DataReader
+
+LONGEST = 80  # characters of a value that are shown
+
+
+class StepSource:
+    """Implements `StateSource` on an open step, which it closes."""
+
+    def __init__(self, name: str, held: OpenedStep) -> None:
+        self.name = name
+        self._held = held
+        self._readers: dict[int, DataReader] = {}
+        try:
+            self.contents = contents_of(held.record)
+        except BaseException:
+            held.close()
+            raise
+
+    def read_into(self, volume: int, start: int, view: memoryview) -> None:
+        files, record = self._held.files, self._held.record
+        if volume not in self._readers:
+            self._readers[volume] = opened(files, record, volume)
+        try:
+            self._readers[volume].read_into(start, [view])
+        except (OSError, EOFError) as fault:
+            task = Task(volume, start, start + view.nbytes)
+            raise unread(files, record, task, fault) from fault
+
+    def verify(self, moved: Moved) -> str:
+        record = self._held.record
+        done = 0
+
+        def add(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            moved(min(done, record.nbytes), record.nbytes)
+
+        Fetch(self._held.files, record, everything(record), progress=add).check()
+        return ""
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._held.close()
+
+
+def contents_of(record: Checkpoint) -> Contents:
+    """What a commit record tells, in the words of all sources."""
+    outline = record.outline(0)
+    names = {tensor.name for tensor in record.tensors}
+    found_values: list[PlainValue] = []
+    aliases: list[Alias] = []
+    for path, index in slots(outline.tree):
+        name = dotted(path)
+        if name in names:
+            continue
+        text = _text(outline.leaves[index])
+        if text is not None:
+            own = {_text(own.leaves[index]) for own in record.own.values() if index in own.leaves}
+            found_values.append(PlainValue(name, text, len(own | {text})))
+        else:
+            target = _target(outline, index)
+            if target is not None:
+                aliases.append(Alias(name, target))
+    return Contents(
+        record.step,
+        record.world,
+        record.tensors,
+        tuple(Volume(file.name, file.nbytes, rank_of(file.name)) for file in record.files),
+        tuple(found_values),
+        tuple(aliases),
+        record.time,
+        record.torch,
+    )
+
+
+def _text(leaf: m.Leaf) -> str | None:
+    """A leaf that has no bytes, in words."""
+    if isinstance(leaf, m.ValueLeaf):
+        value = decode_value(leaf.value)
+        return shown(value) if leaf.kind == "plain" else f"{leaf.kind} {value}"[:LONGEST]
+    if isinstance(leaf, m.SizeLeaf):
+        return shown(leaf.size)
+    if any(part.storage >= 0 for part in parts(leaf)):
+        return None
+    shape = getattr(leaf, "shape", ())
+    return f"a tensor without bytes, {'x'.join(map(str, shape)) or '()'}"[:LONGEST]
+
+
+def shown(value: object) -> str:
+    """A plain value as text that is short."""
+    if isinstance(value, (str, bytes)):
+        value = value[:LONGEST]
+    elif isinstance(value, int) and value.bit_length() > 1024:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def _target(outline: Outline, index: int) -> str | None:
+    found = [part.storage for part in parts(outline.leaves[index]) if part.storage >= 0]
+    return outline.names[found[0]] if len(found) == 1 else None

@@ -1,0 +1,18 @@
+"""A checkpoint of four ranks, saved once for all tests of commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import sharded_job
+from tests.support.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def four_ranks(pool4: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `run` (two steps) and `dcp`; tests must not write to it."""
+    folder = tmp_path_factory.mktemp("four-ranks")
+    pool4.run(sharded_job.save, str(folder), timeout=100, fresh_group=True)
+    return folder
