@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchrelay.inspection.numbers import numbers_of
-from torchrelay.record.validation import ITEM_SIZES
+from torchrelay.record.dtypes import ITEM_SIZES
 from torchrelay.state.tensors import DTYPES
 
 WITHOUT = {name for name in ITEM_SIZES if name.startswith(("bits", "q", "float4"))} | {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from torchrelay.inspection.seam import Contents, Moved, Volume
+from torchrelay.inspection.seam import Contents, Moved, VolumeFacts
 from torchrelay.state.tensors import NAMES
 from torchrelay.stores.records import Shard, StoredTensor
 
@@ -39,7 +39,7 @@ class HeldSource:
                 flat = part.contiguous().reshape(-1).view(torch.uint8)
                 self._volumes.append(flat.numpy().tobytes())
             stored.append(StoredTensor(name, NAMES[tensor.dtype], shape, tuple(shards)))
-        volumes = (Volume(f"box {n}", len(data)) for n, data in enumerate(self._volumes))
+        volumes = (VolumeFacts(f"box {n}", len(data)) for n, data in enumerate(self._volumes))
         self.contents = Contents(step, 1, tuple(stored), tuple(volumes))
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:

@@ -17,9 +17,9 @@ from torchrelay.dropin._stock_metadata import Chunk, StockTensor, decode
 from torchrelay.dropin.stock_dcp import read_metadata
 from torchrelay.errors import CheckpointError
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import Contents, Moved, PlainValue, Volume
+from torchrelay.inspection.seam import Contents, Moved, PlainValue, VolumeFacts
 from torchrelay.inspection.step_source import shown
-from torchrelay.record.validation import itemsize
+from torchrelay.record.dtypes import itemsize
 from torchrelay.state.tensors import NAMES
 from torchrelay.stores.records import Shard, StoredTensor
 
@@ -57,7 +57,7 @@ class DcpSource:
             raise CheckpointError(f"could not be read: {fault}", file=path) from fault
         self.contents = Contents(
             None,
-            len({rank for _, _, rank in map(self._volume, self._pieces)}) or 1,
+            len({volume.rank for volume in map(self._volume, self._pieces)}) or 1,
             tuple(tensors),
             tuple(map(self._volume, self._pieces)),
             tuple(values),
@@ -71,13 +71,13 @@ class DcpSource:
         return StoredTensor(name, NAMES[item.dtype], item.shape, tuple(shards))
 
     @staticmethod
-    def _volume(piece: _Piece) -> Volume:
+    def _volume(piece: _Piece) -> VolumeFacts:
         file = piece.chunk.piece.file
         match = _RANKED.fullmatch(file)
         size = itemsize(NAMES[piece.item.dtype])
         for length in piece.chunk.sizes:
             size *= length
-        return Volume(file, size, int(match[1]) if match else None)
+        return VolumeFacts(file, size, int(match[1]) if match else None)
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
         if self._held is None or self._held[0] != volume:

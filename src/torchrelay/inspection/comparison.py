@@ -9,11 +9,10 @@ import numpy as np
 
 from torchrelay.inspection.numbers import Array, numbers_of
 from torchrelay.inspection.slabs import slabs
-from torchrelay.record.validation import itemsize
+from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import Contents, StateSource
-    from torchrelay.stores.records import StoredTensor
+    from torchrelay.inspection.seam import BoxedTensor, Contents, StateSource
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,13 @@ def _described(contents: Contents) -> dict[str, str]:
     return found | {alias.path: f"tied to {alias.tensor}" for alias in contents.aliases}
 
 
-def kind_of(tensor: StoredTensor) -> str:
+def kind_of(tensor: BoxedTensor) -> str:
     """Dtype and shape, as one writes them."""
     return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or '()'}"
 
 
 def distance(
-    one: tuple[StateSource, StoredTensor], other: tuple[StateSource, StoredTensor]
+    one: tuple[StateSource, BoxedTensor], other: tuple[StateSource, BoxedTensor]
 ) -> Distance:
     """How far apart two tensors of one dtype and shape are, however each is cut."""
     tensor = one[1]

@@ -7,11 +7,10 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.record.validation import itemsize
+from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import Contents
-    from torchrelay.stores.records import StoredTensor
+    from torchrelay.inspection.seam import BoxedTensor, Contents
 
 
 def narrowed(contents: Contents, patterns: Sequence[str]) -> Contents:
@@ -29,7 +28,7 @@ def narrowed(contents: Contents, patterns: Sequence[str]) -> Contents:
     )
 
 
-def nbytes_of(tensor: StoredTensor) -> int:
+def nbytes_of(tensor: BoxedTensor) -> int:
     """Bytes of all elements of a tensor."""
     return prod(tensor.shape) * itemsize(tensor.dtype)
 
@@ -49,7 +48,7 @@ def state_facts(contents: Contents) -> dict[str, Any]:
     }
 
 
-def tensor_facts(contents: Contents, tensor: StoredTensor) -> dict[str, Any]:
+def tensor_facts(contents: Contents, tensor: BoxedTensor) -> dict[str, Any]:
     """A tensor as JSON tells it."""
     return {
         "name": tensor.name,

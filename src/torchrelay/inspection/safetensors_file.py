@@ -11,18 +11,17 @@ import torch
 from torchrelay.errors import CheckpointError, UsageError
 from torchrelay.inspection.facts import nbytes_of
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import Moved, StateSource
+from torchrelay.inspection.seam import BoxedTensor, Moved, StateSource
 from torchrelay.inspection.slabs import slabs
-from torchrelay.record.validation import itemsize
+from torchrelay.record.dtypes import itemsize
 from torchrelay.state.tensors import dtype_named
 from torchrelay.stores.layout import Entry, arrange
 from torchrelay.stores.local.store import token
-from torchrelay.stores.records import StoredTensor
 
 
 def write_safetensors(
     source: StateSource,
-    tensors: Sequence[StoredTensor],
+    tensors: Sequence[BoxedTensor],
     target: str | os.PathLike[str],
     moved: Moved,
 ) -> int:

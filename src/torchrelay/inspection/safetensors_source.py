@@ -10,8 +10,8 @@ from typing import BinaryIO
 import msgspec
 
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError
-from torchrelay.inspection.seam import Contents, Moved, Volume
-from torchrelay.record.validation import itemsize
+from torchrelay.inspection.seam import Contents, Moved, VolumeFacts
+from torchrelay.record.dtypes import itemsize
 from torchrelay.stores.layout import DTYPES, METADATA
 from torchrelay.stores.records import Shard, StoredTensor
 
@@ -50,7 +50,7 @@ class SafetensorsSource:
         except BaseException:
             self.close()
             raise
-        self.contents = Contents(None, 1, tensors, (Volume(Path(path).name, size),))
+        self.contents = Contents(None, 1, tensors, (VolumeFacts(Path(path).name, size),))
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
         done = 0

@@ -6,22 +6,48 @@ implementation of `StateSource`. Whatever looks at a state uses this and nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from torchrelay.stores.records import StoredTensor
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 Moved = Callable[[int, int], None]
 """Told of bytes done, and of all."""
 
 
-class Volume(NamedTuple):
-    """A run of bytes that holds boxes of tensors, and the rank it comes from, where it is known."""
+class TensorBox(Protocol):
+    """A box of a tensor: its elements, row-major, from byte `start` of a volume on."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def file(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+
+
+class BoxedTensor(Protocol):
+    """A tensor, and the boxes that it is cut into. A `StoredTensor` of a commit record is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def shards(self) -> Sequence[TensorBox]: ...
+
+
+class VolumeFacts(NamedTuple):
+    """A run of bytes that holds boxes of tensors: the rank it comes from and the digests of its
+    chunks, where they are known."""
 
     name: str
     nbytes: int
     rank: int | None = None
+    chunk_bytes: int = 0
+    digests: bytes = b""
 
 
 class PlainValue(NamedTuple):
@@ -44,8 +70,8 @@ class Contents(NamedTuple):
 
     step: int | None
     ranks: int
-    tensors: tuple[StoredTensor, ...]
-    volumes: tuple[Volume, ...]
+    tensors: Sequence[BoxedTensor]
+    volumes: Sequence[VolumeFacts]
     values: tuple[PlainValue, ...] = ()
     aliases: tuple[Alias, ...] = ()
     time: str | None = None

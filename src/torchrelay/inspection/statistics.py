@@ -10,11 +10,10 @@ import numpy as np
 
 from torchrelay.inspection.numbers import Array, numbers_of
 from torchrelay.inspection.slabs import slabs
-from torchrelay.record.validation import itemsize
+from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import StateSource
-    from torchrelay.stores.records import StoredTensor
+    from torchrelay.inspection.seam import BoxedTensor, StateSource
 
 BINS = 64
 
@@ -43,7 +42,7 @@ class Histogram:
     inf: int
 
 
-def values(source: StateSource, tensor: StoredTensor) -> Iterator[Array] | None:
+def values(source: StateSource, tensor: BoxedTensor) -> Iterator[Array] | None:
     """The numbers in a tensor, a slab at a time; None for a dtype that has none."""
     as_numbers = numbers_of(tensor.dtype)
     if as_numbers is None:
@@ -51,7 +50,7 @@ def values(source: StateSource, tensor: StoredTensor) -> Iterator[Array] | None:
     return map(as_numbers, slabs(source, tensor, itemsize(tensor.dtype)))
 
 
-def statistics(source: StateSource, tensor: StoredTensor) -> Statistics | None:
+def statistics(source: StateSource, tensor: BoxedTensor) -> Statistics | None:
     """The statistics of a tensor; None for a dtype that has no numbers."""
     found = values(source, tensor)
     return None if found is None else _statistics(found)
@@ -91,7 +90,7 @@ def _finite(part: Array) -> tuple[Array, int, int]:
     return part[whole], nan, int(part.size - whole.sum()) - nan
 
 
-def histogram(source: StateSource, tensor: StoredTensor, bins: int = BINS) -> Histogram | None:
+def histogram(source: StateSource, tensor: BoxedTensor, bins: int = BINS) -> Histogram | None:
     """The histogram of a tensor; None for a dtype that has no numbers. The tensor is read twice."""
     known = statistics(source, tensor)
     again = values(source, tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.inspection.seam import Alias, Contents, Moved, PlainValue, Volume
+from torchrelay.inspection.seam import Alias, Contents, Moved, PlainValue, VolumeFacts
 from torchrelay.plan.outline import Outline, dotted
 from torchrelay.record import manifest as m
 from torchrelay.record.values import decode_value
@@ -80,7 +80,10 @@ def contents_of(record: Checkpoint) -> Contents:
         record.step,
         record.world,
         record.tensors,
-        tuple(Volume(file.name, file.nbytes, rank_of(file.name)) for file in record.files),
+        tuple(
+            VolumeFacts(file.name, file.nbytes, rank_of(file.name), file.chunk_bytes, file.digests)
+            for file in record.files
+        ),
         tuple(found_values),
         tuple(aliases),
         record.time,

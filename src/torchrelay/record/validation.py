@@ -24,6 +24,8 @@ from torchrelay.record import manifest as m
 from torchrelay.record.arrays import dtype_from_text
 from torchrelay.record.columns import Numbers, Table, devices_of, others_of, sizes_of, table_of
 from torchrelay.record.digest import DIGEST_BYTES
+from torchrelay.record.dtypes import ITEM_SIZES as ITEM_SIZES  # noqa: PLC0414
+from torchrelay.record.dtypes import itemsize as itemsize  # noqa: PLC0414
 from torchrelay.record.keys import check_keys
 from torchrelay.record.meshes import check_mesh, check_meshes
 from torchrelay.record.values import decode_value
@@ -468,28 +470,3 @@ def _check_sharded(leaf: m.ShardedLeaf) -> None:
         for offset, size, whole in zip(box.offsets, box.sizes, leaf.shape, strict=True):
             if offset < 0 or size < 0 or offset + size > whole:
                 raise ManifestError("a box reaches out of its tensor")
-
-
-ITEM_SIZES = {
-    **dict.fromkeys(
-        (
-            *("bool", "uint8", "int8", "qint8", "quint8", "quint4x2", "quint2x4"),
-            *("bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2", "float8_e4m3fn"),
-            *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-            *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-        ),
-        1,
-    ),
-    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "qint32"), 4),
-    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
-    "complex128": 16,
-}
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of an element of the named dtype; `ManifestError` for a name nobody knows."""
-    size = ITEM_SIZES.get(dtype)
-    if size is None:
-        raise ManifestError(f"dtype {dtype[:40]!r}")
-    return size

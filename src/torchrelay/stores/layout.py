@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchrelay.record.validation import itemsize
+from torchrelay.record.dtypes import itemsize
 
 FILE_BYTES = 1 << 30  # a group of tensors larger than this is split
 CHUNK_BYTES = (4 << 10, 1 << 20)  # the least, and what files of a usual size have
