@@ -19,7 +19,7 @@ from benchmarks.gpu import mixed as m
 from benchmarks.gpu.crew import Me, Wrong
 from benchmarks.gpu.scenes import MODES, NEW, OLD, expect, patched, relay_of, told
 from torchrelay.memory import kernels
-from torchrelay.transports.routes import pull
+from torchrelay.transports.routes.cuda_ipc import CudaPull
 from torchrelay.transports.transfer import intake, outflow
 
 # Tools
@@ -28,8 +28,8 @@ from torchrelay.transports.transfer import intake, outflow
 def before_copying(route: str, act: Callable[[], Any]) -> ExitStack:
     """Within: `act` is called when this receiver has joined and begins to take the bytes."""
     spots: dict[str, tuple[Any, str]] = {
-        "cuda_ipc": (pull.Pull, "_copy_device_memory"),
-        "host": (pull.Pull, "_wait"),
+        "cuda_ipc": (CudaPull, "_copy_device_memory"),
+        "host": (CudaPull, "_wait"),
         "group": (intake.Intake, "_arrived"),
     }
     owner, name = spots[route]

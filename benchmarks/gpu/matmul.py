@@ -21,9 +21,8 @@ from benchmarks.harness import SECONDS
 from torchrelay import Relay
 from torchrelay.geometry.runs import Runs
 from torchrelay.memory.kernels import Tables, by_device
-from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes import device_digests, place
-from torchrelay.transports.routes.cuda_ipc import Exports, Openings
+from torchrelay.transports.routes import device_digests
+from torchrelay.transports.routes.ipc_handles import Exports, Openings
 
 ALONE, TRANSFERS, DEVICE_WORK = CONDITIONS = ("alone", "transfers", "device_work")
 NAME = "matmul loop beside transfers"
@@ -93,8 +92,7 @@ def device_work(group: Any, tensors: list[torch.Tensor], openings: Openings) -> 
         exported = Exports().of(mine)
         grid = device_digests.Grid()
         expected = grid.digests(mine, ends).packed()
-        memory = wire.Memory(place.here(), exports=exported.exports, device=exported.device)
-        dist.broadcast_object_list([memory, expected], 0, group=group)
+        dist.broadcast_object_list([exported, expected], 0, group=group)
 
         def hash_memory() -> None:
             grid.digests(mine, ends).packed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +20,20 @@ from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.memory.side import in_use, settle
 from torchrelay.plan.blueprint import Blueprint
 from torchrelay.plan.snapshot import Snapshot, capture
-from torchrelay.record.codec import Recall
 from torchrelay.state.objects import unwrap
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines, post_of
 from torchrelay.transports.group.shield import shielded
 from torchrelay.transports.protocol.arguments import check_step, device_of
-from torchrelay.transports.protocol.known_offers import Offers
+from torchrelay.transports.protocol.options import ReceiveOptions, SendOptions, TransferCall
 from torchrelay.transports.protocol.parts import Branch, MakeBranch, once
-from torchrelay.transports.protocol.progress import Progress, ProgressCallback, reporter, untold
+from torchrelay.transports.protocol.progress import Progress, ProgressCallback, reporter
 from torchrelay.transports.protocol.receiver import Receiving, answer, transfer_of
 from torchrelay.transports.protocol.report import Received, Report
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.protocol.summary import received_report, sent_report
+from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes.channels import MOST_CONNECTIONS, usual_connections
 from torchrelay.transports.routes.choice import check_route
-from torchrelay.transports.routes.costs import Costs
-from torchrelay.transports.routes.cuda_ipc import Exports, Openings
-from torchrelay.transports.routes.read_tables import Readings
-from torchrelay.transports.routes.ring import MappedRings, Rings
-from torchrelay.transports.transfer.buffers import BufferPool
 
 if TYPE_CHECKING:
     from torchrelay.resharding.gather import Destination
@@ -101,17 +97,13 @@ class Relay:
         self._verify = verify
         self._route = check_route(route)
         self._connections = usual_connections() if connections is None else connections
-        self._buffers = BufferPool()
-        self._rings, self._mapped = Rings(), MappedRings()
-        self._exports, self._openings = Exports(), Openings()
+        self._resources = Resources()
         # With 0 torch allocates, and nothing is kept.
         self._pool = None if pool == 0 else Pool(usual_limit() if pool is None else pool)
         self._means = Pooled(self._pool)
         # What planning found out, for the next transfer of the same state. None of the tensors.
         self._drawn: Blueprint | None = None
         self._layout: KnownLayout | None = None
-        self._recall, self._offers, self._readings = Recall(), Offers(), Readings()
-        self._costs = Costs()
         self._closed = False
 
     @property
@@ -160,14 +152,19 @@ class Relay:
                 reason = f"the sender cannot send its state: {type(fault).__name__}: {fault}"
                 self._post.excuse(lines.values(), reason, min(2 * GRACE, deadline.left()))
                 raise
-            make = self._branches(state, step, deadline, way)
-            sending = self._sending(snapshot, lines, deadline, wait.seconds, way, watch, told, make)
-            return self._send(sending, way)
+            call, options = TransferCall(deadline, watch, told), self._options(wait.seconds, way)
+            branch = self._branches(state, step, call, options)
+            return self._send(
+                Sending(self._post, snapshot, lines, options, call, self._resources, branch), way
+            )
 
         return shielded(deadline, act)
 
+    def _options(self, join_timeout: float, route: str | None) -> SendOptions:
+        return SendOptions(self._join_window, join_timeout, self._verify, route, self._connections)
+
     def _branches(
-        self, state: object, step: int | None, deadline: Deadline, route: str | None
+        self, state: object, step: int | None, call: TransferCall, options: SendOptions
     ) -> MakeBranch:
         """How receivers are served that take parts of a state."""
 
@@ -181,42 +178,13 @@ class Relay:
 
         def serve(views: list[torch.Tensor], line: ControlLine) -> int:
             snapshot = capture(views, step, chunk_bytes=self._chunk_bytes)
-            sending = self._sending(
-                snapshot, {line.peer: line}, deadline, deadline.seconds, route, Stopwatch(), untold
-            )
+            part = TransferCall(call.deadline)
+            sending = Sending(self._post, snapshot, {line.peer: line}, alone, part, self._resources)
             sending.run()
             return sending.wire_bytes
 
-        return lambda peer, over: Branch(self._post, peer, describe, serve, deadline, over)
-
-    def _sending(
-        self,
-        snapshot: Snapshot,
-        lines: dict[int, ControlLine],
-        deadline: Deadline,
-        join_timeout: float,
-        route: str | None,
-        watch: Stopwatch,
-        progress: Callable[[int, int], None],
-        branch: MakeBranch | None = None,
-    ) -> Sending:
-        return Sending(
-            self._post,
-            snapshot,
-            lines,
-            deadline=deadline,
-            window=self._join_window,
-            join_timeout=join_timeout,
-            verify=self._verify,
-            route=route,
-            connections=self._connections,
-            buffers=self._buffers,
-            rings=self._rings,
-            exports=self._exports,
-            watch=watch,
-            progress=progress,
-            branch=branch,
-        )
+        alone = replace(options, join_timeout=call.deadline.seconds)
+        return lambda peer, over: Branch(self._post, peer, describe, serve, call.deadline, over)
 
     def _capture(self, state: object, step: int | None, receivers: int) -> Snapshot:
         snapshot = capture(
@@ -229,17 +197,11 @@ class Relay:
         self._drawn = snapshot.plan
         return snapshot
 
-    def _send(
-        self,
-        sending: Sending,
-        route: str | None,
-    ) -> Report:
-        snapshot, wondered = sending.snapshot, self._post.wondered(sending.peers)
+    def _send(self, sending: Sending, route: str | None) -> Report:
+        wondered = self._post.wondered(sending.peers)
 
         def report() -> Report:
-            total, leaves = snapshot.chunks.nbytes, len(snapshot.manifest.leaves)
-            expect = partial(self._expected, "send", leaves=leaves, nbytes=total)
-            return sent_report(sending, route, self._verify, self._post.settled(wondered), expect)
+            return sent_report(sending, route, self._verify, self._post.settled(wondered))
 
         try:
             sending.run()
@@ -378,12 +340,9 @@ class Relay:
         shards: Shards = "own",
     ) -> Received:
         """The rest of `recv`, after a sender's first message has been read."""
-        receiving = Receiving(
-            self._post,
-            source,
-            transfer,
-            step=step,
-            land=lambda manifest: land(
+        wanted = ReceiveOptions(
+            step,
+            lambda manifest: land(
                 manifest,
                 into=into,
                 strict=strict,
@@ -394,47 +353,15 @@ class Relay:
                 shards=shards,
                 means=self._means,
             ),
-            deadline=deadline,
-            buffers=self._buffers,
-            rings=self._mapped,
-            openings=self._openings,
-            offers=self._offers,
-            readings=self._readings,
-            recall=self._recall,
-            known=into.plan.known_tree if isinstance(into, PreparedDestination) else None,
-            route=route or self._route,
-            connections=self._connections,
-            watch=watch,
-            progress=progress,
+            into.plan.known_tree if isinstance(into, PreparedDestination) else None,
+            route or self._route,
+            self._connections,
         )
+        call = TransferCall(deadline, watch, progress)
+        receiving = Receiving(self._post, source, transfer, wanted, call, self._resources)
         landed = receiving.run()
-        manifest = receiving.manifest
-        assert manifest is not None
-        expect = partial(
-            self._expected,
-            "recv",
-            leaves=len(manifest.leaves),
-            nbytes=receiving.nbytes,
-            staged=atomic and into is not None,
-        )
-        return Received(
-            landed.state, manifest.step, received_report(receiving, landed, self.rank, expect)
-        )
-
-    def _expected(
-        self,
-        side: str,
-        route: str,
-        actual: dict[str, float],
-        *,
-        leaves: int,
-        nbytes: int,
-        staged: bool = False,
-    ) -> dict[str, float]:
-        """What this transfer should have cost, by all that was known before it."""
-        found = self._costs.predict(side, route, leaves=leaves, nbytes=nbytes, staged=staged)
-        self._costs.learn(side, route, found, actual)
-        return found
+        report = received_report(receiving, landed, self.rank)
+        return Received(landed.state, report.step, report)
 
     def prepared(self, into: object) -> object:
         """What can be known of a destination before a sender has come."""
@@ -450,18 +377,13 @@ class Relay:
     def forget(self) -> None:
         """Drop what earlier transfers found out about states; memory and buffers are kept."""
         self._drawn, self._layout = None, None
-        self._recall.clear()
-        self._offers.clear()
-        self._readings.clear()
+        self._resources.forget()
 
     def close(self) -> None:
         """Free the memory that was kept. The group and the states received are the caller's."""
         self._closed = True
         self.forget()
-        self._buffers.clear()
-        self._rings.close()
-        self._mapped.close()
-        self._openings.close()
+        self._resources.close()
         if self._pool is not None:
             self._pool.close()
 

@@ -47,6 +47,7 @@ from torchrelay.stores import dcp, layout, seam
 from torchrelay.stores import records as commit
 from torchrelay.stores.objects import store as objects
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.routes import channels, cuda_ipc, host, ipc_handles, ring
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -423,6 +424,7 @@ def test_record_is_as_described(record: type[msgspec.Struct]) -> None:
 
 
 PLAIN_RECORDS = [kind for kind in records(wire) if kind.__struct_config__.tag is None]
+PLAIN_RECORDS += records(channels, cuda_ipc, host, ipc_handles, ring)
 
 
 @pytest.mark.parametrize("record", PLAIN_RECORDS, ids=lambda record: record.__name__)

@@ -12,28 +12,27 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, same, weights
 from tests.support.ways import by, patched
 from torchrelay.deadlines import Deadline
-from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes import addresses, channels
-from torchrelay.transports.routes.channels import TOKEN_BYTES, Channels
+from torchrelay.transports.routes.channels import TOKEN_BYTES, Channel, Channels
 
 NEW = 1
 LONG = 25.0
 
 
 def test_the_token_is_the_receivers_own() -> None:
-    assert "token" not in wire.Channel.__struct_fields__
+    assert "token" not in Channel.__struct_fields__
     with socket.create_server(("127.0.0.1", 0)) as there:
-        record = wire.Channel("x", 1, *there.getsockname()[:2])
+        record = Channel("x", 1, *there.getsockname()[:2])
         with socket.create_connection(there.getsockname()):
             there.accept()[0].close()
             said = []
             for _ in range(2):
-                berth = Channels().answer(0, record, 1, LONG)
+                use = Channels().answer(0, record, 1, LONG)
                 one = there.accept()[0]
                 said.append(one.recv(TOKEN_BYTES, socket.MSG_WAITALL))
                 one.close()
-                assert len(berth.token) == TOKEN_BYTES and said[-1] == berth.token
-                berth.end(keep=False)
+                assert len(use.token) == TOKEN_BYTES and said[-1] == use.token
+                use.end(keep=False)
     assert said[0] != said[1]
 
 
@@ -42,13 +41,13 @@ def test_a_sender_lets_in_nobody_without_a_whole_token(
     monkeypatch: pytest.MonkeyPatch, token: bytes
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    berth = Channels().propose(1, 1, near=False)
-    assert berth.record is not None
-    with socket.create_connection((berth.record.host, berth.record.port)) as guest:
+    use = Channels().propose(1, 1, near=False)
+    assert use.record is not None
+    with socket.create_connection((use.record.host, use.record.port)) as guest:
         guest.sendall(token + bytes(4 + TOKEN_BYTES))
-        berth.answered(wire.Accept(channel=True, token=token), Deadline(LONG))
-    assert berth.channel is None and "says no token" in berth.instead["connections"]
-    berth.end(keep=False)
+        use.answered("connections", token, Deadline(LONG))
+    assert use.channel is None and "says no token" in use.instead["connections"]
+    use.end(keep=False)
 
 
 def test_only_addresses_that_are_connected_to_are_a_peers() -> None:
@@ -78,10 +77,10 @@ def sent_elsewhere(rank: int, group: Any, host: str) -> Any:
         propose = Channels.propose
 
         def lie(self: Channels, *args: Any, **how: Any) -> channels.ChannelUse:
-            berth = propose(self, *args, **how)
-            assert berth.record is not None
-            berth.record = msgspec.structs.replace(berth.record, host=host)
-            return berth
+            use = propose(self, *args, **how)
+            assert use.record is not None
+            use.record = msgspec.structs.replace(use.record, host=host)
+            return use
 
         with patched(Channels, propose=lie):
             return relay.send(weights(NEW), 1).connections

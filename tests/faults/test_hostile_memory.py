@@ -28,9 +28,10 @@ from torchrelay.geometry.runs import Runs
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.receiver import off_schedule
-from torchrelay.transports.routes import place
+from torchrelay.transports.routes import notes, place
+from torchrelay.transports.routes.choice import GROUP
+from torchrelay.transports.routes.host import HostServer, Memory
 from torchrelay.transports.routes.place import Process, Proof, claim
-from torchrelay.transports.routes.serving import Serving
 from torchrelay.transports.transfer import intake
 
 OLD, NEW = 100, 1
@@ -147,7 +148,7 @@ def test_the_user_of_a_process_is_what_the_kernel_says() -> None:
 def test_numbers_of_a_process_that_cannot_be() -> None:
     for numbers in ([-1, 3, 5], [1 << 32 | 7, 3, 5], [1, 1 << 31, 5], [1, -2, 5], [1, 3, -5]):
         with pytest.raises(tr.RemoteProtocolError):
-            wire.read_process(numbers)
+            notes.read_process(numbers)
 
 
 # A sender that names memory which is not its own
@@ -163,11 +164,11 @@ def secret_here(group: Any, owner: int) -> tuple[Process, Any]:
 
 def naming(victim: Process, fd: int | None) -> contextlib.AbstractContextManager[None]:
     """Within: this sender says that its state lies in the victim's secret."""
-    original = Serving.memory
+    original = HostServer.memory
 
-    def memory(self: Serving, join: wire.Join, line: ControlLine) -> wire.Memory:
+    def memory(self: HostServer, join: wire.Join, line: ControlLine) -> Memory:
         true = original(self, join, line)
-        size = min(self._chunks.stream_bytes, len(SECRET))
+        size = min(self._stream_bytes, len(SECRET))
         return msgspec.structs.replace(
             true,
             place=msgspec.structs.replace(true.place, pid=victim.pid),
@@ -176,7 +177,7 @@ def naming(victim: Process, fd: int | None) -> contextlib.AbstractContextManager
             host=Runs([0], [victim.beacon], [size]).pack(),
         )
 
-    return patched(Serving, memory=memory)
+    return patched(HostServer, memory=memory)
 
 
 def steals(rank: int, group: Any, owner: int, shown: bool) -> Any:
@@ -255,11 +256,11 @@ def pretending(victim: Process) -> contextlib.AbstractContextManager[None]:
     def note(chunks: Any) -> list[int]:
         told = [(victim.beacon, size) for _, size in chunks]
         numbers = [len(told), *(number for one in told for number in one)]
-        return numbers + [0] * (wire.NOTE_NUMBERS - len(numbers))
+        return numbers + [0] * (notes.NOTE_NUMBERS - len(numbers))
 
     stack = contextlib.ExitStack()
     stack.enter_context(patched(place, Proof=Pretended))
-    stack.enter_context(patched(wire, note=note))
+    stack.enter_context(patched(notes, note=note))
     return stack
 
 
@@ -339,14 +340,14 @@ def test_a_chain_that_cannot_be_is_refused(name: str) -> None:
     offer = wire.Offer(
         b"", verify="without digests" not in name, threads=4 if "only" in name else 0
     )
-    assert off_schedule(GOES[name], offer, me=2, sender=0)
+    assert off_schedule(GOES[name], offer, GROUP, me=2, sender=0)
     for good in (
         wire.Go(0),
         wire.Go(1, 3, 5),
         wire.Go(1, reads=True),
         wire.Go(0, 3, 5, notes=True),
     ):
-        assert not off_schedule(good, wire.Offer(b""), me=2, sender=0)
+        assert not off_schedule(good, wire.Offer(b""), GROUP, me=2, sender=0)
 
 
 def gone_astray(rank: int, group: Any, name: str) -> Outcome | None:

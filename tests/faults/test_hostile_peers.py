@@ -26,7 +26,7 @@ from torchrelay.transports.group import lines as group_module
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.peers import Peer
-from torchrelay.transports.routes.serving import Serving
+from torchrelay.transports.routes.host import HostServer, Memory
 from torchrelay.transports.transfer.outflow import Outflow
 
 OLD, NEW = 100, 1
@@ -141,7 +141,7 @@ def asks_again(rank: int, group: Any, what: str) -> Outcome:
 
     def send(self: ControlLine, message: wire.Message) -> None:
         original(self, message)
-        if what == "fill" and isinstance(message, wire.Fill):
+        if what == "fill" and isinstance(message, wire.Word):
             for _ in range(200):
                 original(self, message)
         if what == "need" and isinstance(message, wire.Accept):
@@ -173,15 +173,15 @@ def nothing_told(rank: int, group: Any, verify: bool, atomic: bool) -> Any:
         zeros = not any(t.count_nonzero() for t in (live["w"], live["h"], *live["small"]))
         return zeros, torch.equal(before, live["w"]), got.report.route, got.report.verified
     relay.send(weights(NEW), 1)
-    original = Serving.memory
+    original = HostServer.memory
 
-    def memory(self: Serving, join: wire.Join, line: ControlLine) -> wire.Memory:
+    def memory(self: HostServer, join: wire.Join, line: ControlLine) -> Memory:
         return msgspec.structs.replace(original(self, join, line), host=b"")
 
     def digests(self: Outflow, chunks: Any = None) -> tuple[bytes, ...]:
         return tuple(digest(torch.zeros(n, dtype=torch.uint8)) for n in self._chunks.sizes)
 
-    with patched(Serving, memory=memory), patched(Outflow, digests=digests):
+    with patched(HostServer, memory=memory), patched(Outflow, digests=digests):
         relay.send(weights(NEW), 1)
     return None
 

@@ -10,7 +10,15 @@ from msgspec import inspect
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, weights
-from tests.support.messages import KINDS, Field, fields_of, forged, send_payload, wrong_values
+from tests.support.messages import (
+    KINDS,
+    ROUTE_KINDS,
+    Field,
+    fields_of,
+    forged,
+    send_payload,
+    wrong_values,
+)
 from tests.support.ways import patched
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.transports.group.lines import ControlLine
@@ -20,10 +28,11 @@ OLD, NEW, NEXT = 100, 1, 2
 TIMEOUT = 8.0
 RANKS = 2
 FIELDS = [field for kind in KINDS for field in fields_of(kind)]
+ROUTE_FIELDS = [field for kind in ROUTE_KINDS for field in fields_of(kind)]
 NUMBERS = [field for field in FIELDS if isinstance(field.type, inspect.IntType | inspect.FloatType)]
 
 
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.id)
+@pytest.mark.parametrize("field", FIELDS + ROUTE_FIELDS, ids=lambda field: field.id)
 def test_every_field_is_bounded(field: Field) -> None:
     """Also one that is added later: a number has two ends, anything with a length has a most."""
     found = field.type
@@ -42,6 +51,21 @@ def test_what_a_field_may_not_be_is_refused(field: Field) -> None:
     for value in [] if isinstance(field.type, inspect.NoneType) else wrong_values(field.type):
         with pytest.raises(RemoteProtocolError, match="unreadable message"):
             wire.read_message(forged(field, value), RANKS)
+
+
+@pytest.mark.parametrize("field", ROUTE_FIELDS, ids=lambda field: field.id)
+def test_what_a_route_may_not_say_is_refused(field: Field) -> None:
+    for value in [] if isinstance(field.type, inspect.NoneType) else wrong_values(field.type):
+        with pytest.raises(RemoteProtocolError, match="unreadable message"):
+            wire.read_as(field.kind, forged(field, value))
+
+
+@pytest.mark.parametrize("kind", ROUTE_KINDS, ids=lambda kind: kind.__name__)
+def test_what_a_route_may_say_is_read(kind: type) -> None:
+    for field in fields_of(kind):
+        if isinstance(field.type, inspect.IntType):
+            for value in (field.type.ge, field.type.le):
+                assert wire.read_as(kind, forged(field, value)) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -20,7 +20,7 @@ from tests.support.ways import BY_MESSAGES, by, every_way
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.routes import tcp as lanes
-from torchrelay.transports.routes.pull import Pull
+from torchrelay.transports.routes.host import HostPull
 from torchrelay.transports.transfer import outflow
 from torchrelay.transports.transfer.buffers import IN_FLIGHT
 from torchrelay.transports.transfer.intake import Intake
@@ -477,13 +477,13 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
                 if len(seen) == 2 and way == "group":
                     wait_for_word(group)
 
-            run = Pull.run
+            run = HostPull.run
 
-            def run_later(self: Pull) -> None:
+            def run_later(self: HostPull) -> None:
                 wait_for_word(group)
                 run(self)
 
-            patch.setattr(Pull, "run", run_later)
+            patch.setattr(HostPull, "run", run_later)
             out = attempt(lambda: relay.recv(0, into=live, progress=progress))
             return out, int(live["w"].max())
         state = {"w": torch.ones(size, dtype=torch.uint8)}
@@ -574,7 +574,7 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
     relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify=True)
     if rank == 0:
         return sent(relay, 1, 1, LONG)
-    owner: Any = Intake if way in BY_MESSAGES else Pull
+    owner: Any = Intake if way in BY_MESSAGES else HostPull
     name = {"host": "_read_and_hash", "ring": "_land"}.get(way, "_arrived")
     original, count, lock = getattr(owner, name), [0], threading.Lock()
     fill = lanes._Lane.fill

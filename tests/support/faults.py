@@ -17,8 +17,8 @@ from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
-from torchrelay.transports.routes.pull import Pull
-from torchrelay.transports.routes.serving import Serving
+from torchrelay.transports.routes.host import HostPull
+from torchrelay.transports.routes.ring import RingServer
 from torchrelay.transports.transfer.intake import Intake
 
 CHUNK = 64 << 10
@@ -111,7 +111,7 @@ SENDER = {
     "group": {**_SENDER, "data": _Spot(Sending, "_sent", nth=5)},
     "channel": {**_SENDER, "data": _Spot(Sending, "_sent", nth=5)},
     "host": {**_SENDER, "data": _Spot(Sending, "_let_read", after=True)},
-    "ring": {**_SENDER, "data": _Spot(Serving, "fill", nth=5)},
+    "ring": {**_SENDER, "data": _Spot(RingServer, "fill", nth=5)},
 }
 """Where a sender can be held, by way and phase. Where it is read from, it has no part in `data`."""
 
@@ -121,7 +121,11 @@ _RECEIVER = {
     "accepted": _Spot(ControlLine, "send", after=True, when=_says(wire.Accept)),
     "done": _Spot(Receiving, "_goodbye", when=lambda r, message: isinstance(message, wire.Done)),
 }
-_PULL = {**_RECEIVER, "commit": _Spot(Pull, "run", after=True), "pass on": _Spot(Pull, "finish")}
+_PULL = {
+    **_RECEIVER,
+    "commit": _Spot(HostPull, "run", after=True),
+    "pass on": _Spot(HostPull, "finish"),
+}
 _INTAKE = {
     **_RECEIVER,
     "data": _Spot(Intake, "_arrived", after=True, nth=5),
@@ -131,8 +135,8 @@ _INTAKE = {
 RECEIVER = {
     "group": _INTAKE,
     "channel": _INTAKE,
-    "host": {**_PULL, "data": _Spot(Pull, "_read_batch", nth=5)},
-    "ring": {**_PULL, "data": _Spot(Pull, "_take_slot", nth=5)},
+    "host": {**_PULL, "data": _Spot(HostPull, "_read_batch", nth=5)},
+    "ring": {**_PULL, "data": _Spot(HostPull, "_take_slot", nth=5)},
 }
 """Where a receiver can be held. Where it reads, one of its threads is, and others go on."""
 

@@ -11,8 +11,14 @@ from msgspec import inspect
 
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.routes.channels import Channel
+from torchrelay.transports.routes.cuda_ipc import DeviceMemory, DeviceTables
+from torchrelay.transports.routes.host import Memory
+from torchrelay.transports.routes.ring import Fill, Ring
 
 KINDS: tuple[Any, ...] = wire.Message.__args__  # type: ignore[attr-defined]
+ROUTE_KINDS: tuple[Any, ...] = (Memory, DeviceMemory, DeviceTables, Ring, Fill, Channel)
+"""What the ends of routes say to each other, within messages."""
 _under_way: list[Any] = []  # memory that the backend still reads
 SUSPECTS = (-(1 << 63), -5, -1, 1 << 31, 1 << 60, 1 << 63, (1 << 64) - 1)
 

@@ -17,8 +17,7 @@ import pytest
 
 import torchrelay as tr
 from torchrelay.memory import vectors
-from torchrelay.transports.protocol import sender
-from torchrelay.transports.routes import place, pull
+from torchrelay.transports.routes import connections, host, place
 from torchrelay.transports.routes import read_tables as readings
 
 WAYS = ("group", "channel", "host", "ring")
@@ -43,12 +42,12 @@ def taking(way: str) -> Iterator[None]:
     """Within: what relays of this process send and receive takes this way, and no other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tr.Relay.__init__.__kwdefaults__, "route", route_of(way))
-        for reader in (pull, readings):
+        for reader in (host, readings):
             patch.setattr(reader, "batches", partial(vectors.batches, piece=PIECE))
         if way == "ring":
             patch.setattr(place, "cannot_read", refused)
         if way == "channel":
-            patch.setattr(sender, "WORTH_BYTES", 0)
+            patch.setattr(connections, "WORTH_BYTES", 0)
         yield
 
 

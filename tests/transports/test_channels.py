@@ -17,13 +17,12 @@ from tests.support.faults import CHUNK, Outcome, attempt, received, sent, verdic
 from tests.support.ways import by, patched
 from torchrelay.deadlines import Deadline
 from torchrelay.record.digest import digest, running_digest
-from torchrelay.transports.group.lines import post_of
-from torchrelay.transports.protocol import fanout, wire
-from torchrelay.transports.routes import addresses, channels
+from torchrelay.transports.protocol import fanout
+from torchrelay.transports.routes import addresses, channels, connections
 from torchrelay.transports.routes import tcp as lanes
-from torchrelay.transports.routes.channels import TOKEN_BYTES, Channels
+from torchrelay.transports.routes.channels import TOKEN_BYTES, Channel, Channels, channels_of
 from torchrelay.transports.routes.tcp import Lanes
-from torchrelay.transports.transfer import intake, outflow
+from torchrelay.transports.transfer import intake
 
 OLD, LONG = 100, 25.0
 SOON = 10.0  # seconds within which a thread that was woken up has answered
@@ -155,9 +154,9 @@ def test_bytes_of_another_transfer_are_not_taken() -> None:
 @pytest.fixture
 def proposed(monkeypatch: pytest.MonkeyPatch) -> Iterator[channels.ChannelUse]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    berth = Channels().propose(1, 2, near=False)
-    yield berth
-    berth.end(keep=False)
+    use = Channels().propose(1, 2, near=False)
+    yield use
+    use.end(keep=False)
 
 
 def test_only_who_knows_the_token_is_let_in(proposed: channels.ChannelUse) -> None:
@@ -214,10 +213,10 @@ def test_who_cannot_be_reached_is_not_tried_again_at_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(socket, "create_connection", counted)
     monkeypatch.setattr(channels, "check_peer", lambda host: None)
     here = Channels()
-    record = wire.Channel("x", 2, "127.0.0.1", port)
+    record = Channel("x", 2, "127.0.0.1", port)
     for _ in range(3):
-        berth = here.answer(0, record, 2, LONG)
-        assert berth.record is None and "refused" in berth.instead["connections"]
+        use = here.answer(0, record, 2, LONG)
+        assert use.record is None and "refused" in use.instead["connections"]
     assert len(tries) == 1
     monkeypatch.setattr(channels, "TRY_AGAIN_SECONDS", 0.0)
     here.answer(0, record, 2, LONG)
@@ -225,14 +224,14 @@ def test_who_cannot_be_reached_is_not_tried_again_at_once(monkeypatch: pytest.Mo
 
 
 def test_who_had_no_time_to_connect_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_slow(record: wire.Channel, token: bytes, ends: float) -> Lanes:
+    def too_slow(record: Channel, token: bytes, ends: float) -> Lanes:
         tries.append(record)
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(channels, "_connect", too_slow)
     monkeypatch.setattr(channels, "check_peer", lambda host: None)
     here, tries = Channels(), []
-    record = wire.Channel("x", 2, "127.0.0.1", 5)
+    record = Channel("x", 2, "127.0.0.1", 5)
     for left, count in ((0.1, 1), (0.1, 2), (LONG, 3), (LONG, 3)):
         assert "timed out" in here.answer(0, record, 2, left).instead["connections"]
         assert len(tries) == count
@@ -241,19 +240,19 @@ def test_who_had_no_time_to_connect_may_try_again(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "record",
     [
-        wire.Channel("x", 0, "127.0.0.1", 1),
-        wire.Channel("x", 17, "127.0.0.1", 1),
-        wire.Channel("x", -1, "127.0.0.1", 1),
-        wire.Channel("kept there, lost here", 2),
-        wire.Channel("x", 1, "127.0.0.1", 70_000),
-        wire.Channel("x", 1, "127.0.0.1", -5),
-        wire.Channel("x", 1, "no such host.invalid", 5),
-        wire.Channel("x", 1, "a" * 300, 5),
-        wire.Channel("x", 1, "a\0b", 5),
+        Channel("x", 0, "127.0.0.1", 1),
+        Channel("x", 17, "127.0.0.1", 1),
+        Channel("x", -1, "127.0.0.1", 1),
+        Channel("kept there, lost here", 2),
+        Channel("x", 1, "127.0.0.1", 70_000),
+        Channel("x", 1, "127.0.0.1", -5),
+        Channel("x", 1, "no such host.invalid", 5),
+        Channel("x", 1, "a" * 300, 5),
+        Channel("x", 1, "a\0b", 5),
     ],
     ids=repr,
 )
-def test_a_proposal_that_cannot_be(record: wire.Channel) -> None:
+def test_a_proposal_that_cannot_be(record: Channel) -> None:
     assert Channels().answer(0, record, 2, 1.0).record is None
 
 
@@ -262,11 +261,11 @@ def test_who_is_near_is_not_listened_for_until_it_takes_the_group(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     here = Channels()
-    berth = here.propose(1, 2, near=True)
-    assert berth.record is None
-    berth.answered(wire.Accept("host"), Deadline(LONG))
+    use = here.propose(1, 2, near=True)
+    assert use.record is None
+    use.answered("host", b"", Deadline(LONG))
     assert here.propose(1, 2, near=True).record is None
-    berth.answered(wire.Accept("group"), Deadline(LONG))
+    use.answered("group", b"", Deadline(LONG))
     again = here.propose(1, 2, near=True)
     assert again.record is not None
     again.end(keep=False)
@@ -297,8 +296,8 @@ def test_the_address_is_where_gloo_listens(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(OSError):
         where()
-    berth = Channels().propose(1, 2, near=False)
-    assert berth.record is None and "connections" in berth.instead
+    use = Channels().propose(1, 2, near=False)
+    assert use.record is None and "connections" in use.instead
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     for name, address in (("localhost", "127.0.0.1"), ("no such host.invalid", "127.0.0.1")):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
@@ -321,7 +320,7 @@ def one_transfer(rank: int, relay: tr.Relay, seed: int, live: Any, **options: An
 
 def idle(group: Any, rank: int) -> list[str]:
     side = ("out", 1) if rank == 0 else ("in", 0)
-    return [channel.id for channel in post_of(group).channels._idle.get(side, [])]
+    return [channel.id for channel in channels_of(group)._idle.get(side, [])]
 
 
 def again_and_again(rank: int, group: Any) -> Any:
@@ -371,7 +370,7 @@ def kept_from_connecting(rank: int, group: Any, who: str) -> Any:
     def unreachable(*args: Any) -> Any:
         raise OSError("no way there")
 
-    def forged(record: wire.Channel, token: bytes, ends: float) -> Lanes:
+    def forged(record: Channel, token: bytes, ends: float) -> Lanes:
         return real(record, bytes(TOKEN_BYTES), ends)
 
     real = channels._connect
@@ -403,7 +402,7 @@ def hashed(rank: int, group: Any, ours: bool, theirs: bool) -> Any:
     """Each side hashes on the way or beside it, as it likes."""
     relay, live = tr.Relay(group, chunk_bytes=CHUNK, connections=2, timeout=LONG), weights(OLD)
     mine = (ours, theirs)[rank]
-    with patched(outflow, on_the_way=lambda: mine), patched(intake, on_the_way=lambda: mine):
+    with patched(connections, on_the_way=lambda: mine), patched(intake, on_the_way=lambda: mine):
         return [one_transfer(rank, relay, seed, live, atomic=seed > 1) for seed in (1, 2)]
 
 
@@ -458,7 +457,7 @@ def forgotten(rank: int, group: Any) -> Any:
     relay, live = tr.Relay(group, chunk_bytes=CHUNK, connections=2, timeout=LONG), weights(OLD)
     found = [one_transfer(rank, relay, 1, live)]
     if rank == 1:
-        kept = post_of(group).channels._idle.pop(("in", 0))
+        kept = channels_of(group)._idle.pop(("in", 0))
         for channel in kept:
             channel.cut()
     found += [one_transfer(rank, relay, seed, live) for seed in (2, 3)]

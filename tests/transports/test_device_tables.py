@@ -16,18 +16,17 @@ import xxhash
 from torchrelay.geometry.runs import Runs
 from torchrelay.stores.seam import Buffer
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
-from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes import cuda_ipc
-from torchrelay.transports.routes.cuda_ipc import IpcError, pack, sources
+from torchrelay.transports.routes import ipc_handles
 from torchrelay.transports.routes.device_digests import CELL_BYTES, CELLS, cell_bytes, cells
+from torchrelay.transports.routes.ipc_handles import Export, IpcError, pack, sources
 
 
-def allocation(base: int, nbytes: int, number: int) -> cuda_ipc._Allocation:
-    return cuda_ipc._Allocation(base, nbytes, wire.Export(number, "gpu", bytes(64)))
+def allocation(base: int, nbytes: int, number: int) -> ipc_handles._Allocation:
+    return ipc_handles._Allocation(base, nbytes, Export(number, "gpu", bytes(64)))
 
 
-def opened(pointer: int, nbytes: int, device: int = 0) -> cuda_ipc._Opened:
-    return cuda_ipc._Opened(pointer, device, nbytes)
+def opened(pointer: int, nbytes: int, device: int = 0) -> ipc_handles._Opened:
+    return ipc_handles._Opened(pointer, device, nbytes)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -110,7 +110,7 @@ def packed(rank: int, group: Any) -> Any:
     small = patched(outflow, FIRST_BYTES=CHUNK, digest=count)
     with small, patched(Outflow, _post=post_chunk):
         relay.send(state, [1, 2, 3])
-    return counts, len(relay._buffers._kept)
+    return counts, len(relay._resources.buffers._kept)
 
 
 def test_chunks_that_are_packed_are_hashed_ahead_too_in_few_buffers(pool4: Any) -> None:

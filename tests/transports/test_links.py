@@ -18,7 +18,7 @@ from tests.support.forks import run_program
 from tests.support.netns import HostFailed, Hosts, Switch, Unavailable
 from torchrelay import Relay
 from torchrelay.demo.versus import IN_PLACE
-from torchrelay.transports.routes.channels import WORTH_BYTES
+from torchrelay.transports.routes.connections import WORTH_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST_SECONDS = 100  # hosts start in seconds; a machine that is busy takes longer

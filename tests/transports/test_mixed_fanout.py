@@ -39,7 +39,7 @@ from torchrelay.transports.protocol import fanout, wire
 from torchrelay.transports.protocol.peers import Peer, go
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.routes import hops as handing
-from torchrelay.transports.routes import place
+from torchrelay.transports.routes import notes, place
 
 OLD, NEW = 100, 1
 TIMEOUT = 25.0
@@ -67,8 +67,8 @@ def told(places: dict[int, wire.Place], silent: tuple[int, ...] = (), **how: Any
 
 def pairs(words: list[wire.Go]) -> list[tuple[int, int]]:
     """Who reads and from whom; both of them are told."""
-    notes = [word.notes for word in words]
-    assert notes == [word.reads for word in words[1:]] + [False]
+    told_of = [word.notes for word in words]
+    assert told_of == [word.reads for word in words[1:]] + [False]
     assert not words[0].reads
     for word in words:
         assert word.patience == 2.0
@@ -95,17 +95,17 @@ def test_who_says_no_nonce_neither_reads_nor_is_read() -> None:
     assert pairs(told(chain, silent=(4,))) == [(1, 2), (2, 3)]
 
 
-@pytest.mark.parametrize("count", [1, wire.NOTE_CHUNKS])
+@pytest.mark.parametrize("count", [1, notes.NOTE_CHUNKS])
 def test_a_note_round_trip(count: int) -> None:
     chunks = [(1 << 47 | index, 16 + index) for index in range(count)]
-    assert len(wire.note(chunks)) == wire.NOTE_NUMBERS
-    assert wire.read_note(wire.note(chunks)) == chunks
+    assert len(notes.note(chunks)) == notes.NOTE_NUMBERS
+    assert notes.read_note(notes.note(chunks)) == chunks
 
 
 @pytest.mark.parametrize("start", [[0], [-1], [7], [1], [1, -5, 16], [1, 5, 0], [2, 5, 16, 0, 8]])
 def test_a_note_that_cannot_be(start: list[int]) -> None:
     with pytest.raises(RemoteProtocolError):
-        wire.read_note(start + [0] * (wire.NOTE_NUMBERS - len(start)))
+        notes.read_note(start + [0] * (notes.NOTE_NUMBERS - len(start)))
 
 
 # Transfers
@@ -195,8 +195,8 @@ def spoil_fourth() -> contextlib.AbstractContextManager[None]:
 
 
 def noting(change: Callable[[list[int]], list[int]]) -> contextlib.AbstractContextManager[None]:
-    original = wire.note
-    return patched(wire, note=lambda chunks: change(original(chunks)))
+    original = notes.note
+    return patched(notes, note=lambda chunks: change(original(chunks)))
 
 
 def join_as_if_willing(self: Any, knows: bytes) -> wire.Join:

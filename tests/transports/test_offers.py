@@ -25,8 +25,8 @@ OLD, LONG = 100, 25.0
 
 
 def offer(state: Any, step: int | None, host: bytes = b"table") -> wire.Offer:
-    memory = wire.Memory(wire.Place("boot"), 5, 6, host)
-    return wire.Offer(capture(state, step).encoded(), memory=memory, route="host", threads=2)
+    routes = {"host": wire.RouteOffer(b"who I am", host), "far": wire.RouteOffer(b"where I am")}
+    return wire.Offer(capture(state, step).encoded(), routes=routes, route="host", threads=2)
 
 
 @pytest.mark.parametrize("step", [None, 0, 7, 127, 128, 1 << 20, (1 << 62) - 1])
@@ -37,7 +37,9 @@ def test_what_is_left_out_is_put_back(step: int | None) -> None:
     known = here.of(0)
     whole = offer(state, step)
     short = shortened(whole, known.digest)
-    assert short.again and not short.manifest and short.memory and not short.memory.host
+    assert (
+        short.again and not short.manifest and short.routes["host"] == wire.RouteOffer(b"who I am")
+    )
     assert here.full(0, short, known) == msgspec.structs.replace(whole, again=True, step=step)
 
 
@@ -50,11 +52,21 @@ def test_what_differs_is_told() -> None:
     for whole in (offer(other, 3), offer(state, 3, b"tablf"), offer(state, 3, b"")):
         assert shortened(whole, digest) is whole
     assert shortened(offer(state, 3), b"") == offer(state, 3)
-    elsewhere = msgspec.structs.replace(offer(state, 3), memory=None)
+    elsewhere = msgspec.structs.replace(offer(state, 3), routes={})
     assert shortened(elsewhere, digest) is elsewhere
-    # Bytes that move from one part to the other are other parts.
-    one = wire.Offer(capture(state, 1).encoded(), memory=offer(state, 1, b"ab").memory)
-    assert offers._long_parts(one) != offers._long_parts(offer(state, 1, b"a"))
+    # Bytes that move from one part to another are other parts.
+    told = capture(state, 1).encoded()
+
+    def parts(**fixed: bytes) -> Known | None:
+        routes = {name: wire.RouteOffer(b"", part) for name, part in fixed.items()}
+        return offers._long_parts(wire.Offer(told, routes=routes))
+
+    digests = [
+        part.digest
+        for part in (parts(), parts(a=b"bc"), parts(ab=b"c"), parts(b=b"bc"), parts(a=b"b", c=b"c"))
+        if part is not None
+    ]
+    assert len(set(digests)) == 5
 
 
 def test_as_before_where_nothing_was_is_an_error() -> None:
@@ -75,7 +87,7 @@ def test_few_are_kept_and_none_that_is_long(monkeypatch: pytest.MonkeyPatch) -> 
     unreadable = wire.Offer(b"\xff no manifest")
     monkeypatch.setattr(offers, "_MOST_BYTES", 1 << 20)
     assert here.full(6, unreadable, Known()) is unreadable and here.of(6) == Known()
-    here.clear()
+    here.forget()
     assert not here._known
 
 

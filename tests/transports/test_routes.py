@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import struct
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +17,19 @@ import torch
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, attempt, received, verdict, weights
+from tests.support.messages import ROUTE_KINDS
 from tests.support.ranks import run_ranks
 from tests.support.ways import BY_MESSAGES, by, elsewhere, every_way, patched, refused
 from torchrelay.geometry.runs import Runs
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.fanout import by_machine
 from torchrelay.transports.routes import choice as routes
 from torchrelay.transports.routes import place
+from torchrelay.transports.routes.host import HostServer, Memory, reach
 from torchrelay.transports.routes.place import Proof
-from torchrelay.transports.routes.serving import Serving
+from torchrelay.transports.routes.ring import Fill, Ring
+from torchrelay.transports.routes.seam import Mover, Unavailable
 
 OLD, NEW = 100, 1
 TIMEOUT = 20.0
@@ -34,34 +39,112 @@ HERE = wire.Place("boot", 1000, 7, 41)
 # The choice, without processes
 
 
-def offered(route: str | None = None, **there: Any) -> wire.Offer:
-    memory = wire.Memory(msgspec.structs.replace(HERE, **{"pid": 42, **there}), 1, 2)
-    return wire.Offer(b"", memory=memory, route=route)
+class Fake:
+    """A route that works, or says why it does not."""
+
+    pulls = False
+
+    def __init__(self, name: str, why: str | None = None, *, by_request: bool = False) -> None:
+        self.name, self.asked_as, self.by_request = name, name, by_request
+        self.why, self.mover, self.asked = why, Mover(), 0
+
+    def accept(self, offer: Any, incoming: Any) -> Any:
+        self.asked += 1
+        return self.mover if self.why is None else Unavailable(self.why)
 
 
 def chosen(
     monkeypatch: pytest.MonkeyPatch,
-    offer: wire.Offer,
-    wanted: str | None = None,
     *,
-    ipc: str = "no GPU",
-    read: str = "",
-    opened: str = "",
-) -> routes.Choice:
-    monkeypatch.setattr(place, "cannot_read", lambda process, claim: read)
-    monkeypatch.setattr(place, "cannot_open", lambda process, claim: opened)
-    return routes.choose(offer, HERE, b"", wanted, lambda: ipc)
+    ipc: str | None = "no GPU",
+    host: str | None = None,
+    offered: str | None = None,
+    wanted: str | None = None,
+) -> tuple[str, dict[str, str]]:
+    listed = Fake("cuda_ipc", ipc), Fake("host", host), Fake("wish", by_request=True), Fake("group")
+    monkeypatch.setattr(routes, "ROUTES", listed)
+    incoming: Any = types.SimpleNamespace(offer=wire.Offer(b"", route=offered))
+    route, mover, instead = routes.choose(incoming, wanted)
+    [taken] = [one for one in listed if one is route]
+    assert mover is taken.mover
+    assert [one.asked for one in listed if one.name in instead].count(0) == sum(
+        why == "not asked for" for why in instead.values()
+    )
+    return route.name, instead
 
 
 def test_the_fastest_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen(monkeypatch, offered(), ipc="") == routes.Choice("cuda_ipc", True)
-    host = chosen(monkeypatch, offered())
-    assert host == routes.Choice("host", True, "", {"cuda_ipc": "no GPU"})
-    ring = chosen(monkeypatch, offered(), read="may not")
-    assert ring == routes.Choice("host", False, "may not", {"cuda_ipc": "no GPU"})
-    group = chosen(monkeypatch, offered(), read="may not", opened="nor this")
-    why = "nor this"
-    assert group == routes.Choice("group", instead={"cuda_ipc": why, "host": why})
+    assert chosen(monkeypatch, ipc=None) == ("cuda_ipc", {})
+    assert chosen(monkeypatch) == ("host", {"cuda_ipc": "no GPU"})
+    assert chosen(monkeypatch, host="may not") == (
+        "group",
+        {"cuda_ipc": "no GPU", "host": "may not"},
+    )
+
+
+def test_what_has_nothing_to_say_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, ipc="", host="") == ("group", {})
+
+
+@pytest.mark.parametrize("by_sender", [True, False])
+def test_one_route_alone(monkeypatch: pytest.MonkeyPatch, by_sender: bool) -> None:
+    def only(route: str, **facts: str | None) -> tuple[str, dict[str, str]]:
+        who = {"offered" if by_sender else "wanted": route}
+        return chosen(monkeypatch, **facts, **who)
+
+    not_asked = "not asked for"
+    assert only("group", ipc=None) == ("group", {"cuda_ipc": not_asked, "host": not_asked})
+    assert only("host", ipc=None) == ("host", {"cuda_ipc": not_asked})
+    assert only("cuda_ipc", ipc=None) == ("cuda_ipc", {})
+    assert only("wish") == ("wish", {"cuda_ipc": not_asked, "host": not_asked})
+    with pytest.raises(tr.RouteError, match="'cuda_ipc' was asked for, but: no GPU"):
+        only("cuda_ipc")
+    with pytest.raises(tr.RouteError, match="'host' was asked for, but: nor this"):
+        only("host", host="nor this")
+
+
+def test_two_that_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(tr.RouteError, match="'group' alone, this side 'host'"):
+        chosen(monkeypatch, offered="group", wanted="host")
+    assert chosen(monkeypatch, offered="host", wanted="host")[0] == "host"
+
+
+def test_a_route_of_a_newer_sender_is_not_taken_for_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(tr.RouteError, match="'teleport'"):
+        chosen(monkeypatch, offered="teleport")
+
+
+def test_a_route_that_is_none() -> None:
+    with pytest.raises(tr.UsageError, match="cuda_ipc, host, group or None, not 'tcp'"):
+        routes.check_route("tcp")
+
+
+class Alone:
+    """A receiver's line without a group."""
+
+    def __init__(self) -> None:
+        self.group: Any = types.SimpleNamespace(rank=lambda: 1)
+        self.peer, self.transfer = 0, 7
+
+
+def reached(monkeypatch: pytest.MonkeyPatch, **there: Any) -> Any:
+    monkeypatch.setattr(place, "here", lambda: HERE)
+    memory = Memory(msgspec.structs.replace(HERE, **{"pid": 42, **there}), 1, 2)
+    incoming: Any = types.SimpleNamespace(line=Alone(), nonce=b"n" * wire.NONCE_BYTES)
+    return reach(memory, incoming)
+
+
+def test_a_process_that_may_not_be_read_is_reached_by_a_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for why in ("", "may not"):
+        monkeypatch.setattr(place, "cannot_read", lambda process, claim, why=why: why)
+        monkeypatch.setattr(place, "cannot_open", lambda process, claim: "")
+        assert reached(monkeypatch).reads == (not why)
+    monkeypatch.setattr(place, "cannot_open", lambda process, claim: "nor this")
+    assert reached(monkeypatch) == Unavailable("nor this")
 
 
 @pytest.mark.parametrize(
@@ -78,52 +161,43 @@ def test_who_is_elsewhere_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, there: dict[str, Any], why: str
 ) -> None:
     monkeypatch.setattr(place, "cannot_open", pytest.fail)
-    choice = routes.choose(offered(**there), HERE, b"", None, pytest.fail)
-    assert choice.route == "group" and not choice.reads
-    assert set(choice.instead) == {"cuda_ipc", "host"}
-    assert all(why in reason for reason in choice.instead.values())
+    assert why in reached(monkeypatch, **there).because
 
 
-def test_a_sender_that_does_not_tell_is_served_over_the_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert (
-        chosen(monkeypatch, wire.Offer(b"")).instead["host"].startswith("the sender does not say")
-    )
+def test_a_sender_that_does_not_tell_is_served_over_the_group() -> None:
+    for name in ("host", "cuda_ipc"):
+        found: Any = routes.BY_NAME[name].accept(None, None)  # type: ignore[arg-type]
+        assert found.because.startswith("the sender does not say")
 
 
-@pytest.mark.parametrize("by_sender", [True, False])
-def test_one_route_alone(monkeypatch: pytest.MonkeyPatch, by_sender: bool) -> None:
-    def only(route: str, **facts: str) -> routes.Choice:
-        offer = offered(route if by_sender else None)
-        return chosen(monkeypatch, offer, None if by_sender else route, **facts)
-
-    not_asked = "not asked for"
-    assert only("group", ipc="").instead == {"cuda_ipc": not_asked, "host": not_asked}
-    assert only("host", ipc="") == routes.Choice("host", True, "", {"cuda_ipc": not_asked})
-    assert only("cuda_ipc", ipc="").route == "cuda_ipc"
-    with pytest.raises(tr.RouteError, match="'cuda_ipc' was asked for, but: no GPU"):
-        only("cuda_ipc")
-    with pytest.raises(tr.RouteError, match="'host' was asked for, but: nor this"):
-        only("host", read="may not", opened="nor this")
+def test_messages_of_the_protocol_do_not_name_what_routes_say() -> None:
+    """So a route is added without touching them."""
+    own = {"memory", "ring", "channel", "token", "exports", "slot", "host", "fd", "port", "handle"}
+    said = own.union(*(kind.__struct_fields__ for kind in ROUTE_KINDS))
+    said -= {"device", "verify", "digests"}  # of the whole transfer, too
+    for kind in (wire.Offer, wire.Accept, wire.Go, wire.Trailer, wire.Word):
+        assert not said & set(kind.__struct_fields__), kind
 
 
-def test_two_that_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(tr.RouteError, match="'group' alone, this side 'host'"):
-        chosen(monkeypatch, offered("group"), "host")
-    assert chosen(monkeypatch, offered("host"), "host").route == "host"
+def explained(rank: int, group: Any) -> Any:
+    relay = tr.Relay(group, timeout=30)
+    state = {"w": torch.full((1 << 20,), float(rank))}
+    report = relay.send(state, to=1) if rank == 0 else relay.recv(0, into=state).report
+    relay.close()
+    return report.seconds, report.explain()
 
 
-def test_a_route_of_a_newer_sender_is_not_taken_for_the_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(tr.RouteError, match="'teleport'"):
-        chosen(monkeypatch, offered("teleport"))
+def test_reports_explain_themselves(pool2: Any) -> None:
+    for seconds, text in pool2.run(explained):
+        assert "by route host" in text and "not by cuda_ipc:" in text and "total" in text
+        for phase in seconds:
+            assert phase in text
 
 
-def test_a_route_that_is_none() -> None:
-    with pytest.raises(tr.UsageError, match="cuda_ipc, host, group or None, not 'tcp'"):
-        routes.check_route("tcp")
+def test_machines_stay_together() -> None:
+    where = {1: "a", 2: "b", 3: "a", 4: "", 5: "b", 6: "a"}
+    assert by_machine([1, 2, 3, 4, 5, 6], where.__getitem__) == [1, 3, 6, 2, 5, 4]
+    assert by_machine([], where.__getitem__) == []
 
 
 # The choice, between processes
@@ -311,16 +385,16 @@ def lying_sender(rank: int, group: Any, name: str) -> Any:
         live = weights(OLD)
         return received(relay, 0, live, OLD, NEW, 5), received(relay, 0, live, OLD, 2, 5)
     lie = dict(LIES[name][0])
-    original = Serving.memory
+    original = HostServer.memory
 
-    def memory(self: Serving, join: wire.Join, line: ControlLine) -> wire.Memory:
+    def memory(self: HostServer, join: wire.Join, line: ControlLine) -> Memory:
         true = original(self, join, line)
         if lie.get("host", b"") is None:
-            size = self._chunks.stream_bytes
+            size = self._stream_bytes
             lie["host"] = table((0, 1 << 46, size // 2), (size // 2, BIG - 100, size - size // 2))
         return msgspec.structs.replace(true, **lie)
 
-    with patched(Serving, memory=memory):
+    with patched(HostServer, memory=memory):
         out = attempt(lambda: relay.send(weights(NEW), 1, step=NEW))
     return out, attempt(lambda: relay.send(weights(2), 1, step=2))
 
@@ -334,15 +408,15 @@ def test_memory_that_cannot_be(pool2: Any, name: str) -> None:
 
 
 REPLIES: dict[str, Callable[[Any], Any]] = {
-    "another chunk": lambda m: wire.Filled(m.chunk + 1, m.slot) if filled(m) else m,
-    "no such chunk": lambda m: wire.Filled(9999, m.slot) if filled(m) else m,
-    "negative chunk": lambda m: wire.Filled(-1, m.slot) if filled(m) else m,
-    "no such slot": lambda m: wire.Filled(m.chunk, 9999) if filled(m) else m,
-    "another slot": lambda m: wire.Filled(m.chunk, 1 - m.slot) if filled(m) else m,
+    "another chunk": lambda m: filled(m, lambda chunk, slot: (chunk + 1, slot)),
+    "no such chunk": lambda m: filled(m, lambda chunk, slot: (9999, slot)),
+    "negative chunk": lambda m: filled(m, lambda chunk, slot: (-1, slot)),
+    "no such slot": lambda m: filled(m, lambda chunk, slot: (chunk, 9999)),
+    "another slot": lambda m: filled(m, lambda chunk, slot: (chunk, 1 - slot)),
     "no slots": lambda m: with_ring(m, slots=0),
     "negative slots": lambda m: with_ring(m, slots=-2, slot_bytes=-(64 << 10)),
     "small slots": lambda m: with_ring(m, slot_bytes=4096),
-    "no ring": lambda m: msgspec.structs.replace(m, ring=None) if isinstance(m, wire.Go) else m,
+    "no ring": lambda m: msgspec.structs.replace(m, word=b"") if isinstance(m, wire.Go) else m,
     "a short file": lambda m: with_ring(m, slots=1 << 20),
     "no file": lambda m: with_ring(m, id=1 << 40, fd=1 << 20),
     "many threads": lambda m: (
@@ -351,14 +425,18 @@ REPLIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def filled(message: Any) -> bool:
-    return isinstance(message, wire.Filled) and message.slot == 0
+def filled(message: Any, lie: Callable[[int, int], tuple[int, int]]) -> Any:
+    if not isinstance(message, wire.Word):
+        return message
+    said = wire.read_as(Fill, message.word)
+    return message if said.slot else wire.Word(msgspec.msgpack.encode(lie(said.chunk, said.slot)))
 
 
 def with_ring(message: Any, **lies: Any) -> Any:
     if not isinstance(message, wire.Go):
         return message
-    return msgspec.structs.replace(message, ring=msgspec.structs.replace(message.ring, **lies))
+    ring = msgspec.structs.replace(wire.read_as(Ring, message.word), **lies)
+    return msgspec.structs.replace(message, word=msgspec.msgpack.encode(ring))
 
 
 def lying_replies(rank: int, group: Any, name: str) -> Any:
@@ -399,10 +477,11 @@ def lying_receiver(rank: int, group: Any, name: str) -> Any:
     def send(self: ControlLine, message: wire.Message) -> None:
         if isinstance(message, wire.Accept) and name == "route":
             message = wire.Accept("teleport")
-        if isinstance(message, wire.Fill):
-            chunk = {"chunk": 9999, "negative chunk": -1}.get(name, message.chunk)
-            slot = {"slot": 9999, "negative slot": -1}.get(name, message.slot)
-            message = wire.Fill(chunk, slot)
+        if isinstance(message, wire.Word):
+            said = wire.read_as(Fill, message.word)
+            chunk = {"chunk": 9999, "negative chunk": -1}.get(name, said.chunk)
+            slot = {"slot": 9999, "negative slot": -1}.get(name, said.slot)
+            message = wire.Word(msgspec.msgpack.encode((chunk, slot)))
         original(self, message)
 
     with patched(ControlLine, send=send):

@@ -30,7 +30,6 @@ from torchrelay.transports.group.c10d import ProcessGroup, Watcher, inside_backe
 from torchrelay.transports.group.device_group import DeviceGroup, Mail
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.exchange import OfferExchange
-from torchrelay.transports.routes.channels import Channels
 
 GRACE = 1.0  # seconds for the last messages of a transfer to be taken
 CLOSED = (
@@ -254,7 +253,6 @@ class GroupLines:
         self._mail = Mail(group.get_group_store()) if backends and "cpu" not in backends else None  # type: ignore[attr-defined]
         # gloo takes no device pointers; other backends of a device move its memory directly.
         self.direct = [kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"]
-        self.channels = Channels()
         self.trading = OfferExchange()
         self.one_at_a_time = threading.Lock()  # those know no tags
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
 """Offers, told in full once and by their digest while they stay the same.
 
-What is long about an offer is the manifest and the table of memory. A receiver that has both from
-an earlier transfer says so when it joins, and the sender then leaves them out.
+What is long about an offer is the manifest and the fixed parts of the routes. A receiver that has
+them from an earlier transfer says so when it joins, and the sender then leaves them out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torchrelay.errors import RemoteProtocolError
 from torchrelay.record import codec
 from torchrelay.record.digest import running_digest
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.resources import Kept
 
 _MOST_BYTES = 8 << 20  # of an offer that is kept
 _MOST_SENDERS = 4
@@ -24,10 +25,10 @@ class Known(NamedTuple):
 
     digest: bytes = b""
     manifest: bytes = b""
-    host: bytes = b""
+    fixed: tuple[tuple[str, bytes], ...] = ()  # by route
 
 
-class Offers:
+class Offers(Kept):
     """What senders have offered to this process. Threads may share it."""
 
     def __init__(self) -> None:
@@ -43,9 +44,13 @@ class Offers:
             return offer
         if not known.digest:
             raise RemoteProtocolError("an offer as before, where none was", rank=sender)
-        memory = offer.memory and msgspec.structs.replace(offer.memory, host=known.host)
+        fixed = dict(known.fixed)
+        routes = {
+            name: wire.RouteOffer(one.fresh, fixed.get(name, b""))
+            for name, one in offer.routes.items()
+        }
         manifest = codec.with_step(known.manifest, offer.step)
-        return msgspec.structs.replace(offer, manifest=manifest, memory=memory)
+        return msgspec.structs.replace(offer, manifest=manifest, routes=routes)
 
     def _keep(self, sender: int, offer: wire.Offer) -> None:
         found = _long_parts(offer)
@@ -55,7 +60,7 @@ class Offers:
             others[sender] = found
         self._known = others
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         self._known = {}
 
 
@@ -64,22 +69,25 @@ def shortened(offer: wire.Offer, digest: bytes) -> wire.Offer:
     found = _long_parts(offer) if digest else None
     if found is None or found.digest != digest:
         return offer
-    memory = offer.memory and msgspec.structs.replace(offer.memory, host=b"")
+    routes = {name: wire.RouteOffer(one.fresh) for name, one in offer.routes.items()}
     step = codec.step_of(offer.manifest)
-    return msgspec.structs.replace(offer, manifest=b"", memory=memory, again=True, step=step)
+    return msgspec.structs.replace(offer, manifest=b"", routes=routes, again=True, step=step)
 
 
 def _long_parts(offer: wire.Offer) -> Known | None:
     """None for parts that are too long to keep, or not as they should be."""
-    host = offer.memory.host if offer.memory is not None else b""
-    if len(offer.manifest) + len(host) > _MOST_BYTES:
+    fixed = tuple(sorted((name, one.fixed) for name, one in offer.routes.items() if one.fixed))
+    if len(offer.manifest) + sum(len(part) for _, part in fixed) > _MOST_BYTES:
         return None
     try:
         manifest = codec.with_step(offer.manifest, None)
     except ValueError:
         return None
     digest = running_digest()
-    for part in (manifest, host):
+    parts = [manifest]
+    for name, long in fixed:
+        parts += [name.encode(), long]
+    for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return Known(digest.digest(), manifest, host)
+    return Known(digest.digest(), manifest, fixed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchrelay.deadlines import Deadline
@@ -19,8 +19,8 @@ from torchrelay.errors import (
 from torchrelay.transports.group.lines import ControlLine, GroupLines
 from torchrelay.transports.protocol import fanout, wire
 from torchrelay.transports.routes import place
-from torchrelay.transports.routes.channels import Channels, ChannelUse
-from torchrelay.transports.routes.choice import ROUTES
+from torchrelay.transports.routes.choice import BY_NAME, GROUP
+from torchrelay.transports.routes.seam import Route, Server
 
 UNTAKEN = 64  # messages that a receiver which goes on asking has not taken
 
@@ -48,13 +48,9 @@ class Peer:
     refusal: wire.Refuse | None = None
     place: wire.Place = field(default_factory=wire.Place)
     accept: wire.Accept = field(default_factory=wire.Accept)
-    berth: ChannelUse = field(default_factory=ChannelUse)
     reads: bool = False  # may read other receivers, and be read
     hashes: int = 0  # of the first so many chunks it knows the digests, to pass them on
-    route: str = "group"
-    instead: dict[str, str] = field(default_factory=dict)  # faster routes: why not
-    needs_ring: bool = False
-    hashed: tuple[int, ...] = ()  # chunks whose digests it compares, not by the group
+    route: Route = GROUP
     pulled: bool = False  # has read everything, and waits for our word
     trailed: bool = False  # has it
     joined_at: float = 0.0
@@ -72,26 +68,16 @@ class Peer:
         self.lane = need.lane
         return fine and max(need.chunks, default=0) < chunks
 
-    def propose(
-        self, join: wire.Join, channels: Channels, connections: int, *, near: bool, local: bool
-    ) -> None:
-        """Offer it connections; `local` ones alone, if those within this machine are of use."""
-        self.berth.end(keep=False)  # of a join that came to nothing
-        elsewhere = join.place.machine != place.here().machine
-        if not (local and elsewhere):
-            self.berth = channels.propose(self.rank, connections, near=near, local=local)
-
-    def take(self, accept: wire.Accept, only: str | None) -> str:
+    def take(self, accept: wire.Accept, only: str | None, offered: Collection[str]) -> str:
         """It takes the offer, by the `only` route if there is one; else: why that is of no use."""
-        if accept.route not in ROUTES:
+        route = BY_NAME.get(accept.route)
+        if route is None or (route.name not in offered and route is not GROUP):
             return f"took route {accept.route!r}, which is not known here"
-        if only not in (None, accept.route):
+        if only not in (None, route.asked_as):
             reason = f"it takes route {accept.route!r}, and {only!r} was asked for"
             self.refusal = wire.Refuse("route", reason)
             return reason
-        self.stage, self.accept = "accepted", accept
-        self.route, self.needs_ring = accept.route, accept.ring
-        self.instead, self.hashed = accept.instead, accept.hashed
+        self.stage, self.accept, self.route = "accepted", accept, route
         return ""
 
     def give_up(self, reason: str, *, late: bool = False) -> None:
@@ -124,18 +110,12 @@ def join_ends(peers: Iterable[Peer], nobody_by: float, window: float, deadline: 
     return max(came + min(window, (end - came) / 2) for came in waits)
 
 
-def connect(peers: Sequence[Peer], seconds: float) -> None:
-    """Take the connections that receivers have made, within so many seconds in all.
-
-    Those of several are used only within this host: bytes cross a link once, through a chain.
-    """
-    by_group = [peer for peer in peers if peer.route == "group"]
+def connect(peers: Sequence[Peer], servers: Mapping[str, Server], seconds: float) -> None:
+    """Have the routes hear what receivers answer, within so many seconds in all."""
     for peer in peers:
-        peer.berth.answered(peer.accept, Deadline(max(seconds / len(peers), 0.001)))
-        channel = peer.berth.channel
-        shares_link = len(by_group) > 1 and channel is not None and not channel.local
-        if shares_link or peer.route != "group":
-            peer.berth.decline()
+        taken, deadline = peer.route.name, Deadline(max(seconds / len(peers), 0.001))
+        for name, server in servers.items():
+            server.answer(peer.rank, taken, peer.accept.answer if name == taken else b"", deadline)
 
 
 def go(
@@ -144,6 +124,7 @@ def go(
     patience: float,
     *,
     may_read: bool,
+    route: str = GROUP.name,
 ) -> wire.Go:
     """What a receiver is told of its place in the chain; `may_read`: memory of one another."""
     me, before = peers[hop.rank], peers.get(hop.upstream)  # none where it is the sender
@@ -155,7 +136,7 @@ def go(
         patience,
         reads=before is not None and may_read and _can_try(me, before),
         notes=behind is not None and may_read and _can_try(behind, me),
-        channel=me.berth.channel is not None,
+        route=route,
     )
 
 

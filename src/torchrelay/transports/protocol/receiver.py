@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import queue
 import secrets
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from torchrelay.deadlines import Deadline, InterruptedTransfer, Stopwatch
+from torchrelay.deadlines import Deadline, InterruptedTransfer
 from torchrelay.errors import (
     ManifestError,
     MismatchError,
@@ -23,13 +22,10 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from torchrelay.geometry.runs import Runs
 from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing
-from torchrelay.memory.pool import cores
-from torchrelay.memory.side import in_use, settle
+from torchrelay.memory.side import settle
 from torchrelay.record import codec
-from torchrelay.record.compact import KnownTree
 from torchrelay.record.manifest import Manifest
 from torchrelay.transports.group.lines import (
     CLOSED,
@@ -42,14 +38,11 @@ from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.events import Awaited, expect, failure
 from torchrelay.transports.protocol.exchange import HeldOffer
 from torchrelay.transports.protocol.known_offers import Offers
-from torchrelay.transports.routes import cuda_ipc, place
-from torchrelay.transports.routes.channels import ChannelUse
-from torchrelay.transports.routes.choice import Choice, choose
-from torchrelay.transports.routes.pull import Pull, Ways, find_ways
-from torchrelay.transports.routes.read_tables import Readings
-from torchrelay.transports.routes.ring import MappedRings
-from torchrelay.transports.transfer.buffers import BufferPool
-from torchrelay.transports.transfer.intake import Intake
+from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
+from torchrelay.transports.resources import Resources
+from torchrelay.transports.routes import place
+from torchrelay.transports.routes.choice import GROUP, Choice, choose
+from torchrelay.transports.routes.seam import Incoming, Mover, Route
 
 
 def answer(post: GroupLines, sender: int, deadline: Deadline) -> int:
@@ -93,47 +86,23 @@ class Receiving:
         post: GroupLines,
         sender: int,
         transfer: int,
-        *,
-        step: int | None,
-        land: Callable[[Manifest], Landing],
-        deadline: Deadline,
-        buffers: BufferPool,
-        rings: MappedRings,
-        openings: cuda_ipc.Openings,
-        offers: Offers,
-        readings: Readings,
-        recall: codec.Recall,
-        known: KnownTree | None,
-        route: str | None,
-        connections: int,
-        watch: Stopwatch,
-        progress: Callable[[int, int], None],
+        wanted: ReceiveOptions,
+        call: TransferCall,
+        resources: Resources,
     ) -> None:
         self._sender = sender
         self._line = ControlLine(post.group, sender, transfer)
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._post = post
-        self._step = step
-        self._land = land
-        self._deadline = deadline
-        self._buffers = buffers
-        self._rings = rings
-        self._openings, self._offers, self._readings = openings, offers, readings
-        self._ways: Ways | None = None
-        self._recall, self._known = recall, known
-        self._route, self._connections = route, connections
+        self._post, self._wanted, self._resources = post, wanted, resources
+        self._step, self._route = wanted.step, wanted.route
+        self._deadline, self.watch, self._progress = call.deadline, call.watch, call.progress
         # With route "group" nobody's memory is read.
-        self._nonce = b"" if route == "group" else secrets.token_bytes(wire.NONCE_BYTES)
+        self._nonce = b"" if self._route == "group" else secrets.token_bytes(wire.NONCE_BYTES)
         self._proof: place.Proof | None = None
-        self.berth = ChannelUse()
-        self.watch = watch
-        self._progress = progress
         self._landing: Landing | None = None
         self._said_goodbye = self._whole = False
         self.manifest: Manifest | None = None
-        self.intake: Intake | Pull | None = None
-        self.choice = Choice("group")
-        self.verified = False  # whether digests were compared
+        self.choice: Choice | None = None
 
     @property
     def nbytes(self) -> int:
@@ -160,71 +129,73 @@ class Receiving:
                 ) from fault
             raise
         finally:
-            if self.intake is not None:
-                self.intake.close()
-            self.berth.end(keep=self._whole)
+            if self.choice is not None:
+                self.choice.mover.close(keep=self._whole)
             self._line.leave()
 
     def _run(self) -> Landed:
         with self.watch("join"):
-            known = self._offers.of(self._sender)
+            offers = self._resources.of(Offers)
+            known = offers.of(self._sender)
             self._line.send(self._join(known.digest))
-            offer = self._offers.full(self._sender, self._expect(wire.Offer), known)
+            offer = offers.full(self._sender, self._expect(wire.Offer), known)
             offer = self._exchange(offer)
-            landing = self._consider(offer)
-            ring = self._ways is not None and bool(self._ways.shares.ringed)
-            hashed: tuple[int, ...] = ()
-            if self._ways is not None and offer.memory is not None and offer.memory.verify:
-                hashed = self._ways.hashed
-            if self._ways is None:
-                self.berth = self._post.channels.answer(
-                    self._sender,
-                    offer.channel,
-                    self._connections,
-                    self._deadline.left(),
-                    local=not offer.threads,  # there are others beside this rank
-                )
-            agreed = self.berth.record is not None
-            self._line.send(
-                wire.Accept(
-                    self.choice.route,
-                    ring,
-                    self.choice.instead,
-                    hashed,
-                    agreed,
-                    self.berth.token,
-                )
-            )
-            if agreed:
-                self.berth.agreed(self._deadline)
-            if offer.threads and self._ways is not None and not ring:
-                go = wire.Go(self._sender, threads=offer.threads)  # nobody else to wait for
+            landing, choice = self._consider(offer)
+            mover, name = choice.mover, choice.route.name
+            self._line.send(wire.Accept(name, mover.answer, choice.instead, mover.hashed))
+            if offer.threads and choice.route.pulls and not mover.answer:
+                # Nobody else to wait for.
+                go = wire.Go(self._sender, threads=offer.threads, route=name)
             else:
                 go = self._expect(wire.Go)
         with self.watch("data"):
-            self.verified = _verified(offer, self.choice.route)
-            if self._ways is None or offer.memory is None:
-                self._take_in(offer, landing, go)
-            else:
-                self._pull(offer.memory, landing, self._ways, go)
+            if why := off_schedule(go, offer, choice.route, me=self._me, sender=self._sender):
+                raise RemoteProtocolError(why, rank=self._sender, phase="join")
+            if go.route != name:
+                self._fall_back(offer, landing)
+            self.mover.run(go)
         with self.watch("commit"):
             landed = landing.commit()
             settle()
         self._whole = True
         self._goodbye(wire.Done())
         with self.watch("pass on"):
-            assert self.intake is not None
-            self.intake.finish()
-        if self._ways is None:
+            self.mover.finish()
+        if not choice.route.pulls:
             # Receivers that pass on or are passed on to part with the sender's word. One that has
             # taken the bytes itself has nothing more to hear.
             self._line.ended.wait(GRACE)
         return landed
 
     @property
-    def handed_bytes(self) -> int:
-        """Read out of the memory of the receiver before this one."""
-        return self.intake.handed_bytes if isinstance(self.intake, Intake) else 0
+    def mover(self) -> Mover:
+        assert self.choice is not None
+        return self.choice.mover
+
+    def _fall_back(self, offer: wire.Offer, landing: Landing) -> None:
+        """The sender has the bytes come over the group, not as agreed."""
+        assert self.choice is not None
+        self.mover.close(keep=False)
+        mover = GROUP.accept(None, self._incoming(offer, landing))
+        assert isinstance(mover, Mover)
+        self.choice = Choice(GROUP, mover, self.choice.instead)
+
+    def _incoming(self, offer: wire.Offer, landing: Landing) -> Incoming:
+        assert self.manifest is not None
+        return Incoming(
+            self._line,
+            self._events,
+            offer,
+            landing,
+            partial(named, self.manifest, landing.chunks),
+            self._nonce,
+            self._route != "group",
+            self.manifest.step,
+            self._deadline,
+            self._resources,
+            self._wanted.connections,
+            self._progress,
+        )
 
     def _join(self, knows: bytes) -> wire.Join:
         here, fd = place.here(), -1
@@ -241,28 +212,6 @@ class Receiving:
     def _claim(self, owner: int, reader: int) -> bytes:
         return place.claim(self._nonce, owner, reader, self._line.transfer)
 
-    def _take_in(self, offer: wire.Offer, landing: Landing, go: wire.Go) -> None:
-        if not go.channel:
-            self.berth.decline()
-        if why := off_schedule(go, offer, me=self._me, sender=self._sender):
-            raise RemoteProtocolError(why, rank=self._sender, phase="join")
-        self.intake = Intake(
-            self._line,
-            self._events,
-            landing,
-            go,
-            self.berth.channel,
-            verify=offer.verify,
-            # Another call of this process, which this one has traded offers with, may have agreed.
-            may_read=self._route != "group",
-            device=offer.device,
-            step=self.manifest.step if self.manifest else None,
-            deadline=self._deadline,
-            buffers=self._buffers,
-            progress=self._progress,
-        )
-        self.intake.run()
-
     def _why_gone(self) -> RelayError | None:
         """Why the sender has given up, if it has: it takes away then what a route needs."""
         while not self._events.empty():
@@ -270,72 +219,6 @@ class Receiving:
             if isinstance(event, (wire.Abort, RelayError)):
                 return failure(event, self._sender, "join")
         return None
-
-    def _choose(self, offer: wire.Offer, landing: Landing) -> None:
-        """Find the route; open the sender's device memory if that is it."""
-        opened: dict[int, Runs] = {}
-
-        def open_device_memory() -> str:
-            memory = offer.memory
-            if memory is None or not memory.device:
-                return memory.no_exports if memory is not None else "nothing is exported"
-            if not landing.on_device:
-                return "the destination is in host memory"
-            try:
-                found = self._openings.sources(self._sender, memory, landing.chunks.stream_bytes)
-                opened.update(found)
-            except cuda_ipc.IpcError as fault:
-                return str(fault)
-            return ""
-
-        claim = self._claim(self._sender, self._me)
-        self.choice = choose(offer, place.here(), claim, self._route, open_device_memory)
-        if self.choice.route != "group" and offer.memory is not None:
-            reads = self.choice.reads
-            self._ways = find_ways(
-                landing,
-                offer.memory,
-                opened,
-                self._openings.tables,
-                self._readings,
-                reads=reads,
-                rank=self._sender,
-            )
-
-    def _pull(self, memory: wire.Memory, landing: Landing, ways: Ways, go: wire.Go) -> None:
-        assert self.manifest is not None
-        ring = None
-        if go.ring is not None:
-            try:
-                process = place.Process(memory.place.pid, memory.fd, memory.beacon)
-                ring = self._rings.take(self._sender, process, go.ring, pinned=in_use())
-            except OSError as fault:
-                raise PeerLostError(
-                    f"the sender's buffers cannot be mapped: {fault}", rank=self._sender
-                ) from fault
-        self.intake = Pull(
-            self._line,
-            self._events,
-            landing,
-            memory,
-            ways,
-            max(1, min(go.threads, cores())),
-            ring=ring,
-            named=partial(named, self.manifest, landing.chunks),
-            step=self.manifest.step,
-            deadline=self._deadline,
-            buffers=self._buffers,
-            progress=self._progress,
-        )
-        try:
-            self.intake.run()
-        except BaseException:
-            self.intake.close()
-            if ring is not None:
-                ring.close()
-            raise
-        if ring is not None:
-            self._rings.give(self._sender, ring)
 
     def _exchange(self, offer: wire.Offer) -> wire.Offer:
         """The offer of the step that is wanted, where another call of this process got it."""
@@ -355,10 +238,11 @@ class Receiving:
         self._line.listen(self._events.put, self._events.qsize)
         return offer
 
-    def _consider(self, offer: wire.Offer) -> Landing:
+    def _consider(self, offer: wire.Offer) -> tuple[Landing, Choice]:
         """Look at the offer; refuse it with a reason, or prepare to land it."""
         try:
-            self.manifest = self._recall.decode(offer.manifest, self._known, self._in_time)
+            recall = self._resources.recall
+            self.manifest = recall.decode(offer.manifest, self._wanted.known, self._in_time)
             step = self.manifest.step
             if self._step is not None and step != self._step:
                 raise StepMismatchError(
@@ -368,8 +252,8 @@ class Receiving:
                 raise MismatchError(
                     f"the data is in the memory of a {offer.device}, and this process has none"
                 )
-            self._landing = self._land(self.manifest)
-            self._choose(offer, self._landing)
+            self._landing = self._wanted.land(self.manifest)
+            self.choice = choose(self._incoming(offer, self._landing), self._route)
         except (StateError, StepMismatchError, ManifestError, RouteError) as fault:
             fault.rank, fault.phase = self._sender, "join"
             kinds = {StepMismatchError: "step", ManifestError: "manifest", RouteError: "route"}
@@ -383,7 +267,7 @@ class Receiving:
                     raise gone from fault
                 self._in_time()  # no time is left to hear whether the sender is gone
             raise
-        return self._landing
+        return self._landing, self.choice
 
     def _in_time(self) -> None:
         if self._deadline.passed:
@@ -404,22 +288,17 @@ class Receiving:
             self._line.send(message)
 
 
-def off_schedule(go: wire.Go, offer: wire.Offer, *, me: int, sender: int) -> str:
+def off_schedule(go: wire.Go, offer: wire.Offer, agreed: Route, *, me: int, sender: int) -> str:
     """What is wrong with the place in the chain that a sender gives to this rank, if anything."""
+    if go.route not in (agreed.name, GROUP.name) or (agreed.pulls and go.route != agreed.name):
+        return f"route {go.route!r}, where {agreed.name!r} was agreed on"
     if go.upstream == me or go.downstream in (me, sender, go.upstream):
         return f"a chain from rank {go.upstream} to {go.downstream} by way of this rank"
     chained = go.upstream != sender or go.downstream is not None
     if chained and offer.threads:
         return "a chain, where this rank was said to be the only receiver"
-    if chained and go.channel:
-        return "a chain by way of connections that are for this rank alone"
+    if chained and go.route != GROUP.name:
+        return f"a chain by way of {go.route}, which is for this rank alone"
     if (go.reads or go.notes) and not (chained and offer.verify and offer.device == "cpu"):
         return "receivers that read each other, without digests or not in a chain"
     return ""
-
-
-def _verified(offer: wire.Offer, route: str) -> bool:
-    """Whether what comes by this route is compared with what was sent."""
-    if route == "group" or offer.memory is None:
-        return offer.verify
-    return offer.memory.verify or (route == "cuda_ipc" and offer.memory.device_digests)

@@ -15,7 +15,6 @@ class Report:
     wire_bytes: int  # that this rank sent (sender) or received (receiver) as data
     messages: int  # that carried data; on one machine, copies by the kernel
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
-    predicted: dict[str, float] = field(default_factory=dict)  # the same, before it began
     route: str = "group"  # "cuda_ipc", "host" or "group"; "mixed" where receivers differ
     routes: dict[int, str] = field(default_factory=dict)  # of each receiver that has the state
     instead: dict[str, str] = field(default_factory=dict)  # faster ways: why each was not taken
@@ -36,9 +35,9 @@ class Report:
         return sum(self.seconds.values())
 
     def explain(self) -> str:
-        """Predicted and actual seconds of each phase, the route, and why no faster one was taken.
+        """Bytes, seconds of each phase, the route, and why no faster one was taken.
 
-        "call" is the time until the sender came, which nobody can predict.
+        "call" is the time until the sender came.
         """
         rate = f", {self.bytes / self.total_seconds / 1e9:.2f} GB/s" if self.total_seconds else ""
         lines = [f"{self.bytes} bytes by route {self.route}{rate}"]
@@ -47,13 +46,8 @@ class Report:
         if self.handed_bytes:
             lines.append(f"  {self.handed_bytes} of them read from the receiver before this one")
         lines += [f"  not by {name}: {why}" for name, why in self.instead.items()]
-        lines.append(f"  {'phase':10s} {'predicted':>10s} {'actual':>10s}  seconds")
-        for phase, actual in self.seconds.items():
-            known = self.predicted.get(phase)
-            guess = "-" if known is None else f"{known:.4f}"
-            lines.append(f"  {phase:10s} {guess:>10s} {actual:10.4f}")
-        total = sum(self.predicted.values())
-        lines.append(f"  {'total':10s} {total:10.4f} {self.total_seconds:10.4f}")
+        lines += [f"  {phase:10s} {spent:10.4f} seconds" for phase, spent in self.seconds.items()]
+        lines.append(f"  {'total':10s} {self.total_seconds:10.4f} seconds")
         return "\n".join(lines)
 
 

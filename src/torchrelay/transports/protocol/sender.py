@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from torchrelay.deadlines import TICK, Deadline, Stopwatch
+from torchrelay.deadlines import TICK
+from torchrelay.errors import RemoteProtocolError
 from torchrelay.memory.pool import cores
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines
 from torchrelay.transports.protocol import fanout, wire
 from torchrelay.transports.protocol.known_offers import shortened
+from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.parts import Branches, MakeBranch
 from torchrelay.transports.protocol.peers import (
     Peer,
@@ -29,12 +31,9 @@ from torchrelay.transports.protocol.peers import (
     outcome,
     tell_hashes,
 )
-from torchrelay.transports.routes import place
-from torchrelay.transports.routes.channels import WORTH_BYTES
-from torchrelay.transports.routes.cuda_ipc import Exports
-from torchrelay.transports.routes.ring import Rings
-from torchrelay.transports.routes.serving import Serving
-from torchrelay.transports.transfer.buffers import BufferPool
+from torchrelay.transports.resources import Resources
+from torchrelay.transports.routes.choice import GROUP, servers
+from torchrelay.transports.routes.seam import Outgoing, PushStream, Unavailable
 from torchrelay.transports.transfer.outflow import Hashed, Outflow, Sent
 from torchrelay.transports.transfer.worker import Worker, hashers
 
@@ -51,18 +50,9 @@ class Sending:
         post: GroupLines,
         snapshot: Snapshot,
         receivers: Mapping[int, ControlLine],
-        *,
-        deadline: Deadline,
-        window: float,
-        join_timeout: float,
-        verify: bool | None,
-        route: str | None,
-        connections: int,
-        buffers: BufferPool,
-        rings: Rings,
-        exports: Exports,
-        watch: Stopwatch,
-        progress: Callable[[int, int], None],
+        options: SendOptions,
+        call: TransferCall,
+        resources: Resources,
         branch: MakeBranch | None = None,
     ) -> None:
         self._post = post
@@ -71,19 +61,19 @@ class Sending:
         self._chunks = snapshot.chunks
         self._step = snapshot.manifest.step
         self._device = post.carrier(devices_of(snapshot.manifest.storages))
-        self._deadline = deadline
-        self._window = window
-        self._join_timeout = join_timeout
+        self._deadline, self.watch, self._progress = call.deadline, call.watch, call.progress
+        self._options, self._window = options, options.window
         # Digests guard what crosses a wire; memory that the kernel copies, by choice alone.
-        self._verify = verify is not False
-        self._route = route
-        self.watch = watch
-        self._progress = progress
+        self._verify = options.verify is not False
+        self._route = options.route
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._worker = Worker(hashers())
-        self._serving = Serving(snapshot, rings, exports, verify=verify)
-        self._out = Outflow(post.group, snapshot, self._device, buffers, self._events, self._worker)
-        self._connections = connections
+        self.servers = servers(
+            Outgoing(snapshot, post.group, resources, self._device, options, len(receivers))
+        )
+        self._out = Outflow(
+            post.group, snapshot, self._device, resources.buffers, self._events, self._worker
+        )
         self.peers = {rank: Peer(rank, line) for rank, line in receivers.items()}
         self.parts = Branches(branch, partial(self._events.put, None))
         self._hops: list[fanout.Hop] = []
@@ -94,7 +84,8 @@ class Sending:
 
     @property
     def wire_bytes(self) -> int:
-        return self._out.wire_bytes + self._serving.filled_bytes + self.parts.wire_bytes
+        copied = sum(server.copied_bytes for server in self.servers.values())
+        return self._out.wire_bytes + copied + self.parts.wire_bytes
 
     @property
     def messages(self) -> int:
@@ -105,8 +96,8 @@ class Sending:
             self._listen(peer)
         try:
             with self._deadline.wakes(self._events):
-                if self._route != "group":
-                    self._serving.get_ready()
+                for server in self.servers.values():
+                    server.get_ready()
                 with self.watch("join"):
                     self._join()
                 if self._in("accepted"):
@@ -125,9 +116,10 @@ class Sending:
                 elif not peer.absent:
                     peer.line.leave()
             self._worker.stop()
-            self._serving.close()
             for peer in self.peers.values():
-                peer.berth.end(keep=peer.stage == "done")
+                self._end(peer, keep=peer.stage == "done")
+            for server in self.servers.values():
+                server.close()
         sent = f"{self.wire_bytes} of {self._chunks.stream_bytes} bytes sent"
         fault = outcome(self.peers.values(), sent=sent, step=self._step, phase=self.watch.phase)
         if fault is not None:
@@ -135,9 +127,8 @@ class Sending:
 
     def _alone(self) -> AbstractContextManager[None]:
         """From here until the data is over, where the backend that carries it has no tags."""
-        if self._device == "cpu" or not self._by("group"):
-            return nullcontext()
-        return self._post.alone(self._deadline)
+        tagged = self._device == "cpu" or not self._fed()
+        return nullcontext() if tagged else self._post.alone(self._deadline)
 
     # Joining
 
@@ -146,7 +137,10 @@ class Sending:
         begun = time.monotonic()
         while self._in("called", "joined"):
             ends = join_ends(
-                self.peers.values(), begun + self._join_timeout, self._window, self._deadline
+                self.peers.values(),
+                begun + self._options.join_timeout,
+                self._window,
+                self._deadline,
             )
             left = min(ends - time.monotonic(), self._deadline.left())
             if left <= 0:
@@ -164,53 +158,52 @@ class Sending:
                 self._fail(peer, "joined, but did not answer the offer", late=True)
         # Those who have connected must not wait for one who only says so.
         most = self._window / 4 if len(self.peers) > 1 else self._deadline.seconds
-        connect(self._in("accepted"), min(self._deadline.left(), most))
+        connect(self._in("accepted"), self.servers, min(self._deadline.left(), most))
 
     def _joined(self, peer: Peer, join: wire.Join) -> None:
         peer.stage, peer.joined_at = "joined", time.monotonic()
         peer.place = join.place
         peer.reads = bool(join.nonce)
-        memory = None if self._route == "group" else self._serving.memory(join, peer.line)
-        several = len(self.peers) > 1
-        if self._device == "cpu" and self._chunks.stream_bytes >= WORTH_BYTES:
-            near = self._route != "group" and not place.apart(place.here(), join.place)
-            peer.propose(join, self._post.channels, self._connections, near=near, local=several)
+        routes = {}
+        for name, server in self.servers.items():
+            found = server.offer(join, peer.line)
+            if not isinstance(found, Unavailable):
+                routes[name] = found
         offer = wire.Offer(
             self.snapshot.encoded(),
             self._verify,
             self._device,
-            memory,
+            routes,
             self._route,
-            0 if several else cores(),
-            peer.berth.record,
+            0 if len(self.peers) > 1 else cores(),
         )
         peer.line.send(shortened(offer, join.knows))
-        if memory is not None and memory.device and join.place.devices:
-            self._serving.start_digests()  # while the receiver looks at the offer
 
     # Data
 
     def _transfer(self) -> None:
-        accepted, nearby = self._by("group"), self._by("host", "cuda_ipc")
+        accepted = self._fed()
+        nearby = [peer for peer in self._in("accepted") if peer.route.pulls]
+        beside = {peer.rank: to for peer in accepted if (to := self._stream(peer)) is not None}
         # Bytes cross to a machine once: receivers of one machine follow each other.
-        chained = [peer for peer in accepted if peer.berth.channel is None]
+        chained = [peer for peer in accepted if peer.rank not in beside]
         chained = fanout.by_machine(chained, lambda peer: peer.place.machine)
-        channels = {peer.rank: c for peer in accepted if (c := peer.berth.channel) is not None}
         self._hops = fanout.chain(self._me, [peer.rank for peer in chained])
-        self._hops += fanout.star(self._me, list(channels))
+        self._hops += fanout.star(self._me, list(beside))
         # With one receiver there is nobody to protect from a slow one: the deadline alone counts.
         if len(accepted) + len(nearby) > 1:
             self._patience = min(self._window, self._deadline.seconds / 4, wire.MAX_SECONDS)
         # Memory that is read late may have changed: there must be digests to notice.
         reads = self._verify and self._device == "cpu" and self._route is None
         for hop in self._hops:
-            self.peers[hop.rank].line.send(go(hop, self.peers, self._patience, may_read=reads))
+            peer = self.peers[hop.rank]
+            route = peer.route.name if hop.rank in beside else GROUP.name
+            peer.line.send(go(hop, self.peers, self._patience, may_read=reads, route=route))
         for peer in nearby:
             self._let_read(peer, share=len(nearby))
         self._out.verify = self._verify
-        for rank, channel in channels.items():
-            transfer = self.peers[rank].line.transfer
-            self._out.open_channel(rank, channel, transfer, alone=len(accepted) == 1)
+        for rank, to in beside.items():
+            self._out.open_beside(rank, to)
         if len(chained) > 1:
             self._tell_first(chained[0])
         if chained and chained[0].stage == "accepted":
@@ -246,20 +239,26 @@ class Sending:
 
     def _let_read(self, peer: Peer, share: int) -> None:
         """Have a receiver on this machine take the bytes itself, with its share of the cores."""
-        ring = None
-        if peer.needs_ring:
-            try:
-                ring = self._serving.open_ring(peer.rank)
-            except MemoryError as fault:
-                self._fail(peer, f"cannot be served: {fault}")
-                return
-        self._out.hash(peer.hashed)
-        if peer.route == "cuda_ipc":
-            self._serving.start_digests()
-        if len(self.peers) == 1 and ring is None:
+        word = self.servers[peer.route.name].begin(peer.rank)
+        if isinstance(word, Unavailable):
+            self._fail(peer, f"cannot be served: {word.because}")
+            return
+        self._out.hash(peer.accept.hashed)
+        if len(self.peers) == 1 and not word:
             return  # it has begun already
-        threads = max(1, cores() // share)
-        peer.line.send(wire.Go(self._me, patience=self._patience, threads=threads, ring=ring))
+        threads, name = max(1, cores() // share), peer.route.name
+        peer.line.send(
+            wire.Go(self._me, patience=self._patience, threads=threads, word=word, route=name)
+        )
+
+    def _stream(self, peer: Peer) -> PushStream | None:
+        """How chunks go to a receiver beside the group, if they do."""
+        server = self.servers.get(peer.route.name)
+        return None if server is None else server.stream(peer.rank, peer.line.transfer)
+
+    def _end(self, peer: Peer, *, keep: bool) -> None:
+        for server in self.servers.values():
+            server.end(peer.rank, keep=keep)
 
     def _tick(self) -> float:
         return min(self._patience / 4, 0.25) if self._patience else 1.0
@@ -272,26 +271,26 @@ class Sending:
         for peer in self._in("accepted"):
             if peer.trailed:
                 continue
-            hashed = self._verify if peer.route == "group" else self._serving.verify
-            wanted = None if peer.route == "group" else peer.hashed
-            digests = self._out.digests(wanted) if hashed else ()
+            pulls = peer.route.pulls
+            hashed = self.servers[peer.route.name].hashes if pulls else self._verify
+            digests = self._out.digests(peer.accept.hashed if pulls else None) if hashed else ()
             if digests is None:
                 continue
-            if peer.route == "group":
+            if pulls:
+                ready = peer.pulled
+            else:
                 # Who lacks chunks cannot have the state, and is not told what would let it have it.
                 # Without digests nothing tells bytes that changed on their way: they must have
                 # left.
                 first = fanout.head(self._hops, peer.rank, self._me)
                 ready = not self._out.owes(first, sent=not hashed)
-            else:
-                ready = peer.pulled
             if ready:
-                if peer.route != "group":
+                if pulls:
                     self._count_pulled()
                 self.snapshot.check_unchanged()
                 peer.trailed = True
-                device = self._serving.device_digests() if peer.route == "cuda_ipc" else b""
-                peer.line.send(wire.Trailer(digests, device))
+                word = self.servers[peer.route.name].trailer(peer.rank) if pulls else b""
+                peer.line.send(wire.Trailer(digests, word))
 
     def _count_pulled(self) -> None:
         """What receivers take themselves is counted once one has all, unless chunks are posted."""
@@ -364,11 +363,11 @@ class Sending:
         elif isinstance(message, wire.Survey) and peer.stage == "called" and self.parts.served:
             self.parts.begin(peer)
         elif isinstance(message, wire.Accept) and peer.stage == "joined":
-            if why := peer.take(message, self._route):
+            if why := peer.take(message, self._route, self.servers):
                 self._fail(peer, why)
-        elif isinstance(message, wire.Fill) and peer.stage == "accepted":
-            if not self._serving.fill(peer.line, message):
-                self._fail(peer, "asked for a chunk or slot that does not exist, or is not free")
+        elif isinstance(message, wire.Word) and peer.stage == "accepted":
+            if why := self._word(peer, message.word):
+                self._fail(peer, why)
         elif isinstance(message, wire.Pulled) and peer.stage == "accepted":
             peer.pulled, peer.trailed = True, False
             if peer.deaf:
@@ -393,6 +392,13 @@ class Sending:
         else:
             self._fail(peer, f"sent {type(message).__name__} out of turn")
 
+    def _word(self, peer: Peer, word: bytes) -> str:
+        """Have a route hear what its other end says; what is wrong with that, if anything."""
+        try:
+            return self.servers[peer.route.name].hear(peer.line, word)
+        except RemoteProtocolError as fault:
+            return fault.message
+
     def _left(self, peer: Peer, message: wire.Leave) -> None:
         again = self._joining and (message.late or peer.line.adopted)
         if peer.stage == "accepted" or not again:
@@ -415,8 +421,8 @@ class Sending:
             return
         if self._serve(peer.rank):
             self.rerouted.append(peer.rank)
-        if self._out.by_channel(peer.rank):
-            peer.berth.end(keep=False)
+        if self._out.is_beside(peer.rank):
+            self._end(peer, keep=False)
             peer.trailed = False  # what it is sent now may have changed since
         self._out.cut(peer.rank)
         self._open_stream(peer.rank, need.lane, need.chunks)
@@ -440,10 +446,10 @@ class Sending:
             peer = self.peers[stream.rank]
             if not stream.alive or peer.stage != "accepted":
                 return
-            if stream.channel:
+            if stream.beside:
                 # The receiver notices too, and asks for what it lacks over the group.
                 stream.alive = False
-                peer.berth.end(keep=False)
+                self._end(peer, keep=False)
             else:
                 self._fail(peer, f"connection lost: {event.fault}")
         else:
@@ -454,7 +460,7 @@ class Sending:
         peer.give_up(reason, late=late)
         peer.line.send(wire.Abort(wire.text(f"the sender gave up on this rank: {reason}")))
         self._out.cut(peer.rank)
-        peer.berth.end(keep=False)
+        self._end(peer, keep=False)
         for hop in self._hops:
             if hop.downstream == peer.rank:
                 self._detach(hop.rank)
@@ -474,9 +480,9 @@ class Sending:
         line, rank, events = peer.line, peer.rank, self._events
         line.listen(lambda said: events.put(Said(rank, line, said)), events.qsize)
 
-    def _by(self, *routes: str) -> list[Peer]:
-        """The receivers that are served by one of these routes."""
-        return [peer for peer in self._in("accepted") if peer.route in routes]
+    def _fed(self) -> list[Peer]:
+        """The receivers that chunks are pushed to."""
+        return [peer for peer in self._in("accepted") if not peer.route.pulls]
 
     def _in(self, *stages: str) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.stage in stages]

@@ -9,17 +9,16 @@ is never taken for one of another.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 
-MAJOR, MINOR = 1, 7
+MAJOR, MINOR = 1, 8
+T = TypeVar("T")
 
 PRELUDE_TAG = 1  # shared with torch's protocol
 ID_BITS = 26
@@ -65,8 +64,6 @@ def tag(transfer: int, lane: int) -> int:
 # What a field may be. Decoding refuses anything else, so no field goes without one of these.
 
 MAX_CHUNKS = 1 << 26
-MAX_SLOTS = 8  # of a ring
-MAX_CONNECTIONS = 16  # of a channel
 MAX_SECONDS = 1e9
 MAX_TEXT = 1 << 14  # characters that one side tells the other in words
 
@@ -76,27 +73,19 @@ Id = Annotated[int, Meta(ge=0, le=(1 << ID_BITS) - 1)]  # of a transfer
 AskedLane = Annotated[int, Meta(ge=2, le=LANES - 1)]  # of chunks that were asked for
 Chunk = Annotated[int, Meta(ge=0, le=MAX_CHUNKS - 1)]
 ChunkCount = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
-Slot = Annotated[int, Meta(ge=0, le=MAX_SLOTS - 1)]
-SlotCount = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
-SlotBytes = Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]  # a multiple of a page
 User = Annotated[int, Meta(ge=-1, le=(1 << 32) - 1)]
 Pid = Annotated[int, Meta(ge=0, le=1 << 22)]  # Linux has no larger ones
 Descriptor = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
 Serial = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # that the kernel or the driver gives
-Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Offset = Annotated[int, Meta(ge=0, le=MAX_STREAM_BYTES)]
-Bytes = Annotated[int, Meta(ge=1, le=MAX_STREAM_BYTES)]
 Threads = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Index = Annotated[int, Meta(ge=0, le=(1 << 20) - 1)]
 BoxIndex = Annotated[int, Meta(ge=0, le=(1 << 24) - 1)]
-Port = Annotated[int, Meta(ge=0, le=0xFFFF)]
-Connections = Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+NONCE_BYTES = 16
 Token = Annotated[bytes, Meta(max_length=16)]
 Digest = Annotated[bytes, Meta(max_length=16)]
-Handle = Annotated[bytes, Meta(max_length=64)]
 Blob = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 Lengths = Annotated[tuple[Offset, ...], Meta(max_length=64)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=1024)]
@@ -127,47 +116,6 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
     devices: Names = ()  # ids of the GPUs that this process sees
 
 
-class Export(msgspec.Struct, array_like=True, frozen=True):
-    """An allocation of device memory that another process can open."""
-
-    id: Serial  # never given again by the process
-    device: Name
-    handle: Handle
-
-
-class Memory(msgspec.Struct, array_like=True, frozen=True):
-    """Where the bytes of a state lie in the sender's memory.
-
-    The sender's claim to the process (`place.claim`) stands at address `beacon` and in file `fd` of
-    it: a receiver that reads it there reads the process of the rank that it talks to.
-    """
-
-    place: Place
-    beacon: Address = 0
-    fd: Descriptor = -1
-    host: Blob = b""  # `state.runs.Runs.pack`
-    apart: Chunks = ()  # chunks that have bytes elsewhere: on a device, or strided
-    verify: bool = False  # digests come with the trailer on this way too
-    device_digests: bool = False  # digests of device memory do
-    exports: Annotated[tuple[Export, ...], Meta(max_length=1 << 20)] = ()
-    device: Blob = b""  # bytes of the stream in exports, `transports.cuda_ipc.pack`
-    strays: Chunks = ()  # chunks that have bytes elsewhere which no export reaches
-    no_exports: Text = ""  # why there are none
-
-
-class Channel(msgspec.Struct, array_like=True, frozen=True):
-    """TCP connections beside those of the group, for the chunks of one transfer.
-
-    Kept from an earlier one, or (with a port) to be made by the receiver, with a token of its own
-    that it tells in `Accept`.
-    """
-
-    id: Name
-    lanes: Connections
-    host: Name = ""
-    port: Port = 0
-
-
 # From the receiver to the sender.
 
 
@@ -178,7 +126,7 @@ class Join(_Message, tag="join", frozen=True):
     place: Place = Place()
     nonce: Token = b""  # random, for whoever wants to be read by me; empty where I read nobody
     fd: Descriptor = -1  # file with my own claim, where I might open device memory
-    knows: Digest = b""  # digest of an earlier offer's manifest and table of memory, which I have
+    knows: Digest = b""  # digest of an earlier offer's manifest and fixed parts, which I have
 
 
 class Survey(_Message, tag="survey", frozen=True):
@@ -203,18 +151,15 @@ class Accept(_Message, tag="accept", frozen=True):
     """The state fits; I am ready for data, by this route."""
 
     route: Name = "group"
-    ring: bool = False  # I need a ring of shared buffers: not all can be read where it lies
+    answer: Blob = b""  # of the route, to its offer
     instead: Reasons = {}  # faster routes, and why each was not taken
-    hashed: Chunks = ()  # chunks whose digests I compare, not by the group
-    channel: bool = False  # I agree to the one that was offered
-    token: Token = b""  # random, that I have shown on its connections
+    hashed: Chunks = ()  # chunks whose digests I compare, where I take the bytes myself
 
 
-class Fill(_Message, tag="fill", frozen=True):
-    """Put this chunk into this slot of the ring."""
+class Word(_Message, tag="word", frozen=True):
+    """What one end of a route says to the other, in either direction. The route reads it."""
 
-    chunk: Chunk
-    slot: Slot
+    word: Blob
 
 
 class Pulled(_Message, tag="pulled", frozen=True):
@@ -278,27 +223,24 @@ class Selected(_Message, tag="selected", frozen=True):
     transfer: Id
 
 
+class RouteOffer(msgspec.Struct, array_like=True, frozen=True):
+    """What a route says of itself. The route alone reads it."""
+
+    fresh: Blob = b""
+    fixed: Blob = b""  # long, and the same as long as the state is in the same memory
+
+
 class Offer(_Message, tag="offer", frozen=True):
     """What I have: an encoded manifest, without digests."""
 
     manifest: Blob
     verify: bool = True
     device: Name = "cpu"  # whose memory carries the data; another kind: nccl, xccl and their like
-    memory: Memory | None = None  # for a receiver on the same machine
+    routes: Annotated[dict[Name, RouteOffer], Meta(max_length=64)] = {}  # that I can serve
     route: Name | None = None  # the only one I take
     threads: Threads = 0  # not 0: you are the only receiver, and may read with so many at once
-    channel: Channel | None = None  # that chunks can come by
-    again: bool = False  # manifest and table of memory are those that you know, with this step
+    again: bool = False  # manifest and fixed parts are those that you know, with this step
     step: Step | None = None
-
-
-class Ring(msgspec.Struct, array_like=True, frozen=True):
-    """Buffers in memory that both map: file `fd` of the sender's process."""
-
-    id: Serial  # never given again by the process
-    fd: Descriptor
-    slots: SlotCount
-    slot_bytes: SlotBytes
 
 
 class Go(_Message, tag="go", frozen=True):
@@ -309,10 +251,10 @@ class Go(_Message, tag="go", frozen=True):
     downstream_id: Id = 0
     patience: Seconds = 0.0  # seconds without progress before you tell me
     threads: Threads = 0  # that you may copy with on this machine
-    ring: Ring | None = None
+    word: Blob = b""  # of the route
     reads: bool = False  # your upstream can be read: it sends notes in place of chunks
     notes: bool = False  # your downstream reads: send it notes in place of chunks
-    channel: bool = False  # chunks come by the one that we agreed on
+    route: Name = "group"  # that the bytes come by: the one that you took, or the group
 
 
 class Knock(_Message, tag="knock", frozen=True):
@@ -327,13 +269,6 @@ class Reroute(_Message, tag="reroute", frozen=True):
     """Your upstream is gone or stuck: ask me for what you lack."""
 
 
-class Filled(_Message, tag="filled", frozen=True):
-    """The chunk that you asked for is in the slot."""
-
-    chunk: Chunk
-    slot: Slot
-
-
 class Hashes(_Message, tag="hashes", frozen=True):
     """Digests of chunks from `first` on: what a receiver may pass on has them."""
 
@@ -346,7 +281,7 @@ class Trailer(_Message, tag="trailer", frozen=True):
     were not asked for may be empty."""
 
     digests: Digests
-    device: Blob = b""  # of device memory, a cell after the other: `transports.device_digests`
+    word: Blob = b""  # of the route
 
 
 class Fin(_Message, tag="fin", frozen=True):
@@ -359,56 +294,13 @@ class Abort(_Message, tag="abort", frozen=True):
     message: Text
 
 
-# Between a receiver and the next one, on the lane of its chunks, where it reads them: 64-bit
-# numbers. The one that reads says a nonce, the other where it is, and then where its chunks lie.
-
-NONCE_BYTES = 16
-_NONCE = struct.Struct("<2q")
-HAIL_NUMBERS = 2
-PROCESS_NUMBERS = 3  # process id, descriptor and address, as in `Memory`
-NOTE_CHUNKS = 6  # that one note can tell of
-NOTE_NUMBERS = 1 + 2 * NOTE_CHUNKS
-
-
-def hail(nonce: bytes) -> list[int]:
-    return list(_NONCE.unpack(nonce))
-
-
-def read_hail(numbers: Sequence[int]) -> bytes:
-    return _NONCE.pack(*numbers)
-
-
-def read_process(numbers: Sequence[int]) -> tuple[int, int, int]:
-    """Process id, descriptor and address."""
-    pid, fd, address = numbers
-    if not (0 <= pid <= 1 << 22 and -1 <= fd < 1 << 31 and address >= 0):
-        raise RemoteProtocolError("a process that cannot be")
-    return pid, fd, address
-
-
-def note(chunks: Sequence[tuple[int, int]]) -> list[int]:
-    """Where chunks lie: how many, then address and size of each; zeros at the end."""
-    numbers = [len(chunks), *(number for chunk in chunks for number in chunk)]
-    return numbers + [0] * (NOTE_NUMBERS - len(numbers))
-
-
-def read_note(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    count = numbers[0]
-    if not 0 < count <= NOTE_CHUNKS:
-        raise RemoteProtocolError(f"a note of {count} chunks")
-    chunks = list(zip(numbers[1::2], numbers[2::2], strict=True))[:count]
-    if any(address <= 0 or size <= 0 for address, size in chunks):
-        raise RemoteProtocolError("a note of memory that cannot be")
-    return chunks
-
-
 ToSender = (
     Join
     | Survey
     | Select
     | Accept
     | Refuse
-    | Fill
+    | Word
     | Pulled
     | Blocked
     | Stalled
@@ -422,7 +314,7 @@ ToReceiver = (
     | Selected
     | Offer
     | Go
-    | Filled
+    | Word
     | Knock
     | Detach
     | Reroute
@@ -462,6 +354,15 @@ def read_frame(data: bytes) -> tuple[int, bytes | None]:
     if length <= INLINE_BYTES:
         return length, bytes(data[_HEAD.size : _HEAD.size + length])
     return length, None
+
+
+def read_as(kind: type[T], payload: bytes) -> T:
+    """What one end of a route says to the other. `RemoteProtocolError` unless every field of it is
+    one that can be."""
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as fault:
+        raise RemoteProtocolError(f"unreadable message: {fault}") from None
 
 
 def read_message(payload: bytes, ranks: int) -> Message:

@@ -15,22 +15,38 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from torchrelay.deadlines import Deadline
 from torchrelay.memory.pool import cores
+from torchrelay.transports.group.c10d import ProcessGroup
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes.addresses import check_peer, listen_here, own
 from torchrelay.transports.routes.tcp import NUMBER, Lanes
 
-WORTH_BYTES = 64 << 20  # of a state, from which on it gains more than connecting costs
-MOST_CONNECTIONS = wire.MAX_CONNECTIONS
+NAME = "connections"  # of the route
+MOST_CONNECTIONS = 16  # of a channel
 CONNECT_SECONDS = 3.0
 HELLO_SECONDS = 0.5  # for a connection to say who it is: strangers must not use up the time
 TRY_AGAIN_SECONDS = 60.0  # after a receiver could not connect
 KEPT = 4  # idle channels of each peer
 TOKEN_BYTES = 16
+
+
+class Channel(msgspec.Struct, array_like=True, frozen=True):
+    """Connections that were kept from an earlier transfer, or (with a port) are to be made by the
+    receiver, with a token of its own that it says in its answer."""
+
+    id: wire.Name
+    lanes: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)]
+    host: wire.Name = ""
+    port: Annotated[int, Meta(ge=0, le=0xFFFF)] = 0
 
 
 def usual_connections() -> int:
@@ -44,7 +60,7 @@ class ChannelUse:
 
     def __init__(
         self,
-        record: wire.Channel | None = None,
+        record: Channel | None = None,
         channel: Lanes | None = None,
         give: Callable[[Lanes], None] | None = None,
         listener: socket.socket | None = None,
@@ -58,11 +74,11 @@ class ChannelUse:
         self.connections = 0  # that the transfer had
         self._ready, self._give, self._listener, self._far = channel, give, listener, far
 
-    def answered(self, accept: wire.Accept, deadline: Deadline) -> None:
-        """What the receiver says to it."""
-        if accept.channel:
-            self.agreed(deadline, accept.token)
-        elif accept.route == "group":
+    def answered(self, taken: str, token: bytes, deadline: Deadline) -> None:
+        """Which route the receiver takes; with this one, it has shown a token."""
+        if taken == NAME:
+            self.agreed(deadline, token)
+        elif taken == "group":
             if self._far is not None:
                 self._far()
             if self._ready is not None:
@@ -126,21 +142,21 @@ class Channels:
 
         idle = self._take("out", peer, fits)
         if idle is not None:
-            return ChannelUse(wire.Channel(idle.id, connections), idle, give)
+            return ChannelUse(Channel(idle.id, connections), idle, give)
         try:
             listener = listen_here()
         except OSError as fault:
-            berth = ChannelUse()
-            berth.instead = {"connections": f"not made: {fault}"}
-            return berth
+            use = ChannelUse()
+            use.instead = {"connections": f"not made: {fault}"}
+            return use
         host, port = listener.getsockname()[:2]
-        record = wire.Channel(secrets.token_hex(8), connections, host, port)
+        record = Channel(secrets.token_hex(8), connections, host, port)
         return ChannelUse(record, None, give, listener)
 
     def answer(
         self,
         peer: int,
-        record: wire.Channel | None,
+        record: Channel | None,
         connections: int,
         left: float,
         *,
@@ -148,28 +164,28 @@ class Channels:
     ) -> ChannelUse:
         """For a receiver: connected as the sender proposes, unless that cannot be, or should be
         `local` and is not."""
-        berth = ChannelUse()
+        use = ChannelUse()
         if record is None or not connections or not 0 < record.lanes <= MOST_CONNECTIONS:
-            return berth
+            return use
         give, token = self._giver("in", peer), secrets.token_bytes(TOKEN_BYTES)
         channel = self._take("in", peer, lambda idle: idle.id == record.id)
         if channel is None and record.port:
             failed_at, why = self._failed.get(peer, (float("-inf"), ""))
             if time.monotonic() < failed_at + TRY_AGAIN_SECONDS:
-                berth.instead = {"connections": why}
-                return berth
+                use.instead = {"connections": why}
+                return use
             seconds = min(CONNECT_SECONDS, left / 4)
             try:
                 check_peer(record.host)
                 if local and not own(record.host):
-                    return berth
+                    return use
                 channel = _connect(record, token, time.monotonic() + seconds)
             except (OSError, OverflowError, ValueError) as fault:  # or no host or port at all
                 why = f"not made: {record.host} port {record.port}: {fault}"[:300]
-                berth.instead = {"connections": why}
+                use.instead = {"connections": why}
                 if seconds == CONNECT_SECONDS or not isinstance(fault, TimeoutError):
                     self._failed[peer] = time.monotonic(), why
-        return berth if channel is None else ChannelUse(record, channel, give, token=token)
+        return use if channel is None else ChannelUse(record, channel, give, token=token)
 
     def _giver(self, side: str, peer: int) -> Callable[[Lanes], None]:
         def give(channel: Lanes) -> None:
@@ -191,10 +207,20 @@ class Channels:
             return found
 
 
+_channels: weakref.WeakKeyDictionary[Any, Channels] = weakref.WeakKeyDictionary()
+_channels_lock = threading.Lock()
+
+
+def channels_of(group: ProcessGroup) -> Channels:
+    """The one `Channels` of a group in this process: they end with the group."""
+    with _channels_lock:
+        return _channels.setdefault(group, Channels())
+
+
 # Making one: the receiver connects, says the token and which of the connections it is.
 
 
-def _connect(record: wire.Channel, token: bytes, ends: float) -> Lanes:
+def _connect(record: Channel, token: bytes, ends: float) -> Lanes:
     lanes: list[socket.socket] = []
     try:
         for lane in range(record.lanes):
@@ -208,7 +234,7 @@ def _connect(record: wire.Channel, token: bytes, ends: float) -> Lanes:
         raise
 
 
-def _accept(listener: socket.socket, record: wire.Channel, token: bytes, ends: float) -> Lanes:
+def _accept(listener: socket.socket, record: Channel, token: bytes, ends: float) -> Lanes:
     """The connections of whoever shows the token; others are turned away."""
     if len(token) != TOKEN_BYTES:
         raise OSError("the receiver says no token")
@@ -231,7 +257,7 @@ def _accept(listener: socket.socket, record: wire.Channel, token: bytes, ends: f
         raise
 
 
-def _hear(connection: socket.socket, record: wire.Channel, token: bytes, ends: float) -> int | None:
+def _hear(connection: socket.socket, record: Channel, token: bytes, ends: float) -> int | None:
     """Which connection this is; None for a stranger."""
     size = TOKEN_BYTES + NUMBER.size
     heard = b""

@@ -1,84 +1,80 @@
-"""Which way the bytes take. Decided by the receiver, who is the one that reads.
+"""The list of routes, and which of them a receiver takes.
 
-From fast to slow: `cuda_ipc` (the sender's GPU memory, opened here), `host` (the sender's host
-memory, read by this process), `group` (messages over the process group). The first that works is
-taken; what is said about the others goes into the report.
+The first that works is taken; why those before it were not goes into the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torchrelay.errors import RouteError, UsageError
-from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes import place
+from torchrelay.transports.routes.connections import ConnectionRoute
+from torchrelay.transports.routes.cuda_ipc import CudaIpcRoute
+from torchrelay.transports.routes.host import HostRoute
+from torchrelay.transports.routes.messages import MessageRoute
+from torchrelay.transports.routes.seam import Incoming, Mover, Outgoing, Route, Server, Unavailable
 
-ROUTES = ("cuda_ipc", "host", "group")
+# From fast to slow. The last one always works.
+ROUTES: tuple[Route, ...] = (
+    CudaIpcRoute(),
+    HostRoute(),
+    ConnectionRoute(),
+    MessageRoute(),
+)
+BY_NAME = {route.name: route for route in ROUTES}
+GROUP = ROUTES[-1]
 
 
-@dataclass(frozen=True)
-class Choice:
-    route: str
-    reads: bool = False  # this process can read the sender's host memory where it lies
-    why_ring: str = ""  # why it cannot, where it cannot
-    instead: dict[str, str] = field(default_factory=dict)
+class Choice(NamedTuple):
+    route: Route
+    mover: Mover
+    instead: dict[str, str]  # faster routes: why each was not taken
 
 
 def check_route(route: str | None) -> str | None:
-    if route is not None and route not in ROUTES:
-        raise UsageError(f"route is one of {', '.join(ROUTES)} or None, not {route!r}")
+    asked = list(dict.fromkeys(one.asked_as for one in ROUTES))
+    if route is not None and route not in asked:
+        raise UsageError(f"route is one of {', '.join(asked)} or None, not {route!r}")
     return route
 
 
 def compares(route: str, verify: bool | None) -> bool:
-    """Whether what comes by a route is compared with what was sent: what crosses a wire or lies in
-    opened memory is, unless it is not wanted; what the kernel copies is if it is wanted."""
-    return verify is True if route == "host" else verify is not False
+    """Whether what comes by a route, as callers call it, is compared with what was sent."""
+    return all(one.compares(verify) for one in ROUTES if one.asked_as == route)
 
 
-def choose(
-    offer: wire.Offer,
-    mine: wire.Place,
-    claim: bytes,
-    wanted: str | None,
-    try_cuda_ipc: Callable[[], str],
-) -> Choice:
-    """The fastest route that works. `try_cuda_ipc` says why that one does not, empty if it does;
-    `claim` is what the sender's process shows.
+def servers(outgoing: Outgoing) -> dict[str, Server]:
+    """The sender's ends of the routes that it offers, by name."""
+    return {
+        route.name: route.server(outgoing)
+        for route in ROUTES
+        if _open(route, outgoing.options.route)
+    }
 
-    `RouteError` where the only one that either side takes does not work.
-    """
-    if wanted and offer.route and wanted != offer.route:
-        raise RouteError(f"the sender takes route {offer.route!r} alone, this side {wanted!r}")
-    only = wanted or offer.route
-    if only == "group":
-        return Choice("group", instead=dict.fromkeys(ROUTES[:-1], "not asked for"))
-    instead: dict[str, str] = {}
-    reads, why_ring, no_host = False, "", _no_memory(offer, mine)
-    if not no_host:
-        assert offer.memory is not None
-        sender = place.Process(offer.memory.place.pid, offer.memory.fd, offer.memory.beacon)
-        no_host = place.cannot_open(sender, claim)
-        why_ring = "" if no_host else place.cannot_read(sender, claim)
-        reads = not why_ring
-    for name in ROUTES[:-1]:
-        if only not in (None, name):
-            instead[name] = "not asked for"
-            continue
-        why = no_host or (try_cuda_ipc() if name == "cuda_ipc" else "")
-        if not why:
-            return Choice(name, reads, why_ring, instead)
-        elif only == name:
-            raise RouteError(f"route {name!r} was asked for, but: {why}")
-        else:
-            instead[name] = why
-    if only is not None:
+
+def _open(route: Route, only: str | None) -> bool:
+    """Whether a route may be taken where one is asked for, or none is."""
+    return route.asked_as == only if only is not None else not route.by_request
+
+
+def choose(incoming: Incoming, wanted: str | None) -> Choice:
+    """The fastest route that works. `RouteError` where the only one that either side takes does
+    not."""
+    offered = incoming.offer.route
+    if wanted and offered and wanted != offered:
+        raise RouteError(f"the sender takes route {offered!r} alone, this side {wanted!r}")
+    only = wanted or offered
+    if only is not None and only not in {route.asked_as for route in ROUTES}:
         raise RouteError(f"the sender takes route {only!r} alone, which is not known here")
-    return Choice("group", instead=instead)
-
-
-def _no_memory(offer: wire.Offer, mine: wire.Place) -> str:
-    if offer.memory is None:
-        return "the sender does not say where its memory is"
-    return place.apart(mine, offer.memory.place)
+    instead: dict[str, str] = {}
+    for route in ROUTES:
+        if not _open(route, only):
+            if not route.by_request:
+                instead[route.name] = "not asked for"
+            continue
+        found = route.accept(incoming.offer.routes.get(route.name), incoming)
+        if not isinstance(found, Unavailable):
+            return Choice(route, found, instead)
+        if found.because:
+            instead[route.name] = found.because
+    raise RouteError(f"route {only!r} was asked for, but: {instead.get(only or '', '')}")

@@ -14,7 +14,6 @@ import numpy as np
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.landing.places import Places
-from torchrelay.transports.protocol import wire
 
 _Counts = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -26,25 +25,23 @@ class Shares(NamedTuple):
     opened: frozenset[int] = frozenset()  # of those taken straight, from device memory alone
 
 
-def share(
-    chunks: Chunks,
-    places: Places,
-    sources: Runs,
-    memory: wire.Memory,
-    *,
-    reads: bool,
-    exported: Runs | None,
-    verify: bool,
-) -> Shares:
-    """`reads`: this process can read the sender's host memory; `exported`: which bytes lie in
-    device memory that it can read too.
+class SenderMemory(NamedTuple):
+    """What the sender has where, and what of it this process can read."""
 
-    `verify`: host memory is hashed. `ValueError` for chunks that are none.
-    """
+    host: Runs
+    apart: tuple[int, ...]  # chunks that have bytes elsewhere
+    reads: bool  # this process can read its host memory
+    exported: Runs | None = None  # bytes in device memory that this process can read too
+    strays: tuple[int, ...] = ()  # chunks that have bytes where no export reaches
+
+
+def share(chunks: Chunks, places: Places, memory: SenderMemory, *, verify: bool) -> Shares:
+    """`verify`: host memory is hashed. `ValueError` for chunks that are none."""
+    sources, exported, reads = memory.host, memory.exported, memory.reads
     count = len(chunks)
     if not {*memory.apart, *memory.strays} <= set(range(count)):
         raise ValueError("chunks that do not exist")
-    if exported is not None and _all_opened(count, places, sources, memory, exported):
+    if exported is not None and _all_opened(count, places, memory, exported):
         return Shares(list(range(count)), [], [], frozenset(range(count)))
     device = places.device.stretches
     far = exported is not None or memory.apart or len(device.starts)
@@ -74,12 +71,10 @@ def share(
     return Shares(here, by_buffer, by_ring, frozenset(far))
 
 
-def _all_opened(
-    count: int, places: Places, sources: Runs, memory: wire.Memory, exported: Runs
-) -> bool:
+def _all_opened(count: int, places: Places, memory: SenderMemory, exported: Runs) -> bool:
     """Whether both sides have nothing but the same pieces of device memory: told fast, because it
     is the common case where transfers are fastest."""
-    if memory.strays or places.indirect or len(sources.starts) or len(places.host.starts):
+    if memory.strays or places.indirect or len(memory.host.starts) or len(places.host.starts):
         return False
     here = places.device.stretches
     return (

@@ -22,6 +22,7 @@ from torchrelay.memory import threads
 from torchrelay.memory.vectors import OtherMemoryError, read_run
 from torchrelay.transports.group.c10d import ProcessGroup, Watcher, Work, inside_backend, wait_for
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.routes import notes as numbers
 from torchrelay.transports.routes import place
 
 
@@ -123,16 +124,16 @@ class _HandingThread:
 
     def _hear(self, count: int) -> list[int]:
         """Wait for a message of so many numbers."""
-        numbers = torch.zeros(count, dtype=torch.int64, device="cpu")
+        message = torch.zeros(count, dtype=torch.int64, device="cpu")
         with inside_backend():
-            wait_for(self._there.recv([numbers], self._peer, self._tag), numbers)
-        heard: list[int] = numbers.tolist()
+            wait_for(self._there.recv([message], self._peer, self._tag), message)
+        heard: list[int] = message.tolist()
         return heard
 
-    def _say(self, numbers: Sequence[int]) -> None:
+    def _say(self, words: Sequence[int]) -> None:
         """Post a message. The one before it is taken by then: what is heard between shows it."""
         self._see_taken()
-        message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        message = torch.tensor(words, dtype=torch.int64, device="cpu")
         self._said = self._there.send([message], self._peer, self._tag), message
 
     def _see_taken(self) -> None:
@@ -150,7 +151,7 @@ class _Handing(_HandingThread):
 
     def _show(self) -> None:
         """Show the reader which process this is, once it has asked."""
-        nonce = wire.read_hail(self._hear(wire.HAIL_NUMBERS))
+        nonce = numbers.read_hail(self._hear(numbers.HAIL_NUMBERS))
         process = place.Process(0, -1, 0)
         with suppress(OSError):  # nothing to show: it cannot read, and says so
             self._proof = place.Proof(place.claim(nonce, self._me, self._peer, self._transfer))
@@ -165,7 +166,7 @@ class _Handing(_HandingThread):
                     self._show()
                     shown = True
                 if self._messages is None:
-                    self._say(wire.note([(data.data_ptr(), data.numel()) for data, _ in batch]))
+                    self._say(numbers.note([(data.data_ptr(), data.numel()) for data, _ in batch]))
                 while batch and self._messages is None:
                     self._hear_answer(batch)
             except Exception as fault:
@@ -179,7 +180,7 @@ class _Handing(_HandingThread):
     def _batch(self) -> list[_Job]:
         """What is there, at least one; none at the end."""
         batch: list[_Job] = []
-        while not batch or (len(batch) < wire.NOTE_CHUNKS and not self._jobs.empty()):
+        while not batch or (len(batch) < numbers.NOTE_CHUNKS and not self._jobs.empty()):
             job = self._jobs.get()
             if job is None:
                 self._jobs.put(None)  # for the next time
@@ -223,8 +224,8 @@ class _Reading(_HandingThread):
     def _recognise(self) -> bool:
         """Ask the other which process it is; whether that is so, and it can be read."""
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        self._say(wire.hail(nonce))
-        process = place.Process(*wire.read_process(self._hear(wire.PROCESS_NUMBERS)))
+        self._say(numbers.hail(nonce))
+        process = place.Process(*numbers.read_process(self._hear(numbers.PROCESS_NUMBERS)))
         claim = place.claim(nonce, self._peer, self._me, self._transfer)
         self._pid = process.pid
         return self._may_read and not (
@@ -241,7 +242,7 @@ class _Reading(_HandingThread):
                 if reads is None:
                     reads = self._recognise()
                 if self._messages is None:
-                    noted = noted or wire.read_note(self._hear(wire.NOTE_NUMBERS))
+                    noted = noted or numbers.read_note(self._hear(numbers.NOTE_NUMBERS))
                     reads = reads and self._read(*noted.pop(0), data)
             except Exception as fault:
                 report(fault, False)

@@ -8,6 +8,7 @@ import numpy as np
 
 from torchrelay.geometry.runs import Runs, moves
 from torchrelay.memory.vectors import Batch, batches
+from torchrelay.transports.resources import Kept
 
 _MOST_ROWS = 1 << 18  # of a table that is remembered: about 150 bytes each
 
@@ -18,7 +19,7 @@ class _Known(NamedTuple):
     found: list[Batch]
 
 
-class Readings:
+class Readings(Kept):
     """Remembers one table of memory and how it was read, of the last state that had one.
 
     Threads may share it: what is remembered is never changed, only replaced.
@@ -34,7 +35,7 @@ class Readings:
         if known is not None and known[:2] == (table, stream_bytes):
             return known[2]
         runs = Runs.unpack(table, stream_bytes)
-        self.clear()
+        self.forget()
         if len(runs.starts) <= _MOST_ROWS:
             self._table = table, stream_bytes, runs
         return runs
@@ -49,7 +50,7 @@ class Readings:
             self._known = (_Known(theirs, ours, found),)
         return found
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         self._table, self._known = None, ()
 
 

@@ -13,17 +13,46 @@ import itertools
 import mmap
 import os
 import threading
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 
+from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
+from torchrelay.memory import vectors
 from torchrelay.memory.arena import Arena, register, unregister
+from torchrelay.memory.pool import cores
+from torchrelay.memory.side import in_use, on_side_stream
+from torchrelay.plan.snapshot import Snapshot
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.resources import Kept
 from torchrelay.transports.routes.place import Process, open_memfd
+from torchrelay.transports.routes.seam import Line
+from torchrelay.transports.transfer.worker import Worker
 
 RING_BYTES = 512 << 20  # of one ring, at most, unless two slots take more
-MOST_SLOTS = wire.MAX_SLOTS
+MOST_SLOTS = 8
+FILLERS = 8  # threads that fill slots, at most
 _ids = itertools.count(1)
+
+Slot = Annotated[int, Meta(ge=0, le=MOST_SLOTS - 1)]
+
+
+class Ring(msgspec.Struct, array_like=True, frozen=True):
+    """Buffers in memory that both map: file `fd` of the sender's process."""
+
+    id: wire.Serial  # never given again by the process
+    fd: wire.Descriptor
+    slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
+    slot_bytes: Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]  # a multiple of a page
+
+
+class Fill(msgspec.Struct, array_like=True, frozen=True):
+    """The receiver asks for this chunk in this slot; the sender says the same when it is there."""
+
+    chunk: wire.Chunk
+    slot: Slot
 
 
 class SharedRing:
@@ -31,7 +60,7 @@ class SharedRing:
 
     def __init__(self, slots: int, slot_bytes: int, *, pinned: bool) -> None:
         self._arena = Arena(slots * slot_bytes, pinned=pinned)
-        self.record = wire.Ring(next(_ids), self._arena.fd, slots, slot_bytes)
+        self.record = Ring(next(_ids), self._arena.fd, slots, slot_bytes)
         self.pinned = pinned
 
     def slot(self, index: int, nbytes: int) -> torch.Tensor:
@@ -42,7 +71,7 @@ class SharedRing:
         self._arena.close()
 
 
-class Rings:
+class Rings(Kept):
     """Rings that outlive a transfer: making one costs more than most transfers."""
 
     def __init__(self) -> None:
@@ -73,10 +102,62 @@ class Rings:
                 self._idle.pop().close()
 
 
+class RingServer:
+    """Rings that are lent to the receivers of one send, filled as they ask."""
+
+    def __init__(self, snapshot: Snapshot, rings: Rings) -> None:
+        self._snapshot, self._rings = snapshot, rings
+        self._chunks = snapshot.chunks
+        self._lent: dict[int, SharedRing] = {}  # by rank
+        self._filling: set[tuple[int, int]] = set()  # rank and slot
+        self._worker: Worker | None = None
+        self.filled_bytes = 0
+
+    def lend(self, rank: int) -> Ring:
+        """A ring for one receiver. `MemoryError` if there is no memory for it."""
+        ring = self._rings.take(max(self._chunks.sizes), len(self._chunks), pinned=in_use())
+        self._lent[rank] = ring
+        return ring.record
+
+    def fill(self, line: Line, wanted: Fill) -> bool:
+        """Put a chunk into a slot and say so; whether both exist and the slot is free."""
+        ring, place_in_ring = self._lent.get(line.peer), (line.peer, wanted.slot)
+        if ring is None or place_in_ring in self._filling:
+            return False
+        if wanted.slot >= ring.record.slots or wanted.chunk >= len(self._chunks):
+            return False
+        self._filling.add(place_in_ring)
+        if self._worker is None:
+            self._worker = Worker(min(cores(), FILLERS), niceness=0)
+        size = self._chunks.sizes[wanted.chunk]
+        slot = ring.slot(wanted.slot, size)
+
+        def put() -> None:
+            try:
+                with on_side_stream():
+                    self._snapshot.read(wanted.chunk, slot, vectors.copy)
+            except Exception as fault:
+                line.send(wire.Abort(wire.text(f"a chunk could not be read: {fault}")))
+            else:
+                self._filling.discard(place_in_ring)
+                line.send(wire.Word(msgspec.msgpack.encode(wanted)))
+
+        self.filled_bytes += size
+        self._worker.submit(put)
+        return True
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+        for ring in self._lent.values():
+            self._rings.give(ring)
+        self._lent.clear()
+
+
 class MappedRing:
     """The receiver's end; `OSError` if the file cannot be mapped."""
 
-    def __init__(self, process: Process, record: wire.Ring, *, pinned: bool) -> None:
+    def __init__(self, process: Process, record: Ring, *, pinned: bool) -> None:
         self.record = record
         if record.slots < 1 or record.slot_bytes < 1:
             raise OSError("a ring without slots")
@@ -104,14 +185,14 @@ class MappedRing:
         self._tensor, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
 
 
-class MappedRings:
+class MappedRings(Kept):
     """One mapping for each sender, kept until the sender makes another ring."""
 
     def __init__(self) -> None:
         self._open: dict[int, MappedRing] = {}  # by rank
         self._lock = threading.Lock()
 
-    def take(self, sender: int, process: Process, record: wire.Ring, *, pinned: bool) -> MappedRing:
+    def take(self, sender: int, process: Process, record: Ring, *, pinned: bool) -> MappedRing:
         with self._lock:
             known = self._open.pop(sender, None)
         if known is not None:

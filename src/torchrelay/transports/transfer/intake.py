@@ -12,29 +12,47 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from torchrelay.deadlines import Deadline
 from torchrelay.errors import (
     DigestError,
     PeerLostError,
     RemoteProtocolError,
     TransferTimeoutError,
 )
-from torchrelay.landing.seam import Landing
 from torchrelay.memory.host import at_address
 from torchrelay.memory.side import in_use, on_side_stream
 from torchrelay.record.digest import digest
-from torchrelay.transports.group.lines import CLOSED, ControlLine
+from torchrelay.transports.group.lines import CLOSED
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.events import RETRIES, failure
 from torchrelay.transports.routes.hops import Way, way_in, way_on
-from torchrelay.transports.routes.tcp import Lanes
-from torchrelay.transports.transfer.buffers import IN_FLIGHT, BufferPool
+from torchrelay.transports.routes.seam import Incoming
+from torchrelay.transports.transfer.buffers import IN_FLIGHT
 from torchrelay.transports.transfer.worker import Worker, hashers, on_the_way
+
+
+class Feed(Protocol):
+    """Chunks that come beside the group. It can be cut, so they come straight to their places."""
+
+    @property
+    def room(self) -> int:
+        """Chunks that should be under way."""
+
+    @property
+    def buffers(self) -> int:
+        """Of those, the ones that may be in buffers."""
+
+    def way_in(self, transfer: int, *, hashes: bool = False) -> Way:
+        """Of one transfer. `hashes`: each chunk is reported with its digest."""
+
+    def cut(self) -> None:
+        """What is under way fails. No memory that was put in is touched from here on."""
+
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -98,31 +116,18 @@ class Forwarded:
 class Intake:
     """Receives every chunk of one transfer into a landing. `run` returns when all of them hold."""
 
-    def __init__(
-        self,
-        line: ControlLine,
-        events: queue.SimpleQueue[object],
-        landing: Landing,
-        go: wire.Go,
-        channel: Lanes | None,
-        *,
-        verify: bool,
-        may_read: bool,
-        device: str,
-        step: int | None,
-        deadline: Deadline,
-        buffers: BufferPool,
-        progress: Callable[[int, int], None],
-    ) -> None:
-        self._line, self._events, self._landing = line, events, landing
+    def __init__(self, incoming: Incoming, go: wire.Go, feed: Feed | None) -> None:
+        line, landing, offer = incoming.line, incoming.landing, incoming.offer
+        self._line, self._events, self._landing = line, incoming.events, landing
         self._places = landing.places()
         self._near = self._places.host  # made here, not by the thread that writes to it
-        # What the sender takes for granted, and what there is.
-        self._agreed, self._channel = go.channel, channel if go.channel else None
+        # The sender pushes beside the group, and what is left of that.
+        self._beside, self._feed = feed is not None, feed
         self._group, self._sender = line.group, line.peer
-        self._verify, self._step, self._deadline = verify, step, deadline
-        self._device = device
-        self._buffers, self._progress = buffers, progress
+        self._verify, self._device = offer.verify, offer.device
+        self._step, self._deadline = incoming.step, incoming.deadline
+        self._buffers, self._progress = incoming.resources.buffers, incoming.progress
+        verify = offer.verify
         self._chunks = landing.chunks
         self._count = len(landing.chunks)
         self._missing = set(range(self._count))
@@ -136,16 +141,16 @@ class Intake:
         self._largest = max(self._chunks.sizes, default=0)
         self._buffers_left = slots = IN_FLIGHT * (1 if go.downstream is None else 2)
         self._spare: list[torch.Tensor] = []
-        if self._channel is not None:
-            self._buffers_left, slots = self._channel.buffers, self._channel.room
+        if feed is not None:
+            self._buffers_left, slots = feed.buffers, feed.room
         self._slots = [_Slot() for _ in range(min(self._count, slots))]
         self._free = list(self._slots)
         self._lane = 1
         self._flow = _Flow(go.upstream, range(self._count))
-        if self._channel is not None:
-            self._way_in = self._channel.way_in(line.transfer, hashes=verify and on_the_way())
+        if feed is not None:
+            self._way_in = feed.way_in(line.transfer, hashes=verify and on_the_way())
         else:
-            self._way_in = self._from(go.upstream, notes=go.reads, may_read=may_read)
+            self._way_in = self._from(go.upstream, notes=go.reads, may_read=incoming.may_read)
         self._way_on: Way | None = None
         if go.downstream is not None:
             self._way_on = way_on(self._group, go.downstream, go.downstream_id, 1, notes=go.notes)
@@ -164,8 +169,6 @@ class Intake:
         return f"{self._done_bytes} of {self._chunks.stream_bytes} bytes done"
 
     def run(self) -> None:
-        if self._agreed and self._channel is None:
-            self._ask_for(range(self._count))
         while not self._complete():
             self._post_receives()
             event = self._next(min(self._deadline.left(), self._tick()))
@@ -197,8 +200,8 @@ class Intake:
 
     def close(self) -> None:
         """Nothing is written after this; watchers end with what they still wait for."""
-        if self._channel is not None and any(slot.posted for slot in self._slots):
-            self._channel.cut()
+        if self._feed is not None and any(slot.posted for slot in self._slots):
+            self._feed.cut()
         self._worker.stop()
         self._way_in.close()
         if self._way_on is not None:
@@ -272,7 +275,7 @@ class Intake:
         """Memory for a chunk: where it belongs, if that may be written to, or a buffer; whether
         there is one."""
         begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
-        if self._channel is not None and chunk not in self._places.indirect:
+        if self._feed is not None and chunk not in self._places.indirect:
             address = self._near.whole(begin, begin + size)
             if address is not None:
                 self._landing.torn = self._landing.torn or self._places.live
@@ -371,7 +374,7 @@ class Intake:
 
     def _change_upstream(self, reason: str) -> None:
         """Go on from the sender itself, over the group, with what has not arrived."""
-        if self._flow.upstream == self._sender and self._channel is None:
+        if self._flow.upstream == self._sender and self._feed is None:
             raise PeerLostError(
                 f"connection lost: {reason}; {self.done}; {CLOSED}",
                 rank=self._sender,
@@ -386,11 +389,11 @@ class Intake:
         self._lane += 1
         if self._lane >= wire.LANES:
             raise PeerLostError("too many interruptions", rank=self._sender, phase="data")
-        if self._agreed:
+        if self._beside:
             self._trailer = None  # the sender looks again at what it sends again
-        if self._channel is not None:
-            self._channel.cut()
-            self._channel = None
+        if self._feed is not None:
+            self._feed.cut()
+            self._feed = None
         self._way_in.close()
         for slot in self._slots:
             if slot.posted:

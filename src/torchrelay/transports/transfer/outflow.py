@@ -21,10 +21,10 @@ from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
 from torchrelay.record.digest import digest
 from torchrelay.transports.group.c10d import ProcessGroup
-from torchrelay.transports.routes.hops import Way, way_on
-from torchrelay.transports.routes.tcp import Lanes
+from torchrelay.transports.routes.hops import way_on
+from torchrelay.transports.routes.seam import PushStream
 from torchrelay.transports.transfer.buffers import IN_FLIGHT, BufferPool
-from torchrelay.transports.transfer.worker import Worker, on_the_way
+from torchrelay.transports.transfer.worker import Worker
 
 FIRST_BYTES = 16 << 20  # whose digests are told before any chunk: more than a link's queues hold
 
@@ -34,12 +34,9 @@ class OutStream:
     """Chunks on their way to one receiver, by one way."""
 
     rank: int
-    way: Way
+    to: PushStream
     todo: deque[int]
-    room: int  # for so many at a time
-    buffers: int  # of those, so many in buffers
-    channel: bool = False  # beside the group: the receiver is not lost with it
-    hashes: bool = False  # on the way
+    beside: bool = False  # the group: the receiver is not lost with it
     in_flight: int = 0
     packed: int = 0  # in buffers
     moved_at: float = field(default_factory=time.monotonic)
@@ -98,21 +95,16 @@ class Outflow:
 
     def open(self, rank: int, transfer: int, lane: int, chunks: Sequence[int]) -> None:
         """Send chunks over the group."""
-        way = way_on(self._group, rank, transfer, lane)
-        self.streams.append(OutStream(rank, way, deque(chunks), IN_FLIGHT, IN_FLIGHT))
+        to = PushStream(way_on(self._group, rank, transfer, lane), IN_FLIGHT, IN_FLIGHT)
+        self.streams.append(OutStream(rank, to, deque(chunks)))
 
-    def open_channel(self, rank: int, channel: Lanes, transfer: int, *, alone: bool) -> None:
-        """Send all chunks over a channel. Those that go to one receiver `alone` may be hashed on
-        the way; of several, none waits for the digests of another's."""
-        hashes = self.verify and alone and on_the_way()
-        way, todo = channel.way_on(transfer, hashes=hashes), deque(range(len(self._chunks)))
-        self.streams.append(
-            OutStream(rank, way, todo, channel.room, channel.buffers, channel=True, hashes=hashes)
-        )
+    def open_beside(self, rank: int, to: PushStream) -> None:
+        """Send all chunks by a stream beside the group."""
+        self.streams.append(OutStream(rank, to, deque(range(len(self._chunks))), beside=True))
 
-    def by_channel(self, rank: int) -> bool:
-        """Whether a channel to a receiver was used."""
-        return any(stream.channel and stream.rank == rank for stream in self.streams)
+    def is_beside(self, rank: int) -> bool:
+        """Whether chunks to a receiver were sent beside the group."""
+        return any(stream.beside and stream.rank == rank for stream in self.streams)
 
     def cut(self, rank: int) -> None:
         """Post no more chunks to a receiver."""
@@ -122,7 +114,7 @@ class Outflow:
 
     def close(self) -> None:
         for stream in self.streams:
-            stream.way.close()
+            stream.to.way.close()
 
     def owes(self, rank: int, *, sent: bool) -> bool:
         """Whether chunks that go from here to a receiver have yet to be posted, or `sent`."""
@@ -132,13 +124,13 @@ class Outflow:
     def pump(self) -> None:
         """Post chunks on every stream that has room."""
         for stream in self.streams:
-            while stream.alive and stream.todo and stream.in_flight < stream.room:
-                if stream.packed == stream.buffers:
+            while stream.alive and stream.todo and stream.in_flight < stream.to.room:
+                if stream.packed == stream.to.buffers:
                     break
                 self._post(stream, stream.todo.popleft())
 
     def _post(self, stream: OutStream, index: int) -> None:
-        hashing = self.verify and index not in self._hashing and not stream.hashes
+        hashing = self.verify and index not in self._hashing and not stream.to.hashes
         data, lease = self._bytes_of(index, self._device, uses=2 if hashing else 1)
         if stream.in_flight == 0:
             stream.moved_at = time.monotonic()
@@ -152,7 +144,7 @@ class Outflow:
         def report(fault: Exception | None, read: bool, digest: bytes = b"") -> None:
             events.put(Sent(stream, index, lease, fault, digest))
 
-        stream.way.put(data, report)
+        stream.to.way.put(data, report)
         if hashing:
             self._hashing.add(index)
             self._worker.submit(lambda: self._events.put(Hashed(index, digest(data), lease)))

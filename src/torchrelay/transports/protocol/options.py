@@ -1,0 +1,43 @@
+"""What a call of the front door asks for, as records that its parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torchrelay.deadlines import Deadline, Stopwatch
+from torchrelay.landing.seam import Landing
+from torchrelay.record.compact import KnownTree
+from torchrelay.record.manifest import Manifest
+from torchrelay.transports.protocol.progress import untold
+
+
+@dataclass(frozen=True)
+class TransferCall:
+    """One call: until when, how long each phase took, and whom to tell how far it is."""
+
+    deadline: Deadline
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    progress: Callable[[int, int], None] = untold
+
+
+@dataclass(frozen=True)
+class SendOptions:
+    """How a state is sent."""
+
+    window: float  # seconds that the first receivers wait for the others
+    join_timeout: float
+    verify: bool | None
+    route: str | None
+    connections: int
+
+
+@dataclass(frozen=True)
+class ReceiveOptions:
+    """What a receiver takes, and how it lands."""
+
+    step: int | None
+    land: Callable[[Manifest], Landing]
+    known: KnownTree | None  # of the destination
+    route: str | None
+    connections: int
