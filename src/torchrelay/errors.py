@@ -14,6 +14,7 @@
     │   ├── PeerRefusedError           a receiver turned the state down
     │   ├── PeerAbortedError           a sender gave up and said why
     │   └── PeerLostError              the connection to a rank broke
+    ├── EndpointError              an endpoint cannot be opened, or does not answer as one
     ├── CheckpointError            a step could not be written or read; `file` says where
     │   ├── StepExistsError            the step is committed already, and is never overwritten
     │   ├── StepOrderError             the step is below the newest one: roll back first
@@ -120,6 +121,11 @@ class PeerAbortedError(PeerError):
 
 class PeerLostError(PeerError):
     """The connection to the peer broke: it died, or its process group was closed."""
+
+
+class EndpointError(RelayError):
+    """An endpoint cannot be opened, or what is at a URL does not answer as one: a wrong token, a
+    certificate that does not hold, another program. The message names the URL."""
 
 
 class CheckpointError(RelayError):

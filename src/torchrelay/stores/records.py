@@ -179,6 +179,12 @@ def encode(checkpoint: Checkpoint) -> bytes:
     return msgspec.json.encode(_Envelope(msgspec.Raw(body), xxhash.xxh3_128_hexdigest(body)))
 
 
+def content_digest(checkpoint: Checkpoint) -> str:
+    """What a step holds, whenever and by whichever version it was saved, as a digest."""
+    bare = msgspec.structs.replace(checkpoint, time="", torch="", torchrelay="")
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(bare))
+
+
 def decode(data: bytes) -> Checkpoint:
     """The record in `data`, its digest and every number in it checked, or `ManifestError`."""
     if len(data) > MAX_MANIFEST_BYTES:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.stores.writer import process as p
+from torchrelay.stores.writer.launch import launch
 from torchrelay.stores.writer.ranges import FileSpec
 
 _START_SECONDS = 60.0
@@ -42,18 +41,7 @@ class WriterProcess:
         if self._link is not None and self._process is not None and self._process.poll() is None:
             return
         self._drop()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            package = Path(__file__).resolve().parents[2]
-            program = [sys.executable, "-I", str(package / "stores" / "writer" / "start.py")]
-            paths = [str(Path(path).absolute()) for path in sys.path if path]
-            self._process = subprocess.Popen(
-                [*program, str(theirs.fileno()), str(package), *paths],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C in the trainer's terminal is not for it
-            )
-        self._link = ours
+        self._process, self._link = launch("torchrelay.stores.writer.process")
 
     def attach(self, fd: int, nbytes: int, timeout: float = _START_SECONDS) -> None:
         """Show the writer an arena, unless it is the one it has."""

@@ -13,16 +13,14 @@ import mmap
 import os
 import signal
 import socket
-import struct
 
 import msgspec
 
 from torchrelay.errors import CheckpointError
 from torchrelay.stores.locate import open_store
+from torchrelay.stores.writer.frames import receive_frame, send_frame
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
 
-_LENGTH = struct.Struct("<Q")
-MAX_MESSAGE = 1 << 30
 NICE = 5  # the trainer's threads go first
 
 
@@ -74,31 +72,13 @@ _answer = msgspec.msgpack.Decoder(Answer)
 
 
 def send(link: socket.socket, message: Request | Answer) -> None:
-    data = msgspec.msgpack.encode(message)
-    link.sendall(_LENGTH.pack(len(data)) + data)
+    send_frame(link, msgspec.msgpack.encode(message))
 
 
 def receive_answer(link: socket.socket) -> Answer:
     """The next answer. `EOFError` if the writer is gone, `TimeoutError` by the socket's timeout."""
-    answer: Answer = _answer.decode(_receive(link))
+    answer: Answer = _answer.decode(receive_frame(link))
     return answer
-
-
-def _receive(link: socket.socket) -> bytes:
-    (length,) = _LENGTH.unpack(_exactly(link, _LENGTH.size))
-    if length > MAX_MESSAGE:
-        raise EOFError(f"a message of {length} bytes")
-    return _exactly(link, length)
-
-
-def _exactly(link: socket.socket, nbytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < nbytes:
-        part = link.recv(min(nbytes - len(data), 1 << 20))
-        if not part:
-            raise EOFError("the other end is gone")
-        data += part
-    return bytes(data)
 
 
 class _Writer:
@@ -111,7 +91,7 @@ class _Writer:
     def serve(self) -> None:
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                request = _request.decode(_receive(self._link))
+                request = _request.decode(receive_frame(self._link))
                 try:
                     answer = self._do(request)
                 except CheckpointError as fault:

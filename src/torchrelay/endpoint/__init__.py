@@ -1,0 +1,1 @@
+"""A live state served over HTTP, and pulled from there."""

@@ -1,0 +1,409 @@
+"""What a server answers to which request (docs/http.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+import xxhash
+from aiohttp import ClientSession, web
+
+from torchrelay.endpoint.server import limits
+from torchrelay.endpoint.server.pages import PAGES
+from torchrelay.endpoint.server.sending import (
+    FileReader,
+    Pieces,
+    SourceFault,
+    copied,
+    send,
+    volume_pieces,
+)
+from torchrelay.endpoint.server.snapshots import Snapshot, Snapshots
+from torchrelay.endpoint.server.status import metrics, status
+from torchrelay.endpoint.server.transfers import Ledger, Transfer
+from torchrelay.endpoint.server.whole_file import WholeFile, chosen
+
+READER = re.compile(r"[A-Za-z0-9]{16,64}")
+MAX_WAIT = 60.0
+STEP_SECONDS = 30.0  # that a request waits for a step that is being published
+MAX_PATTERNS, MAX_PATTERN = 16, 200
+RESUME_SECONDS = 10.0  # that a step is kept for a download that broke off
+FILES_KEPT = 8  # headers of whole files
+
+Answer = Awaitable[web.StreamResponse]
+
+
+class Failure(Exception):
+    """A request that is answered with a status and a line of text."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status, self.text = status, text
+
+
+class App:
+    """Answers requests from what is shown. All of it runs on one event loop."""
+
+    def __init__(self, token: str | None, *, tls: bool, stall: float, version: str) -> None:
+        self._token, self._tls, self.stall, self.version = token, tls, stall, version
+        self.snapshots = Snapshots()
+        self.ledger = Ledger()
+        self.started = time.time()
+        self.url = ""
+        self.pending = False  # whether a step is being published
+        self.changed = asyncio.Condition()
+        self.server: limits.LimitedServer | None = None
+        self._session: ClientSession | None = None
+        self._files: dict[tuple[str, tuple[str, ...]], WholeFile] = {}
+        self._routes: dict[str, tuple[str, Callable[[web.BaseRequest], Answer]]] = {
+            "/healthz": ("GET", self._healthz),
+            "/steps.json": ("GET", self._steps),
+            "/record": ("GET", self._record),
+            "/places.json": ("GET", self._places),
+            "/model.safetensors": ("GET", self._file),
+            "/status.json": ("GET", self._status),
+            "/metrics": ("GET", self._metrics),
+        }
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request; whatever is wrong with it is said in a line."""
+        try:
+            self._let_in(request)
+            return await self._route(request)
+        except Failure as failure:
+            headers = {"WWW-Authenticate": "Bearer"} if failure.status == 401 else None
+            return web.Response(status=failure.status, text=failure.text + "\n", headers=headers)
+
+    def _let_in(self, request: web.BaseRequest) -> None:
+        if request.path == "/healthz":
+            return
+        if self._token is not None:
+            if not limits.has_token(request, self._token):
+                self.ledger.refused["token"] += 1
+                raise Failure(401, "this endpoint needs its token: Authorization: Bearer TOKEN")
+            return
+        if not limits.is_plain_host(request.headers.get("Host", "")):
+            self.ledger.refused["token"] += 1
+            raise Failure(401, "without a token, ask by an address or localhost, not by a name")
+        if not limits.is_own_user(request):
+            self.ledger.refused["token"] += 1
+            raise Failure(401, "without a token, only the user who serves may read: give a token")
+
+    def _route(self, request: web.BaseRequest) -> Answer:
+        path = request.path
+        if path in self._routes:
+            allowed, act = self._routes[path]
+        elif path in PAGES:
+            page = PAGES[path]
+            allowed, act = "GET", lambda request: page(self, request)
+        elif path.startswith("/volumes/"):
+            allowed, act = "GET", self._volume
+        elif path.startswith("/readers/"):
+            allowed, act = "POST", self._reader_ends
+        else:
+            raise Failure(404, "there is nothing here: docs/http.md lists what can be asked for")
+        if request.method != allowed and not (allowed == "GET" and request.method == "HEAD"):
+            raise Failure(405, f"{path} takes {allowed}")
+        return act(request)
+
+    # Steps.
+
+    async def _healthz(self, request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(text="ok\n")
+
+    async def _steps(self, request: web.BaseRequest) -> web.StreamResponse:
+        above = _number(request, "newer_than")
+        wait = min(float(_number(request, "wait") or 0), MAX_WAIT)
+        if above is not None:
+            await self._until(lambda: self._newest_step() > above, wait)
+        else:
+            await self._until(lambda: not self.pending, STEP_SECONDS)
+        return _json({"steps": [snapshot.facts() for snapshot in self.snapshots.listed]})
+
+    def _newest_step(self) -> int:
+        newest = self.snapshots.newest
+        return -1 if newest is None else newest.step
+
+    async def _until(self, holds: Callable[[], bool], seconds: float) -> None:
+        """Wait for a change of what is shown that makes something hold, for so long at most."""
+        with suppress(asyncio.TimeoutError):
+            async with self.changed:
+                await asyncio.wait_for(self.changed.wait_for(holds), seconds)
+
+    async def _asked_for(self, request: web.BaseRequest) -> Snapshot:
+        """The step that a request names, or the newest."""
+        step = _number(request, "step")
+        if step is None:
+            await self._until(lambda: not self.pending, STEP_SECONDS)
+            newest = self.snapshots.newest
+            if newest is None:
+                raise Failure(503, "no step has been published yet: ask again")
+            return newest
+        found = self.snapshots.by_step(step)
+        if found is None:
+            there = ", ".join(str(one.step) for one in self.snapshots.listed) or "none"
+            raise Failure(404, f"no step {step} here; there: {there}")
+        return found
+
+    def _by_id(self, snapshot: str) -> Snapshot:
+        found = self.snapshots.by_id(snapshot)
+        if found is None:
+            raise Failure(410, "that step is gone, or was never here: ask for the newest")
+        return found
+
+    async def _record(self, request: web.BaseRequest) -> web.StreamResponse:
+        snapshot = await self._asked_for(request)
+        # Who has the record comes back for the volumes, and finds them.
+        self._transfer(request, snapshot, "http", snapshot.nbytes)
+        headers = {"ETag": f'"{snapshot.etag}"', "Torchrelay-Snapshot": snapshot.id}
+        return web.Response(body=snapshot.record, content_type="application/json", headers=headers)
+
+    async def _places(self, request: web.BaseRequest) -> web.StreamResponse:
+        snapshot = self._by_id(request.query.get("snapshot", ""))
+        ranks = snapshot.ranks or [self.url]
+        places = snapshot.places or [0] * len(snapshot.order)
+        volumes = {
+            volume.name: [ranks[place]]
+            for volume, place in zip(snapshot.order, places, strict=True)
+        }
+        facts = {"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes, "seeds": []}
+        return _json(facts)
+
+    # Bytes.
+
+    async def _volume(self, request: web.BaseRequest) -> web.StreamResponse:
+        parts = request.path.split("/")
+        if len(parts) != 4:
+            raise Failure(404, "volumes are asked for as /volumes/SNAPSHOT/NAME")
+        snapshot = self._by_id(parts[2])
+        volume = snapshot.volumes.get(parts[3])
+        if volume is None or volume.start < 0:
+            raise Failure(404, "that volume is not here: /places.json says where it is")
+        start, stop = self._range(request, volume.nbytes, snapshot.etag)
+        transfer = self._transfer(request, snapshot, "http", snapshot.nbytes)
+        pieces = copied if self._tls else volume_pieces
+        return await self._send(
+            request,
+            transfer,
+            (start, stop, volume.nbytes),
+            snapshot.etag,
+            pieces(snapshot, volume, start, stop),
+        )
+
+    async def _file(self, request: web.BaseRequest) -> web.StreamResponse:
+        patterns = request.query.getall("include", [])
+        if len(patterns) > MAX_PATTERNS or any(len(one) > MAX_PATTERN for one in patterns):
+            raise Failure(400, f"at most {MAX_PATTERNS} patterns of {MAX_PATTERN} characters")
+        snapshot = await self._asked_for(request)
+        key = "\n".join(patterns)
+        if self._goes_on(request):
+            snapshot = self._begun_with(request, key)
+        file = self._whole_file(snapshot, patterns)
+        etag = snapshot.etag + (f"-{_digest(key)}" if patterns else "")
+        if f'"{etag}"' in request.headers.get("If-None-Match", ""):
+            return web.Response(status=304, headers={"ETag": f'"{etag}"'})
+        start, stop = self._range(request, file.nbytes, etag)
+        if request.method == "HEAD":
+            return await self._head(request, (start, stop, file.nbytes), etag)
+        transfer = self._transfer(request, snapshot, "file", file.nbytes)
+        if self._session is None:
+            bearer = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
+            self._session = ClientSession(headers=bearer)
+        pieces = FileReader(snapshot, self._session).pieces(file, start, stop)
+        before = transfer.bytes
+        try:
+            return await self._send(request, transfer, (start, stop, file.nbytes), etag, pieces)
+        finally:
+            sent = start + transfer.bytes - before
+            address = request.remote or ""
+            self.ledger.note_sent(address, key, snapshot, sent, whole=sent >= file.nbytes)
+
+    def _goes_on(self, request: web.BaseRequest) -> bool:
+        """Whether a request wants the rest of a file without saying of which step."""
+        wanted = _slice(request)
+        named = "step" in request.query or "If-Range" in request.headers
+        return wanted is not None and (wanted.start or 0) != 0 and not named
+
+    def _begun_with(self, request: web.BaseRequest, key: str) -> Snapshot:
+        """The step that an address has begun with, if it can have been no other."""
+        wanted = _slice(request)
+        start = 0 if wanted is None else max(0, wanted.start or 0)
+        begun = self.ledger.begun_with(request.remote or "", key, start)
+        found = self.snapshots.by_id(next(iter(begun))) if len(begun) == 1 else None
+        if found is None:
+            raise Failure(
+                412,
+                "this download cannot be continued: the step that it began with is gone or is not "
+                "known here. Say ?step=STEP, or begin again",
+            )
+        return found
+
+    def _whole_file(self, snapshot: Snapshot, patterns: Sequence[str]) -> WholeFile:
+        key = snapshot.id, tuple(patterns)
+        if key not in self._files:
+            tensors = chosen(snapshot.tensors, patterns)
+            if not tensors:
+                raise Failure(404, "no tensor has a name like that: the record lists the names")
+            metadata = {"step": str(snapshot.step), "snapshot": snapshot.id}
+            while len(self._files) >= FILES_KEPT:
+                self._files.pop(next(iter(self._files)))
+            self._files[key] = WholeFile(tensors, metadata)
+        return self._files[key]
+
+    def _range(self, request: web.BaseRequest, nbytes: int, etag: str) -> tuple[int, int]:
+        """The bytes that are asked for."""
+        wanted = _slice(request)
+        condition = request.headers.get("If-Range")
+        if wanted is None or (condition is not None and condition != f'"{etag}"'):
+            return 0, nbytes
+        start, stop, _ = wanted.indices(nbytes)
+        if start >= stop:
+            self.ledger.refused["range"] += 1
+            raise Failure(416, f"the range is outside of {nbytes} bytes")
+        return start, stop
+
+    def _transfer(
+        self, request: web.BaseRequest, snapshot: Snapshot, kind: str, total: int
+    ) -> Transfer:
+        reader = request.headers.get("Torchrelay-Reader", "")
+        if reader and not READER.fullmatch(reader):
+            raise Failure(400, "Torchrelay-Reader is 16 to 64 letters and digits")
+        name = reader or f"request{secrets.token_hex(8)}"
+        agent = request.headers.get("User-Agent", "")
+        found = self.ledger.of(name, request.remote or "", agent, snapshot, kind, total)
+        if found is None:
+            self.ledger.refused["limit"] += 1
+            raise Failure(429, "too many readers at once: ask again later")
+        return found
+
+    async def _head(
+        self, request: web.BaseRequest, extent: tuple[int, int, int], etag: str
+    ) -> web.StreamResponse:
+        response = _ranged(extent, etag)
+        await response.prepare(request)
+        await response.write_eof()
+        return response
+
+    async def _send(
+        self,
+        request: web.BaseRequest,
+        transfer: Transfer,
+        extent: tuple[int, int, int],
+        etag: str,
+        pieces: Pieces,
+    ) -> web.StreamResponse:
+        alone = not request.headers.get("Torchrelay-Reader")
+        if request.method == "HEAD":
+            if alone:
+                self.ledger.end(transfer, "done")
+            return await self._head(request, extent, etag)
+        response = _ranged(extent, etag)
+        reason = ""
+        try:
+            await response.prepare(request)
+            await send(request, response, pieces, transfer, self.ledger, self.stall)
+            await response.write_eof()
+        except asyncio.TimeoutError:
+            self.ledger.refused["slow"] += 1
+            reason = f"the reader took no bytes for {self.stall:g} s and was dropped"
+        except ConnectionError:
+            reason = "the reader went away"
+        except SourceFault as fault:
+            reason = str(fault)
+        except asyncio.CancelledError:
+            if not transfer.cut:
+                raise
+            reason = transfer.cut
+        if reason and request.transport is not None:
+            request.transport.abort()
+        transfer.fault = reason
+        if alone:
+            self.ledger.end(transfer, "failed" if reason else "done", reason)
+            if reason and not transfer.cut:
+                transfer.snapshot.wanted_until = time.monotonic() + RESUME_SECONDS
+        return response
+
+    # Readers and watchers.
+
+    async def _reader_ends(self, request: web.BaseRequest) -> web.StreamResponse:
+        reader = request.path.removeprefix("/readers/")
+        if request.content_type != "application/json":
+            raise Failure(400, "this takes application/json")
+        try:
+            word = msgspec.json.decode(await request.read(), type=Ending)
+        except (msgspec.MsgspecError, ValueError, web.HTTPException):
+            raise Failure(400, 'this takes {"outcome": "done"} or "failed", "reason"') from None
+        for transfer in list(self.ledger.active.values()):
+            if transfer.reader == reader:
+                outcome = "done" if word.outcome == "done" else "failed"
+                self.ledger.end(transfer, outcome, word.reason)
+        return web.Response(status=204)
+
+    def status(self) -> dict[str, object]:
+        return status(self)
+
+    async def _status(self, request: web.BaseRequest) -> web.StreamResponse:
+        return _json(self.status())
+
+    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(text=metrics(self), content_type="text/plain")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+class Ending(msgspec.Struct):
+    """How a reader says that it ended."""
+
+    outcome: str
+    reason: str = ""
+
+
+def _json(facts: object) -> web.Response:
+    body = msgspec.json.encode(facts)
+    return web.Response(
+        body=body, content_type="application/json", headers={"Cache-Control": "no-store"}
+    )
+
+
+def _ranged(extent: tuple[int, int, int], etag: str) -> web.StreamResponse:
+    start, stop, nbytes = extent
+    whole = (start, stop) == (0, nbytes)
+    response = web.StreamResponse(status=200 if whole else 206)
+    response.headers["Accept-Ranges"] = "bytes"
+    response.headers["ETag"] = f'"{etag}"'
+    response.content_type = "application/octet-stream"
+    if not whole:
+        response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
+    response.content_length = stop - start
+    return response
+
+
+def _slice(request: web.BaseRequest) -> slice | None:
+    """What `Range` asks for; None where it asks for everything."""
+    if "Range" not in request.headers:
+        return None
+    try:
+        found = request.http_range
+    except ValueError:
+        raise Failure(416, "one range of bytes, as in Range: bytes=0-99") from None
+    return None if found.start is None and found.stop is None else found
+
+
+def _number(request: web.BaseRequest, name: str) -> int | None:
+    text = request.query.get(name)
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,19}", text):
+        raise Failure(400, f"{name} is a number")
+    return int(text)
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())

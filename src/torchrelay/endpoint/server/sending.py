@@ -1,0 +1,150 @@
+"""Bytes of a step on their way to a reader, a piece at a time, with an eye on who does not take
+them.
+
+Volumes go by `sendfile`: the kernel sends the pages of the arena themselves. Their readers compare
+digests, so it does no harm that a page may be written to again while it is in a socket. Who gets a
+file compares nothing, and is sent copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+
+from torchrelay.endpoint.server.messages import Volume
+from torchrelay.endpoint.server.snapshots import DIGEST_BYTES, Snapshot
+from torchrelay.endpoint.server.whole_file import Band, Run, WholeFile
+
+if TYPE_CHECKING:
+    from torchrelay.endpoint.server.transfers import Ledger, Transfer
+
+SENDFILE_BYTES = 2 << 20
+COPY_BYTES = 1 << 20
+REMOTE_BYTES = 4 << 20
+REMOTE_SECONDS = 30.0
+
+
+class Span(NamedTuple):
+    """Bytes of the arena's file, to be sent from where they lie."""
+
+    offset: int
+    nbytes: int
+
+
+Pieces = AsyncIterator["bytes | Span"]
+
+
+async def volume_pieces(snapshot: Snapshot, volume: Volume, start: int, stop: int) -> Pieces:
+    for at in range(start, stop, SENDFILE_BYTES):
+        yield Span(volume.start + at, min(SENDFILE_BYTES, stop - at))
+
+
+async def copied(snapshot: Snapshot, volume: Volume, start: int, stop: int) -> Pieces:
+    for at in range(start, stop, COPY_BYTES):
+        yield bytes(snapshot.view(volume, at, min(at + COPY_BYTES, stop)))
+
+
+class FileReader:
+    """Reads a whole file of a step, from this rank's memory and from other ranks' servers."""
+
+    def __init__(self, snapshot: Snapshot, session: ClientSession) -> None:
+        self._snapshot = snapshot
+        self._session = session
+
+    async def pieces(self, file: WholeFile, start: int, stop: int) -> Pieces:
+        for part in file.within(start, stop):
+            if isinstance(part, bytes):
+                yield part
+            elif isinstance(part, Run):
+                async for data in self._run(part):
+                    yield data
+            else:
+                band, low, high = part
+                yield (await self._band(band))[low:high]
+
+    async def _run(self, run: Run) -> AsyncIterator[bytes]:
+        volume = self._snapshot.order[run.volume]
+        size = COPY_BYTES if volume.start >= 0 else REMOTE_BYTES
+        for at in range(run.start, run.stop, size):
+            yield await self._read(Run(run.volume, at, min(at + size, run.stop)))
+
+    async def _band(self, band: Band) -> bytes:
+        parts = [(box, await self._read(run)) for run, box in band.runs()]
+        return band.put_together(parts)
+
+    async def _read(self, run: Run) -> bytes:
+        volume = self._snapshot.order[run.volume]
+        if volume.start >= 0:
+            return bytes(self._snapshot.view(volume, run.start, run.stop))
+        url = self._snapshot.ranks[self._snapshot.places[run.volume]]
+        size = volume.chunk_bytes
+        first, last = run.start // size, -(-run.stop // size)
+        start, stop = first * size, min(last * size, volume.nbytes)
+        data = await self._fetch(f"{url}/volumes/{self._snapshot.id}/{volume.name}", start, stop)
+        for chunk in range(first, last):
+            piece = memoryview(data)[chunk * size - start : (chunk + 1) * size - start]
+            at = chunk * DIGEST_BYTES
+            if xxhash.xxh3_128_digest(piece) != volume.digests[at : at + DIGEST_BYTES]:
+                raise SourceFault(f"{url} has other bytes than it had when they were published")
+        return data[run.start - start : run.stop - start]
+
+    async def _fetch(self, url: str, start: int, stop: int) -> bytes:
+        wanted = {"Range": f"bytes={start}-{stop - 1}"}
+        limit = ClientTimeout(total=REMOTE_SECONDS)
+        try:
+            async with self._session.get(url, headers=wanted, timeout=limit) as answer:
+                if answer.status != 206:
+                    raise SourceFault(f"{url} answered {answer.status}")
+                data = await answer.content.readexactly(stop - start)
+        except (ClientError, asyncio.IncompleteReadError, asyncio.TimeoutError) as fault:
+            raise SourceFault(f"{url} cannot be read: {type(fault).__name__}") from fault
+        return data
+
+
+class SourceFault(Exception):
+    """Another rank's server does not give its part."""
+
+
+async def send(
+    request: web.BaseRequest,
+    response: web.StreamResponse,
+    pieces: Pieces,
+    transfer: Transfer,
+    ledger: Ledger,
+    stall: float,
+) -> None:
+    """Send all pieces. `TimeoutError` of asyncio where the reader takes none for `stall` seconds,
+    `ConnectionError` where it is gone, and `CancelledError` where its transfer is cut."""
+    task = asyncio.ensure_future(_send(request, response, pieces, transfer, ledger, stall))
+    transfer.tasks.add(task)
+    try:
+        await task
+    finally:
+        transfer.tasks.discard(task)
+
+
+async def _send(
+    request: web.BaseRequest,
+    response: web.StreamResponse,
+    pieces: Pieces,
+    transfer: Transfer,
+    ledger: Ledger,
+    stall: float,
+) -> None:
+    loop = asyncio.get_running_loop()
+    file = transfer.snapshot.slot.file
+    async for piece in pieces:
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the reader went away")
+        if isinstance(piece, Span):
+            act = loop.sendfile(transport, file, piece.offset, piece.nbytes)
+            await asyncio.wait_for(act, stall)
+            ledger.moved(transfer, piece.nbytes)
+        else:
+            await asyncio.wait_for(response.write(piece), stall)
+            ledger.moved(transfer, len(piece))

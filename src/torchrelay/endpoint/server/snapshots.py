@@ -1,0 +1,138 @@
+"""The steps that a server has: in slots of memory, each shown from one moment to another."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import xxhash
+
+from torchrelay.endpoint.server.messages import Show, Volume
+from torchrelay.memory.crew import share_out
+
+HASHERS = 2  # threads: the trainer's own go first
+DIGEST_BYTES = 16
+
+
+class Slot:
+    """An arena that the trainer fills: mapped to be hashed, open to be sent from."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.file: BinaryIO = os.fdopen(fd, "rb", buffering=0)
+        self.nbytes = nbytes
+        self._map = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
+        self.view = memoryview(self._map)
+        self.mapped = 0  # processes that have it mapped
+
+    def close(self) -> None:
+        self.view.release()
+        self._map.close()
+        self.file.close()
+
+
+class Snapshot:
+    """A step that is shown. Requests name it by `id`, so that no two are ever mixed."""
+
+    def __init__(self, shown: Show, slot: Slot) -> None:
+        self.step, self.id, self.record = shown.step, shown.snapshot, shown.record
+        self.volumes = {volume.name: volume for volume in shown.volumes}
+        self.order = shown.volumes
+        self.tensors = shown.tensors
+        self.ranks, self.places = shown.ranks, shown.places
+        self.slot = slot
+        self.number = shown.slot
+        self.shown = time.time()
+        self.superseded: float | None = None  # by the monotonic clock
+        self.wanted_until = 0.0  # for a reader that broke off and may come back
+
+    @property
+    def nbytes(self) -> int:
+        return sum(volume.nbytes for volume in self.order)
+
+    @property
+    def etag(self) -> str:
+        return f"{self.step}-{self.id}"
+
+    def view(self, volume: Volume, start: int, stop: int) -> memoryview:
+        """Bytes of a volume that is in this process's own slot."""
+        return self.slot.view[volume.start + start : volume.start + stop]
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "step": self.step,
+            "snapshot": self.id,
+            "bytes": self.nbytes,
+            "record_bytes": len(self.record),
+            "tensors": len(self.tensors),
+            "world": max(1, len(self.ranks)),
+            "shown": self.shown,
+        }
+
+
+class Snapshots:
+    """Slots by number, and what is shown of them, the newest last."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Slot] = {}
+        self.shown: list[Snapshot] = []
+
+    def attach(self, number: int, fd: int, nbytes: int) -> None:
+        before = self.slots.pop(number, None)
+        self.slots[number] = Slot(fd, nbytes)
+        if before is not None:
+            before.close()
+
+    def show(self, shown: Show) -> None:
+        snapshot = Snapshot(shown, self.slots[shown.slot])
+        for other in self.shown:
+            if other.superseded is None:
+                other.superseded = time.monotonic()
+        self.shown.append(snapshot)
+
+    def hide(self, snapshot: Snapshot) -> None:
+        self.shown.remove(snapshot)
+
+    @property
+    def listed(self) -> Iterator[Snapshot]:
+        """Steps that have a record here, the newest last."""
+        return (snapshot for snapshot in self.shown if snapshot.record)
+
+    @property
+    def newest(self) -> Snapshot | None:
+        return next(reversed(list(self.listed)), None)
+
+    def by_step(self, step: int) -> Snapshot | None:
+        return next((one for one in reversed(self.shown) if one.step == step and one.record), None)
+
+    def by_id(self, snapshot: str) -> Snapshot | None:
+        return next((one for one in reversed(self.shown) if one.id == snapshot), None)
+
+    def in_slot(self, number: int) -> Snapshot | None:
+        return next((one for one in self.shown if one.number == number), None)
+
+
+def digests(slot: Slot, volumes: list[Volume]) -> list[bytes]:
+    """The digests of each volume's chunks; those that are known stay as they are."""
+    found = [bytearray(v.digests or DIGEST_BYTES * -(-v.nbytes // v.chunk_bytes)) for v in volumes]
+    unknown = bytes(DIGEST_BYTES)
+
+    def tasks() -> Iterator[tuple[int, int]]:
+        for index, volume in enumerate(volumes):
+            for chunk in range(-(-volume.nbytes // volume.chunk_bytes)):
+                at = chunk * DIGEST_BYTES
+                if found[index][at : at + DIGEST_BYTES] == unknown:
+                    yield index, chunk
+
+    def hash_chunk(task: tuple[int, int]) -> None:
+        index, chunk = task
+        volume = volumes[index]
+        start = volume.start + chunk * volume.chunk_bytes
+        stop = min(start + volume.chunk_bytes, volume.start + volume.nbytes)
+        at = chunk * DIGEST_BYTES
+        found[index][at : at + DIGEST_BYTES] = xxhash.xxh3_128_digest(slot.view[start:stop])
+
+    share_out(tasks(), lambda: hash_chunk, HASHERS)
+    return [bytes(one) for one in found]

@@ -1,0 +1,32 @@
+"""Messages over a socket between a trainer and a process of its own: a length, then the bytes."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+_LENGTH = struct.Struct("<Q")
+MAX_FRAME = 1 << 30
+
+
+def send_frame(link: socket.socket, data: bytes) -> None:
+    link.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_frame(link: socket.socket) -> bytes:
+    """The next message. `EOFError` if the other end is gone, `TimeoutError` by the socket's
+    timeout."""
+    (length,) = _LENGTH.unpack(_exactly(link, _LENGTH.size))
+    if length > MAX_FRAME:
+        raise EOFError(f"a message of {length} bytes")
+    return _exactly(link, length)
+
+
+def _exactly(link: socket.socket, nbytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < nbytes:
+        part = link.recv(min(nbytes - len(data), 1 << 20))
+        if not part:
+            raise EOFError("the other end is gone")
+        data += part
+    return bytes(data)

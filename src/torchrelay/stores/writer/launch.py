@@ -1,0 +1,28 @@
+"""Launches a process without torch beside the trainer, with a socket between the two."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+def launch(program: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run `serve` of a module of this package in an isolated interpreter; our end of the socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        package = Path(__file__).resolve().parents[2]
+        start = str(package / "stores" / "writer" / "start.py")
+        paths = [str(Path(path).absolute()) for path in sys.path if path]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", start, str(theirs.fileno()), str(package), program, *paths],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C in the trainer's terminal is not for it
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return process, ours
