@@ -23,6 +23,7 @@ LAYERS: list[set[str]] = [
     {"landing"},
     {"memory"},
     {"transports", "stores"},
+    {"sources"},
     {"relay", "endpoint", "checkpointer", "resharding", "inspection"},
     {"dropin", "integrations"},
     {"recovery"},

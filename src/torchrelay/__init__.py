@@ -22,11 +22,15 @@ if TYPE_CHECKING:
         Pending,
         Saved,
     )
+    from torchrelay.endpoint.front import Endpoint, serve
+    from torchrelay.endpoint.publishing import Published
+    from torchrelay.endpoint.pull import Pulled, PullReport, pull
     from torchrelay.errors import (
         CheckpointError,
         CommitUnknownError,
         DamagedError,
         DigestError,
+        EndpointError,
         ManifestError,
         MismatchError,
         PeerAbortedError,
@@ -57,6 +61,8 @@ __all__ = [
     "CommitUnknownError",
     "DamagedError",
     "DigestError",
+    "Endpoint",
+    "EndpointError",
     "KeepAll",
     "KeepEvery",
     "KeepLast",
@@ -70,6 +76,9 @@ __all__ = [
     "PeerRefusedError",
     "Pending",
     "Progress",
+    "PullReport",
+    "Published",
+    "Pulled",
     "Received",
     "Relay",
     "RelayError",
@@ -87,7 +96,9 @@ __all__ = [
     "TransferTimeoutError",
     "UnsupportedLeafError",
     "UsageError",
+    "pull",
     "register",
+    "serve",
 ]
 
 _HOMES = {
@@ -103,6 +114,9 @@ _HOMES = {
             "Saved",
         ),
     ),
+    "torchrelay.endpoint.front": ("Endpoint", "serve"),
+    "torchrelay.endpoint.publishing": ("Published",),
+    "torchrelay.endpoint.pull": ("PullReport", "Pulled", "pull"),
     "torchrelay.relay": ("Progress", "Received", "Relay", "Report"),
     "torchrelay.state.registry": ("register",),
 }

@@ -291,6 +291,10 @@ PUBLIC = {
     "Checkpointer": tr.Checkpointer,
     **{f"Checkpointer.{name}": method for name, method in methods_of(tr.Checkpointer)},
     **{f"Pending.{name}": getattr(tr.Pending, name) for name in ("result", "exception", "done")},
+    "serve": tr.serve,
+    **{f"Endpoint.{name}": method for name, method in methods_of(tr.Endpoint)},
+    **{f"Published.{name}": getattr(tr.Published, name) for name in ("wait", "done")},
+    "pull": tr.pull,
     "KeepAll": tr.KeepAll,
     "KeepLast": tr.KeepLast,
     "KeepEvery": tr.KeepEvery,
@@ -314,6 +318,7 @@ def test_reference_has_every_name() -> None:
     names += [*tr.Received._fields, *tr.Progress._fields]
     names += [*tr.Saved.__dataclass_fields__, *tr.LoadReport.__dataclass_fields__]
     names += [*tr.Loaded._fields, "url", "skipped"]
+    names += [*tr.Pulled._fields, *tr.PullReport.__dataclass_fields__]
     missing = [name for name in names if not re.search(rf"`{name}\b", text)]
     assert not missing, missing
 

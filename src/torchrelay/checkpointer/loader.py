@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from torchrelay.checkpointer.catalog import Bar, Catalog, Progress
+from torchrelay.checkpointer.catalog import Bar, Progress
 from torchrelay.checkpointer.loading import Loading
 from torchrelay.checkpointer.selection import check_only
 from torchrelay.deadlines import Deadline, Stopwatch
@@ -25,8 +25,8 @@ from torchrelay.errors import (
 )
 from torchrelay.landing.places import Landed
 from torchrelay.memory.bounded import bounded
+from torchrelay.sources.seam import Opened
 from torchrelay.state.tree import show
-from torchrelay.stores.opening import OpenedStep
 from torchrelay.stores.retry import Retry
 from torchrelay.transports.group.assembly import Assembly, Call
 
@@ -78,14 +78,24 @@ def patience(deadline: Deadline) -> Retry:
     return Retry(lambda: deadline.left() - spare)
 
 
+class Shelf(Protocol):
+    """Where a loader finds steps."""
+
+    @property
+    def url(self) -> str: ...
+    def steps(self, patience: Retry = ...) -> list[int]: ...
+    def open(self, step: int, patience: Retry = ...) -> Opened: ...
+    def note_damaged(self, step: int) -> None: ...
+
+
 class Loader:
     """Loads for the ranks of an assembly."""
 
-    def __init__(self, shelf: Catalog, assembly: Assembly, planner: LoadPlanner | None) -> None:
+    def __init__(self, shelf: Shelf, assembly: Assembly, planner: LoadPlanner | None) -> None:
         self._shelf = shelf
         self._all = assembly
         self._planner = planner
-        self._held: OpenedStep | None = None  # the step that is being loaded
+        self._held: Opened | None = None  # the step that is being loaded
 
     def load(self, call: Call, wanted: Wanted, deadline: Deadline) -> Loaded:
         """The step asked for, or the newest that verifies.
@@ -240,7 +250,8 @@ class Loader:
             loading.within = lambda read: bounded(
                 read, deadline.early(), "read the step", file=held.files.url, left=loading.left
             )
-            bar.total = loading.nbytes * (2 if wanted.checked_first else 1)
+            twice = wanted.checked_first and not held.files.costly_reads
+            bar.total = loading.nbytes * (2 if twice else 1)
             made.append(loading)
             with watch("verify"):
                 loading.compare_twins()

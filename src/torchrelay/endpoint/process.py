@@ -7,12 +7,13 @@ import socket
 import subprocess
 import threading
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import TypeVar
 
 import msgspec
 
 from torchrelay.endpoint.server import messages as m
-from torchrelay.errors import EndpointError
+from torchrelay.errors import EndpointError, UsageError
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 from torchrelay.stores.writer.launch import launch
 
@@ -28,6 +29,8 @@ class ServerProcess:
     """A server process. One that was lost is started again, at the port it had."""
 
     def __init__(self, listen: m.Listen) -> None:
+        if find_spec("aiohttp") is None:
+            raise UsageError("serving needs aiohttp: pip install 'torchrelay[serve]'")
         self._listen = listen
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
@@ -69,7 +72,7 @@ class ServerProcess:
         with self._lock:
             if self._attached.get(slot) == inode:
                 return
-            self._checked(m.AttachSlot(slot, nbytes), m.Done, timeout, fd)
+            self._checked(m.AttachSlot(slot, nbytes), m.Obeyed, timeout, fd)
             self._attached[slot] = inode
 
     def ask(self, request: m.ServerRequest, kind: type[Kind], timeout: float) -> Kind:

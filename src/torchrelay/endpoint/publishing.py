@@ -130,15 +130,15 @@ class Publisher:
         if self._server.start():
             self._newest = 1
         slot = 1 - self._newest
-        self._server.ask(m.Expect(True), m.Done, deadline.left())
+        self._server.ask(m.Expect(True), m.Obeyed, deadline.left())
         try:
             staged = self._stage(call, state, step, slot, deadline, begun)
         except BaseException:
             self._planning.forget()
-            self._server.ask(m.Expect(False), m.Done, deadline.left() + 1)
+            self._server.ask(m.Expect(False), m.Obeyed, deadline.left() + 1)
             raise
         if isinstance(staged, str):
-            self._server.ask(m.Expect(False), m.Done, deadline.left())
+            self._server.ask(m.Expect(False), m.Obeyed, deadline.left())
             self._note(step, 0, time.monotonic() - begun, 0.0, staged)
             return Published(step, skipped=staged)
         self._last = published = Published(step)
@@ -251,7 +251,7 @@ class Publisher:
             fault = found
         try:
             if fault is not None:
-                self._server.ask(m.Expect(False), m.Done, 5.0)
+                self._server.ask(m.Expect(False), m.Obeyed, 5.0)
         except Exception as lost:
             logger.debug("the server process cannot be told: %s", lost)
         call.farewell()
@@ -280,14 +280,14 @@ class Publisher:
             msgspec.structs.replace(volume, digests=known)
             for volume, known in zip(staged.volumes, digests, strict=True)
         ]
-        shown = m.Show(staged.slot, staged.step, snapshot, b"", own)
+        shown = m.Show(staged.slot, staged.step, snapshot, b"", own, places=[0] * len(own))
         if self._all.world == 1:
             self._show_all(shown, *records[0], staged.urls, deadline)
             return
 
         def mine() -> bytes:
             if not self._all.coordinates:
-                self._server.ask(shown, m.Done, deadline.left())
+                self._server.ask(shown, m.Obeyed, deadline.left())
             return b""
 
         def last(said: list[bytes]) -> list[bytes]:
@@ -313,12 +313,12 @@ class Publisher:
         ]
         shown.tensors = list(map(_volume_tensor, record.tensors))
         shown.ranks, shown.places = urls, places
-        self._server.ask(shown, m.Done, deadline.left())
+        self._server.ask(shown, m.Obeyed, deadline.left())
 
     def _note(
         self, step: int, nbytes: int, staging: float, hashing: float, skipped: str | None
     ) -> None:
-        self._server.ask(m.Note(step, nbytes, staging, hashing, skipped), m.Done, 5.0)
+        self._server.ask(m.Note(step, nbytes, staging, hashing, skipped), m.Obeyed, 5.0)
 
     def settle(self, seconds: float) -> None:
         """Wait for what is being published."""

@@ -85,7 +85,7 @@ class Fetch:
         After `check` (`checked`), bytes that come out of the same memory again are not hashed a
         second time; those that the medium gives anew are.
         """
-        if verify:
+        if verify and not self._store.verifies:
             act = self._land_checked if checked else self._land_chunks
             self._run(act, self._chunks, once=not checked)
         else:
@@ -210,7 +210,7 @@ class Fetch:
 
     def _land_unverified(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
         stream = self._streams[task.file]
-        direct = [] if self._is_batched(reader) else self._direct(stream, task)
+        direct = [] if self._pinned or reader.batched else self._direct(stream, task)
         if direct:
             views = [host_view(address, nbytes) for _, address, nbytes in direct]
             self._read(task, reader, task.start, views)

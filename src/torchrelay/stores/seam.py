@@ -105,6 +105,7 @@ class OpenStep(Protocol):
 
     url: str
     costly_reads: bool  # whether reading a file twice takes about twice as long as once
+    verifies: bool  # whether its readers compare whole chunks with their digests themselves
 
     def manifest(self) -> bytes:
         """The commit record."""

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -23,7 +24,7 @@ from torchrelay.endpoint.server.sending import (
     send,
     volume_pieces,
 )
-from torchrelay.endpoint.server.snapshots import Snapshot, Snapshots
+from torchrelay.endpoint.server.snapshots import ServedStep, ServedSteps
 from torchrelay.endpoint.server.status import metrics, status
 from torchrelay.endpoint.server.transfers import Ledger, Transfer
 from torchrelay.endpoint.server.whole_file import WholeFile, chosen
@@ -46,12 +47,21 @@ class Failure(Exception):
         self.status, self.text = status, text
 
 
+class Extent(NamedTuple):
+    """Bytes [start, stop) of so many; `partial`: a range was asked for."""
+
+    start: int
+    stop: int
+    nbytes: int
+    partial: bool
+
+
 class App:
     """Answers requests from what is shown. All of it runs on one event loop."""
 
     def __init__(self, token: str | None, *, tls: bool, stall: float, version: str) -> None:
         self._token, self._tls, self.stall, self.version = token, tls, stall, version
-        self.snapshots = Snapshots()
+        self.snapshots = ServedSteps()
         self.ledger = Ledger()
         self.started = time.time()
         self.url = ""
@@ -118,7 +128,7 @@ class App:
 
     async def _steps(self, request: web.BaseRequest) -> web.StreamResponse:
         above = _number(request, "newer_than")
-        wait = min(float(_number(request, "wait") or 0), MAX_WAIT)
+        wait = min((_number(request, "wait_ms") or 0) / 1000, MAX_WAIT)
         if above is not None:
             await self._until(lambda: self._newest_step() > above, wait)
         else:
@@ -135,7 +145,7 @@ class App:
             async with self.changed:
                 await asyncio.wait_for(self.changed.wait_for(holds), seconds)
 
-    async def _asked_for(self, request: web.BaseRequest) -> Snapshot:
+    async def _asked_for(self, request: web.BaseRequest) -> ServedStep:
         """The step that a request names, or the newest."""
         step = _number(request, "step")
         if step is None:
@@ -150,7 +160,7 @@ class App:
             raise Failure(404, f"no step {step} here; there: {there}")
         return found
 
-    def _by_id(self, snapshot: str) -> Snapshot:
+    def _by_id(self, snapshot: str) -> ServedStep:
         found = self.snapshots.by_id(snapshot)
         if found is None:
             raise Failure(410, "that step is gone, or was never here: ask for the newest")
@@ -165,11 +175,10 @@ class App:
 
     async def _places(self, request: web.BaseRequest) -> web.StreamResponse:
         snapshot = self._by_id(request.query.get("snapshot", ""))
-        ranks = snapshot.ranks or [self.url]
-        places = snapshot.places or [0] * len(snapshot.order)
         volumes = {
-            volume.name: [ranks[place]]
-            for volume, place in zip(snapshot.order, places, strict=True)
+            # An empty text stands for the URL that was asked, by whichever name that was.
+            volume.name: ["" if volume.start >= 0 else snapshot.ranks[place]]
+            for volume, place in zip(snapshot.order, snapshot.places, strict=True)
         }
         facts = {"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes, "seeds": []}
         return _json(facts)
@@ -184,16 +193,11 @@ class App:
         volume = snapshot.volumes.get(parts[3])
         if volume is None or volume.start < 0:
             raise Failure(404, "that volume is not here: /places.json says where it is")
-        start, stop = self._range(request, volume.nbytes, snapshot.etag)
+        extent = self._extent(request, volume.nbytes, snapshot.etag)
         transfer = self._transfer(request, snapshot, "http", snapshot.nbytes)
-        pieces = copied if self._tls else volume_pieces
-        return await self._send(
-            request,
-            transfer,
-            (start, stop, volume.nbytes),
-            snapshot.etag,
-            pieces(snapshot, volume, start, stop),
-        )
+        act = copied if self._tls else volume_pieces
+        pieces = act(snapshot, volume, extent.start, extent.stop)
+        return await self._send(request, transfer, extent, snapshot.etag, pieces)
 
     async def _file(self, request: web.BaseRequest) -> web.StreamResponse:
         patterns = request.query.getall("include", [])
@@ -207,19 +211,19 @@ class App:
         etag = snapshot.etag + (f"-{_digest(key)}" if patterns else "")
         if f'"{etag}"' in request.headers.get("If-None-Match", ""):
             return web.Response(status=304, headers={"ETag": f'"{etag}"'})
-        start, stop = self._range(request, file.nbytes, etag)
+        extent = self._extent(request, file.nbytes, etag)
         if request.method == "HEAD":
-            return await self._head(request, (start, stop, file.nbytes), etag)
+            return await self._head(request, extent, etag)
         transfer = self._transfer(request, snapshot, "file", file.nbytes)
         if self._session is None:
             bearer = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
             self._session = ClientSession(headers=bearer)
-        pieces = FileReader(snapshot, self._session).pieces(file, start, stop)
+        pieces = FileReader(snapshot, self._session).pieces(file, extent.start, extent.stop)
         before = transfer.bytes
         try:
-            return await self._send(request, transfer, (start, stop, file.nbytes), etag, pieces)
+            return await self._send(request, transfer, extent, etag, pieces)
         finally:
-            sent = start + transfer.bytes - before
+            sent = extent.start + transfer.bytes - before
             address = request.remote or ""
             self.ledger.note_sent(address, key, snapshot, sent, whole=sent >= file.nbytes)
 
@@ -229,7 +233,7 @@ class App:
         named = "step" in request.query or "If-Range" in request.headers
         return wanted is not None and (wanted.start or 0) != 0 and not named
 
-    def _begun_with(self, request: web.BaseRequest, key: str) -> Snapshot:
+    def _begun_with(self, request: web.BaseRequest, key: str) -> ServedStep:
         """The step that an address has begun with, if it can have been no other."""
         wanted = _slice(request)
         start = 0 if wanted is None else max(0, wanted.start or 0)
@@ -243,7 +247,7 @@ class App:
             )
         return found
 
-    def _whole_file(self, snapshot: Snapshot, patterns: Sequence[str]) -> WholeFile:
+    def _whole_file(self, snapshot: ServedStep, patterns: Sequence[str]) -> WholeFile:
         key = snapshot.id, tuple(patterns)
         if key not in self._files:
             tensors = chosen(snapshot.tensors, patterns)
@@ -255,20 +259,20 @@ class App:
             self._files[key] = WholeFile(tensors, metadata)
         return self._files[key]
 
-    def _range(self, request: web.BaseRequest, nbytes: int, etag: str) -> tuple[int, int]:
+    def _extent(self, request: web.BaseRequest, nbytes: int, etag: str) -> Extent:
         """The bytes that are asked for."""
         wanted = _slice(request)
         condition = request.headers.get("If-Range")
         if wanted is None or (condition is not None and condition != f'"{etag}"'):
-            return 0, nbytes
+            return Extent(0, nbytes, nbytes, False)
         start, stop, _ = wanted.indices(nbytes)
         if start >= stop:
             self.ledger.refused["range"] += 1
             raise Failure(416, f"the range is outside of {nbytes} bytes")
-        return start, stop
+        return Extent(start, stop, nbytes, True)
 
     def _transfer(
-        self, request: web.BaseRequest, snapshot: Snapshot, kind: str, total: int
+        self, request: web.BaseRequest, snapshot: ServedStep, kind: str, total: int
     ) -> Transfer:
         reader = request.headers.get("Torchrelay-Reader", "")
         if reader and not READER.fullmatch(reader):
@@ -282,7 +286,7 @@ class App:
         return found
 
     async def _head(
-        self, request: web.BaseRequest, extent: tuple[int, int, int], etag: str
+        self, request: web.BaseRequest, extent: Extent, etag: str
     ) -> web.StreamResponse:
         response = _ranged(extent, etag)
         await response.prepare(request)
@@ -293,7 +297,7 @@ class App:
         self,
         request: web.BaseRequest,
         transfer: Transfer,
-        extent: tuple[int, int, int],
+        extent: Extent,
         etag: str,
         pieces: Pieces,
     ) -> web.StreamResponse:
@@ -324,8 +328,8 @@ class App:
         transfer.fault = reason
         if alone:
             self.ledger.end(transfer, "failed" if reason else "done", reason)
-            if reason and not transfer.cut:
-                transfer.snapshot.wanted_until = time.monotonic() + RESUME_SECONDS
+            kept = RESUME_SECONDS if reason and not transfer.cut else 0.0
+            transfer.snapshot.wanted_until = time.monotonic() + kept
         return response
 
     # Readers and watchers.
@@ -372,14 +376,13 @@ def _json(facts: object) -> web.Response:
     )
 
 
-def _ranged(extent: tuple[int, int, int], etag: str) -> web.StreamResponse:
-    start, stop, nbytes = extent
-    whole = (start, stop) == (0, nbytes)
-    response = web.StreamResponse(status=200 if whole else 206)
+def _ranged(extent: Extent, etag: str) -> web.StreamResponse:
+    start, stop, nbytes, partial = extent
+    response = web.StreamResponse(status=206 if partial else 200)
     response.headers["Accept-Ranges"] = "bytes"
     response.headers["ETag"] = f'"{etag}"'
     response.content_type = "application/octet-stream"
-    if not whole:
+    if partial:
         response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
     response.content_length = stop - start
     return response

@@ -111,7 +111,7 @@ class Tell(msgspec.Struct, tag="tell"):
     """What goes on. Answered with `Told`, whose text is that of `/status.json`."""
 
 
-class Done(msgspec.Struct, tag="done"):
+class Obeyed(msgspec.Struct, tag="done"):
     pass
 
 
@@ -141,4 +141,4 @@ class Refused(msgspec.Struct, tag="refused"):
 
 
 ServerRequest = Listen | AttachSlot | Hash | Show | Reclaim | Expect | Note | Tell
-ServerAnswer = Done | Listening | Hashed | Reclaimed | StatusText | Refused
+ServerAnswer = Obeyed | Listening | Hashed | Reclaimed | StatusText | Refused

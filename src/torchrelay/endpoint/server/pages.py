@@ -2,7 +2,7 @@
 
 A page is a line of `PAGES`: a path, and what answers a GET of it. It has been let in like any other
 request, and may read from the app: `app.snapshots` (tensors by name, and the bytes of volumes that
-are in this process, by `Snapshot.view`), `app.ledger`, `app.status()`.
+are in this process, by `ServedStep.view`), `app.ledger`, `app.status()`.
 """
 
 from __future__ import annotations

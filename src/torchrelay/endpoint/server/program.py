@@ -87,7 +87,7 @@ class Program:
             return m.StatusText(msgspec.json.encode(app.status()))
         else:
             self._on_loop(self._change(app, request))
-        return m.Done()
+        return m.Obeyed()
 
     async def _listen(self, wanted: m.Listen) -> m.ServerAnswer:
         context = None

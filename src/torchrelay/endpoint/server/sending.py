@@ -16,7 +16,7 @@ import xxhash
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from torchrelay.endpoint.server.messages import Volume
-from torchrelay.endpoint.server.snapshots import DIGEST_BYTES, Snapshot
+from torchrelay.endpoint.server.snapshots import DIGEST_BYTES, ServedStep
 from torchrelay.endpoint.server.whole_file import Band, Run, WholeFile
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ class Span(NamedTuple):
 Pieces = AsyncIterator["bytes | Span"]
 
 
-async def volume_pieces(snapshot: Snapshot, volume: Volume, start: int, stop: int) -> Pieces:
+async def volume_pieces(snapshot: ServedStep, volume: Volume, start: int, stop: int) -> Pieces:
     for at in range(start, stop, SENDFILE_BYTES):
         yield Span(volume.start + at, min(SENDFILE_BYTES, stop - at))
 
 
-async def copied(snapshot: Snapshot, volume: Volume, start: int, stop: int) -> Pieces:
+async def copied(snapshot: ServedStep, volume: Volume, start: int, stop: int) -> Pieces:
     for at in range(start, stop, COPY_BYTES):
         yield bytes(snapshot.view(volume, at, min(at + COPY_BYTES, stop)))
 
@@ -51,7 +51,7 @@ async def copied(snapshot: Snapshot, volume: Volume, start: int, stop: int) -> P
 class FileReader:
     """Reads a whole file of a step, from this rank's memory and from other ranks' servers."""
 
-    def __init__(self, snapshot: Snapshot, session: ClientSession) -> None:
+    def __init__(self, snapshot: ServedStep, session: ClientSession) -> None:
         self._snapshot = snapshot
         self._session = session
 
@@ -143,7 +143,10 @@ async def _send(
             raise ConnectionResetError("the reader went away")
         if isinstance(piece, Span):
             act = loop.sendfile(transport, file, piece.offset, piece.nbytes)
-            await asyncio.wait_for(act, stall)
+            try:
+                await asyncio.wait_for(act, stall)
+            except RuntimeError as fault:  # asyncio's word for a transport that was closed
+                raise ConnectionResetError("the reader went away") from fault
             ledger.moved(transfer, piece.nbytes)
         else:
             await asyncio.wait_for(response.write(piece), stall)

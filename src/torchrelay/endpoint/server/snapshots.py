@@ -33,7 +33,7 @@ class Slot:
         self.file.close()
 
 
-class Snapshot:
+class ServedStep:
     """A step that is shown. Requests name it by `id`, so that no two are ever mixed."""
 
     def __init__(self, shown: Show, slot: Slot) -> None:
@@ -72,12 +72,12 @@ class Snapshot:
         }
 
 
-class Snapshots:
+class ServedSteps:
     """Slots by number, and what is shown of them, the newest last."""
 
     def __init__(self) -> None:
         self.slots: dict[int, Slot] = {}
-        self.shown: list[Snapshot] = []
+        self.shown: list[ServedStep] = []
 
     def attach(self, number: int, fd: int, nbytes: int) -> None:
         before = self.slots.pop(number, None)
@@ -86,31 +86,31 @@ class Snapshots:
             before.close()
 
     def show(self, shown: Show) -> None:
-        snapshot = Snapshot(shown, self.slots[shown.slot])
+        snapshot = ServedStep(shown, self.slots[shown.slot])
         for other in self.shown:
             if other.superseded is None:
                 other.superseded = time.monotonic()
         self.shown.append(snapshot)
 
-    def hide(self, snapshot: Snapshot) -> None:
+    def hide(self, snapshot: ServedStep) -> None:
         self.shown.remove(snapshot)
 
     @property
-    def listed(self) -> Iterator[Snapshot]:
+    def listed(self) -> Iterator[ServedStep]:
         """Steps that have a record here, the newest last."""
         return (snapshot for snapshot in self.shown if snapshot.record)
 
     @property
-    def newest(self) -> Snapshot | None:
+    def newest(self) -> ServedStep | None:
         return next(reversed(list(self.listed)), None)
 
-    def by_step(self, step: int) -> Snapshot | None:
+    def by_step(self, step: int) -> ServedStep | None:
         return next((one for one in reversed(self.shown) if one.step == step and one.record), None)
 
-    def by_id(self, snapshot: str) -> Snapshot | None:
+    def by_id(self, snapshot: str) -> ServedStep | None:
         return next((one for one in reversed(self.shown) if one.id == snapshot), None)
 
-    def in_slot(self, number: int) -> Snapshot | None:
+    def in_slot(self, number: int) -> ServedStep | None:
         return next((one for one in self.shown if one.number == number), None)
 
 

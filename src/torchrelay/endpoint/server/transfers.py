@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchrelay.endpoint.server.snapshots import Snapshot
+from torchrelay.endpoint.server.snapshots import ServedStep
 
 IDLE_SECONDS = 10.0  # after which a reader that says nothing is taken to be gone
 RATE_SECONDS = 3.0
@@ -27,7 +27,7 @@ class Transfer:
     reader: str
     address: str
     agent: str
-    snapshot: Snapshot
+    snapshot: ServedStep
     kind: str
     total: int
     begun: float = field(default_factory=time.time)
@@ -82,7 +82,7 @@ class Ledger:
         self._sent: OrderedDict[tuple[str, str], dict[str, tuple[int, bool]]] = OrderedDict()
 
     def of(
-        self, reader: str, address: str, agent: str, snapshot: Snapshot, kind: str, total: int
+        self, reader: str, address: str, agent: str, snapshot: ServedStep, kind: str, total: int
     ) -> Transfer | None:
         """The transfer that a request belongs to; None if there are too many."""
         key = reader, snapshot.id
@@ -106,7 +106,7 @@ class Ledger:
         over = {"ended": time.time(), "outcome": outcome, "reason": reason[:300]}
         self.finished.append({**transfer.facts(), **over})
 
-    def on(self, snapshot: Snapshot) -> Iterator[Transfer]:
+    def on(self, snapshot: ServedStep) -> Iterator[Transfer]:
         return (one for one in list(self.active.values()) if one.snapshot is snapshot)
 
     def sweep(self) -> None:
@@ -119,7 +119,7 @@ class Ledger:
     # Downloads that may be continued.
 
     def note_sent(
-        self, address: str, patterns: str, snapshot: Snapshot, end: int, *, whole: bool
+        self, address: str, patterns: str, snapshot: ServedStep, end: int, *, whole: bool
     ) -> None:
         """Bytes of a file up to `end`, or all of them, were sent to an address."""
         sent = self._sent.setdefault((address, patterns), {})

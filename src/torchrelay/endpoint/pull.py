@@ -1,0 +1,171 @@
+"""`pull`: a state from one or several endpoints.
+
+It is a load whose steps are at URLs: the same planning, the same landing, the same rounds where
+several ranks pull together.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
+from torchrelay.deadlines import Deadline, Timeout
+from torchrelay.endpoint.security import find_token
+from torchrelay.errors import (
+    RelayError,
+    StorageTimeoutError,
+    TransferTimeoutError,
+    UsageError,
+)
+from torchrelay.sources.endpoint import EndpointSource, OpenedEndpoint
+from torchrelay.stores.retry import ONCE, Retry
+from torchrelay.transports.group.assembly import Assembly
+from torchrelay.transports.protocol.progress import ProgressCallback, reporter
+
+
+@dataclass(frozen=True)
+class PullReport:
+    """How a pull went. `sources`: bytes that came from each URL; `failed`: URLs that were left out
+    or dropped, and why; `instead`: why a faster way was not taken."""
+
+    bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    route: str = "http"
+    sources: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    verified: bool = True
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    instead: dict[str, str] = field(default_factory=dict)
+
+
+class Pulled(NamedTuple):
+    """What `pull` returns: the state, its step, and how it went."""
+
+    state: Any
+    step: int
+    report: PullReport
+
+
+class _Shelf:
+    """Endpoints as what a loader finds steps on, for one call."""
+
+    def __init__(self, source: EndpointSource, deadline: Deadline, newer_than: int | None) -> None:
+        self._source, self._deadline, self._newer_than = source, deadline, newer_than
+
+    @property
+    def url(self) -> str:
+        return self._source.name
+
+    def steps(self, patience: Retry = ONCE) -> list[int]:
+        found = self._source.steps(self._deadline, self._newer_than)
+        if self._newer_than is None:
+            return list(found)
+        newer = [step for step in found if step > self._newer_than]
+        if not newer:
+            raise TransferTimeoutError(
+                f"no step above {self._newer_than} at {self.url} in {self._deadline.seconds:g} s",
+                phase="wait",
+            )
+        return newer
+
+    def open(self, step: int, patience: Retry = ONCE) -> OpenedEndpoint:
+        return self._source.open(step, self._deadline)
+
+    def note_damaged(self, step: int) -> None:
+        pass
+
+
+def pull(
+    url: str | Iterable[str],
+    *,
+    into: object = None,
+    step: int | None = None,
+    newer_than: int | None = None,
+    strict: bool = True,
+    only: str | Sequence[str] = (),
+    atomic: bool = True,
+    device: torch.device | str | None = None,
+    token: str | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    cafile: str | None = None,
+    group: Any = None,
+    timeout: Timeout = 300.0,
+    progress: ProgressCallback | None = None,
+) -> Pulled:
+    """Read a state from an endpoint, or from several that have the same step.
+
+    - `into`: a state of tensors and objects that takes the values, of any layout or mesh; `None`
+      makes new tensors, on `device`.
+    - `step`: this one, or `StepNotFoundError`; `newer_than`: waits for a higher one than this.
+    - `strict`: missing and extra paths are refused. `only`: patterns of paths, and nothing else.
+    - `atomic`: nothing of `into` is written before every digest held. `False` writes as bytes
+      come, and raises `TornStateError` if it cannot finish.
+    - `token`, or `token_file`, or the environment's TORCHRELAY_TOKEN. `cafile`: certificates that
+      an https endpoint's is signed by, beside the system's.
+    - `group`: ranks that pull one step together, each its part of `into`: all of them land it, or
+      none. By default this process is on its own.
+    """
+    source = EndpointSource(url, token=find_token(token, token_file), context=_context(cafile))
+    if step is not None and newer_than is not None:
+        raise UsageError("give step= or newer_than=, not both")
+    deadline = Deadline(timeout)
+    assembly = Assembly(group, "pull")
+    wanted = Wanted(
+        into,
+        step,
+        strict,
+        (only,) if isinstance(only, str) else tuple(only),
+        True,
+        atomic,
+        None if device is None else torch.device(device),
+        None if progress is None else reporter(progress),
+    )
+    loader = Loader(_Shelf(source, deadline, newer_than), assembly, None)
+    reason = "it was interrupted"
+    try:
+        loaded = loader.load(assembly.call("pull"), wanted, deadline)
+        reason = ""
+    except StorageTimeoutError as fault:
+        reason = "it took too long"
+        raise TransferTimeoutError(
+            f"{source.name} did not give the state in {deadline.seconds:g} s; it gave "
+            f"{sum(source.supplied.values())} bytes",
+            step=step,
+            phase="data",
+        ) from fault
+    except RelayError as fault:
+        reason = fault.message
+        raise
+    finally:
+        source.end(reason)
+    return _pulled(loaded, source)
+
+
+def _pulled(loaded: Loaded, source: EndpointSource) -> Pulled:
+    report = PullReport(
+        bytes=loaded.report.bytes,
+        seconds=loaded.report.seconds,
+        sources=source.supplied,
+        failed=source.dropped,
+        missing=loaded.report.missing,
+        extra=loaded.report.extra,
+        instead=loaded.report.instead,
+    )
+    return Pulled(loaded.state, loaded.step, report)
+
+
+def _context(cafile: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if cafile is not None:
+        try:
+            context.load_verify_locations(cafile)
+        except (OSError, ssl.SSLError) as fault:
+            raise UsageError(f"cafile {cafile} has no certificates: {fault}") from None
+    return context

@@ -1,0 +1,280 @@
+"""Endpoints as a source: which steps they have, and a step that some of them have, opened."""
+
+from __future__ import annotations
+
+import http.client
+import secrets
+import ssl
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import (
+    EndpointError,
+    ManifestError,
+    PeerLostError,
+    RelayError,
+    StepNotFoundError,
+    UsageError,
+)
+from torchrelay.memory.crew import Crew
+from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
+from torchrelay.sources.remote_step import RemoteStep
+from torchrelay.sources.seam import Absent, Newest
+from torchrelay.sources.suppliers import Supplier, Suppliers
+from torchrelay.stores.records import Checkpoint, content_digest, decode
+
+ASK_SECONDS = 20.0  # that an endpoint may take to say what it has
+MAX_URLS = 64
+_AT_ONCE = 16
+_MARGIN = 0.1  # seconds that an answer may take on its way
+
+Result = TypeVar("Result")
+
+
+class StepFacts(msgspec.Struct):
+    """A line of `/steps.json`, as far as a reader needs it."""
+
+    step: int
+    snapshot: str
+    bytes: int
+
+
+class _StepList(msgspec.Struct):
+    steps: list[StepFacts]
+
+
+class PlaceFacts(msgspec.Struct):
+    """`/places.json`."""
+
+    step: int
+    snapshot: str
+    volumes: dict[str, list[str]]
+    seeds: list[str] = []
+
+
+_steps = msgspec.json.Decoder(_StepList)
+_places = msgspec.json.Decoder(PlaceFacts)
+
+
+class OpenedEndpoint:
+    """A step that endpoints have, with its record. See `seam.Opened`."""
+
+    def __init__(self, record: Checkpoint, files: RemoteStep, snapshot: str) -> None:
+        self.record, self.files = record, files
+        self.digest = bytes.fromhex(snapshot)
+
+    def close(self) -> None:
+        self.files.close()
+
+
+class EndpointSource:
+    """One or several URLs. `failed` says which of them were left out, and why."""
+
+    def __init__(
+        self,
+        urls: str | Iterable[str],
+        *,
+        token: str | None = None,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        listed = [urls] if isinstance(urls, str) else list(urls)
+        if not 0 < len(listed) <= MAX_URLS:
+            raise UsageError(f"1 to {MAX_URLS} URLs, not {len(listed)}")
+        self._token, self._context = token, context
+        self.reader = secrets.token_hex(16)
+        self.hosts = [self._host(url) for url in dict.fromkeys(listed)]
+        self.failed: dict[str, str] = {}
+        self._opened: list[RemoteStep] = []
+
+    def _host(self, url: str) -> Host:
+        return Host(url, token=self._token, context=self._context, reader=self.reader)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(host.url for host in self.hosts)
+
+    def newest(self, deadline: Deadline) -> Newest | Absent:
+        try:
+            found = self.steps(deadline)
+        except RelayError as fault:
+            return Absent(fault.message)
+        if not found:
+            return Absent("no step has been published")
+        step = max(found)
+        facts = found[step][0][1]
+        return Newest(step, facts.bytes, facts.snapshot)
+
+    def steps(
+        self, deadline: Deadline, newer_than: int | None = None
+    ) -> dict[int, list[tuple[Host, StepFacts]]]:
+        """Who has which step. With `newer_than`, waits for a higher one."""
+        while True:
+            told = self._told(deadline, newer_than)
+            found: dict[int, list[tuple[Host, StepFacts]]] = {}
+            for host, facts in told:
+                for one in facts.steps:
+                    found.setdefault(one.step, []).append((host, one))
+            if newer_than is None or any(one > newer_than for one in found):
+                return found
+            if deadline.early() < 2 * _MARGIN:
+                return found
+
+    def _told(self, deadline: Deadline, newer_than: int | None) -> list[tuple[Host, _StepList]]:
+        hosts = [host for host in self.hosts if host.url not in self.failed]
+        wait = min(max(deadline.early() - _MARGIN, _MARGIN), 30.0)
+        query = "" if newer_than is None else f"?newer_than={newer_than}&wait_ms={1000 * wait:.0f}"
+        limit = ASK_SECONDS + (0 if newer_than is None else wait) + 30
+        seconds = min(limit, max(deadline.left(), 0.01))
+
+        def ask(host: Host) -> _StepList | None:
+            return self._asked(
+                host,
+                lambda: _decoded(host, _steps, host.get(f"/steps.json{query}", seconds=seconds)),
+            )
+
+        answers = Crew(_AT_ONCE).each(ask, hosts)
+        found = [(host, a) for host, a in zip(hosts, answers, strict=True) if a is not None]
+        if not found:
+            raise self._nobody()
+        return found
+
+    def _asked(self, host: Host, act: Callable[[], Result]) -> Result | None:
+        """What an endpoint says; None where it does not answer as one, and `failed` has why."""
+        try:
+            return act()
+        except EndpointError as fault:
+            self.failed[host.url] = fault.message
+        except (OSError, http.client.HTTPException) as fault:
+            text = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
+            self.failed[host.url] = f"does not answer: {text}"
+        return None
+
+    def _nobody(self) -> RelayError:
+        told = "; ".join(f"{url}: {why}" for url, why in self.failed.items())
+        refused = all("answer:" not in why for why in self.failed.values())
+        kind = EndpointError if refused else PeerLostError
+        return kind(f"no endpoint can be read: {told}", phase="open")
+
+    def open(self, step: int | None, deadline: Deadline) -> OpenedEndpoint:
+        """A step of all URLs that have the same bytes of it; the others are left out."""
+        found = self.steps(deadline)
+        chosen = max(found, default=None) if step is None else step
+        if chosen is None or chosen not in found:
+            there = ", ".join(map(str, sorted(found))) or "none"
+            raise StepNotFoundError(f"no step {chosen} at {self.name}; there: {there}", step=step)
+        snapshots: dict[str, list[Host]] = {}
+        for host, facts in found[chosen]:
+            snapshots.setdefault(facts.snapshot, []).append(host)
+        snapshot = max(snapshots, key=lambda one: len(snapshots[one]))
+        for host in self.hosts:
+            if host not in snapshots[snapshot]:
+                other = any(host in hosts for hosts in snapshots.values())
+                why = f"has other bytes of step {chosen}" if other else f"has no step {chosen}"
+                self.failed.setdefault(host.url, why)
+        return self._open(snapshots[snapshot], chosen, snapshot, deadline)
+
+    def _open(
+        self, hosts: list[Host], step: int, snapshot: str, deadline: Deadline
+    ) -> OpenedEndpoint:
+        seconds = max(deadline.left(), 0.01)
+        for host in hosts:
+            data = self._asked(host, lambda h=host: self._record(h, step, seconds))  # type: ignore[misc]
+            if data is not None:
+                break
+        else:
+            raise self._nobody()
+        try:
+            record = decode(data)
+        except ManifestError as fault:
+            raise EndpointError(f"{host.url} has no valid record: {fault.message}") from fault
+        if record.step != step or content_digest(record) != snapshot:
+            raise StepNotFoundError(f"step {step} was replaced while it was opened", step=step)
+        suppliers = self._suppliers(hosts, record, snapshot, deadline)
+        files = RemoteStep(self.name, data, record, snapshot, suppliers, deadline)
+        self._opened.append(files)
+        return OpenedEndpoint(record, files, snapshot)
+
+    def _record(self, host: Host, step: int, seconds: float) -> bytes:
+        answer = host.get(f"/record?step={step}", seconds=seconds, limit=RECORD_BYTES)
+        if answer.status == 404:
+            raise StepNotFoundError(f"no step {step} at {host.url}", step=step)
+        _check(host, answer)
+        return answer.body
+
+    def _suppliers(
+        self, hosts: list[Host], record: Checkpoint, snapshot: str, deadline: Deadline
+    ) -> Suppliers:
+        """Each volume is at a URL, or at the ranks that it names."""
+        known: dict[str, Supplier] = {}
+        volumes: dict[str, list[Supplier]] = {file.name: [] for file in record.files}
+        seconds = min(ASK_SECONDS, max(deadline.left(), 0.01))
+        path = f"/places.json?snapshot={snapshot}"
+        for host in hosts:
+            facts = self._asked(
+                host,
+                lambda h=host: _decoded(h, _places, h.get(path, seconds=seconds)),  # type: ignore[misc]
+            )
+            if facts is None:
+                continue
+            for name, urls in facts.volumes.items():
+                for url in urls[:MAX_URLS] if name in volumes else ():
+                    place = url or host.url
+                    if place not in known:
+                        known[place] = Supplier(host if place == host.url else self._host(place))
+                    if known[place] not in volumes[name]:
+                        volumes[name].append(known[place])
+        return Suppliers(volumes, deadline, f"step {record.step}")
+
+    def end(self, reason: str = "") -> None:
+        """Tell the endpoints how it went; never raises."""
+        word = {"outcome": "failed" if reason else "done", "reason": reason[:300]}
+        body = msgspec.json.encode(word)
+        hosts = {host.url: host for host in self.hosts if host.url not in self.failed}
+        for step in self._opened:
+            hosts.update({one.host.url: one.host for one in step.suppliers.all if not one.dropped})
+        end = time.monotonic() + 2.0
+        for host in hosts.values():
+            with suppress(OSError, http.client.HTTPException, EndpointError):
+                left = end - time.monotonic()
+                if left > 0:
+                    host.post(f"/readers/{self.reader}", body, seconds=left)
+            host.close()
+
+    @property
+    def supplied(self) -> dict[str, int]:
+        """Bytes that came from each URL."""
+        found: dict[str, int] = {}
+        for step in self._opened:
+            for url, nbytes in step.suppliers.bytes.items():
+                found[url] = found.get(url, 0) + nbytes
+        return found
+
+    @property
+    def dropped(self) -> dict[str, str]:
+        """Why URLs were left out or dropped."""
+        found = dict(self.failed)
+        for step in self._opened:
+            found.update(step.suppliers.dropped)
+        return found
+
+
+def _check(host: Host, answer: Reply) -> None:
+    if answer.status == 401:
+        raise EndpointError(f"{host.url} does not take this token: {answer.text}")
+    if answer.status != 200:
+        raise EndpointError(f"{host.url} answered {answer.status}: {answer.text}")
+
+
+def _decoded(host: Host, decoder: msgspec.json.Decoder[Result], answer: Reply) -> Result:
+    _check(host, answer)
+    try:
+        return decoder.decode(answer.body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as fault:
+        raise EndpointError(
+            f"{host.url} answers in another way than an endpoint: {fault}"
+        ) from None

@@ -1,0 +1,51 @@
+"""What has steps to be read: a URL, a directory, a bucket.
+
+A source says what it has, and opens a step: its record, and readers of its volumes. From there on
+a step of any source is planned and landed by the same code.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torchrelay.deadlines import Deadline
+from torchrelay.stores.records import Checkpoint
+from torchrelay.stores.seam import OpenStep
+
+
+class Newest(NamedTuple):
+    """The newest step of a source. Sources with the same `content` have the same bytes; it is
+    empty where only the record's own bytes could tell."""
+
+    step: int
+    nbytes: int
+    content: str = ""
+
+
+class Absent(NamedTuple):
+    """Why a source has nothing to give."""
+
+    reason: str
+
+
+class Opened(Protocol):
+    """A step that can be read. Steps that are open with the same `digest` are the same."""
+
+    @property
+    def record(self) -> Checkpoint: ...
+    @property
+    def files(self) -> OpenStep: ...
+    @property
+    def digest(self) -> bytes: ...
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """What has steps. Every wait ends by the deadline; what fails for good raises a `RelayError`
+    that names the source."""
+
+    @property
+    def name(self) -> str: ...
+    def newest(self, deadline: Deadline) -> Newest | Absent: ...
+    def open(self, step: int | None, deadline: Deadline) -> Opened:
+        """A step, or the newest; `StepNotFoundError` where it is not there."""

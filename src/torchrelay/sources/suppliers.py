@@ -1,0 +1,109 @@
+"""The endpoints that have the volumes of one step: each chunk comes from one that is free.
+
+One that breaks off is asked again, and others meanwhile; one that cannot be reached for long, or
+that gives bytes which are not those of the record, is dropped. The report names it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import EndpointError, PeerLostError, TransferTimeoutError
+from torchrelay.sources.connection import Host
+
+TRIES = 3  # without a byte, where others have the same
+LAST_TRIES = 7  # where nobody else has it
+PAUSES = (0.1, 2.0)  # seconds before another try: first, and at most
+
+
+class Supplier:
+    """An endpoint that has some of the volumes."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.active = 0  # requests under way
+        self.failures = 0  # in a row
+        self.bytes = 0
+        self.rested = 0.0  # until when it is left alone
+        self.dropped = ""  # why it is asked no more
+
+
+class Suppliers:
+    """Who has which volume. Safe to use from several threads."""
+
+    def __init__(self, volumes: dict[str, list[Supplier]], deadline: Deadline, what: str) -> None:
+        self._volumes = volumes
+        self._deadline = deadline
+        self._what = what
+        self._lock = threading.Lock()
+        self._faults: list[str] = []
+        self.gone = False  # whether the step is there no more
+        self.stopped = threading.Event()
+
+    @property
+    def all(self) -> Iterable[Supplier]:
+        return {id(one): one for some in self._volumes.values() for one in some}.values()
+
+    def take(self, volume: str) -> Supplier:
+        """One that is to be asked for bytes of a volume; `release` it afterwards."""
+        while True:
+            if self.stopped.is_set():
+                raise PeerLostError(f"{self._what} was given up")
+            if self._deadline.passed:
+                raise TransferTimeoutError(f"no time is left to read {self._what}", phase="data")
+            with self._lock:
+                left = [one for one in self._volumes[volume] if not one.dropped]
+                if not left:
+                    raise self._lost(volume)
+                now = time.monotonic()
+                ready = [one for one in left if one.rested <= now]
+                if ready:
+                    found = min(ready, key=lambda one: one.active)
+                    found.active += 1
+                    return found
+                pause = min(one.rested for one in left) - now
+            self.stopped.wait(min(max(pause, 0.001), self._deadline.left()))
+
+    def release(self, supplier: Supplier, nbytes: int) -> None:
+        with self._lock:
+            supplier.active -= 1
+            supplier.bytes += nbytes
+            if nbytes:
+                supplier.failures = 0
+
+    def failed(self, volume: str, supplier: Supplier, why: str) -> None:
+        """It broke off: it rests, and after some times is asked no more."""
+        with self._lock:
+            supplier.failures += 1
+            first, most = PAUSES
+            supplier.rested = time.monotonic() + min(first * 2 ** (supplier.failures - 1), most)
+            alone = all(one is supplier or one.dropped for one in self._volumes[volume])
+            if supplier.failures >= (LAST_TRIES if alone else TRIES):
+                supplier.dropped = supplier.dropped or why
+
+    def drop(self, supplier: Supplier, why: str) -> None:
+        with self._lock:
+            supplier.dropped = supplier.dropped or why
+
+    def _lost(self, volume: str) -> EndpointError | PeerLostError | FileNotFoundError:
+        told = "; ".join(f"{one.host.url}: {one.dropped}" for one in self._volumes[volume])
+        if self.gone:
+            return FileNotFoundError(2, f"{self._what} is there no more ({told})")
+        return PeerLostError(f"{self._what} cannot be read on: {told}", phase="data")
+
+    @property
+    def dropped(self) -> dict[str, str]:
+        """Why, by URL."""
+        return {one.host.url: one.dropped for one in self.all if one.dropped}
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """What came from each, by URL."""
+        return {one.host.url: one.bytes for one in self.all if one.bytes}
+
+    def close(self) -> None:
+        for one in self.all:
+            one.host.close()

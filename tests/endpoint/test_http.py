@@ -1,0 +1,203 @@
+"""What `curl` and other programs get of an endpoint: docs/http.md, over real HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import torchrelay as tr
+from tests.endpoint.conftest import Stage
+from torchrelay.stores.records import decode
+
+
+def _curl(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["curl", "-sS", *args], capture_output=True, text=True, timeout=60)
+
+
+def _get(url: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    return _ask("GET", url, headers)
+
+
+def _ask(method: str, url: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+    host, _, path = url.removeprefix("http://").partition("/")
+    line = http.client.HTTPConnection(host, timeout=30)
+    try:
+        line.request(method, f"/{path}", headers=headers)
+        answer = line.getresponse()
+        return answer.status, dict(answer.headers), answer.read()
+    finally:
+        line.close()
+
+
+def _state(seed: int, rows: int = 1000) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "model": {
+            "weight": torch.randn(rows, 256, generator=draw),
+            "half": torch.randn(33, generator=draw).to(torch.bfloat16),
+            "mask": torch.tensor([True, False, True]),
+        },
+        "optimizer": {"m": torch.randn(7, generator=draw, dtype=torch.float64)},
+        "step": seed,
+    }
+
+
+def _same(file: Path, state: dict[str, Any]) -> bool:
+    found = load_file(file)
+    wanted = {f"{top}.{key}": x for top in ("model", "optimizer") for key, x in state[top].items()}
+    return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
+
+
+def test_curl_gets_a_file_that_safetensors_opens(stage: Stage, tmp_path: Path) -> None:
+    state = _state(1)
+    stage.show(state)
+    done = _curl("-o", str(tmp_path / "model.safetensors"), f"{stage.url}/model.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert _same(tmp_path / "model.safetensors", state)
+
+
+def test_include_selects_paths(stage: Stage, tmp_path: Path) -> None:
+    stage.show(_state(1))
+    file = tmp_path / "part.safetensors"
+    url = f"{stage.url}/model.safetensors?include=model.*t&include=optimizer.*"
+    assert _curl("-g", "-o", str(file), url).returncode == 0
+    assert set(load_file(file)) == {"model.weight", "optimizer.m"}
+    status, _, text = _get(f"{stage.url}/model.safetensors?include=nothing")
+    assert status == 404 and b"no tensor" in text
+    assert _get(f"{stage.url}/model.safetensors?" + "&".join(["include=a"] * 17))[0] == 400
+
+
+def test_head_etag_and_ranges(stage: Stage) -> None:
+    step = stage.show(_state(2))
+    url = f"{stage.url}/model.safetensors"
+    status, headers, body = _ask("HEAD", url, {})
+    assert status == 200 and not body
+    whole = _get(url)[2]
+    assert int(headers["Content-Length"]) == len(whole)
+    etag = headers["ETag"]
+    assert etag.startswith(f'"{step}-')
+    assert _get(f"{url}?include=model.*")[1]["ETag"] != etag
+    for text, part in (
+        ("bytes=0-9", whole[:10]),
+        ("bytes=100-", whole[100:]),
+        ("bytes=-7", whole[-7:]),
+        (f"bytes=50-{10 * len(whole)}", whole[50:]),
+    ):
+        status, headers, body = _get(f"{url}?step={step}", Range=text)
+        assert (status, body) == (206, part), text
+        assert headers["Content-Range"].endswith(f"/{len(whole)}")
+    for text in (f"bytes={len(whole)}-", "bytes=9-3", "bytes=0-1,3-4", "rows=1-2", "bytes=a-b"):
+        assert _get(f"{url}?step={step}", Range=text)[0] == 416, text
+    assert _get(url, **{"Range": "bytes=5-", "If-Range": etag})[0] == 206
+    assert _get(url, **{"Range": "bytes=5-", "If-Range": '"other"'})[::2] == (200, whole)
+    assert _get(url, **{"If-None-Match": etag})[0] == 304
+
+
+def test_a_download_that_broke_off_is_continued_by_curl(stage: Stage, tmp_path: Path) -> None:
+    """After another step was published: the rest is of the step that it began with."""
+    first, second = _state(3, 40_000), _state(4, 40_000)
+    stage.show(first)
+    file = tmp_path / "model.safetensors"
+    url = f"{stage.url}/model.safetensors"
+    broken = _curl("--limit-rate", "20M", "--max-time", "0.5", "-o", str(file), url)
+    assert broken.returncode == 28
+    part = file.stat().st_size
+    assert 0 < part < 40_000_000
+    stage.show(second)
+    done = _curl("-f", "-C", "-", "-o", str(file), url)
+    assert done.returncode == 0, done.stderr
+    assert _same(file, first)
+    other = tmp_path / "other.safetensors"
+    assert _curl("-f", "-o", str(other), url).returncode == 0
+    assert _same(other, second)
+
+
+def test_a_download_whose_step_is_gone_or_unknown_is_not_continued(
+    stage: Stage, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    state = _state(5)
+    with tr.serve(state, step=1, timeout=30, hold=0.001) as endpoint:
+        url = f"{endpoint.url}/model.safetensors"
+        file.write_bytes(b"0" * 1000)
+        refused = _curl("-C", "-", "-o", str(file), "-w", "%{http_code}", url)
+        assert "412" in refused.stdout  # nothing was ever sent to this address
+        broken = _curl("--limit-rate", "1K", "--max-time", "1", "-o", str(file), url)
+        assert broken.returncode == 28
+        for step in (2, 3):
+            endpoint.publish(_state(step), step=step).wait(30)
+        part = file.read_bytes()
+        assert len(part) < 1_000_000
+        refused = _curl("-C", "-", "-o", str(file), "-w", "%{http_code}", url)
+        assert "412" in refused.stdout
+        status, _, text = _get(url, Range=f"bytes={len(part)}-")
+        assert status == 412 and b"?step=" in text
+
+
+def test_the_record_and_the_volumes(stage: Stage) -> None:
+    state = _state(6)
+    step = stage.show(state)
+    steps = json.loads(_get(f"{stage.url}/steps.json")[2])["steps"]
+    assert steps[-1]["step"] == step
+    snapshot = steps[-1]["snapshot"]
+    record = decode(_get(f"{stage.url}/record?step={step}")[2])
+    assert record.step == step and len(record.tensors) == 4
+    places = json.loads(_get(f"{stage.url}/places.json?snapshot={snapshot}")[2])
+    assert places["volumes"] == {file.name: [""] for file in record.files}
+    shard = next(one for one in record.tensors if one.name == "model.weight").shards[0]
+    name = record.files[shard.file].name
+    wanted = f"bytes={shard.start}-{shard.start + 1024_000 - 1}"
+    status, _, body = _get(f"{stage.url}/volumes/{snapshot}/{name}", Range=wanted)
+    assert status == 206
+    assert body == state["model"]["weight"].numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/../../etc/passwd", 404),
+        ("GET", "/volumes/../../etc/passwd", 404),
+        ("GET", "/volumes/%2e%2e/%2fetc%2fpasswd", 404),
+        ("GET", "/record?step=99999", 404),
+        ("GET", "/record?step=-1", 400),
+        ("GET", "/record?step=" + "9" * 30, 400),
+        ("GET", "/places.json?snapshot=nothing", 410),
+        ("POST", "/record", 405),
+        ("DELETE", "/model.safetensors", 405),
+        ("GET", "/readers/abc", 405),
+        ("POST", "/readers/abc", 400),
+    ],
+)
+def test_requests_that_make_no_sense(stage: Stage, method: str, path: str, status: int) -> None:
+    found, _, text = _ask(method, stage.url + path, {})
+    assert found == status
+    assert text.count(b"\n") == 1 and b"Traceback" not in text
+
+
+def test_status_and_metrics(stage: Stage, tmp_path: Path) -> None:
+    step = stage.show(_state(7))
+    sent = stage.endpoint.status()["sent_bytes"]
+    got = tr.pull(stage.url, timeout=30)
+    found = json.loads(_get(f"{stage.url}/status.json")[2])
+    assert found["step"] == got.step == step
+    assert found["finished"][-1]["outcome"] == "done"
+    assert found["finished"][-1]["kind"] == "http"
+    assert found["sent_bytes"] - sent == sum(got.report.sources.values())
+    assert found["publishes"][-1]["step"] == step and found["publishes"][-1]["skipped"] is None
+    lines = _get(f"{stage.url}/metrics")[2].decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert values["torchrelay_step"] == str(step)
+    assert int(values["torchrelay_sent_bytes_total"]) == found["sent_bytes"]
+    assert int(values['torchrelay_transfers_total{outcome="done"}']) >= 1
+    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    names = {name.partition("{")[0] for name in values}
+    assert all(f"`{name}" in page for name in names), names
+    assert _get(f"{stage.url}/healthz")[2] == b"ok\n"

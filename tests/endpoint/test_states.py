@@ -1,0 +1,151 @@
+"""Every state comes through an endpoint as it was, and a training goes on from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import torchrelay as tr
+from tests.endpoint.conftest import Stage
+from tests.support.rounds import rounds
+from tests.support.states import (
+    STRIDED_DTYPES,
+    Destination,
+    assert_same,
+    destinations,
+    states,
+    storage_of,
+    strided,
+    tensors_in,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+many = settings(
+    max_examples=rounds(100),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@given(state=states())
+@many
+def test_new_tensors(stage: Stage, state: object) -> None:
+    assert_same(state, stage.through(state), at_rest=True)
+
+
+@given(data=st.data(), atomic=st.booleans())
+@many
+def test_in_place(stage: Stage, data: st.DataObject, atomic: bool) -> None:
+    state = data.draw(states(in_place=True))
+    made: Destination = data.draw(destinations(state))
+    before = list(tensors_in(made.into))
+    got = stage.through(state, into=made.into, atomic=atomic)
+    assert got is made.into
+    assert_same(state, got, in_place=True)
+    made.check()
+    assert all(one is other for one, other in zip(before, tensors_in(got), strict=True))
+
+
+def test_each_dtype(stage: Stage) -> None:
+    state = {
+        str(dtype): strided(storage_of(24 * dtype.itemsize, 2), dtype, 0, (2, 3, 4), (12, 4, 1))
+        for dtype in STRIDED_DTYPES
+    }
+    assert_same(state, stage.through(state), at_rest=True)
+
+
+def test_what_is_staged_may_change(stage: Stage) -> None:
+    weight = torch.arange(300_000.0)
+    before = weight.clone()
+    published = stage.endpoint.publish({"weight": weight}, step=stage.show({}) + 1)
+    weight.zero_()
+    published.wait(30)
+    got = tr.pull(stage.url, step=published.step, timeout=30)
+    assert torch.equal(got.state["weight"], before)
+
+
+def _job(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01), "step": 0}
+
+
+def _train(job: dict[str, Any], steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        draw = torch.Generator().manual_seed(job["step"])
+        loss = job["model"](torch.randn(32, 8, generator=draw)).square().mean()
+        job["optimizer"].zero_grad()
+        loss.backward()
+        job["optimizer"].step()
+        job["step"] += 1
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_trainer_publishes_while_it_trains_and_a_puller_trains_on(stage: Stage) -> None:
+    trainer = _job(1)
+    for _ in range(3):
+        _train(trainer, 2)
+        step = stage.show(trainer)
+    got = tr.pull(stage.url, step=step, into=_job(2), timeout=30)
+    assert got.state["step"] == 6
+    assert _train(got.state, 5) == _train(trainer, 5)
+
+
+def test_a_destination_that_does_not_fit_stays_as_it_is(stage: Stage) -> None:
+    step = stage.show({"a": torch.ones(3), "b": torch.ones(4)})
+    into = {"a": torch.zeros(3), "b": torch.zeros(5)}
+    with pytest.raises(tr.MismatchError, match="shape"):
+        tr.pull(stage.url, step=step, into=into, timeout=30)
+    with pytest.raises(tr.MismatchError, match="b"):
+        tr.pull(stage.url, step=step, into={"a": into["a"]}, timeout=30)
+    assert not into["a"].any() and not into["b"].any()
+    got = tr.pull(stage.url, step=step, into={"a": into["a"]}, strict=False, timeout=30)
+    assert got.report.missing == ("['b']",)
+    assert into["a"].all()
+
+
+def test_only_some_paths(stage: Stage) -> None:
+    step = stage.show({"model": {"w": torch.ones(3)}, "optimizer": {"m": torch.ones(4)}})
+    got = tr.pull(stage.url, step=step, only="model.*", timeout=30)
+    assert list(got.state) == ["model"]
+    assert sum(got.report.sources.values()) < 4096
+
+
+def test_a_newer_step_is_waited_for(stage: Stage) -> None:
+    import threading
+
+    step = stage.show({"a": torch.ones(3)})
+    with pytest.raises(tr.TransferTimeoutError, match=f"no step above {step}"):
+        tr.pull(stage.url, newer_than=step, timeout=0.5)
+    found: list[int] = []
+    waiting = threading.Thread(
+        target=lambda: found.append(tr.pull(stage.url, newer_than=step, timeout=30).step)
+    )
+    waiting.start()
+    newer = stage.show({"a": torch.ones(3)})
+    waiting.join(30)
+    assert found == [newer]
+
+
+def test_a_pull_sees_what_was_published_before_it(stage: Stage) -> None:
+    """Though its digests are made meanwhile."""
+    step = stage.show({}) + 1
+    stage.endpoint.publish({"a": torch.ones(8_000_000)}, step=step)
+    assert tr.pull(stage.url, only="a", timeout=30).step == step
+
+
+def test_progress_and_report(stage: Stage) -> None:
+    state = {"a": torch.ones(8_000_000)}
+    step = stage.show(state)
+    told: list[tr.Progress] = []
+    got = tr.pull(stage.url, step=step, into=state, progress=told.append, timeout=30)
+    assert told[-1].done == told[-1].total == got.report.bytes == 32_000_000
+    assert got.report.route == "http" and got.report.verified
+    assert sum(got.report.sources.values()) >= 32_000_000
+    assert set(got.report.seconds) == {"plan", "verify", "land", "commit"}
