@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from torchrelay.endpoint.front import Endpoint, serve
     from torchrelay.endpoint.publishing import Published
-    from torchrelay.endpoint.pull import Pulled, PullReport, pull
+    from torchrelay.endpoint.pull import PullReport, PullResult, pull
     from torchrelay.errors import (
         CheckpointError,
         CommitUnknownError,
@@ -78,7 +78,7 @@ __all__ = [
     "Progress",
     "PullReport",
     "Published",
-    "Pulled",
+    "PullResult",
     "Received",
     "Relay",
     "RelayError",
@@ -116,7 +116,7 @@ _HOMES = {
     ),
     "torchrelay.endpoint.front": ("Endpoint", "serve"),
     "torchrelay.endpoint.publishing": ("Published",),
-    "torchrelay.endpoint.pull": ("PullReport", "Pulled", "pull"),
+    "torchrelay.endpoint.pull": ("PullReport", "PullResult", "pull"),
     "torchrelay.relay": ("Progress", "Received", "Relay", "Report"),
     "torchrelay.state.registry": ("register",),
 }

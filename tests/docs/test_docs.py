@@ -318,7 +318,7 @@ def test_reference_has_every_name() -> None:
     names += [*tr.Received._fields, *tr.Progress._fields]
     names += [*tr.Saved.__dataclass_fields__, *tr.LoadReport.__dataclass_fields__]
     names += [*tr.Loaded._fields, "url", "skipped"]
-    names += [*tr.Pulled._fields, *tr.PullReport.__dataclass_fields__]
+    names += [*tr.PullResult._fields, *tr.PullReport.__dataclass_fields__]
     missing = [name for name in names if not re.search(rf"`{name}\b", text)]
     assert not missing, missing
 

@@ -97,7 +97,7 @@ _answered = msgspec.msgpack.Decoder(_Answered)
 _written = msgspec.msgpack.Decoder(Written)
 
 
-class _Staged(NamedTuple):
+class _StagedStep(NamedTuple):
     """A step that is staged here, on its way to be shown."""
 
     step: int
@@ -154,7 +154,7 @@ class Publisher:
 
     def _stage(
         self, call: Call, state: object, step: int, slot: int, deadline: Deadline, begun: float
-    ) -> _Staged | str:
+    ) -> _StagedStep | str:
         held: list[Named] = []
         seen: list[tuple[plans.Outlines, list[str]]] = []
 
@@ -198,7 +198,7 @@ class Publisher:
         volumes = self._copy(share, slot, deadline)
         outlines, urls = seen[0] if seen else (None, [])
         seconds = time.monotonic() - begun
-        return _Staged(step, slot, share, volumes, outlines, urls, seconds)
+        return _StagedStep(step, slot, share, volumes, outlines, urls, seconds)
 
     def _copy(self, share: Share, slot: int, deadline: Deadline) -> list[m.Volume]:
         """Copy a share into its slot; where in it each of its volumes lies."""
@@ -237,7 +237,7 @@ class Publisher:
     # Hash and show, on a thread.
 
     def _finish(
-        self, call: Call, staged: _Staged, published: Published, deadline: Deadline
+        self, call: Call, staged: _StagedStep, published: Published, deadline: Deadline
     ) -> None:
         begun = time.monotonic()
         fault: BaseException | None = None
@@ -257,11 +257,13 @@ class Publisher:
         call.farewell()
         published.end(fault)
 
-    def _hashed(self, staged: _Staged, deadline: Deadline) -> Written:
+    def _hashed(self, staged: _StagedStep, deadline: Deadline) -> Written:
         asked = m.Hash(staged.slot, staged.volumes)
-        return staged.share.written(self._server.ask(asked, m.Hashed, deadline.left()).digests)
+        return staged.share.written(
+            self._server.ask(asked, m.VolumeDigests, deadline.left()).digests
+        )
 
-    def _show(self, call: Call, staged: _Staged, written: Written, deadline: Deadline) -> None:
+    def _show(self, call: Call, staged: _StagedStep, written: Written, deadline: Deadline) -> None:
         """Every rank shows its volumes; the coordinator then shows the record of them all."""
         records: list[tuple[Checkpoint, list[int]]] = []
 

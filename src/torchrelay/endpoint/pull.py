@@ -45,7 +45,7 @@ class PullReport:
     instead: dict[str, str] = field(default_factory=dict)
 
 
-class Pulled(NamedTuple):
+class PullResult(NamedTuple):
     """What `pull` returns: the state, its step, and how it went."""
 
     state: Any
@@ -98,7 +98,7 @@ def pull(
     group: Any = None,
     timeout: Timeout = 300.0,
     progress: ProgressCallback | None = None,
-) -> Pulled:
+) -> PullResult:
     """Read a state from an endpoint, or from several that have the same step.
 
     - `into`: a state of tensors and objects that takes the values, of any layout or mesh; `None`
@@ -148,7 +148,7 @@ def pull(
     return _pulled(loaded, source)
 
 
-def _pulled(loaded: Loaded, source: EndpointSource) -> Pulled:
+def _pulled(loaded: Loaded, source: EndpointSource) -> PullResult:
     report = PullReport(
         bytes=loaded.report.bytes,
         seconds=loaded.report.seconds,
@@ -158,7 +158,7 @@ def _pulled(loaded: Loaded, source: EndpointSource) -> Pulled:
         extra=loaded.report.extra,
         instead=loaded.report.instead,
     )
-    return Pulled(loaded.state, loaded.step, report)
+    return PullResult(loaded.state, loaded.step, report)
 
 
 def _context(cafile: str | None) -> ssl.SSLContext:

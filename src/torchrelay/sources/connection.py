@@ -132,7 +132,7 @@ class Host:
                 yield from _pieces(answer, view, cut, end)
 
     @contextmanager
-    def _connected(self, seconds: float) -> Iterator[tuple[http.client.HTTPConnection, Cut]]:
+    def _connected(self, seconds: float) -> Iterator[tuple[http.client.HTTPConnection, Cutoff]]:
         """Within: a connection for one request, which is cut after so many seconds. It is kept
         where all of the answer was read."""
         with self._lock:
@@ -143,7 +143,7 @@ class Host:
         else:
             assert line.sock is not None
             line.sock.settimeout(limit)
-        cut = Cut(line.sock, seconds)
+        cut = Cutoff(line.sock, seconds)
         try:
             yield line, cut
         except BaseException as fault:
@@ -197,7 +197,7 @@ class Answered(Exception):
         self.reply = reply
 
 
-class Cut:
+class Cutoff:
     """Ends a connection when its time is over: whoever reads from it then gets the end."""
 
     def __init__(self, sock: socket.socket | None, seconds: float) -> None:
@@ -228,11 +228,11 @@ class _Cutter:
     """One thread for all connections of the process, while there are any."""
 
     _lock = threading.Lock()
-    _cuts: ClassVar[set[Cut]] = set()
+    _cuts: ClassVar[set[Cutoff]] = set()
     _running = False
 
     @classmethod
-    def add(cls, cut: Cut) -> None:
+    def add(cls, cut: Cutoff) -> None:
         with cls._lock:
             cls._cuts.add(cut)
             if not cls._running:
@@ -240,7 +240,7 @@ class _Cutter:
                 threading.Thread(target=cls._run, name="torchrelay-cut", daemon=True).start()
 
     @classmethod
-    def remove(cls, cut: Cut) -> None:
+    def remove(cls, cut: Cutoff) -> None:
         with cls._lock:
             cls._cuts.discard(cut)
 
@@ -260,7 +260,7 @@ class _Cutter:
 
 
 def _pieces(
-    answer: http.client.HTTPResponse, view: memoryview, cut: Cut, end: float
+    answer: http.client.HTTPResponse, view: memoryview, cut: Cutoff, end: float
 ) -> Iterator[int]:
     """Fill a view; yields bytes as they have come. A body that trickles is cut."""
     at = 0

@@ -7,7 +7,6 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -24,9 +23,10 @@ from torchrelay.endpoint.server.sending import (
     send,
     volume_pieces,
 )
-from torchrelay.endpoint.server.snapshots import ServedStep, ServedSteps
+from torchrelay.endpoint.server.service import Service
+from torchrelay.endpoint.server.snapshots import ServedStep
 from torchrelay.endpoint.server.status import metrics, status
-from torchrelay.endpoint.server.transfers import Ledger, Transfer
+from torchrelay.endpoint.server.transfers import Transfer
 from torchrelay.endpoint.server.whole_file import WholeFile, chosen
 
 READER = re.compile(r"[A-Za-z0-9]{16,64}")
@@ -47,7 +47,7 @@ class Failure(Exception):
         self.status, self.text = status, text
 
 
-class Extent(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes [start, stop) of so many; `partial`: a range was asked for."""
 
     start: int
@@ -59,15 +59,9 @@ class Extent(NamedTuple):
 class App:
     """Answers requests from what is shown. All of it runs on one event loop."""
 
-    def __init__(self, token: str | None, *, tls: bool, stall: float, version: str) -> None:
-        self._token, self._tls, self.stall, self.version = token, tls, stall, version
-        self.snapshots = ServedSteps()
-        self.ledger = Ledger()
-        self.started = time.time()
-        self.url = ""
-        self.pending = False  # whether a step is being published
-        self.changed = asyncio.Condition()
-        self.server: limits.LimitedServer | None = None
+    def __init__(self, service: Service, token: str | None, *, tls: bool) -> None:
+        self._token, self._tls = token, tls
+        self.service = service
         self._session: ClientSession | None = None
         self._files: dict[tuple[str, tuple[str, ...]], WholeFile] = {}
         self._routes: dict[str, tuple[str, Callable[[web.BaseRequest], Answer]]] = {
@@ -94,14 +88,14 @@ class App:
             return
         if self._token is not None:
             if not limits.has_token(request, self._token):
-                self.ledger.refused["token"] += 1
+                self.service.ledger.refused["token"] += 1
                 raise Failure(401, "this endpoint needs its token: Authorization: Bearer TOKEN")
             return
         if not limits.is_plain_host(request.headers.get("Host", "")):
-            self.ledger.refused["token"] += 1
+            self.service.ledger.refused["token"] += 1
             raise Failure(401, "without a token, ask by an address or localhost, not by a name")
         if not limits.is_own_user(request):
-            self.ledger.refused["token"] += 1
+            self.service.ledger.refused["token"] += 1
             raise Failure(401, "without a token, only the user who serves may read: give a token")
 
     def _route(self, request: web.BaseRequest) -> Answer:
@@ -110,7 +104,7 @@ class App:
             allowed, act = self._routes[path]
         elif path in PAGES:
             page = PAGES[path]
-            allowed, act = "GET", lambda request: page(self, request)
+            allowed, act = "GET", lambda request: page(self.service, request)
         elif path.startswith("/volumes/"):
             allowed, act = "GET", self._volume
         elif path.startswith("/readers/"):
@@ -130,38 +124,32 @@ class App:
         above = _number(request, "newer_than")
         wait = min((_number(request, "wait_ms") or 0) / 1000, MAX_WAIT)
         if above is not None:
-            await self._until(lambda: self._newest_step() > above, wait)
+            await self.service.until(lambda: self._newest_step() > above, wait)
         else:
-            await self._until(lambda: not self.pending, STEP_SECONDS)
-        return _json({"steps": [snapshot.facts() for snapshot in self.snapshots.listed]})
+            await self.service.until(lambda: not self.service.pending, STEP_SECONDS)
+        return _json({"steps": [snapshot.facts() for snapshot in self.service.snapshots.listed]})
 
     def _newest_step(self) -> int:
-        newest = self.snapshots.newest
+        newest = self.service.snapshots.newest
         return -1 if newest is None else newest.step
-
-    async def _until(self, holds: Callable[[], bool], seconds: float) -> None:
-        """Wait for a change of what is shown that makes something hold, for so long at most."""
-        with suppress(asyncio.TimeoutError):
-            async with self.changed:
-                await asyncio.wait_for(self.changed.wait_for(holds), seconds)
 
     async def _asked_for(self, request: web.BaseRequest) -> ServedStep:
         """The step that a request names, or the newest."""
         step = _number(request, "step")
         if step is None:
-            await self._until(lambda: not self.pending, STEP_SECONDS)
-            newest = self.snapshots.newest
+            await self.service.until(lambda: not self.service.pending, STEP_SECONDS)
+            newest = self.service.snapshots.newest
             if newest is None:
                 raise Failure(503, "no step has been published yet: ask again")
             return newest
-        found = self.snapshots.by_step(step)
+        found = self.service.snapshots.by_step(step)
         if found is None:
-            there = ", ".join(str(one.step) for one in self.snapshots.listed) or "none"
+            there = ", ".join(str(one.step) for one in self.service.snapshots.listed) or "none"
             raise Failure(404, f"no step {step} here; there: {there}")
         return found
 
     def _by_id(self, snapshot: str) -> ServedStep:
-        found = self.snapshots.by_id(snapshot)
+        found = self.service.snapshots.by_id(snapshot)
         if found is None:
             raise Failure(410, "that step is gone, or was never here: ask for the newest")
         return found
@@ -225,7 +213,7 @@ class App:
         finally:
             sent = extent.start + transfer.bytes - before
             address = request.remote or ""
-            self.ledger.note_sent(address, key, snapshot, sent, whole=sent >= file.nbytes)
+            self.service.ledger.note_sent(address, key, snapshot, sent, whole=sent >= file.nbytes)
 
     def _goes_on(self, request: web.BaseRequest) -> bool:
         """Whether a request wants the rest of a file without saying of which step."""
@@ -237,8 +225,8 @@ class App:
         """The step that an address has begun with, if it can have been no other."""
         wanted = _slice(request)
         start = 0 if wanted is None else max(0, wanted.start or 0)
-        begun = self.ledger.begun_with(request.remote or "", key, start)
-        found = self.snapshots.by_id(next(iter(begun))) if len(begun) == 1 else None
+        begun = self.service.ledger.begun_with(request.remote or "", key, start)
+        found = self.service.snapshots.by_id(next(iter(begun))) if len(begun) == 1 else None
         if found is None:
             raise Failure(
                 412,
@@ -259,17 +247,17 @@ class App:
             self._files[key] = WholeFile(tensors, metadata)
         return self._files[key]
 
-    def _extent(self, request: web.BaseRequest, nbytes: int, etag: str) -> Extent:
+    def _extent(self, request: web.BaseRequest, nbytes: int, etag: str) -> ByteRange:
         """The bytes that are asked for."""
         wanted = _slice(request)
         condition = request.headers.get("If-Range")
         if wanted is None or (condition is not None and condition != f'"{etag}"'):
-            return Extent(0, nbytes, nbytes, False)
+            return ByteRange(0, nbytes, nbytes, False)
         start, stop, _ = wanted.indices(nbytes)
         if start >= stop:
-            self.ledger.refused["range"] += 1
+            self.service.ledger.refused["range"] += 1
             raise Failure(416, f"the range is outside of {nbytes} bytes")
-        return Extent(start, stop, nbytes, True)
+        return ByteRange(start, stop, nbytes, True)
 
     def _transfer(
         self, request: web.BaseRequest, snapshot: ServedStep, kind: str, total: int
@@ -279,14 +267,14 @@ class App:
             raise Failure(400, "Torchrelay-Reader is 16 to 64 letters and digits")
         name = reader or f"request{secrets.token_hex(8)}"
         agent = request.headers.get("User-Agent", "")
-        found = self.ledger.of(name, request.remote or "", agent, snapshot, kind, total)
+        found = self.service.ledger.of(name, request.remote or "", agent, snapshot, kind, total)
         if found is None:
-            self.ledger.refused["limit"] += 1
+            self.service.ledger.refused["limit"] += 1
             raise Failure(429, "too many readers at once: ask again later")
         return found
 
     async def _head(
-        self, request: web.BaseRequest, extent: Extent, etag: str
+        self, request: web.BaseRequest, extent: ByteRange, etag: str
     ) -> web.StreamResponse:
         response = _ranged(extent, etag)
         await response.prepare(request)
@@ -297,24 +285,24 @@ class App:
         self,
         request: web.BaseRequest,
         transfer: Transfer,
-        extent: Extent,
+        extent: ByteRange,
         etag: str,
         pieces: Pieces,
     ) -> web.StreamResponse:
         alone = not request.headers.get("Torchrelay-Reader")
         if request.method == "HEAD":
             if alone:
-                self.ledger.end(transfer, "done")
+                self.service.ledger.end(transfer, "done")
             return await self._head(request, extent, etag)
         response = _ranged(extent, etag)
         reason = ""
         try:
             await response.prepare(request)
-            await send(request, response, pieces, transfer, self.ledger, self.stall)
+            await send(request, response, pieces, transfer, self.service.ledger, self.service.stall)
             await response.write_eof()
         except asyncio.TimeoutError:
-            self.ledger.refused["slow"] += 1
-            reason = f"the reader took no bytes for {self.stall:g} s and was dropped"
+            self.service.ledger.refused["slow"] += 1
+            reason = f"the reader took no bytes for {self.service.stall:g} s and was dropped"
         except ConnectionError:
             reason = "the reader went away"
         except SourceFault as fault:
@@ -327,7 +315,7 @@ class App:
             request.transport.abort()
         transfer.fault = reason
         if alone:
-            self.ledger.end(transfer, "failed" if reason else "done", reason)
+            self.service.ledger.end(transfer, "failed" if reason else "done", reason)
             kept = RESUME_SECONDS if reason and not transfer.cut else 0.0
             transfer.snapshot.wanted_until = time.monotonic() + kept
         return response
@@ -342,20 +330,17 @@ class App:
             word = msgspec.json.decode(await request.read(), type=Ending)
         except (msgspec.MsgspecError, ValueError, web.HTTPException):
             raise Failure(400, 'this takes {"outcome": "done"} or "failed", "reason"') from None
-        for transfer in list(self.ledger.active.values()):
+        for transfer in list(self.service.ledger.active.values()):
             if transfer.reader == reader:
                 outcome = "done" if word.outcome == "done" else "failed"
-                self.ledger.end(transfer, outcome, word.reason)
+                self.service.ledger.end(transfer, outcome, word.reason)
         return web.Response(status=204)
 
-    def status(self) -> dict[str, object]:
-        return status(self)
-
     async def _status(self, request: web.BaseRequest) -> web.StreamResponse:
-        return _json(self.status())
+        return _json(status(self.service))
 
     async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        return web.Response(text=metrics(self), content_type="text/plain")
+        return web.Response(text=metrics(self.service), content_type="text/plain")
 
     async def close(self) -> None:
         if self._session is not None:
@@ -376,7 +361,7 @@ def _json(facts: object) -> web.Response:
     )
 
 
-def _ranged(extent: Extent, etag: str) -> web.StreamResponse:
+def _ranged(extent: ByteRange, etag: str) -> web.StreamResponse:
     start, stop, nbytes, partial = extent
     response = web.StreamResponse(status=206 if partial else 200)
     response.headers["Accept-Ranges"] = "bytes"

@@ -59,7 +59,7 @@ class AttachSlot(msgspec.Struct, tag="attach"):
 
 
 class Hash(msgspec.Struct, tag="hash"):
-    """Make the digests that volumes in a slot lack. Answered with `Hashed`."""
+    """Make the digests that volumes in a slot lack. Answered with `VolumeDigests`."""
 
     slot: int
     volumes: list[Volume]
@@ -119,7 +119,7 @@ class Listening(msgspec.Struct, tag="listening"):
     port: int
 
 
-class Hashed(msgspec.Struct, tag="hashed"):
+class VolumeDigests(msgspec.Struct, tag="hashed"):
     digests: list[bytes]
 
 
@@ -141,4 +141,4 @@ class Refused(msgspec.Struct, tag="refused"):
 
 
 ServerRequest = Listen | AttachSlot | Hash | Show | Reclaim | Expect | Note | Tell
-ServerAnswer = Obeyed | Listening | Hashed | Reclaimed | StatusText | Refused
+ServerAnswer = Obeyed | Listening | VolumeDigests | Reclaimed | StatusText | Refused

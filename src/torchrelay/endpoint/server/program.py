@@ -23,7 +23,9 @@ import msgspec
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.app import App
 from torchrelay.endpoint.server.limits import LimitedServer
+from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import digests
+from torchrelay.endpoint.server.status import status
 from torchrelay.endpoint.server.transfers import IDLE_SECONDS
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 
@@ -41,7 +43,7 @@ class Program:
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._app: App | None = None
+        self._service: Service | None = None
         self._hold = 0.0
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
@@ -73,20 +75,20 @@ class Program:
     def _do(self, request: m.ServerRequest) -> m.ServerAnswer:
         if isinstance(request, m.Listen):
             return self._on_loop(self._listen(request))
-        app = self._app
-        if app is None:
+        if self._app is None:
             return m.Refused("nothing listens yet")
+        service = self._app.service
         if isinstance(request, m.AttachSlot):
             _, descriptors, _, _ = socket.recv_fds(self._link, 1, 1)
-            app.snapshots.attach(request.slot, descriptors[0], request.nbytes)
+            service.snapshots.attach(request.slot, descriptors[0], request.nbytes)
         elif isinstance(request, m.Hash):
-            return m.Hashed(digests(app.snapshots.slots[request.slot], request.volumes))
+            return m.VolumeDigests(digests(service.snapshots.slots[request.slot], request.volumes))
         elif isinstance(request, m.Reclaim):
-            return self._on_loop(self._reclaim(app, request.slot, request.ask))
+            return self._on_loop(self._reclaim(service, request.slot, request.ask))
         elif isinstance(request, m.Tell):
-            return m.StatusText(msgspec.json.encode(app.status()))
+            return m.StatusText(msgspec.json.encode(status(service)))
         else:
-            self._on_loop(self._change(app, request))
+            self._on_loop(self._change(service, request))
         return m.Obeyed()
 
     async def _listen(self, wanted: m.Listen) -> m.ServerAnswer:
@@ -94,49 +96,52 @@ class Program:
         if wanted.certfile is not None:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(wanted.certfile, wanted.keyfile)
-        app = App(wanted.token, tls=context is not None, stall=wanted.stall, version=wanted.version)
-        app.server = LimitedServer(app.handle, wanted.connections)
+        service = Service(stall=wanted.stall, version=wanted.version)
+        app = App(service, wanted.token, tls=context is not None)
+        service.server = LimitedServer(app.handle, wanted.connections)
         family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
         sock = socket.create_server((wanted.host, wanted.port), family=family, backlog=BACKLOG)
-        await self._loop.create_server(app.server, sock=sock, ssl=context)
+        await self._loop.create_server(service.server, sock=sock, ssl=context)
         self._tasks = {
-            asyncio.create_task(app.server.sweep()),
-            asyncio.create_task(_sweep(app)),
+            asyncio.create_task(service.server.sweep()),
+            asyncio.create_task(_sweep(service)),
         }
         self._app, self._hold = app, wanted.hold
         port: int = sock.getsockname()[1]
         host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
-        app.url = f"http{'s' if context else ''}://{host}:{port}"
+        service.url = f"http{'s' if context else ''}://{host}:{port}"
         return m.Listening(port)
 
-    async def _change(self, app: App, request: m.ServerRequest) -> None:
-        async with app.changed:
+    async def _change(self, service: Service, request: m.ServerRequest) -> None:
+        async with service.changed:
             if isinstance(request, m.Show):
-                app.snapshots.show(request)
-                app.pending = False
+                service.snapshots.show(request)
+                service.pending = False
             elif isinstance(request, m.Expect):
-                app.pending = request.pending
+                service.pending = request.pending
             elif isinstance(request, m.Note):
-                app.ledger.note_publish(
+                service.ledger.note_publish(
                     request.step,
                     request.nbytes,
                     request.stage_seconds,
                     request.hash_seconds,
                     request.skipped,
                 )
-            app.changed.notify_all()
+            service.changed.notify_all()
 
-    async def _reclaim(self, app: App, number: int, ask: bool) -> m.Reclaimed:
+    async def _reclaim(self, service: Service, number: int, ask: bool) -> m.Reclaimed:
         """Whether somebody reads from a slot who gets on and may go on; else it is taken back,
         unless that is all that was asked."""
-        snapshot = app.snapshots.in_slot(number)
+        snapshot = service.snapshots.in_slot(number)
         if snapshot is None:
             return m.Reclaimed(free=True)
         now = time.monotonic()
         since = snapshot.superseded if snapshot.superseded is not None else now
-        reading = list(app.ledger.on(snapshot))
+        reading = list(service.ledger.on(snapshot))
         alive = [
-            one for one in reading if now - one.seen < (app.stall if one.tasks else IDLE_SECONDS)
+            one
+            for one in reading
+            if now - one.seen < (service.stall if one.tasks else IDLE_SECONDS)
         ]
         if ask and now - since < self._hold:
             if alive:
@@ -147,23 +152,23 @@ class Program:
                 return m.Reclaimed(free=False, why=why)
         if ask:
             return m.Reclaimed(free=True)
-        app.snapshots.hide(snapshot)
+        service.snapshots.hide(snapshot)
         tasks = []
         for one in reading:
             one.cut = f"step {snapshot.step} was replaced before the reader had taken it"
             for task in one.tasks:
                 task.cancel()
                 tasks.append(task)
-            app.ledger.end(one, "failed", one.cut)
+            service.ledger.end(one, "failed", one.cut)
         if tasks:
             await asyncio.wait(tasks, timeout=_CUT_SECONDS)
         return m.Reclaimed(free=True, mapped=snapshot.slot.mapped > 0)
 
 
-async def _sweep(app: App) -> None:
+async def _sweep(service: Service) -> None:
     while True:
         await asyncio.sleep(_SWEEP_SECONDS)
-        app.ledger.sweep()
+        service.ledger.sweep()
 
 
 async def _run(link: socket.socket) -> None:

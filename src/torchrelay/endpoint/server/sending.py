@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from torchrelay.endpoint.server.messages import Volume
 from torchrelay.endpoint.server.snapshots import DIGEST_BYTES, ServedStep
+from torchrelay.endpoint.server.transfers import Ledger, Transfer
 from torchrelay.endpoint.server.whole_file import Band, Run, WholeFile
-
-if TYPE_CHECKING:
-    from torchrelay.endpoint.server.transfers import Ledger, Transfer
 
 SENDFILE_BYTES = 2 << 20
 COPY_BYTES = 1 << 20
