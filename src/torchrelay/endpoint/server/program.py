@@ -43,7 +43,7 @@ class Program:
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._service: Service | None = None
+        self._app: App | None = None  # from `Listen` on
         self._hold = 0.0
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
