@@ -45,6 +45,14 @@ def driver() -> Any:
         raise CudaError(f"the CUDA driver cannot be called: {fault}") from None
 
 
+@cache
+def brief_driver() -> Any:
+    """The same, for calls that return at once and are made by the hundred: the thread keeps the
+    interpreter, which takes longer to give away and get back than the calls take."""
+    driver()  # says what is wrong, if something is
+    return ctypes.PyDLL("libcuda.so.1")
+
+
 def check(code: int, what: str) -> None:
     if code:
         raise CudaError(f"CUDA cannot {what} (error {code})")

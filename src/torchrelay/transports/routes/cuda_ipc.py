@@ -57,8 +57,9 @@ class CudaServer(HostServer):
         self._exported: Exported | str | None = None
 
     def get_ready(self) -> None:
-        if self._exports.taken and isinstance(self._export(), Exported):
-            self._start_digests()  # it will be so again
+        if self._exports.taken:
+            self._start_digests()  # they will be asked for again: the device hashes meanwhile
+            self._export()
 
     def _export(self) -> Exported | str:
         """Device memory for receivers to open, or why there is none."""

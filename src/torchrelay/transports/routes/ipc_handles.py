@@ -22,7 +22,7 @@ import torch
 from msgspec import Meta
 
 from torchrelay.geometry.runs import Runs, moves
-from torchrelay.memory.kernels import CudaError, Tables, device_at, driver
+from torchrelay.memory.kernels import CudaError, Tables, brief_driver, device_at, driver
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.resources import Kept
@@ -160,9 +160,8 @@ class _Ids:
 
     def hold(self) -> bool:
         """Whether the driver still has the allocations under their ids."""
-        return not any(map(_driver().cuPointerGetAttribute, *self._asked)) and (
-            list(self._found) == self._ids
-        )
+        asked = map(brief_driver().cuPointerGetAttribute, *self._asked)
+        return not any(asked) and list(self._found) == self._ids
 
 
 def pack(memory: Runs, allocations: list[_Allocation]) -> bytes:
