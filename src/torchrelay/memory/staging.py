@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -24,15 +25,32 @@ class Copy(NamedTuple):
 
 
 def stage(copies: Sequence[Copy], arena: torch.Tensor, *, threads: int = 2) -> None:
-    """Copy everything; returns when the sources may change."""
+    """Copy everything; returns when the sources may change.
+
+    GPUs are asked for all of their copies at once, beside what their default streams do. Whoever
+    calls has waited for work that was begun on the memory.
+    """
     pieces = [
         (copy, low, min(low + PIECE, copy.stop))
         for copy in copies
         for low in range(copy.start, copy.stop, PIECE)
     ]
+    devices = set().union(*(copy.stream.devices for copy in copies))
+    streams: list[torch.cuda.Stream] = [
+        torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        for device in devices
+    ]
 
     def copy_piece(piece: tuple[Copy, int, int]) -> None:
         copy, low, high = piece
-        copy.stream.read(low, high, arena[copy.at + low - copy.start :], vectors.copy)
+        out = arena[copy.at + low - copy.start :]
+        with ExitStack() as inside:
+            for stream in streams:
+                inside.enter_context(torch.cuda.stream(stream))
+            copy.stream.read(low, high, out, vectors.copy, wait=False)
 
-    share_out(pieces, lambda: copy_piece, threads)
+    try:
+        share_out(pieces, lambda: copy_piece, threads)
+    finally:
+        for stream in streams:
+            stream.synchronize()

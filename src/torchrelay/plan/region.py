@@ -74,13 +74,14 @@ class Region:
         """Where the bytes lie, if they are one run of host memory; else 0."""
         return self._address
 
-    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Copy bytes [start, stop) of the region to the host buffer `out`."""
+    def read(self, start: int, stop: int, out: torch.Tensor, *, wait: bool = True) -> None:
+        """Copy bytes [start, stop) of the region to the host buffer `out`. Without `wait`, a GPU
+        is asked to, where that buffer is pinned."""
         if self._address:
             ctypes.memmove(out.data_ptr(), self._address + start, stop - start)
             return
         for box, flat in self.boxes(start, stop, out):
-            flat.copy_(box)
+            flat.copy_(box, non_blocking=not wait)
 
     def write(self, start: int, stop: int, data: torch.Tensor) -> None:
         """Copy the buffer `data` to bytes [start, stop) of the region."""

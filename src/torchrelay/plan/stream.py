@@ -76,10 +76,25 @@ class Stream:
                 return
             yield max(start, at), min(stop, at + region.nbytes), at, region
 
-    def read(self, start: int, stop: int, out: torch.Tensor, copy: Copy | None = None) -> None:
+    @cached_property
+    def devices(self) -> set[torch.device]:
+        """The GPUs that have some of it."""
+        return {region.keep.device for _, region in self.elsewhere if region.keep.is_cuda}
+
+    def read(
+        self,
+        start: int,
+        stop: int,
+        out: torch.Tensor,
+        copy: Copy | None = None,
+        *,
+        wait: bool = True,
+    ) -> None:
         """Copy bytes [start, stop) to the buffer `out`, on the host or a device.
 
         `copy` is used for host memory, if there is a better way than one piece after the other.
+        Without `wait`, what comes from a GPU to pinned memory is there when the current stream of
+        that GPU has got so far.
         """
         base = out.data_ptr()
         if out.is_cpu:
@@ -90,7 +105,7 @@ class Stream:
             out.copy_(host)
             return
         for low, high, at, region in self.pieces(start, stop):
-            region.read(low - at, high - at, out[low - start :])
+            region.read(low - at, high - at, out[low - start :], wait=wait)
         first = bisect_right(self._gaps, start, key=itemgetter(1))
         for low, high in islice(self._gaps, first, None):
             if low >= stop:
