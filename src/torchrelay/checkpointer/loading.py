@@ -245,17 +245,11 @@ class Loading:
 
     def _fetch(self, wave: Wave) -> Fetch | DeviceFetch:
         if wave.fetch is None:
-            plain = Fetch(self._store, self._checkpoint, wave.wanted, progress=self._progress)
-            wave.fetch = plain
+            what = (self._store, self._checkpoint, wave.wanted)
             if wave.device is not None and not self._store.costly_reads:
-                wave.fetch = DeviceFetch(
-                    self._store,
-                    self._checkpoint,
-                    wave.wanted,
-                    wave.device,
-                    plain,
-                    progress=self._progress,
-                )
+                wave.fetch = DeviceFetch(*what, wave.device, progress=self._progress)
+            else:
+                wave.fetch = Fetch(*what, progress=self._progress)
         return wave.fetch
 
     # The end.

@@ -1,43 +1,53 @@
 """Pinned buffers through which bytes go to a GPU, each followed by an event on the stream.
 
-Memory that several threads touch and one call registers is pinned in less than half the time that
-torch takes to allocate it. One set of buffers stays with the process, for the next load.
+Each thread has the buffers pinned that it fills, when it first does: none waits for all of them.
+One set of buffers stays with the process, for the next load.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
 from torchrelay.memory.arena import register, unregister
-from torchrelay.memory.kernels import check, driver, take_context
+from torchrelay.memory.kernels import brief_driver, check, driver, take_context
 from torchrelay.memory.pages import Mapping, populate
 from torchrelay.memory.pool import cores
 
-PIECE = 4 << 20  # bytes of a buffer: smaller ones cost more calls than the copies take
+# Bytes of a buffer. After each a thread needs the interpreter, which many of them wait for: smaller
+# ones are slower than the link, by a fifth where the machine is busy with other things.
+PIECE = 8 << 20
 EACH = 2  # buffers of a thread: one is filled while the other is on its way
 MOST_THREADS = 16
 _WAITING = 1 | 2  # an event that is waited for without spinning, and does not keep the time
 
 
 class PinnedBuffers:
-    """Buffers for so many threads. `CudaError` or `MemoryError` where there is no memory."""
+    """Buffers for so many threads. `MemoryError` where there is no memory."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        nbytes = threads * EACH * PIECE
-        self._mapping = Mapping(nbytes)
-        self.address = self._mapping.address
-        populate(self.address, nbytes, cores())
-        check(register(self.address, nbytes), f"pin {nbytes} bytes")
+        self._mapping = Mapping(threads * EACH * PIECE)
+        self._pinned: set[int] = set()
+
+    def of(self, thread: int) -> list[int]:
+        """Where the buffers of a thread begin. `CudaError` where they cannot be pinned."""
+        address = self._mapping.address + thread * EACH * PIECE
+        if address not in self._pinned:
+            populate(address, EACH * PIECE, 1)
+            check(register(address, EACH * PIECE), f"pin {EACH * PIECE} bytes")
+            self._pinned.add(address)
+        return [address + n * PIECE for n in range(EACH)]
 
     def close(self) -> None:
-        unregister(self.address)
+        while self._pinned:
+            unregister(self._pinned.pop())
 
 
 _kept: list[PinnedBuffers] = []
@@ -61,47 +71,62 @@ def pinned_buffers() -> Iterator[PinnedBuffers]:
             mine.close()
 
 
+class _Calls(NamedTuple):
+    """Of the driver, that return at once."""
+
+    copy: Callable[[int, int, int, int], int]
+    record: Callable[[int, int], int]
+    query: Callable[[int], int]
+
+
+@cache
+def _calls() -> _Calls:
+    library, pointer = brief_driver(), ctypes.c_void_p
+    library.cuMemcpyHtoDAsync_v2.argtypes = (ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)
+    library.cuEventRecord.argtypes = (pointer, pointer)
+    library.cuEventQuery.argtypes = (pointer,)
+    return _Calls(library.cuMemcpyHtoDAsync_v2, library.cuEventRecord, library.cuEventQuery)
+
+
 class Upload:
     """One thread's buffers of a set: fill `view`, then `send` what is in it, and so on."""
 
     def __init__(self, buffers: PinnedBuffers, thread: int, device: int, stream: Any) -> None:
         take_context(device)
-        self._at = [buffers.address + (thread * EACH + n) * PIECE for n in range(EACH)]
+        self._at = buffers.of(thread)
         self._views = [
             memoryview((ctypes.c_char * PIECE).from_address(at)).cast("B") for at in self._at
         ]
         self._events = [_event() for _ in self._at]
-        self._stream = ctypes.c_void_p(stream.cuda_stream)
+        self._stream: int = stream.cuda_stream
+        self._calls = _calls()
         self._turn = 0
 
     def view(self, nbytes: int) -> memoryview:
         """The next buffer, when nothing reads it any more."""
-        check(driver().cuEventSynchronize(self._events[self._turn]), "wait for a copy")
-        return self._views[self._turn][:nbytes]
+        event = self._events[self._turn]
+        if self._calls.query(event):
+            check(driver().cuEventSynchronize(ctypes.c_void_p(event)), "wait for a copy")
+        view = self._views[self._turn]
+        return view if nbytes == PIECE else view[:nbytes]
 
     def send(self, destination: int, nbytes: int) -> None:
         """Have what is in the buffer copied to an address of the device."""
-        source, turn = self._at[self._turn], self._turn
-        code = driver().cuMemcpyHtoDAsync_v2(
-            ctypes.c_uint64(destination),
-            ctypes.c_void_p(source),
-            ctypes.c_size_t(nbytes),
-            self._stream,
-        )
-        check(code, "copy to the device")
-        check(driver().cuEventRecord(self._events[turn], self._stream), "note a copy")
+        turn, stream = self._turn, self._stream
+        check(self._calls.copy(destination, self._at[turn], nbytes, stream), "copy to the device")
+        check(self._calls.record(self._events[turn], stream), "note a copy")
         self._turn = (turn + 1) % EACH
 
     def close(self) -> None:
         """Nothing reads the buffers any more."""
         while self._events:
-            driver().cuEventDestroy_v2(self._events.pop())
+            driver().cuEventDestroy_v2(ctypes.c_void_p(self._events.pop()))
 
 
-def _event() -> ctypes.c_void_p:
+def _event() -> int:
     event = ctypes.c_void_p()
     check(driver().cuEventCreate(ctypes.byref(event), ctypes.c_uint(_WAITING)), "make an event")
-    return event
+    return event.value or 0
 
 
 def room_on(device: int) -> int:

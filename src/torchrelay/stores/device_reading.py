@@ -12,8 +12,9 @@ cannot begin to read.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -69,7 +70,7 @@ class NoRoom(Exception):
 class DeviceFetch:
     """As `reading.Fetch`, for places that are all on one GPU.
 
-    What the GPU has no room for is left to `plain`; `instead` says why, then.
+    What the GPU has no room for is left to a `Fetch`; `instead` says why, then.
     """
 
     def __init__(
@@ -78,12 +79,11 @@ class DeviceFetch:
         checkpoint: Checkpoint,
         wanted: Mapping[int, list[Placed]],
         device: int,
-        plain: Fetch,
         *,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._store, self._checkpoint, self._device = store, checkpoint, device
-        self._plain = plain
+        self._wanted = wanted
         self._progress = progress or (lambda nbytes: None)
         self._places = {file: _places(placed) for file, placed in wanted.items()}
         self._groups = [
@@ -94,9 +94,13 @@ class DeviceFetch:
         self._begun = False
         self.instead = ""
 
+    @cached_property
+    def _plain(self) -> Fetch:
+        return Fetch(self._store, self._checkpoint, self._wanted, progress=self._progress)
+
     @property
     def begun(self) -> bool:
-        return self._begun or self._plain.begun
+        return self._begun or (bool(self.instead) and self._plain.begun)
 
     def check(self) -> None:
         """Raise `DamagedError` unless every chunk has its digest. What was read stays on the
@@ -104,8 +108,7 @@ class DeviceFetch:
         self._groups = _placed_in_turn(self._groups)
         try:
             slab = self._allocate(sum(group.room for group in self._groups))
-            self._read(self._groups, slab)
-            self._compare(self._groups, slab)
+            self._read(self._groups, slab, verify=True)
         except (NoRoom, CudaError, MemoryError) as fault:
             self.instead = f"{fault}: the files are read twice"
             self._plain.check()
@@ -130,9 +133,7 @@ class DeviceFetch:
         try:
             slab = self._allocate(max(least, min(whole, most)))
             for groups in _rounds(self._groups, slab.numel()):
-                self._read(groups, slab)
-                if verify:
-                    self._compare(groups, slab)
+                self._read(groups, slab, verify=verify)
                 self._scatter(groups, slab)
         except (NoRoom, CudaError, MemoryError) as fault:
             self.instead = str(fault)
@@ -161,8 +162,10 @@ class DeviceFetch:
         torch.cuda.synchronize(self._device)  # other streams may use what was here before
         return slab
 
-    def _read(self, groups: list[_Group], slab: torch.Tensor) -> None:
-        """Have the bytes of groups in the slab."""
+    def _read(self, groups: list[_Group], slab: torch.Tensor, *, verify: bool) -> None:
+        """Have the bytes of groups in the slab; with `verify`, `DamagedError` unless they hold."""
+        if verify:
+            kernels.warm_up(self._device)
         base = slab.data_ptr()
         tasks = [
             (Task(group.file, at, min(at + PIECE, group.stop)), base + group.at + at - group.start)
@@ -173,13 +176,12 @@ class DeviceFetch:
         readers = {file: opened(self._store, self._checkpoint, file, once=True) for file in files}
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         uploads: list[Upload] = []
-        lock = threading.Lock()
+        numbers = count()
         with pinned_buffers() as buffers:
 
             def hand() -> Callable[[tuple[Task, int]], None]:
-                with lock:
-                    upload = Upload(buffers, len(uploads), self._device, stream)
-                    uploads.append(upload)
+                upload = Upload(buffers, next(numbers), self._device, stream)
+                uploads.append(upload)
 
                 def do(task: tuple[Task, int]) -> None:
                     part, address = task
@@ -192,6 +194,9 @@ class DeviceFetch:
 
             try:
                 share_out(tasks, hand, buffers.threads)
+                if verify:
+                    with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                        self._compare(groups, slab)  # as soon as the last copy is over
             finally:
                 stream.synchronize()  # nothing reads the buffers, and all of it has come
                 for upload in uploads:
@@ -206,6 +211,7 @@ class DeviceFetch:
             raise unread(self._store, self._checkpoint, task, fault) from fault
 
     def _compare(self, groups: list[_Group], slab: torch.Tensor) -> None:
+        """`DamagedError` unless what the current stream leaves in the slab has its digests."""
         starts, stops, expected = [], [], []
         for group in groups:
             record = self._checkpoint.files[group.file]
@@ -217,8 +223,7 @@ class DeviceFetch:
             expected.append(record.digests[first : first + len(begin) * DIGEST_BYTES])
         chunks = [np.concatenate(column).astype(np.uint64) for column in (starts, stops)]
         hashed = ChunkTable.of(Runs([0], [slab.data_ptr()], [slab.numel()]), chunks[0], chunks[1])
-        with torch.cuda.device(self._device), on_side_stream():
-            found = kernels.digests(hashed, self._device, self._tables).cpu().numpy()
+        found = kernels.digests(hashed, self._device, self._tables).cpu().numpy()
         sent = np.frombuffer(b"".join(expected), np.uint8).reshape(found.shape)
         bad = np.flatnonzero((found != sent).any(axis=1))
         if len(bad):
