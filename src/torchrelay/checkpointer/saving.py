@@ -184,7 +184,7 @@ class Saver:
             budget = budget or BLOCKING_ARENA
         arena = self._take_arena(share, budget)
         self._process.start()
-        self._process.attach(arena.fd, arena.nbytes)
+        self._process.attach(arena.fds, arena.each, arena.nbytes)
         self._arena = arena
         return share.nbytes
 
@@ -297,7 +297,7 @@ class Saver:
         if arena is not None and (arena.nbytes < need or (pinned and not arena.pinned)):
             arena.close()
             arena = None
-        return arena or Arena(need, pinned=pinned, threads=cores())
+        return arena or Arena(need, pinned=pinned, parts=cores())
 
     def _stage_share(self, save: Save, share: Share, drafted: plans.Drafted) -> _Staged:
         """Copy a share; what waits for its files is called from another thread."""

@@ -78,7 +78,7 @@ class ProcessTarget:
         deadline: Deadline,
     ) -> None:
         self._process = process
-        process.attach(arena.fd, arena.nbytes, deadline.left())
+        process.attach(arena.fds, arena.each, arena.nbytes, deadline.left())
         self._save = process.begin(*draft, files, deadline.left())
 
     def write(self, placed: list[Placed], deadline: Deadline) -> None:

@@ -1,8 +1,9 @@
 """Memory that a staged state lives in: shared with a writer process, pinned where there is a GPU.
 
-It is a memfd: another process maps it by its descriptor, nothing is left behind in a file system,
-and the kernel frees it with the last process that has it. It is allocated and touched once and
-used for every save, because touching fresh memory costs several times as much as the copy.
+It is memfds: another process maps them by their descriptors, nothing is left behind in a file
+system, and the kernel frees them with the last process that has them. They are allocated once and
+used for every save, because fresh memory costs several times as much as the copy. Several of them
+are allocated side by side, where threads that allocate one would wait for each other.
 """
 
 from __future__ import annotations
@@ -14,35 +15,57 @@ from typing import Any
 
 import torch
 
-from torchrelay.memory.pages import populate
+from torchrelay.memory.crew import share_out
+from torchrelay.memory.pages import HUGE_PAGE, allocate, side_by_side
+
+LEAST_PART = 64 << 20  # bytes of a memfd, if there are several
 
 
 class Arena:
-    """`nbytes` of shared memory; `MemoryError` if there is none. Freed by `close`."""
+    """`nbytes` of shared memory; `MemoryError` if there is none. Freed by `close`.
 
-    def __init__(self, nbytes: int, *, pinned: bool = False, threads: int = 2) -> None:
+    It is one range here, of at most `parts` files (`fds`) that have `each` bytes of it.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool = False, parts: int = 1) -> None:
         self.nbytes = nbytes
         self.pinned = False
         self._map: mmap.mmap | None = None
-        self.fd = -1
-        self.fd = os.memfd_create("torchrelay-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fds: list[int] = []
+        parts = max(1, min(parts, nbytes // LEAST_PART))
+        self.each = -(-nbytes // parts // HUGE_PAGE) * HUGE_PAGE if parts > 1 else nbytes
         try:
-            os.ftruncate(self.fd, nbytes)
-            # Whoever maps it may rely on its size: touching what was cut off would end the process.
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            self._map = mmap.mmap(self.fd, nbytes)
-        except (OSError, ValueError) as fault:
+            for at in range(0, nbytes, self.each):
+                self._add(min(self.each, nbytes - at))
+            self._map = side_by_side(self.fds, self.each, nbytes)
+        except (OSError, ValueError, OverflowError) as fault:
             self.close()
             raise MemoryError(f"no arena of {nbytes} bytes: {fault}") from None
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
         try:
-            populate(self.address, nbytes, threads)
+            share_out(range(len(self.fds)), lambda: self._allocate, len(self.fds))
             if pinned:
                 self._register()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def fd(self) -> int:
+        """Of an arena of one part; -1 when it is closed."""
+        return self.fds[0] if self.fds else -1
+
+    def _add(self, nbytes: int) -> None:
+        fd = os.memfd_create("torchrelay-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fds.append(fd)
+        os.ftruncate(fd, nbytes)
+        # Whoever maps it may rely on its size: touching what was cut off would end the process.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+
+    def _allocate(self, part: int) -> None:
+        at = part * self.each
+        allocate(self.fds[part], self.address + at, min(self.each, self.nbytes - at))
 
     def _register(self) -> None:
         code = register(self.address, self.nbytes)
@@ -58,8 +81,8 @@ class Arena:
         if self._map is not None:
             self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._map = None  # unmapped when the last view of it is gone
-        fd, self.fd = self.fd, -1  # forgotten first: no number is closed twice
-        if fd >= 0:
+        fds, self.fds = self.fds, []  # forgotten first: no number is closed twice
+        for fd in fds:
             os.close(fd)
 
     def forsake(self) -> None:

@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 
 from torchrelay.memory.crew import share_out
 
@@ -23,7 +24,10 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 _HUGE, _SMALL = 14, 15  # MADV_HUGEPAGE, MADV_NOHUGEPAGE
 _TRY_AGAIN = 64  # steps after which the kind that lost is tried once more
 
+_FIXED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
+
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 class Mapping:
@@ -45,6 +49,43 @@ class Mapping:
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address = -(-ctypes.addressof(anchor) // HUGE_PAGE) * HUGE_PAGE
         del anchor  # an export would keep the mapping from being closed
+
+
+def side_by_side(files: Sequence[int], each: int, nbytes: int) -> mmap.mmap:
+    """Files of memory, `each` bytes of one, as one range of `nbytes`; `OSError` if that cannot be.
+
+    Unmapped with the object.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    whole = mmap.mmap(-1, nbytes, flags=flags)
+    anchor = ctypes.c_char.from_buffer(whole)
+    address = ctypes.addressof(anchor)
+    del anchor  # an export would keep the range from being unmapped
+    for number, file in enumerate(files):
+        at = number * each
+        code = _libc.mmap(
+            ctypes.c_void_p(address + at),
+            ctypes.c_size_t(min(each, nbytes - at)),
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_SHARED | _FIXED,
+            file,
+            ctypes.c_long(0),
+        )
+        if code != address + at:
+            raise OSError(ctypes.get_errno(), "memory cannot be mapped")
+    return whole
+
+
+def allocate(file: int, address: int, nbytes: int) -> None:
+    """Give a file of memory its pages, and have them mapped at an address; `MemoryError` where the
+    system has no more memory. Faster than touching pages that the file has not got yet."""
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as fault:
+        raise MemoryError(f"no memory: {fault.strerror}") from None
+    code = _advise(address, nbytes, _POPULATE_WRITE)
+    if code not in (0, errno.EINVAL):  # a kernel that cannot do that maps them when they are used
+        raise MemoryError(f"no memory: {os.strerror(code)}")
 
 
 def release(address: int, nbytes: int) -> None:

@@ -43,14 +43,16 @@ class WriterProcess:
         self._drop()
         self._process, self._link = launch("torchrelay.stores.writer.process")
 
-    def attach(self, fd: int, nbytes: int, timeout: float = _START_SECONDS) -> None:
+    def attach(
+        self, fds: Sequence[int], each: int, nbytes: int, timeout: float = _START_SECONDS
+    ) -> None:
         """Show the writer an arena, unless it is the one it has."""
         self.start()
-        inode = os.fstat(fd).st_ino
+        inode = os.fstat(fds[0]).st_ino
         if self._attached == inode:
             return
         with self._lock:
-            self._ask(p.Attach(nbytes), min(timeout, _START_SECONDS), "attach", fd)
+            self._ask(p.Attach(each, nbytes), min(timeout, _START_SECONDS), "attach", fds)
         self._attached = inode
 
     def begin(
@@ -85,12 +87,14 @@ class WriterProcess:
                 raise CheckpointError("this save was given up", phase=phase)
             yield
 
-    def _ask(self, request: p.Request, timeout: float, phase: str, fd: int = -1) -> p.Finished:
+    def _ask(
+        self, request: p.Request, timeout: float, phase: str, fds: Sequence[int] = ()
+    ) -> p.Finished:
         link = self._linked(timeout)
         try:
             p.send(link, request)
-            if fd >= 0:
-                socket.send_fds(link, [b"a"], [fd])
+            if fds:
+                socket.send_fds(link, [b"a"], list(fds))
             return self._answer(link, phase)
         except CheckpointError:
             raise

@@ -1,7 +1,7 @@
 """The process that writes staged states: digests and I/O outside the trainer's interpreter.
 
 `start` runs it as a program with the descriptor of a socket. Messages both ways are
-MessagePack records with their length before them; an arena comes as a descriptor. It imports no
+MessagePack records with their length before them; an arena comes as descriptors. It imports no
 torch, and ends when the trainer's end of the socket closes, however that came about.
 """
 
@@ -17,6 +17,7 @@ import socket
 import msgspec
 
 from torchrelay.errors import CheckpointError
+from torchrelay.memory.pages import side_by_side
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
@@ -25,8 +26,9 @@ NICE = 5  # the trainer's threads go first
 
 
 class Attach(msgspec.Struct, tag="attach"):
-    """An arena of `nbytes`; its descriptor comes with this message."""
+    """An arena of `nbytes` in files of `each`; their descriptors come with this message."""
 
+    each: int
     nbytes: int
 
 
@@ -102,7 +104,7 @@ class _Writer:
 
     def _do(self, request: Request) -> Answer:
         if isinstance(request, Attach):
-            self._attach(request.nbytes)
+            self._attach(request.each, request.nbytes)
         elif isinstance(request, Begin):
             self._abort()
             draft = open_store(request.url, timeout=request.timeout).draft(
@@ -126,13 +128,14 @@ class _Writer:
             self._abort()
         return Finished()
 
-    def _attach(self, nbytes: int) -> None:
+    def _attach(self, each: int, nbytes: int) -> None:
         self._arena = None
-        _, descriptors, _, _ = socket.recv_fds(self._link, 1, 1)
+        _, descriptors, _, _ = socket.recv_fds(self._link, 1, -(-nbytes // each))
         try:
-            self._arena = mmap.mmap(descriptors[0], nbytes)
+            self._arena = side_by_side(descriptors, each, nbytes)
         finally:
-            os.close(descriptors[0])
+            for descriptor in descriptors:
+                os.close(descriptor)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._arena))
 
     def _abort(self) -> None:
