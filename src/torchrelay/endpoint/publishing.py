@@ -19,7 +19,6 @@ from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.process import ServerProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.memory.arena import Arena
-from torchrelay.memory.pool import cores
 from torchrelay.memory.side import settle
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.plan.outline import Named, outline
@@ -230,7 +229,7 @@ class Publisher:
             arena.close()
             arena = None
         if arena is None:
-            arena = Arena(max(PAGE, nbytes), pinned=pinned, threads=cores())
+            arena = Arena(max(PAGE, nbytes), pinned=pinned)
             self._arenas[slot] = arena
         return arena
 
