@@ -15,18 +15,19 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from torchrelay.checkpointer import saving
+from torchrelay.checkpointer import agreement
 from torchrelay.errors import CheckpointError, ManifestError, RelayError
 from torchrelay.plan.outline import outline
 from torchrelay.resharding import record
 from torchrelay.resharding.owners import whole_of
 from torchrelay.resharding.record import RankBox, RankRecord
 from torchrelay.stores import plan_limits
-from torchrelay.stores.planning import Planning
-from torchrelay.stores.plans import Item, LocalPlan, Told, merge_outlines
+from torchrelay.stores.given_planner import PlannerPlanning, local_plan
+from torchrelay.stores.plans import Item, Told, merge_outlines
 
 SECONDS = 2.0  # of the processor, for any input of 2 MB
 ROWS = 4000
@@ -54,10 +55,10 @@ def slow_numbers() -> list[int]:
     return first + found[fits][: total - filled].tolist()
 
 
-def planning() -> tuple[Planning, LocalPlan]:
+def planning() -> tuple[PlannerPlanning, bytes]:
     """A coordinator of two ranks that has planned its own share, and that share."""
-    mine = Planning(None, 0, 2, None)
-    return mine, mine.local(outline({"w": torch.zeros(4, 4)}))
+    mine = PlannerPlanning(DefaultSavePlanner(flatten_state_dict=False), 0, 2, None)
+    return mine, mine.begin(outline({"w": torch.zeros(4, 4)}))
 
 
 def item(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> list[Any]:
@@ -92,12 +93,11 @@ PLANS: dict[str, Callable[[], list[Any]]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_that_would_take_long_is_refused_by_its_rank(name: str) -> None:
     mine, local = planning()
-    theirs = [None, PLANS[name](), b"", True, {}, False]
-    data = msgspec.msgpack.encode([theirs, 9.0])
+    data = msgspec.msgpack.encode([None, PLANS[name](), b"", True, {}])
     assert len(data) < 2_000_000
     begun = time.process_time()
     with pytest.raises(CheckpointError) as refused:
-        mine.decide([local, saving._ready_of(data, 1).local])
+        mine.decide([local, data])
     assert time.process_time() - begun < SECONDS
     assert refused.value.rank == 1 and refused.value.phase == "plan", refused.value
 
@@ -106,16 +106,16 @@ def test_a_plan_that_would_take_long_is_refused_by_its_rank(name: str) -> None:
 def test_strides_of_another_rank_that_make_no_good_dict_are_refused(
     strides: Callable[[], list[int]],
 ) -> None:
-    _, local = planning()
+    local = local_plan(planning()[1], 0)
     assert local.outline is not None
     told = msgspec.structs.replace(
         local.outline, names=("x",), strides=tuple((index, ()) for index in strides())
     )
     hostile = msgspec.structs.replace(local, outline=told)
-    data = msgspec.msgpack.encode([hostile, 9.0])
+    data = msgspec.msgpack.encode(hostile)
     begun = time.process_time()
     with pytest.raises(RelayError):
-        merge_outlines([local, saving._ready_of(data, 1).local])
+        merge_outlines([local, local_plan(data, 1)])
     assert time.process_time() - begun < SECONDS
 
 
@@ -151,13 +151,13 @@ def test_a_live_rank_whose_boxes_have_one_hash_is_refused() -> None:
 def speaks_nonsense(rank: int, group: Any, root: str) -> str:
     checkpointer = tr.Checkpointer(root, group=group, timeout=20)
     if rank == 1:
-        saving.msgspec = _Garbled()  # type: ignore[attr-defined]
+        agreement.msgspec = _Garbled()  # type: ignore[attr-defined]
     try:
         checkpointer.save(1, {"w": torch.zeros(3)})
     except tr.RelayError as fault:
         return f"{type(fault).__name__}: {fault}"
     finally:
-        saving.msgspec = msgspec  # type: ignore[attr-defined]
+        agreement.msgspec = msgspec  # type: ignore[attr-defined]
         checkpointer.close()
     return "saved"
 

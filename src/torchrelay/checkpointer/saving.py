@@ -1,6 +1,6 @@
 """A save, from the caller's state to a committed step.
 
-    plan     every rank says what it has, the coordinator's planner says who writes what
+    plan     the ranks compare what they have, and each knows what it writes
     stage    what must be copied is copied; from here on an asynchronous caller goes on
     write    each rank hashes and writes its files and makes them durable
     commit   the coordinator writes the commit record and puts the step in place
@@ -18,12 +18,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from torchrelay.checkpointer.agreement import agree
 from torchrelay.checkpointer.catalog import Bar, Progress
 from torchrelay.checkpointer.pending import Pending, Saved, logger
 from torchrelay.checkpointer.staging import (
@@ -40,48 +41,21 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.device import DeviceCopy
 from torchrelay.memory.pool import cores
 from torchrelay.memory.side import settle
-from torchrelay.plan.outline import Named, outline
 from torchrelay.record.pause import gc_paused
-from torchrelay.state.objects import unwrap
 from torchrelay.stores import plan_limits, plans
 from torchrelay.stores.drafting import Share, Written, commit_record
+from torchrelay.stores.given_planner import PlannerPlanning
 from torchrelay.stores.local.store import token
-from torchrelay.stores.planning import Planning
+from torchrelay.stores.planning import Planning, RulePlanning
 from torchrelay.stores.seam import Store
 from torchrelay.stores.writer.client import WriterProcess
 from torchrelay.stores.writer.ranges import WORKERS
-from torchrelay.transports.group.assembly import COORDINATOR, Assembly, Call
+from torchrelay.transports.group.assembly import Assembly, Call
 
 RETRY_SECONDS = 1.0  # before the second attempt of a save; twice as long before each later one
 BLOCKING_ARENA = 1 << 30  # bytes that a blocking save stages through, where it must stage
 
 _written = msgspec.msgpack.Decoder(Written)
-
-
-class _Ready(msgspec.Struct, array_like=True):
-    """What a rank has for the step, and the seconds that it has left."""
-
-    local: plans.LocalPlan
-    left: float
-
-
-class _Go(msgspec.Struct, array_like=True):
-    """The coordinator's answer to a plan."""
-
-    token: str
-    final: plans.FinalPlan
-    mark: str  # of the draft, by which a rank knows the step that it has become
-    left: float  # the least of all ranks: who gives up first would not hear how it ended
-
-
-_ready = msgspec.msgpack.Decoder(_Ready)
-_go = msgspec.msgpack.Decoder(_Go)
-
-
-def _ready_of(data: bytes, rank: int) -> _Ready:
-    found = plan_limits.read(_ready, data, rank)
-    plan_limits.check_items(found.local.items, rank)
-    return found
 
 
 @dataclass
@@ -126,7 +100,10 @@ class Saver:
     ) -> None:
         self._store = store
         self._all = assembly
-        self._planning = Planning(planner, assembly.rank, assembly.world, file_bytes)
+        place = (assembly.rank, assembly.world, file_bytes)
+        self._planning: Planning = (
+            RulePlanning(*place) if planner is None else PlannerPlanning(planner, *place)
+        )
         self._budget = memory_budget
         self._stage = stage
         self._retries = retries
@@ -192,43 +169,29 @@ class Saver:
 
     def _plan(self, save: Save, state: object, *, dry: bool = False) -> tuple[Share, plans.Drafted]:
         with save.watch("plan"), gc_paused():
-            alone = self._all.world == 1
-            held: list[Named] = []
-
-            def mine() -> Any:
-                held.append(outline(unwrap(state).state))
-                ready = _Ready(self._planning.local(held[0]), save.deadline.left())
-                return ready if alone else msgspec.msgpack.encode(ready)
-
-            def decide(said: list[Any]) -> list[Any]:
-                ready = said if alone else [_ready_of(data, r) for r, data in enumerate(said)]
-                locals_ = [one.local for one in ready]
-                save.deadline.hasten(min(one.left for one in ready))
-                finals = self._planning.decide(locals_)
-                save.outlines = plans.merge_outlines(locals_)
-                save.token = token()
-                if not dry:
-                    draft = self._draft(save)
-                    save.mark = draft.begin(self._planning.nbytes)
-                    save.draft = draft
-                left = save.deadline.left()
-                answers = [_Go(save.token, final, save.mark, left) for final in finals]
-                return answers if alone else [msgspec.msgpack.encode(go) for go in answers]
-
             save.call.at("planning")
             try:
-                heard: Any = save.call.round("plan", mine, decide, save.deadline)
+                go = agree(
+                    self._planning, save.call, save.deadline, state, lambda: self._begin(save, dry)
+                )
             except BaseException:
                 self._planning.forget()
                 raise
-            go = heard if alone else plan_limits.read(_go, heard, COORDINATOR)
-            plan_limits.check_items(go.final.items, COORDINATOR)
             save.token, save.mark, save.planned = go.token, go.mark, not dry
-            save.deadline.hasten(go.left)
             if save.draft is None:
                 save.draft = self._draft(save)
-            drafted, layouts = self._planning.resolve(go.final, held[0])
+            drafted, layouts = self._planning.resolve(go.plan)
             return Share(drafted, layouts), drafted
+
+    def _begin(self, save: Save, dry: bool) -> tuple[str, str]:
+        """The coordinator's: there is a plan, so there is a draft. Its token and its mark."""
+        save.outlines = self._planning.outlines
+        save.token = token()
+        if not dry:
+            draft = self._draft(save)
+            save.mark = draft.begin(self._planning.nbytes)
+            save.draft = draft
+        return save.token, save.mark
 
     def _draft(self, save: Save) -> StepDraft:
         return StepDraft(

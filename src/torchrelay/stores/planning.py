@@ -1,209 +1,273 @@
-"""Planning a save with torch's planners: which rank writes which box of which tensor.
+"""Planning a save: what this rank writes of its state, and to which files.
 
-Most saves of a job repeat the plan of the one before, with other values. So each rank tells the
-coordinator whether its tensors are as they were, and hears whether its plan is; then nothing is
-planned anew, which for a job of many tensors is most of the time that a save holds it up.
+Who writes a tensor that several ranks have follows from a rule (`ownership`): the ranks compare
+what they have, and tell the coordinator of what is not the same everywhere, which is little. With a
+planner of the user's own, that planner says who writes what (`given_planner`).
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple, Protocol
 
+import msgspec
 import torch
 import xxhash
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from torchrelay.geometry.chunks import ALIGN
-from torchrelay.landing.packed import pack
-from torchrelay.plan.outline import Named
-from torchrelay.plan.region import Region
-from torchrelay.record.digest import digest
+from torchrelay.plan.outline import Named, Outline
 from torchrelay.state import tensors as t
-from torchrelay.stores import plans
+from torchrelay.state.local_parts import local_parts
+from torchrelay.stores import ownership, plan_limits
 from torchrelay.stores.layout import Entry, FileLayout, arrange
-from torchrelay.stores.plans import Drafted, FinalPlan, LocalPlan, Told
-from torchrelay.stores.writer.ranges import host_view
-
-SMALL_BYTES = 64 << 10  # of plain tensors that is compared between ranks
-SAMPLES = 4
+from torchrelay.stores.ownership import Details, HeldTensor, Question, Row, Ruling, Statement
+from torchrelay.stores.plans import Drafted, Outlines, Told
+from torchrelay.stores.replicas import facts_of
 
 Signature = list[tuple[object, ...]]
 
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """A plan that a rank has in full: a later save of such a state repeats it."""
-
-    signature: Signature
-    planner: SavePlanner
-    final: FinalPlan
-    items: list[WriteItem]
-    entries: list[Entry]
-    layouts: list[FileLayout]
+_encode = msgspec.msgpack.Encoder().encode
+_statement = msgspec.msgpack.Decoder(Statement)
+_question = msgspec.msgpack.Decoder(Question)
+_details = msgspec.msgpack.Decoder(Details)
+_ruling = msgspec.msgpack.Decoder(Ruling)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Decision:
-    """The coordinator's: what every rank said, and what it heard."""
+class Decision(NamedTuple):
+    """What the coordinator says to each rank; `final` if no rank is asked for more."""
 
-    locals: list[LocalPlan]
-    finals: list[FinalPlan]
+    answers: Sequence[bytes]
+    final: bool
 
 
-class Planning:
-    """Plans the saves of one rank. A planner of the user's own is asked for each save anew.
+class Planning(Protocol):
+    """Plans the saves of one rank, with the others: each says what it has, and hears an answer,
+    until one is final."""
 
-    A plan is remembered once all of it is there. A planning that breaks off midway, at whatever
-    line, leaves nothing to repeat: this rank sends its next plan in full. The coordinator has
-    noted its decision before any rank hears of it, so a rank that repeats a plan repeats the one
-    that is noted there.
-    """
+    def begin(self, named: Named) -> bytes:
+        """What this rank says first."""
 
-    def __init__(
-        self, planner: SavePlanner | None, rank: int, world: int, file_bytes: int | None
-    ) -> None:
-        self._given = planner
-        self._rank = rank
-        self._world = world
-        self._file_bytes = file_bytes
-        self._decision = _Decision([], [])
-        self.forget()
+    def decide(self, said: Sequence[bytes]) -> Decision:
+        """The coordinator's part. `CheckpointError` where no plan can be made."""
 
-    def forget(self) -> None:
-        """Plan this rank's next save anew, and hold on to nothing until then."""
-        self._last: _Plan | None = None
-        self._repeated: _Plan | None = None  # the last plan, while it is being planned again
-        self._planner: SavePlanner | None = None
-        self._signature: Signature = []
-
-    def local(self, named: Named) -> LocalPlan:
-        """This rank's part before the ranks meet."""
-        last = self._last
-        self.forget()
-        replicas = replicas_of(named) if self._world > 1 else {}
-        self._signature = _signature(named) if self._given is None else []
-        if last is not None and last.signature == self._signature:
-            self._planner, self._repeated = last.planner, last
-            return LocalPlan(Told.of(named.outline), [], b"", True, replicas, same=True)
-        planner = self._planner = self._given or DefaultSavePlanner(flatten_state_dict=False)
-        planner.set_up_planner(dict(named.tensors), None, self._rank == 0)
-        plan = planner.create_local_plan()
-        data = pack(plan.planner_data)
-        items = plans.items_of(plan)
-        return LocalPlan(Told.of(named.outline), items, data, plan.usable, replicas)
+    @property
+    def outlines(self) -> Outlines:
+        """The coordinator's, after its final decision: those of all ranks."""
 
     @property
     def nbytes(self) -> int:
-        """The coordinator's: bytes of the tensors that all ranks are to write."""
-        return sum(map(plans.item_bytes, self._decision.finals))
+        """The coordinator's, after its final decision: bytes that all ranks write."""
 
-    def decide(self, said: list[LocalPlan]) -> list[FinalPlan]:
-        """The coordinator's part: every rank's final plan."""
-        renamed = plans.renames(said)
-        before = self._decision
-        if all(local.same for local in said) and renamed == plans.renames(before.locals):
-            return [FinalPlan([], b"", same=True) for _ in said]
-        locals_ = [
-            _as_before(local, before.locals[rank]) if local.same else local
-            for rank, local in enumerate(said)
-        ]
-        assert self._planner is not None
-        whole = [
-            _renamed(plans.plan_of(local.items, local.data, local.usable), names)
-            for local, names in zip(locals_, renamed, strict=True)
-        ]
-        final, _ = self._planner.create_global_plan(whole)
-        finals = [
-            FinalPlan(
-                plans.items_of(plan),
-                pack(plan.planner_data),
-                plan.usable,
-                {new: old for old, new in names.items()},
-            )
-            for plan, names in zip(final, renamed, strict=True)
-        ]
-        self._decision = _Decision(locals_, finals)
-        return [
-            FinalPlan([], b"", same=True) if local.same and plan == before.finals[rank] else plan
-            for rank, (local, plan) in enumerate(zip(said, finals, strict=True))
-        ]
+    def reply(self, heard: bytes) -> bytes:
+        """What this rank says to an answer that is not final."""
 
-    def resolve(self, heard: FinalPlan, named: Named) -> tuple[Drafted, list[FileLayout]]:
-        """What this rank writes, and the files it goes to."""
-        if heard.same:
-            last = self._repeated
-            assert last is not None
-            drafted = Drafted(last.entries, self._tensors(last, named), {})
-            self._last = last
-            return drafted, last.layouts
-        planner = self._planner
-        assert planner is not None
-        if self._given is None:  # what it holds may be the tensors of a save before
-            planner.set_up_planner(dict(named.tensors), None, self._rank == 0)
-        plan = plans.plan_of(heard.items, heard.data, heard.usable)
-        items = planner.finish_plan(plan).items
-        drafted = plans.resolve_items(items, planner, named.tops, heard.renamed)
-        if self._given is None:
-            planner.set_up_planner({}, None, self._rank == 0)  # holds on to no tensor
-        else:
-            drafted = _with_changes(drafted, named)
-        layouts = arrange(plans.with_objects(drafted), self._rank, self._world, self._file_bytes)
-        if self._given is None and not drafted.objects:  # objects are asked for each time
-            entries = drafted.entries
-            self._last = _Plan(self._signature, planner, heard, items, entries, layouts)
-        return drafted, layouts
+    def resolve(self, heard: bytes) -> tuple[Drafted, list[FileLayout]]:
+        """What this rank writes by the final answer, and the files it goes to."""
 
-    def _tensors(self, last: _Plan, named: Named) -> list[torch.Tensor]:
-        """The tensors of the remembered plan, out of a state of the same shape."""
-        renamed = last.final.renamed
-        found = []
-        parts: dict[str, Drafted] = {}
-        for entry in last.entries:
-            name = renamed.get(entry.name, entry.name)
-            tensor = named.tensors[name]
-            if type(tensor) is torch.Tensor:
-                found.append(tensor)
+    def forget(self) -> None:
+        """A plan broke off: hold on to nothing of it."""
+
+
+class _Known(NamedTuple):
+    """A plan that this rank has in full. A later save of such a state has the same."""
+
+    signature: Signature
+    ruling: Ruling
+    entries: list[Entry]
+    parts: list[tuple[str, int]]  # for each entry, the tensor and which of its parts
+    layouts: list[FileLayout]
+
+
+class _Current(NamedTuple):
+    """The save that is being planned."""
+
+    named: Named
+    signature: Signature
+    held: list[HeldTensor]
+
+
+class RulePlanning:
+    """Plans saves by the rule. Holds on to no tensor after `resolve`.
+
+    A plan is remembered once all of it is there, so one that breaks off midway, at whatever line,
+    leaves nothing to repeat.
+    """
+
+    def __init__(self, rank: int, world: int, file_bytes: int | None) -> None:
+        self._rank, self._world, self._file_bytes = rank, world, file_bytes
+        self._known: _Known | None = None
+        self._current: _Current | None = None
+        self._said: list[Statement] = []
+        self.outlines = Outlines((), (), {})
+        self.nbytes = 0
+
+    def forget(self) -> None:
+        self._current = self._known = None
+        self._said = []
+
+    @property
+    def _now(self) -> _Current:
+        assert self._current is not None
+        return self._current
+
+    def begin(self, named: Named) -> bytes:
+        signature = _signature(named)
+        self._said = []
+        if self._world == 1:
+            self._current = _Current(named, signature, [])
+            return b""
+        held = [self._held(name, tensor) for name, tensor in named.tensors.items()]
+        self._current = _Current(named, signature, held)
+        statement = Statement(
+            ownership.shape_of(named.outline),
+            ownership.digests_of_leaves(named.outline.leaves),
+            ownership.digests_of_tensors(held),
+            _bytes_by_rule(held),
+        )
+        return _encode(statement)
+
+    def _held(self, name: str, tensor: torch.Tensor) -> HeldTensor:
+        if type(tensor) is torch.Tensor:
+            return HeldTensor(name, facts_of(tensor), tensor.nbytes, self._rank, self._world, b"")
+        nbytes = sum(part.tensor.nbytes for part in local_parts(tensor))
+        if isinstance(tensor, t.DTensor):
+            return _held_dtensor(name, tensor, nbytes)
+        _, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
+        fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), all_boxes))
+        return HeldTensor(name, fact, nbytes, 0, 1, b"", mesh=b"sharded")
+
+    def decide(self, said: Sequence[bytes]) -> Decision:
+        outline = self._now.named.outline
+        if self._world == 1:
+            self.outlines = Outlines((outline,), (0,), {})
+            wholes = self._now.named.tensors.values()
+            self.nbytes = sum(prod(whole.size()) * whole.dtype.itemsize for whole in wholes)
+            return Decision([_encode(Ruling())], final=True)
+        if not self._said:
+            return self._compare(said, outline)
+        return self._rule(said, outline)
+
+    def _compare(self, said: Sequence[bytes], outline: Outline) -> Decision:
+        statements = [plan_limits.read(_statement, data, rank) for rank, data in enumerate(said)]
+        asked = ownership.questions(statements)
+        if asked is not None:
+            self._said = statements
+            return Decision([_encode(question) for question in asked], final=False)
+        self.outlines = Outlines((outline,), (0,) * len(said), {})
+        self.nbytes = sum(statement.nbytes for statement in statements)
+        return Decision([_encode(Ruling())] * len(said), final=True)
+
+    def _rule(self, said: Sequence[bytes], outline: Outline) -> Decision:
+        details = [plan_limits.read(_details, data, rank) for rank, data in enumerate(said)]
+        statements, self._said = self._said, []
+        asked = ownership.differing([one.tensors for one in statements])
+        ruled = ownership.rulings(details, asked, self._now.named.tensors)
+        self.outlines = ownership.merge(outline, statements, details, ruled)
+        self.nbytes = ownership.bytes_ruled(details, ruled)
+        return Decision([_encode(ruling) for ruling in ruled], final=True)
+
+    def reply(self, heard: bytes) -> bytes:
+        question = plan_limits.read(_question, heard, 0)
+        now, buckets = self._now, set(question.tensors)
+        rows, same = [], []
+        for one in now.held:
+            if ownership.bucket_of(one.name) in buckets:
+                rows.append(_row(one, now.named.tensors[one.name]))
+            else:
+                same.append(one)
+        leaves = now.named.outline.leaves
+        details = Details(
+            rows,
+            [(n, leaves[n]) for b in question.leaves for n in range(b, len(leaves), _STRIDE)],
+            Told.of(now.named.outline) if question.outline else None,
+            _bytes_by_rule(same),
+        )
+        return _encode(details)
+
+    def resolve(self, heard: bytes) -> tuple[Drafted, list[FileLayout]]:
+        ruling = plan_limits.read(_ruling, heard, 0)
+        now, known = self._now, self._known
+        self._current = None
+        if known is None or (known.signature, known.ruling) != (now.signature, ruling):
+            known = self._plan(now, ruling)
+        tensors = now.named.tensors
+        found = [_part(tensors[name], number) for name, number in known.parts]
+        self._known = known
+        return Drafted(known.entries, found, {}), known.layouts
+
+    def _plan(self, now: _Current, ruling: Ruling) -> _Known:
+        mine = self._mine(now, ruling)
+        entries, parts = [], []
+        for name, tensor in now.named.tensors.items():
+            if mine is not None and name not in mine:
                 continue
-            if not parts:
-                parts = self._distributed(last, named)
-            part = parts[entry.name]
-            at = next(i for i, e in enumerate(part.entries) if e.offsets == entry.offsets)
-            found.append(part.tensors[at])
-        return found
+            dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.size())
+            called, top = ruling.renamed.get(name, name), now.named.tops[name]
+            for number, part in enumerate(local_parts(tensor)):
+                if part.tensor.numel():
+                    entries.append(Entry(called, dtype, shape, *part.box, top))
+                    parts.append((name, number))
+        layouts = arrange(entries, self._rank, self._world, self._file_bytes)
+        return _Known(now.signature, ruling, entries, parts, layouts)
 
-    def _distributed(self, last: _Plan, named: Named) -> dict[str, Drafted]:
-        """Local parts of distributed tensors, by name: only a planner knows where they are."""
-        last.planner.set_up_planner(dict(named.tensors), None, self._rank == 0)
-        renamed = last.final.renamed
-        found: dict[str, list[WriteItem]] = {}
-        for item in last.items:
-            name = item.index.fqn
-            if type(named.tensors.get(renamed.get(name, name))) is not torch.Tensor:
-                found.setdefault(name, []).append(item)
-        parts = {
-            name: plans.resolve_items(items, last.planner, named.tops, renamed)
-            for name, items in found.items()
+    def _mine(self, now: _Current, ruling: Ruling) -> set[str] | None:
+        """The names of tensors that this rank writes; None for all."""
+        if self._world == 1:
+            return None
+        buckets, left = set(ruling.buckets), set(ruling.left)
+        ruled = [one for one in now.held if ownership.bucket_of(one.name) in buckets]
+        mine = {
+            one.name
+            for one in ruled
+            if one.name not in left and (not one.mesh or ownership.written_by_name(one))
         }
-        last.planner.set_up_planner({}, None, self._rank == 0)  # holds on to no tensor
-        return parts
+        names = {one.name for one in ruled}
+        return mine | ownership.written_by_rule(one for one in now.held if one.name not in names)
 
 
-def _as_before(said: LocalPlan, before: LocalPlan) -> LocalPlan:
-    """What a rank said last time, with what is new this time."""
-    return LocalPlan(said.outline, before.items, before.data, before.usable, said.replicas)
+_STRIDE = ownership.BUCKETS
 
 
-def _renamed(plan: SavePlan, names: dict[str, str]) -> SavePlan:
-    if not names:
-        return plan
-    items = [
-        dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=names[item.index.fqn]))
-        if item.index.fqn in names
-        else item
-        for item in plan.items
-    ]
-    return dataclasses.replace(plan, items=items)
+def _bytes_by_rule(held: Sequence[HeldTensor]) -> int:
+    mine = ownership.written_by_rule(held)
+    return sum(one.nbytes for one in held if one.name in mine)
+
+
+def _held_dtensor(name: str, tensor: t.DTensor, nbytes: int) -> HeldTensor:
+    _, spec = t.dtensor_parts(tensor)
+    mesh = t.mesh_record(spec.mesh)
+    placements = tuple(t.placement_record(placement) for placement in spec.placements)
+    copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
+    replica, replicas = 0, 1
+    if (place := spec.mesh.get_coordinate()) is not None:
+        for dim in copies:
+            replica = replica * mesh.shape[dim] + place[dim]
+            replicas *= mesh.shape[dim]
+    where = _digest(mesh)
+    fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.shape), placements, mesh.shape))
+    return HeldTensor(name, fact, nbytes, replica, replicas, _digest((where, copies)), where)
+
+
+def _row(one: HeldTensor, tensor: torch.Tensor) -> Row:
+    if not one.mesh:
+        return Row(one.name, one.fact, one.nbytes)
+    parts = [part for part in local_parts(tensor) if part.tensor.numel()]
+    boxes = _digest([part.box for part in parts])
+    values = _digest([facts_of(part.tensor) for part in parts])
+    nbytes = one.nbytes if ownership.written_by_name(one) else 0
+    return Row(one.name, one.fact, nbytes, one.mesh, (boxes, values) if parts else (b"", b""))
+
+
+def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    if type(tensor) is torch.Tensor:
+        return tensor.detach()
+    if isinstance(tensor, t.DTensor):
+        return t.dtensor_parts(tensor)[0].detach()
+    return t.sharded_parts(tensor)[0][number].detach()  # type: ignore[arg-type]
+
+
+def _digest(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(_encode(value))
 
 
 def _signature(named: Named) -> Signature:
@@ -219,53 +283,3 @@ def _signature(named: Named) -> Signature:
             _, boxes, all_boxes, properties = t.sharded_parts(tensor)  # type: ignore[arg-type]
             found.append((name, properties.dtype, tensor.size(), boxes, all_boxes))
     return found
-
-
-def _with_changes(drafted: Drafted, named: Named) -> Drafted:
-    """What a planner of the user's own made of the state's tensors: other names, other dtypes."""
-    at = {_memory(tensor): name for name, tensor in named.tensors.items()}
-    origins, dtypes = [], []
-    for entry, tensor in zip(drafted.entries, drafted.tensors, strict=True):
-        name = entry.name
-        if name not in named.tensors and _memory(tensor) in at:
-            origins.append((name, at[_memory(tensor)]))
-        elif name in named.tensors and t.NAMES[named.tensors[name].dtype] != entry.dtype:
-            dtypes.append((name, entry.dtype))
-    return drafted._replace(origins=tuple(origins), dtypes=tuple(dtypes))
-
-
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    if isinstance(tensor, t.DTensor):
-        tensor = t.dtensor_parts(tensor)[0]
-    if isinstance(tensor, t.ShardedTensor):
-        tensor = next(iter(t.sharded_parts(tensor)[0]), torch.empty(0, device="cpu"))
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def replicas_of(named: Named) -> dict[str, bytes]:
-    """Of plain tensors, what ranks that hold the same have in common: the bytes, if few, else
-    samples of them. Different samples show different tensors; equal ones make a replica likely."""
-    found = {}
-    for name, tensor in named.tensors.items():
-        if type(tensor) is torch.Tensor:
-            facts = f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} ".encode()
-            found[name] = facts + _fingerprint(Region.row_major(tensor))
-    return found
-
-
-def _fingerprint(region: Region) -> bytes:
-    if region.nbytes <= SMALL_BYTES:
-        if region.address:
-            return xxhash.xxh3_128_digest(host_view(region.address, region.nbytes))
-        spots = [(0, region.nbytes)]
-    else:
-        piece = SMALL_BYTES // SAMPLES
-        last = (region.nbytes - piece) // ALIGN
-        starts = [last * number // (SAMPLES - 1) * ALIGN for number in range(SAMPLES)]
-        spots = [(at, at + piece) for at in starts]
-    sample = torch.empty(sum(stop - at for at, stop in spots), dtype=torch.uint8, device="cpu")
-    done = 0
-    for at, stop in spots:
-        region.read(at, stop, sample[done:])
-        done += stop - at
-    return digest(sample)

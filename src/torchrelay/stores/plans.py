@@ -86,7 +86,6 @@ class LocalPlan(msgspec.Struct, array_like=True, frozen=True):
     data: bytes  # the plan's `planner_data`, packed
     usable: bool = True
     replicas: dict[str, bytes] = {}  # what is compared of plain tensors, by name
-    same: bool = False  # the plan is that of the save before, and is left out
 
 
 class FinalPlan(msgspec.Struct, array_like=True, frozen=True):
@@ -96,7 +95,6 @@ class FinalPlan(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
     usable: bool = True
     renamed: dict[str, str] = {}
-    same: bool = False  # it is that of the save before, and is left out
 
 
 class Outlines(NamedTuple):

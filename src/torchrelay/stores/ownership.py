@@ -1,0 +1,304 @@
+"""Which rank writes what of a save: a rule, and how ranks find out where it may be used. Pure.
+
+Ranks of a job have mostly the same: the same leaves, the same plain tensors, and their parts of the
+same distributed ones. Where all have the same, each rank knows by the rule alone what is its own to
+write, and nothing is gathered anywhere. To see where that is so, every rank says the digests of its
+rows, a row for each tensor and each leaf, in buckets of rows. Only the rows of buckets that are not
+the same everywhere go to the coordinator, which says who writes those.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+import xxhash
+
+from torchrelay.errors import CheckpointError
+from torchrelay.plan.outline import Outline
+from torchrelay.record.digest import DIGEST_BYTES
+from torchrelay.record.manifest import Leaf
+from torchrelay.stores.plans import Outlines, Told
+from torchrelay.stores.records import Own
+
+BUCKETS = 64
+_Buckets = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)], ...], msgspec.Meta()]
+_Digests = Annotated[
+    bytes, msgspec.Meta(min_length=BUCKETS * DIGEST_BYTES, max_length=BUCKETS * DIGEST_BYTES)
+]
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class HeldTensor(NamedTuple):
+    """What a plan must know of a tensor that this rank has, or has a part of.
+
+    The rank is number `replica` of the `replicas` ranks that have these elements. `team` is the
+    same on all of them, and for all tensors that the same ranks share in this way.
+    """
+
+    name: str
+    fact: bytes  # equal where ranks have the same tensor: for a plain one, of the same bytes
+    nbytes: int  # of what this rank has of it
+    replica: int
+    replicas: int
+    team: bytes
+    mesh: bytes = b""  # which ranks have a distributed tensor
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A `HeldTensor` as the coordinator hears of it. `part` tells the elements that this rank has
+    of a distributed one: which they are, and their values."""
+
+    name: str
+    fact: bytes
+    nbytes: int
+    mesh: bytes = b""
+    part: tuple[bytes, bytes] = (b"", b"")
+
+
+class Statement(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank says first: digests of what it has."""
+
+    shape: bytes  # of its outline but for the leaves
+    leaves: _Digests
+    tensors: _Digests
+    nbytes: int  # that it writes if all ranks have the same
+
+
+class Question(msgspec.Struct, array_like=True, frozen=True):
+    """The coordinator's answer where ranks differ: the buckets whose rows it must see."""
+
+    tensors: _Buckets
+    leaves: _Buckets
+    outline: bool  # whether the whole outline is wanted too
+
+
+class Details(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank says to a question."""
+
+    tensors: list[Row]
+    leaves: list[tuple[int, Leaf]]
+    outline: Told | None
+    nbytes: int  # that it writes of tensors that are the same everywhere
+
+
+class Ruling(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank is to know beside the rule. In these buckets it writes what it has, by these
+    names, but for what is left to another rank."""
+
+    buckets: _Buckets = ()
+    renamed: dict[str, str] = {}
+    left: tuple[str, ...] = ()
+
+
+def bucket_of(name: str) -> int:
+    return _number(name) % BUCKETS
+
+
+def _number(name: str) -> int:
+    return xxhash.xxh32_intdigest(name.encode("utf-8", "surrogatepass"))
+
+
+def digests_of_tensors(held: Iterable[HeldTensor]) -> bytes:
+    """The digest of each bucket of rows."""
+    buckets: list[list[tuple[str, bytes, bytes]]] = [[] for _ in range(BUCKETS)]
+    for one in held:
+        buckets[bucket_of(one.name)].append((one.name, one.fact, one.mesh))
+    return b"".join(xxhash.xxh3_128_digest(_encode(sorted(rows))) for rows in buckets)
+
+
+def digests_of_leaves(leaves: Sequence[Leaf]) -> bytes:
+    """The same of leaves: those of bucket n are n, n + `BUCKETS`, and so on."""
+    return b"".join(xxhash.xxh3_128_digest(_encode(leaves[n::BUCKETS])) for n in range(BUCKETS))
+
+
+def shape_of(outline: Outline) -> bytes:
+    told = Told.of(outline)
+    return xxhash.xxh3_128_digest(_encode((told.tree, told.names, told.strides)))
+
+
+def written_by_rule(held: Iterable[HeldTensor]) -> set[str]:
+    """The names of those that this rank writes, where every rank has the same ones.
+
+    Of each team, the largest tensor that is left goes to the rank with the least to write.
+    """
+    teams: defaultdict[bytes, list[HeldTensor]] = defaultdict(list)
+    mine = set()
+    for one in held:
+        if one.replicas > 1:
+            teams[one.team].append(one)
+        else:
+            mine.add(one.name)
+    for members in teams.values():
+        loads = [(0, replica) for replica in range(members[0].replicas)]
+        for one in sorted(members, key=lambda one: (-one.nbytes, one.name)):
+            load, replica = loads[0]
+            heapq.heapreplace(loads, (load + one.nbytes, replica))
+            if replica == one.replica:
+                mine.add(one.name)
+    return mine
+
+
+def written_by_name(one: HeldTensor) -> bool:
+    """Whether this rank writes its part of a distributed tensor that not all ranks have."""
+    return _number(one.name) // BUCKETS % one.replicas == one.replica
+
+
+def differing(all_digests: Sequence[bytes]) -> tuple[int, ...]:
+    """The buckets that are not the same on all ranks."""
+    if len(set(all_digests)) < 2:
+        return ()
+    cuts = [slice(n * DIGEST_BYTES, (n + 1) * DIGEST_BYTES) for n in range(BUCKETS)]
+    distinct = set(all_digests)
+    return tuple(n for n, cut in enumerate(cuts) if len({known[cut] for known in distinct}) > 1)
+
+
+def questions(said: Sequence[Statement]) -> list[Question] | None:
+    """What the coordinator, rank 0, must ask each rank; None if all have the same."""
+    tensors = differing([one.tensors for one in said])
+    shapes: defaultdict[bytes, list[int]] = defaultdict(list)
+    for rank, one in enumerate(said):
+        shapes[one.shape].append(rank)
+    if not tensors and len(shapes) == 1 and len({one.leaves for one in said}) == 1:
+        return None
+    asked = [Question(tensors, (), False)] * len(said)
+    for ranks in shapes.values():
+        leaves = differing([said[rank].leaves for rank in ranks])
+        for rank in ranks:
+            asked[rank] = Question(tensors, leaves, rank == ranks[0] and rank != 0)
+    return asked
+
+
+def rulings(
+    details: Sequence[Details], asked: Sequence[int], names: Collection[str]
+) -> list[Ruling]:
+    """Who writes what of the buckets that were asked for. `names` are those of the coordinator."""
+    holders: defaultdict[str, list[tuple[int, Row]]] = defaultdict(list)
+    taken = set(names)
+    for rank, one in enumerate(details):
+        for row in one.tensors:
+            holders[row.name].append((rank, row))
+            taken.add(row.name)
+        if one.outline is not None:
+            taken.update(one.outline.names)
+    renamed: list[dict[str, str]] = [{} for _ in details]
+    left: list[list[str]] = [[] for _ in details]
+    for name, several in holders.items():
+        first = several[0][1]
+        same = [(rank, row) for rank, row in several if row.fact == first.fact]
+        if first.mesh:
+            _check_distributed(name, several)
+            for rank, row in same:
+                if row.mesh != first.mesh:
+                    left[rank].append(name)
+            continue
+        for rank, row in several:
+            if row.fact != first.fact:
+                _check_plain(name, rank, row)
+                renamed[rank][name] = _free(f"{name}@rank-{rank}", taken)
+        writer = same[_number(name) // BUCKETS % len(same)][0]
+        for rank, _ in same:
+            if rank != writer:
+                left[rank].append(name)
+    return [
+        Ruling(tuple(asked), new, tuple(others)) for new, others in zip(renamed, left, strict=True)
+    ]
+
+
+def bytes_ruled(details: Sequence[Details], ruled: Sequence[Ruling]) -> int:
+    """Bytes that all ranks write."""
+    total = 0
+    for one, ruling in zip(details, ruled, strict=True):
+        left = set(ruling.left)
+        total += one.nbytes + sum(row.nbytes for row in one.tensors if row.name not in left)
+    return total
+
+
+def _free(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "~"
+    return name
+
+
+def _check_plain(name: str, rank: int, row: Row) -> None:
+    if row.mesh:
+        raise CheckpointError(
+            "it is a plain tensor on some ranks and a distributed one on others",
+            rank=rank,
+            phase="plan",
+            path=name,
+        )
+
+
+def _check_distributed(name: str, several: Sequence[tuple[int, Row]]) -> None:
+    """Ranks that each have a mesh of their own must have the same tensor on them."""
+    first = several[0][1]
+    known: dict[bytes, bytes] = {}
+    for rank, row in several:
+        if row.fact != first.fact or not row.mesh:
+            raise CheckpointError(
+                "ranks have it in different layouts: give tensors that differ different names",
+                rank=rank,
+                phase="plan",
+                path=name,
+            )
+        place, value = row.part
+        if place and known.setdefault(place, value) != value:
+            raise CheckpointError(
+                "ranks with a mesh of their own have other values: give tensors that differ "
+                "different names",
+                rank=rank,
+                phase="plan",
+                path=name,
+            )
+
+
+def merge(
+    mine: Outline,
+    said: Sequence[Statement],
+    details: Sequence[Details],
+    ruled: Sequence[Ruling],
+) -> Outlines:
+    """The outlines of all ranks, what they share once. `mine` is that of the coordinator."""
+    bases: list[Outline] = []
+    first: dict[bytes, int] = {}  # by shape, the first rank
+    ranks: list[int] = []
+    own: dict[int, Own] = {}
+    places: list[Mapping[str, int]] = []
+    for rank, (statement, one, ruling) in enumerate(zip(said, details, ruled, strict=True)):
+        if statement.shape not in first:
+            first[statement.shape] = len(bases)
+            bases.append(mine if rank == 0 else _told(one, rank))
+            places.append({name: index for index, name in enumerate(bases[-1].names)})
+        base = first[statement.shape]
+        ranks.append(base)
+        leaves = _own_leaves(one.leaves, bases[base].leaves, rank)
+        names = {
+            places[base][name]: new for name, new in ruling.renamed.items() if name in places[base]
+        }
+        if leaves or names:
+            own[rank] = Own(leaves, names)
+    return Outlines(tuple(bases), tuple(ranks), own)
+
+
+def _told(details: Details, rank: int) -> Outline:
+    if details.outline is None:
+        raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")
+    return details.outline.outline
+
+
+def _own_leaves(
+    rows: Sequence[tuple[int, Leaf]], base: Sequence[Leaf], rank: int
+) -> dict[int, Leaf]:
+    found = {}
+    for index, leaf in rows:
+        if not 0 <= index < len(base):
+            raise CheckpointError(
+                f"leaf {index} of {len(base)} was told of", rank=rank, phase="plan"
+            )
+        if leaf != base[index]:
+            found[index] = leaf
+    return found
