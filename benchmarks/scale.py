@@ -24,6 +24,7 @@ from torchrelay.plan.outline import outline
 from torchrelay.record import manifest as m
 from torchrelay.record.digest import DIGEST_BYTES
 from torchrelay.state import tensors as t
+from torchrelay.state.meshes import described_mesh
 from torchrelay.stores.box_reads import by_name, wishes_for
 from torchrelay.stores.drafting import Share, Written, commit_record, sealed
 from torchrelay.stores.planning import RulePlanning
@@ -56,7 +57,7 @@ class Job:
     def state(self, rank: int) -> dict[str, Any]:
         count = self.tensors - PLAIN
         leaves = [self._leaf(("shard", "shard" if n % 10 < 7 else "replicate")) for n in range(10)]
-        mesh = t._described(self.mesh, rank)
+        mesh = described_mesh(self.mesh, rank)
         state: dict[str, Any] = {}
         for n in range(count):
             leaf = leaves[n % 10]

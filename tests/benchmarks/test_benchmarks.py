@@ -291,3 +291,12 @@ def test_resharding_benchmark_runs_small(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert [row["case"] for row in rows] == ["live, host", "live, group", "dcp in memory"]
     assert all(row["exact"] and row["seconds"] > 0 for row in rows)
+
+
+def test_scale_benchmark_runs_small(tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    words = ["--ranks", "4,8", "--tensors", "40", "--looks", "2", "--out", str(out)]
+    done = run_program("benchmarks.scale", *words, folder=ROOT, seconds=100)
+    assert done.code == 0, done.output
+    found = json.loads(out.read_text())["ranks"]
+    assert set(found) == {"4", "8"} and found["8"]["commit record, bytes"] > 1000

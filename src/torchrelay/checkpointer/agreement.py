@@ -14,7 +14,7 @@ from torchrelay.stores.planning import Planning
 from torchrelay.transports.group.assembly import COORDINATOR, Call
 
 
-class _Word(msgspec.Struct, array_like=True):
+class _Saying(msgspec.Struct, array_like=True):
     """What a rank says of its state, and the seconds that it has left."""
 
     plan: bytes
@@ -30,7 +30,7 @@ class Answer(msgspec.Struct, array_like=True):
     left: float = 0.0  # the least of all ranks: who gives up first would not hear how it ended
 
 
-_word = msgspec.msgpack.Decoder(_Word)
+_word = msgspec.msgpack.Decoder(_Saying)
 _answer = msgspec.msgpack.Decoder(Answer)
 
 
@@ -50,7 +50,7 @@ def agree(
             plan = planning.begin(outline(unwrap(state).state))
         else:
             plan = planning.reply(heard.plan)
-        return msgspec.msgpack.encode(_Word(plan, deadline.left()))
+        return msgspec.msgpack.encode(_Saying(plan, deadline.left()))
 
     def decide(said: list[bytes]) -> list[bytes]:
         words = [plan_limits.read(_word, data, rank) for rank, data in enumerate(said)]

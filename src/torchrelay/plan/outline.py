@@ -23,6 +23,7 @@ from torchrelay.record import manifest as m
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Finish, describe
+from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import flatten, leaf_paths, show, text_of
 
@@ -236,7 +237,7 @@ class _Outliner:
             )
         return m.DTensorLeaf(
             self._whole(leaf, local, index),
-            t.mesh_record(spec.mesh),
+            mesh_record(spec.mesh),
             placements,
             tuple(leaf.shape),
             tuple(leaf.stride()),

@@ -20,6 +20,7 @@ from torchrelay.record.arrays import dtype_from_text, dtype_to_text
 from torchrelay.record.validation import SUB_BYTE, packed_bytes
 from torchrelay.record.values import decode_value, encode_value
 from torchrelay.state import tensors as t
+from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import Path
 from torchrelay.state.registry import subclass_name, subclass_named
 from torchrelay.state.tree import check_types, flatten, show, unflatten
@@ -132,7 +133,7 @@ def _dtensor(leaf: t.DTensor, add: Add) -> Finish:
     ticket = _plain_part(local, "the local part of a DTensor", add)
     coordinate = spec.mesh.get_coordinate()
     facts: dict[str, Any] = {
-        "mesh": t.mesh_record(spec.mesh),
+        "mesh": mesh_record(spec.mesh),
         "placements": tuple(t.placement_record(p) for p in spec.placements),
         "shape": tuple(leaf.shape),
         "strides": tuple(leaf.stride()),

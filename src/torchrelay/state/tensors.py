@@ -28,9 +28,9 @@ from torch.distributed.tensor.placement_types import Placement as _Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.geometry.memo import remembered
 from torchrelay.record import manifest as m
 from torchrelay.record.validation import ITEM_SIZES
+from torchrelay.state.meshes import described_mesh
 
 __all__ = ["DTensor", "DeviceMesh", "ShardedTensor"]
 
@@ -408,12 +408,6 @@ def _placement(record: m.Placement) -> _Placement:
     return Replicate() if record.kind == "replicate" else Partial(record.reduce)
 
 
-def mesh_record(mesh: DeviceMesh) -> m.Mesh:
-    names = mesh.mesh_dim_names
-    ranks = mesh.mesh
-    return m.Mesh(mesh.device_type, tuple(ranks.shape), tuple(ranks.flatten().tolist()), names)
-
-
 def global_rank() -> int | None:
     """This process's rank as meshes count it, where there is a default group."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else None
@@ -429,7 +423,7 @@ def dtensor(
     """A DTensor around `local`. Without `mesh` one is described, with no process groups behind it:
     making those is a collective call, which one rank alone cannot do."""
     if mesh is None:
-        mesh = _described(leaf.mesh, global_rank() or 0)
+        mesh = described_mesh(leaf.mesh, global_rank() or 0)
     spec = DTensorSpec(
         mesh,
         tuple(_placement(record) for record in leaf.placements),
@@ -440,17 +434,6 @@ def dtensor(
     if leaf.flags & m.PARAMETER:
         return torch.nn.Parameter(built, requires_grad=grad)
     return built.requires_grad_() if grad else built
-
-
-@remembered(64)
-def _described(record: m.Mesh, rank: int) -> DeviceMesh:
-    return DeviceMesh(
-        record.device_type,
-        torch.tensor(record.ranks, dtype=torch.int, device="cpu").reshape(record.shape),
-        mesh_dim_names=record.names,
-        _init_backend=False,
-        _rank=rank,
-    )
 
 
 def _box(shard: ShardMetadata) -> m.Box:

@@ -18,6 +18,7 @@ import xxhash
 from torchrelay.plan.outline import Named, Outline
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
+from torchrelay.state.meshes import mesh_record
 from torchrelay.stores import ownership, plan_limits
 from torchrelay.stores.layout import Entry, FileLayout, arrange
 from torchrelay.stores.ownership import Details, HeldTensor, Question, Row, Ruling, Statement
@@ -68,7 +69,7 @@ class Planning(Protocol):
         """A plan broke off: hold on to nothing of it."""
 
 
-class _Known(NamedTuple):
+class _KnownPlan(NamedTuple):
     """A plan that this rank has in full. A later save of such a state has the same."""
 
     signature: Signature
@@ -95,7 +96,7 @@ class RulePlanning:
 
     def __init__(self, rank: int, world: int, file_bytes: int | None) -> None:
         self._rank, self._world, self._file_bytes = rank, world, file_bytes
-        self._known: _Known | None = None
+        self._known: _KnownPlan | None = None
         self._current: _Current | None = None
         self._said: list[Statement] = []
         self.outlines = Outlines((), (), {})
@@ -129,10 +130,10 @@ class RulePlanning:
     def _held(self, name: str, tensor: torch.Tensor) -> HeldTensor:
         if type(tensor) is torch.Tensor:
             return HeldTensor(name, facts_of(tensor), tensor.nbytes, self._rank, self._world, b"")
-        nbytes = sum(part.tensor.nbytes for part in local_parts(tensor))
         if isinstance(tensor, t.DTensor):
-            return _held_dtensor(name, tensor, nbytes)
-        _, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
+            return _held_dtensor(name, tensor)
+        locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
+        nbytes = sum(local.nbytes for local in locals_)
         fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), all_boxes))
         return HeldTensor(name, fact, nbytes, 0, 1, b"", mesh=b"sharded")
 
@@ -195,7 +196,7 @@ class RulePlanning:
         self._known = known
         return Drafted(known.entries, found, {}), known.layouts
 
-    def _plan(self, now: _Current, ruling: Ruling) -> _Known:
+    def _plan(self, now: _Current, ruling: Ruling) -> _KnownPlan:
         mine = self._mine(now, ruling)
         entries, parts = [], []
         for name, tensor in now.named.tensors.items():
@@ -208,7 +209,7 @@ class RulePlanning:
                     entries.append(Entry(called, dtype, shape, *part.box, top))
                     parts.append((name, number))
         layouts = arrange(entries, self._rank, self._world, self._file_bytes)
-        return _Known(now.signature, ruling, entries, parts, layouts)
+        return _KnownPlan(now.signature, ruling, entries, parts, layouts)
 
     def _mine(self, now: _Current, ruling: Ruling) -> set[str] | None:
         """The names of tensors that this rank writes; None for all."""
@@ -233,13 +234,14 @@ def _bytes_by_rule(held: Sequence[HeldTensor]) -> int:
     return sum(one.nbytes for one in held if one.name in mine)
 
 
-def _held_dtensor(name: str, tensor: t.DTensor, nbytes: int) -> HeldTensor:
-    _, spec = t.dtensor_parts(tensor)
-    mesh = t.mesh_record(spec.mesh)
+def _held_dtensor(name: str, tensor: t.DTensor) -> HeldTensor:
+    local, spec = t.dtensor_parts(tensor)
+    mesh = mesh_record(spec.mesh)
     placements = tuple(t.placement_record(placement) for placement in spec.placements)
     copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
-    replica, replicas = 0, 1
+    nbytes, replica, replicas = 0, 0, 1
     if (place := spec.mesh.get_coordinate()) is not None:
+        nbytes = local.nbytes
         for dim in copies:
             replica = replica * mesh.shape[dim] + place[dim]
             replicas *= mesh.shape[dim]
