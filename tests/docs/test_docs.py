@@ -252,7 +252,7 @@ def test_every_page_is_in_the_index() -> None:
 @pytest.mark.parametrize("heading", ["## What it does that", "## What a checkpoint withstands"])
 def test_each_claim_of_the_readme_has_its_test(heading: str) -> None:
     section = text_of("README.md").split(heading, 1)[1].split("\n## ", 1)[0]
-    rows = re.findall(r"^\| (?!torch|---).*\| `(\w+\.py)::(\w+)` \|$", section, re.M)
+    rows = re.findall(r"^\| (?!torch|---).*\| `(\w+/\w+\.py)::(\w+)` \|$", section, re.M)
     assert len(rows) == section.count("\n| ") - 1, "a row names no test"
     for file, name in rows:
         tree = ast.parse(text_of(f"tests/{file}"))

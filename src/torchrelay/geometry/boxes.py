@@ -11,6 +11,7 @@ import numpy as np
 from torchrelay.errors import ManifestError
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 MAX_COMPARISONS = 1 << 20  # of edges, beyond those that a grid of its boxes takes
 _GRID = 64  # boxes beside each other, for each of which a box may be compared for nothing
@@ -59,6 +60,22 @@ class Comparisons:
         return False
 
 
+def is_grid(offsets: Numbers, sizes: Numbers, shape: Sequence[int]) -> bool:
+    """Whether boxes inside of a shape, a row each, are the cells of a grid over all of it, each of
+    them once. False says nothing: they may still cover it."""
+    cells, place = 1, np.zeros(len(offsets), np.int64)
+    for dim, length in enumerate(shape):
+        starts, cell = np.unique(offsets[:, dim], return_inverse=True)
+        ends = np.append(starts[1:], length)
+        if starts[0] or (offsets[:, dim] + sizes[:, dim] != ends[cell]).any():
+            return False
+        cells *= len(starts)
+        if cells > len(offsets):
+            return False
+        place = place * len(starts) + cell
+    return cells == len(offsets) == len(np.unique(place))
+
+
 def shared(one: Box, other: Box) -> Box | None:
     """The box of the elements that two boxes have in common, if there are any."""
     offsets = tuple(map(max, one[0], other[0]))
@@ -79,7 +96,7 @@ def _cuts(offsets: list[int]) -> int:
     return sum(map(ne, offsets, offsets[1:]))
 
 
-def _any_meet(boxes: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+def _any_meet(boxes: Numbers) -> bool:
     low, high = boxes[:, 0], boxes.sum(1)
     meet = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(2)
     return int(meet.sum()) > len(boxes)  # each meets itself

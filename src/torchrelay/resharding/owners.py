@@ -15,8 +15,9 @@ from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box
 from torchrelay.record.validation import itemsize
 from torchrelay.resharding.record import RankRecord
+from torchrelay.stores.file_places import ALIGN
 from torchrelay.stores.plans import LocalPlan, merge_outlines, renames
-from torchrelay.stores.records import ALIGN, Checkpoint, DataFile, Shard, StoredTensor, check
+from torchrelay.stores.records import Checkpoint, DataFile, Shard, StoredTensor, check
 
 
 class Whole(NamedTuple):

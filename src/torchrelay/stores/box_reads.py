@@ -13,10 +13,11 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError
-from torchrelay.geometry.boxes import shared, within
+from torchrelay.geometry.boxes import Box, shared, within
 from torchrelay.geometry.strides import contiguous_strides, packed
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.host import host_block
@@ -29,6 +30,7 @@ from torchrelay.stores.records import Checkpoint, Shard, StoredTensor
 from torchrelay.stores.writer.ranges import WORKERS
 
 WAVE_BYTES = 256 << 20
+_MANY = 32  # shards of a tensor that are not looked at one by one
 
 
 class BoxRead(NamedTuple):
@@ -44,13 +46,24 @@ class BoxRead(NamedTuple):
 def wishes_for(stored: StoredTensor, destination: torch.Tensor) -> Iterator[BoxRead]:
     """The boxes of a stored tensor that this process has a place for."""
     for part in local_parts(destination):
-        for shard in stored.shards:
+        for shard in _near(stored.shards, part.box):
             around = shard.offsets, shard.sizes
             if around == part.box:
                 yield BoxRead(stored, shard, (0,) * len(shard.sizes), shard.sizes, part.tensor)
             elif (box := shared(around, part.box)) is not None:
                 place = cut(part.tensor, within(box, part.box), box[1])
                 yield BoxRead(stored, shard, within(box, around), box[1], place)
+
+
+def _near(shards: Sequence[Shard], box: Box) -> Sequence[Shard]:
+    """The shards that may have elements of a box: where there are many, most have none."""
+    if len(shards) <= _MANY:
+        return shards
+    offsets = np.array([shard.offsets for shard in shards], np.int64)
+    ends = offsets + np.array([shard.sizes for shard in shards], np.int64)
+    first = np.array(box[0], np.int64)
+    meet = ((offsets < first + np.array(box[1], np.int64)) & (ends > first)).all(1)
+    return [shards[index] for index in np.flatnonzero(meet).tolist()]
 
 
 @dataclass

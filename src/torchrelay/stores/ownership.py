@@ -20,7 +20,7 @@ import xxhash
 from torchrelay.errors import CheckpointError
 from torchrelay.plan.outline import Outline
 from torchrelay.record.digest import DIGEST_BYTES
-from torchrelay.record.manifest import Leaf
+from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf
 from torchrelay.stores.plans import Outlines, Told
 from torchrelay.stores.records import Own
 
@@ -110,9 +110,23 @@ def digests_of_tensors(held: Iterable[HeldTensor]) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(_encode(sorted(rows))) for rows in buckets)
 
 
+def buckets_of_leaves(leaves: Sequence[Leaf]) -> list[list[int]]:
+    """Which leaves are in each bucket. Distributed ones, which name all ranks of their mesh, have
+    buckets of their own, so that a value that differs from rank to rank does not bring them."""
+    half = BUCKETS // 2
+    buckets: list[list[int]] = [[] for _ in range(BUCKETS)]
+    for index, leaf in enumerate(leaves):
+        distributed = isinstance(leaf, DTensorLeaf | ShardedLeaf)
+        buckets[index % half + (half if distributed else 0)].append(index)
+    return buckets
+
+
 def digests_of_leaves(leaves: Sequence[Leaf]) -> bytes:
-    """The same of leaves: those of bucket n are n, n + `BUCKETS`, and so on."""
-    return b"".join(xxhash.xxh3_128_digest(_encode(leaves[n::BUCKETS])) for n in range(BUCKETS))
+    """The digest of each bucket of leaves."""
+    return b"".join(
+        xxhash.xxh3_128_digest(_encode([leaves[index] for index in bucket]))
+        for bucket in buckets_of_leaves(leaves)
+    )
 
 
 def shape_of(outline: Outline) -> bytes:

@@ -177,9 +177,10 @@ class RulePlanning:
             else:
                 same.append(one)
         leaves = now.named.outline.leaves
+        places = ownership.buckets_of_leaves(leaves) if question.leaves else []
         details = Details(
             rows,
-            [(n, leaves[n]) for b in question.leaves for n in range(b, len(leaves), _STRIDE)],
+            [(index, leaves[index]) for bucket in question.leaves for index in places[bucket]],
             Told.of(now.named.outline) if question.outline else None,
             _bytes_by_rule(same),
         )
@@ -224,9 +225,6 @@ class RulePlanning:
         }
         names = {one.name for one in ruled}
         return mine | ownership.written_by_rule(one for one in now.held if one.name not in names)
-
-
-_STRIDE = ownership.BUCKETS
 
 
 def _bytes_by_rule(held: Sequence[HeldTensor]) -> int:

@@ -16,19 +16,19 @@ import msgspec
 import xxhash
 
 from torchrelay.errors import ManifestError
-from torchrelay.geometry.boxes import Comparisons
 from torchrelay.geometry.strides import extent, packed
 from torchrelay.plan.outline import Outline
 from torchrelay.record.keys import check_keys
 from torchrelay.record.manifest import Leaf
 from torchrelay.record.pause import gc_paused
-from torchrelay.record.validation import check_leaves, check_outline, itemsize, last_byte
+from torchrelay.record.validation import check_leaves, check_outline, last_byte
 from torchrelay.state.leaves import parts
+from torchrelay.stores import file_places
+from torchrelay.stores.file_places import FilePlaces
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES
 
 FORMAT = (1, 0)
 DIGEST_BYTES = 16
-ALIGN = 8  # of a tensor's first byte in its file, or its item size if that is less
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -240,20 +240,22 @@ def check(checkpoint: Checkpoint) -> None:
         names.add(file.name)
         if file.nbytes < 1 or file.chunk_bytes < 1:
             raise ManifestError(f"{file.name}: {file.nbytes} bytes in chunks of {file.chunk_bytes}")
-        if file.chunk_bytes % ALIGN and chunk_count(file) > 1:
+        if file.chunk_bytes % file_places.ALIGN and chunk_count(file) > 1:
             raise ManifestError(f"{file.name}: chunks of {file.chunk_bytes} bytes cut elements")
         if len(file.digests) != DIGEST_BYTES * chunk_count(file):
             raise ManifestError(f"{file.name}: {len(file.digests)} bytes of digests")
     sizes: dict[str, int] = {}
-    comparisons = Comparisons()
+    places = FilePlaces([(file.name, file.nbytes) for file in checkpoint.files])
     for tensor in checkpoint.tensors:
         if tensor.name in sizes:
             raise ManifestError(f"tensor {tensor.name[:80]!r} stands there twice")
-        sizes[tensor.name] = _check_tensor(tensor, checkpoint.files, comparisons)
+        sizes[tensor.name] = places.check_tensor(
+            tensor.name, tensor.dtype, tensor.shape, tensor.shards
+        )
     for blob in checkpoint.blobs:
         if blob.kind not in ("state", "raw"):
             raise ManifestError(f"blob of kind {blob.kind[:40]!r}")
-        _check_range(blob.file, blob.start, blob.nbytes, checkpoint.files)
+        places.check_range(blob.file, blob.start, blob.nbytes)
     if not checkpoint.ranks:
         raise ManifestError("a step of no rank")
     if not all(0 <= index < len(checkpoint.outlines) for index in checkpoint.ranks):
@@ -339,33 +341,3 @@ def _check_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         if layout is not None and layout.numel == extent(shape, strides) == prod(shape):
             return
     raise ManifestError(f"strides {strides[:8]} of a tensor of shape {shape[:8]}")
-
-
-def _check_range(file: int, start: int, nbytes: int, files: tuple[DataFile, ...]) -> None:
-    if not 0 <= file < len(files):
-        raise ManifestError(f"file {file} of {len(files)}")
-    if start < 0 or nbytes < 0 or start + nbytes > files[file].nbytes:
-        raise ManifestError(f"{files[file].name}: bytes {start} to {start + nbytes} are not in it")
-
-
-def _check_tensor(
-    tensor: StoredTensor, files: tuple[DataFile, ...], comparisons: Comparisons
-) -> int:
-    """The tensor's bytes."""
-    size = itemsize(tensor.dtype)
-    shape = tensor.shape
-    if len(shape) > 64 or any(not 0 < length < 1 << 62 for length in shape):
-        raise ManifestError(f"tensor {tensor.name[:80]!r} of shape {shape}")
-    for shard in tensor.shards:
-        if not len(shard.offsets) == len(shard.sizes) == len(shape):
-            raise ManifestError(f"{tensor.name[:80]!r}: a shard of other dimensions")
-        for offset, length, whole in zip(shard.offsets, shard.sizes, shape, strict=True):
-            if offset < 0 or length < 0 or offset + length > whole:
-                raise ManifestError(f"{tensor.name[:80]!r}: a shard reaches out of it")
-        _check_range(shard.file, shard.start, prod(shard.sizes) * size, files)
-        if shard.start % min(size, ALIGN):
-            raise ManifestError(f"{tensor.name[:80]!r}: elements at odd bytes of its file")
-    boxes = [(shard.offsets, shard.sizes) for shard in tensor.shards]
-    if sum(prod(sizes) for _, sizes in boxes) != prod(shape) or comparisons.overlap(boxes):
-        raise ManifestError(f"{tensor.name[:80]!r}: its shards do not cover it once")
-    return prod(shape) * size
