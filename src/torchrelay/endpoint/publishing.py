@@ -15,20 +15,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from torchrelay.checkpointer.agreement import agree
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.process import ServerProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.side import settle
 from torchrelay.memory.staging import Copy, stage
-from torchrelay.plan.outline import Named, outline
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.validation import itemsize
-from torchrelay.state.objects import unwrap
 from torchrelay.stores import plan_limits, plans
 from torchrelay.stores.drafting import Share, Written, commit_record
 from torchrelay.stores.layout import DTYPES
-from torchrelay.stores.planning import Planning
+from torchrelay.stores.planning import RulePlanning
 from torchrelay.stores.records import Checkpoint, content_digest, encode
 from torchrelay.stores.writer.ranges import WORKERS
 from torchrelay.transports.group.assembly import COORDINATOR, Assembly, Call
@@ -74,18 +73,16 @@ class Published:
 
 
 class _Offered(msgspec.Struct, array_like=True):
-    """What a rank has for the step; `busy` says why its slot cannot be had."""
+    """Where a rank shows its part; `busy` says why its slot cannot be had."""
 
-    local: plans.LocalPlan | None
     url: str
     left: float
     busy: str = ""
 
 
 class _Answered(msgspec.Struct, array_like=True):
-    """The coordinator's answer: the plan, or why the step is skipped."""
+    """The coordinator's answer: where all parts are listed, or why the step is skipped."""
 
-    final: plans.FinalPlan | None
     url: str
     left: float
     skipped: str = ""
@@ -115,7 +112,7 @@ class Publisher:
         self._all = assembly
         self._server = server
         self._url = url
-        self._planning = Planning(None, assembly.rank, assembly.world, None)
+        self._planning = RulePlanning(assembly.rank, assembly.world, None)
         self._arenas: list[Arena | None] = [None, None]
         self._newest = 1  # the slot that has the newest step
         self._last: Published | None = None
@@ -154,48 +151,36 @@ class Publisher:
     def _stage(
         self, call: Call, state: object, step: int, slot: int, deadline: Deadline, begun: float
     ) -> _StagedStep | str:
-        held: list[Named] = []
-        seen: list[tuple[plans.Outlines, list[str]]] = []
+        urls: list[str] = []
 
         def mine() -> bytes:
             asked = self._server.ask(m.Reclaim(slot, ask=True), m.Reclaimed, deadline.left())
-            if not asked.free:
-                offer = _Offered(None, self._url(), deadline.left(), asked.why or "it is read")
-            else:
-                held.append(outline(unwrap(state).state))
-                local = self._planning.local(held[0])
-                offer = _Offered(local, self._url(), deadline.left())
-            return msgspec.msgpack.encode(offer)
+            busy = "" if asked.free else asked.why or "it is read"
+            return msgspec.msgpack.encode(_Offered(self._url(), deadline.left(), busy))
 
         def decide(said: list[bytes]) -> list[bytes]:
             offers = [plan_limits.read(_offered, data, rank) for rank, data in enumerate(said)]
             deadline.hasten(min(offer.left for offer in offers))
-            left, front = deadline.left(), offers[COORDINATOR].url
+            urls.extend(offer.url for offer in offers)
             busy = next((offer.busy for offer in offers if offer.busy), "")
-            if busy:
-                return [msgspec.msgpack.encode(_Answered(None, front, left, busy))] * len(said)
-            locals_ = [offer.local for offer in offers if offer.local is not None]
-            for rank, local in enumerate(locals_):
-                plan_limits.check_items(local.items, rank)
-            finals = self._planning.decide(locals_)
-            seen.append((plans.merge_outlines(locals_), [offer.url for offer in offers]))
-            return [msgspec.msgpack.encode(_Answered(one, front, left)) for one in finals]
+            answer = _Answered(urls[COORDINATOR], deadline.left(), busy)
+            return [msgspec.msgpack.encode(answer)] * len(said)
 
         call.at("planning a publish")
+        answer = plan_limits.read(
+            _answered, call.round("plan", mine, decide, deadline), COORDINATOR
+        )
+        self.front = answer.url
+        deadline.hasten(answer.left)
+        if answer.skipped:
+            return answer.skipped
         with gc_paused():
-            heard = call.round("plan", mine, decide, deadline)
-            answer = plan_limits.read(_answered, heard, COORDINATOR)
-            self.front = answer.url
-            deadline.hasten(answer.left)
-            if answer.final is None:
-                self._planning.forget()
-                return answer.skipped
-            plan_limits.check_items(answer.final.items, COORDINATOR)
-            share = Share(*self._planning.resolve(answer.final, held[0]))
+            agreed = agree(self._planning, call, deadline, state, lambda: ("published", ""))
+            share = Share(*self._planning.resolve(agreed.plan))
+        outlines = self._planning.outlines if self._all.coordinates else None
         call.at("staging")
         settle()
         volumes = self._copy(share, slot, deadline)
-        outlines, urls = seen[0] if seen else (None, [])
         seconds = time.monotonic() - begun
         return _StagedStep(step, slot, share, volumes, outlines, urls, seconds)
 
