@@ -21,11 +21,13 @@ import torch
 
 from benchmarks.harness import machine, save
 from torchrelay.plan.outline import outline
+from torchrelay.plan.reads import plan_reads
 from torchrelay.record import manifest as m
 from torchrelay.record.digest import DIGEST_BYTES
 from torchrelay.state import tensors as t
+from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import described_mesh
-from torchrelay.stores.box_reads import by_name, wishes_for
+from torchrelay.stores.box_reads import by_name
 from torchrelay.stores.drafting import Share, Written, commit_record, sealed
 from torchrelay.stores.planning import RulePlanning
 from torchrelay.stores.records import Checkpoint, decode
@@ -158,7 +160,8 @@ def load_once(job: Job, manifest: bytes, ranks: list[int]) -> dict[str, float]:
 def reads_of(record: Checkpoint, state: dict[str, Any]) -> Iterator[Any]:
     stored = by_name(record)
     for name, tensor in outline(state).tensors.items():
-        yield from wishes_for(stored[name], tensor)
+        for part in local_parts(tensor):
+            yield from plan_reads(stored[name], part.box, part.tensor)
 
 
 def _sizes(state: dict[str, Any]) -> Iterator[int]:

@@ -23,6 +23,7 @@ from torchrelay.landing.destination import prepare, split, split_columns
 from torchrelay.landing.seam import land
 from torchrelay.plan import blueprint
 from torchrelay.plan.plain import look, survey
+from torchrelay.plan.selection import Selection
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record import codec, compact
 from torchrelay.record import manifest as m
@@ -281,7 +282,7 @@ class TestPrepare:
             except (KeyError, RuntimeError, AttributeError, IndexError, ValueError):
                 continue
         snapshot, destination = capture(source), prepare(into)
-        matched, _ = destination.match(snapshot.manifest.tree, strict=False)
+        matched, _ = destination.match(snapshot.manifest.tree, Selection(), strict=False)
         pieces, rest = split(matched.pairs, snapshot.manifest, destination, snapshot.chunks.starts)
         found = split_columns(matched, snapshot.manifest, destination, snapshot.chunks)
         columns = [column.tolist() for column in found.pieces[:5]]

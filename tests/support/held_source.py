@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from torchrelay.inspection.seam import Contents, Moved, VolumeFacts
+from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state.tensors import NAMES
-from torchrelay.stores.records import Shard, StoredTensor
 
 BoxOf = tuple[tuple[int, ...], tuple[int, ...]]
 

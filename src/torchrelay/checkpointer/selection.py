@@ -7,30 +7,13 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torchrelay.errors import MismatchError
-from torchrelay.plan.outline import dotted
-from torchrelay.state.paths import Path
+from torchrelay.plan.selection import Texts
 from torchrelay.state.tree import slots
 from torchrelay.stores.records import Checkpoint
 
 _SHOWN = 8
 _COMPARED = 2048  # keys that a pattern is compared with to find one like it
 _LONGEST = 200  # characters of a key that is
-_MAX_NAMED, _MAX_NAMED_EACH = 1 << 24, 1 << 8
-
-
-class Texts:
-    """Paths of a record as text. A short record may have paths of gigabytes: so many characters and
-    steps of them are looked through, and no more."""
-
-    def __init__(self, leaves: int) -> None:
-        self._left = _MAX_NAMED + _MAX_NAMED_EACH * leaves
-
-    def of(self, path: Path) -> str:
-        name = dotted(path)
-        self._left -= len(name) + 8 * len(path)
-        if self._left < 0:
-            raise MismatchError("the paths of the step are too long to be looked through by `only`")
-        return name
 
 
 def check_only(record: Checkpoint, patterns: Sequence[str]) -> None:

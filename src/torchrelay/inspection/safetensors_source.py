@@ -12,8 +12,8 @@ import msgspec
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError
 from torchrelay.inspection.seam import Contents, Moved, VolumeFacts
 from torchrelay.record.dtypes import itemsize
+from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.stores.layout import DTYPES, METADATA
-from torchrelay.stores.records import Shard, StoredTensor
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _MAX_DIMS = 64

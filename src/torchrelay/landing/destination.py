@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,15 +18,17 @@ import numpy as np
 
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column
+from torchrelay.landing.matching import match
 from torchrelay.plan.plain import NBYTES, Plains, Sort, look
+from torchrelay.plan.selection import Selection
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import Kind, Table, table_of
 from torchrelay.record.compact import KnownTree
 from torchrelay.record.pause import gc_paused
-from torchrelay.state.matching import Matched, match
+from torchrelay.state.matching import Matched
 from torchrelay.state.objects import Objects, unwrap
 from torchrelay.state.paths import Path
-from torchrelay.state.tree import Flat, flatten, grafted, subtree
+from torchrelay.state.tree import Flat, flatten
 
 JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Indices = np.ndarray[Any, np.dtype[np.intp]]
@@ -69,6 +71,15 @@ class KnownLayout:
         lows, highs, order = self._spans
         places = self.plains.leaves
         return lows.tolist(), highs.tolist(), [places[n] for n in order.tolist()]
+
+    @cached_property
+    def plain_leaves(self) -> Container[int]:
+        return range(self.plains.count) if self.whole else set(self.plains.leaves)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every leaf is a plain tensor."""
+        return len(self.plains) == self.plains.count
 
     @cached_property
     def by_leaf(self) -> dict[int, tuple[Sort, int]]:
@@ -118,25 +129,21 @@ class PreparedDestination:
         plains = self.plan.plains
         return not plains.lie(plains.of(self.flat.leaves))
 
-    def match(self, tree: m.Node, *, strict: bool) -> tuple[Matched, dict[Path, m.Node]]:
-        """Pair the slots of an offered tree with those here. What stands there for each object
-        that is told its state anew comes apart: no slot of it is paired."""
-        told = [path for path, held in self.objects.items() if not held.in_place]
-        if not told:
-            return self._match(tree, strict=strict), {}
-        stubs = {path: -1 - number for number, path in enumerate(told)}
-        offered, here = grafted(tree, stubs), grafted(self.flat.tree, stubs)
-        matched = match(offered, here, strict=strict)
-        pairs = [pair for pair in matched.pairs if pair[0] >= 0]
-        branches = {path: subtree(tree, path) for index, path, _ in matched.pairs if index < 0}
-        found = {path: branch for path, branch in branches.items() if branch is not None}
-        return Matched(pairs, matched.missing, matched.extra), found
+    def match(
+        self, tree: m.Node, choice: Selection, *, strict: bool
+    ) -> tuple[Matched, dict[Path, m.Node]]:
+        """Pair the slots of an offered tree with those here, as far as they are chosen. What is
+        there for each object that is told its state anew comes apart: no slot of it is paired."""
+        roots = [path for path, held in self.objects.items() if not held.in_place]
+        if not roots and choice.plain and self._has(tree):
+            return Matched([], [], [], self.flat.tree), {}
+        return match(tree, self.flat.tree, roots, choice, strict=strict)
 
-    def _match(self, tree: m.Node, *, strict: bool) -> Matched:
+    def _has(self, tree: m.Node) -> bool:
         if tree is self.flat.tree or tree is self.plan.same_tree or tree == self.flat.tree:
             self.plan.same_tree = tree
-            return Matched([], [], [], self.flat.tree)
-        return match(tree, self.flat.tree, strict=strict)
+            return True
+        return False
 
 
 def prepare(
@@ -194,19 +201,25 @@ _ODD = m.CONJ | m.NEG | m.META
 
 
 def split_columns(
-    matched: Matched, manifest: m.Manifest, prepared: PreparedDestination, chunks: Chunks
+    matched: Matched,
+    manifest: m.Manifest,
+    prepared: PreparedDestination,
+    chunks: Chunks,
+    late: Collection[int] = (),
 ) -> Split:
     """`split` in columns. Where both sides have one tree it looks at each leaf once."""
     last = prepared.plan.last
-    if last is not None and last[0] is manifest.leaves and matched.tree is not None:
+    if last is not None and last[0] is manifest.leaves and matched.tree is not None and not late:
         return last[1]
     if matched.tree is None:
-        found, rest = split(matched.pairs, manifest, prepared, chunks.starts)
+        found, rest = split(matched.pairs, manifest, prepared, chunks.starts, late)
         return Split(straight(found, prepared), rest)
     plains, leaves = prepared.plan.plains, manifest.leaves
     table = table_of(leaves)
     here, there = _paired(plains, table)
     fits = _fitting(plains, here, table, there)
+    if late:
+        fits &= ~np.isin(table.rows[there], list(late))
     here, there = here[fits], there[fits]
     storages = table.storages[there]
     at = chunks.places[storages] + table.offsets[there].astype(np.uint64)
@@ -273,13 +286,17 @@ def straight(pieces: list[Piece], prepared: PreparedDestination) -> Straight:
 
 
 def split(
-    pairs: list[Pair], manifest: m.Manifest, prepared: PreparedDestination, starts: Sequence[int]
+    pairs: list[Pair],
+    manifest: m.Manifest,
+    prepared: PreparedDestination,
+    starts: Sequence[int],
+    late: Collection[int] = (),
 ) -> tuple[list[Piece], list[Pair]]:
     """The fast path of `fitting.fit`: a contiguous tensor offered to a plain one like it.
 
     Returns what goes straight to such tensors, in the order of the stream, and the pairs that are
-    left for the general path. Those are all if a piece of the stream has several places to go.
-    `starts` are those of the storages in the stream.
+    left for the general path: the leaves in `late`, and all if a piece of the stream has several
+    places to go. `starts` are those of the storages in the stream.
     """
     leaves, known = manifest.leaves, prepared.plan.by_leaf
     pieces: list[Piece] = []
@@ -287,7 +304,7 @@ def split(
     for pair in pairs:
         index, _, here = pair
         leaf, there = leaves[index], known.get(here)
-        if there is not None and type(leaf) is m.TensorLeaf:
+        if there is not None and type(leaf) is m.TensorLeaf and index not in late:
             sort, address = there
             storage = leaf.storage
             if (

@@ -33,6 +33,15 @@ class ArrayFit(NamedTuple):
     destination: np.ndarray[Any, Any]
 
 
+class Found(NamedTuple):
+    """A pair, where it stands, and the leaves that it is of: the one offered and the one here."""
+
+    pair: Fit | ArrayFit
+    path: Path
+    leaf: int
+    here: int
+
+
 def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
     """Pair the parts of `leaf` with the memory of `into`. Nothing for plain values.
 

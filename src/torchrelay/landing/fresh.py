@@ -18,15 +18,17 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Runs
 from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, strides_of
-from torchrelay.landing.places import Landed, Places, chunks_of
-from torchrelay.landing.shards import Shards, check_shards
+from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of
+from torchrelay.landing.shards import check_shards
+from torchrelay.landing.terms import Terms
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
+from torchrelay.plan.offer import OfferedState
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import Numbers, by_device, devices_of, others_of, sizes_of, table_of
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import is_plain, parts
-from torchrelay.state.paths import LeafPaths
+from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.tree import check_types, has_records, unflatten
 
 _data_ptr = torch.Tensor.data_ptr
@@ -42,18 +44,16 @@ class NewTensors:
 
     def __init__(
         self,
-        manifest: m.Manifest,
-        device: torch.device | None,
-        rank: int,
-        shards: Shards,
+        offer: OfferedState,
+        terms: Terms,
         means: Workspace,
     ) -> None:
+        self._manifest = manifest = offer.anew()
         check_types(manifest.tree)
         check_records(manifest.tree, manifest.leaves)
-        self._shards = shards
-        self._manifest = manifest
-        self._rank = rank
-        self._device = device
+        self._shards = terms.shards
+        self._rank = terms.rank
+        self._device = device = terms.device
         self._put = partial(means.copy, alone=False)
         self.chunks = chunks_of(manifest)
         self._ready: list[object] = [None] * len(manifest.leaves)
@@ -157,8 +157,9 @@ class NewTensors:
         try:
             one = torch.empty(kind.shape, dtype=t.DTYPES[kind.dtype], device=device)
             tensors = [one, *map(torch.empty_like, repeat(one, stop - start - 1))]
-        except (RuntimeError, MemoryError) as fault:
-            raise MismatchError(f"no memory for {kind.dtype} {kind.shape}: {fault}") from None
+        except (RuntimeError, MemoryError, AssertionError) as fault:
+            what = f"{kind.dtype} {kind.shape} on {device}"
+            raise MismatchError(f"no memory for {what}: {fault}") from None
         self._whole.update(range(start, stop))
         if kind.flags == 0:
             leaves = self._table.rows[self._owner[start:stop]]
@@ -210,11 +211,32 @@ class NewTensors:
             return _NOT_YET
         return unflatten(self._manifest.tree, self._ready)
 
-    def commit(self) -> Landed:
+    def own(self) -> Iterator[OwnTensor]:
+        return iter(())
+
+    def held(self) -> Iterator[ImageMemory]:
+        self._complete()
+        return (
+            ImageMemory(image, home.untyped_storage(), 0) for image, home in enumerate(self._homes)
+        )
+
+    def make(self) -> None:
         with gc_paused():
-            if self._state is _NOT_YET:
-                return Landed(self._built(), [], [])
-            return Landed(self._state, [], [])
+            state = self._state
+            self._landed = Landed(self._built() if state is _NOT_YET else state, [], [])
+
+    def tell(self) -> None:
+        pass
+
+    def take_back(self) -> list[Path]:
+        return []
+
+    def finish(self) -> Landed:
+        return self._landed
+
+    def commit(self) -> Landed:
+        self.make()
+        return self._landed
 
     def _built(self) -> object:
         leaves = self._ready

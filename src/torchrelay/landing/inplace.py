@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.geometry.strides import packed
-from torchrelay.landing.destination import (
-    Indices,
-    Pair,
-    PreparedDestination,
-    split_columns,
-    straight,
-)
-from torchrelay.landing.device_slab import DeviceSlab, only_device
-from torchrelay.landing.fit import ArrayFit, Fit, fit
+from torchrelay.landing.destination import Pair, PreparedDestination, split_columns, straight
+from torchrelay.landing.device_slab import only_device
+from torchrelay.landing.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.handover import Handover
+from torchrelay.landing.held import HeldImages
 from torchrelay.landing.leaves import (
     check_leaf,
     check_records,
@@ -30,23 +24,25 @@ from torchrelay.landing.leaves import (
     make_leaf,
     strides_of,
 )
-from torchrelay.landing.missing import Anew
-from torchrelay.landing.places import Landed, Places, chunks_of, reaching
-from torchrelay.landing.shards import Shards
+from torchrelay.landing.missing import Anew, ToldLeaf
+from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of, reaching
+from torchrelay.landing.terms import Terms
 from torchrelay.landing.ties import check_ties, host_spans
 from torchrelay.landing.workspace import Workspace
+from torchrelay.plan.offer import OfferedState
 from torchrelay.plan.region import Region, copy_boxes
 from torchrelay.record import manifest as m
-from torchrelay.record.columns import sizes_of
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import with_hints
 from torchrelay.state.leaves import parts
 from torchrelay.state.matching import Matched
+from torchrelay.state.objects import parameter_of
 from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.tree import grafted, inside_records, slots, unflatten
 
 _HOST = torch.device("cpu")
+_DISTRIBUTED = (t.DTensor, t.ShardedTensor)
 
 
 class _Placed(NamedTuple):
@@ -58,36 +54,31 @@ class _Placed(NamedTuple):
 
 class ExistingTensors:
     def __init__(
-        self,
-        manifest: m.Manifest,
-        into: PreparedDestination,
-        strict: bool,
-        atomic: bool,
-        rank: int,
-        make_missing: bool,
-        device: torch.device | None,
-        shards: Shards,
-        means: Workspace,
+        self, offer: OfferedState, into: PreparedDestination, terms: Terms, means: Workspace
     ) -> None:
-        self._manifest = manifest
         self._into = into
-        self._rank = rank
-        self._atomic = atomic
+        self._terms = terms
         self._means = means
         self._put = partial(means.copy, alone=False)
         self.torn = False
-        self.chunks = chunks_of(manifest)
-        with with_hints(manifest.tree, into.flat.tree):
-            matched, self._told = into.match(manifest.tree, strict=strict)
+        with with_hints(offer.tree, into.flat.tree):
+            matched, self._told = into.match(offer.tree, offer.choice, strict=terms.strict)
         self._missing, self._extra = matched.missing, matched.extra
-        self._anew = Anew(manifest, rank, device, shards)
-        self._filled: dict[int, object] = {}  # leaves of told objects that are filled in
-        if self._told:
-            told = self._want_told()
-            self._filled = {index: into.flat.leaves[here] for index, _, here in told}
-            matched = Matched([*matched.pairs, *told], self._missing, self._extra)
+        filled, news = self._want_told()
+        # Leaves of told objects that are filled in.
+        self._filled = {index: into.flat.leaves[here] for index, _, here in filled}
+        if filled:
+            matched = Matched([*matched.pairs, *filled], self._missing, self._extra)
+        likes = {one.leaf: one.like for one in reversed(news)}
+        plain_leaves = into.plan.plain_leaves
+        manifest, matched, late = offer.beside(into.flat.leaves, plain_leaves, matched, likes)
+        self._manifest = manifest
+        self.chunks = chunks_of(manifest)
+        self._anew = Anew(manifest, terms.rank, terms.device, terms.shards)
+        for one in news:
+            self._anew.add_told(one)
         self._mine: dict[int, object] | None = None
-        if make_missing:
+        if terms.make_missing:
             self._mine = {index: into.flat.leaves[here] for index, _, here in matched.pairs[::-1]}
             paths = LeafPaths(manifest.tree)
             for index in paths:
@@ -99,66 +90,85 @@ class ExistingTensors:
         if inside:
             wanted = {index for index, _, _ in self._inside} | self._anew.paths.keys()
             check_records(manifest.tree, manifest.leaves, wanted)
-        later = [] if atomic else self._inside
-        if later:
-            pairs = [pair for pair in matched.pairs if pair[0] not in inside]
-            matched = Matched(pairs, self._missing, self._extra)
+        back = set() if terms.staged else {index for index, _, _ in self._remade()} | late
         self._values: dict[int, tuple[int, Path]] = {}  # by leaf here, the one offered
         self._direct: dict[int, list[_Placed]] = {}
+        self._own: list[Found] = []
         self._late: list[Fit | ArrayFit] = []
         self._written: list[torch.Tensor] = []
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
-        late = self._fits(later)
-        plain, rest = split_columns(matched, manifest, into, self.chunks)
-        fits = self._fits(rest) + late
+        plain, rest = split_columns(matched, manifest, into, self.chunks, back)
+        fits = self._fits(rest)
         taken = set(plain.leaf.tolist()) if fits else set()
         spans = host_spans(fits, self.chunks)
         if not all(taken.isdisjoint(into.reached(low, high)) for low, high in spans):
             # Plain tensors share memory with others: the check below has to see them all.
             plain = straight([], into)
-            fits = self._fits(matched.pairs) + late
+            fits = self._fits(matched.pairs)
         check_ties(fits, self.chunks)
         # What goes to plain tensors in host memory is known by address; what goes to others, by
         # region.
         mine: list[Any] = into.flat.leaves
+        self._plain = plain
         whole = len(plain.leaf) == len(mine)
         self._written += mine if whole else [mine[n] for n in plain.leaf.tolist()]
         self._plain_far = plain.some(~plain.on_host)
         if len(self._plain_far.storage):
             plain = plain.some(plain.on_host)
         self._host = Runs(plain.at, plain.address, plain.nbytes)
-        for number, (pair, path) in enumerate(fits):
-            if isinstance(pair, ArrayFit):
-                self._late.append(pair)
-                continue
-            self._written.append(pair.destination)
-            placed = _in_image_order(pair)
-            if placed is None or number >= len(fits) - len(late):
-                self._late.append(pair)
-            else:
-                self._direct.setdefault(pair.part.storage, []).append(placed)
-            if pair.whole is not None:
-                self._wholes[id(pair.whole)] = (pair.whole, path)
+        for found in fits:
+            self._place(found, late=found.leaf in back)
         self._by_address = plain.storage
         self._stage()
-        self.on_device = bool(len(self._plain_far.storage) or self._far) or any(
+        self.on_device = bool(len(self._plain_far.storage) or self._held.far) or any(
             not region.keep.is_cpu for placed in self._direct.values() for _, region in placed
         )
 
-    def _want_told(self) -> list[Pair]:
-        """Have what objects are told made anew, or, unless `atomic`, filled in where they have it:
-        returns these pairs."""
-        here = dict(slots(self._into.flat.tree))
-        leaves, pairs = self._into.flat.leaves, []
+    def _place(self, found: Found, late: bool) -> None:
+        pair = found.pair
+        if isinstance(pair, ArrayFit):
+            self._late.append(pair)
+            return
+        self._written.append(pair.destination)
+        mine = self._into.flat.leaves[found.here]
+        if isinstance(mine, t.DTensor):
+            self._written.append(mine)
+        placed = _in_image_order(pair)
+        if placed is None or late:
+            self._late.append(pair)
+        else:
+            self._direct.setdefault(pair.part.storage, []).append(placed)
+            self._own.append(found)
+        if pair.whole is not None:
+            self._wholes[id(pair.whole)] = (pair.whole, found.path)
+
+    def _remade(self) -> list[Pair]:
+        """The pairs that registered types are made of, but for distributed tensors: those are in
+        them as they are."""
+        leaves = self._into.flat.leaves
+        return [pair for pair in self._inside if not isinstance(leaves[pair[2]], _DISTRIBUTED)]
+
+    def _want_told(self) -> tuple[list[Pair], list[ToldLeaf]]:
+        """What objects are told: pairs that are filled in where they have them, as a ShardedTensor
+        is always and any other unless `atomic`, and what is made anew."""
+        here = dict(slots(self._into.flat.tree)) if self._told else {}
+        leaves = self._into.flat.leaves
+        pairs: list[Pair] = []
+        news: list[ToldLeaf] = []
         for root, branch in self._told.items():
+            held = self._into.objects[root]
             for below, index in slots(branch):
                 path = (*root, *below)
                 mine = leaves[here[path]] if path in here else None
-                if self._atomic or not isinstance(mine, (torch.Tensor, np.ndarray)):
-                    self._anew.add_told(index, path, self._into.objects[root], below, mine)
-                else:
+                if isinstance(mine, t.ShardedTensor) or (
+                    not self._terms.atomic and isinstance(mine, (torch.Tensor, np.ndarray))
+                ):
                     pairs.append((index, path, here[path]))
-        return pairs
+                    continue
+                like = mine if isinstance(mine, torch.Tensor) else parameter_of(held.object, below)
+                fits = like is mine and isinstance(held.object, torch.optim.Optimizer)
+                news.append(ToldLeaf(index, path, like, fits))
+        return pairs, news
 
     @property
     def _far_tensors(self) -> list[torch.Tensor]:
@@ -194,11 +204,12 @@ class ExistingTensors:
             self._direct[storage] = [_Placed(at, Region.row_major(one)) for at, one in near]
         return self._direct[storage]
 
-    def _fits(self, pairs: list[Pair]) -> list[tuple[Fit | ArrayFit, Path]]:
-        fits: list[tuple[Fit | ArrayFit, Path]] = []
+    def _fits(self, pairs: list[Pair]) -> list[Found]:
+        fits: list[Found] = []
         for index, path, here in pairs:
             leaf = self._manifest.leaves[index]
-            fits += [(pair, path) for pair in fit(leaf, self._into.flat.leaves[here], path)]
+            mine = self._into.flat.leaves[here]
+            fits += [Found(pair, path, index, here) for pair in fit(leaf, mine, path)]
             if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
                 isinstance(leaf, m.ArrayLeaf) and leaf.scalar
             ):
@@ -209,9 +220,13 @@ class ExistingTensors:
     # Memory for the images that are held back until `commit`.
 
     def _stage(self) -> None:
-        read_back = set(_storages(self._late))
+        self._held = held = HeldImages(self._manifest, self.chunks, self._means)
+        read_back = {
+            pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage
+            for pair in self._late
+        }
         values = (index for index, _ in self._values.values())
-        for index in (*values, *(index for index, _, _ in self._inside)):
+        for index in (*values, *(index for index, _, _ in self._remade())):
             read_back |= {part.storage for part in parts(self._manifest.leaves[index])} - {-1}
         filled: set[int] = set()
         if self._anew.storages:
@@ -219,37 +234,18 @@ class ExistingTensors:
         read_back |= self._anew.storages & filled
         self._anew.settle(self.chunks, read_back | filled, self._means)
         self._homes = self._anew.homes
-        self._far = self._anew.far  # images that go to a device
-        self._held_there: list[DeviceSlab] = []
+        held.far = self._anew.far
         on_host = set(read_back)
-        held = np.zeros(len(self._manifest.storages), bool)
-        if self._atomic:
+        marks = np.zeros(len(self._manifest.storages), bool)
+        if self._terms.staged:
             for device, storages in self._by_device(read_back).items():
-                if not self._hold_on(device, storages):
+                if not held.put_on(device, storages):
                     on_host |= storages
-            others = self._direct.keys() | self._near_storages
-            on_host |= others.difference(
-                self._far, *(held.storages.tolist() for held in self._held_there)
-            )
-            held[self._by_address] = True
-        held[list(on_host)] = True
-        self._order = np.flatnonzero(held)
-        sizes = self.chunks.rooms[self._order]
-        ends = np.cumsum(sizes)
-        self._slab = self._means.stage(int(ends[-1]) if len(ends) else 0)
-        self._places = ends - sizes
-        # Images that follow each other in the stream do so in the slab: these are few runs.
-        slab = Runs(
-            self.chunks.places[self._order],
-            self._places + np.uint64(self._slab.data_ptr()),
-            sizes,
-        )
-        self._staged = Runs.merged(slab, self._anew.host) if self._homes else slab
-
-    @cached_property
-    def _at(self) -> dict[int, int]:
-        """Where in the slab each image is that is held there."""
-        return dict(zip(self._order.tolist(), self._places.tolist(), strict=True))
+            on_host |= (self._direct.keys() | self._near_storages) - held.on_devices()
+            marks[self._by_address] = True
+        marks[list(on_host)] = True
+        held.settle(marks)
+        self._staged = Runs.merged(held.host, self._anew.host) if self._homes else held.host
 
     def _by_device(self, read_back: set[int]) -> dict[torch.device, set[int]]:
         """Storages all of whose bytes go to one device: they are staged there."""
@@ -264,45 +260,19 @@ class ExistingTensors:
                 found.setdefault(devices.pop(), set()).add(storage)
         return found
 
-    def _hold_on(self, device: torch.device, storages: set[int]) -> bool:
-        """Memory of the device for these images; whether it has so much."""
-        order: Indices = np.sort(np.array(list(storages), np.intp))
-        ends = np.cumsum(self.chunks.rooms[order])
-        try:
-            slab = self._means.stage(int(ends[-1]) if len(ends) else 0, device)
-        except MismatchError:
-            return False
-        places = ends - self.chunks.rooms[order]
-        sizes = np.asarray(sizes_of(self._manifest.storages), np.uint64)[order]
-        self._held_there.append(DeviceSlab(slab, device, order, places, sizes))
-        return True
-
-    def _far_bytes(self, storage: int) -> torch.Tensor | None:
-        """An image on a device, if it goes there or is held there."""
-        for held in self._held_there:
-            if (found := held.image(storage)) is not None:
-                return found
-        return self._far.get(storage)
-
-    def _held_bytes(self, storage: int) -> torch.Tensor:
-        far = self._far_bytes(storage)
-        if far is not None:
-            return far
-        at = self._at[storage]
-        return self._slab[at : at + self._manifest.storages[storage].nbytes]
-
     # Bytes in
 
     def places(self) -> Places:
         starts = self.chunks.starts
-        device = [(starts[at], held.data_ptr(), held.nbytes) for at, held in self._far.items()]
-        if self._atomic:
-            held = [one.memory(self.chunks.places) for one in self._held_there]
-            return Places([self._staged], Runs.merged(Runs.of(device), *held))
+        held = self._held
+        device = [(starts[at], one.data_ptr(), one.nbytes) for at, one in held.far.items()]
+        if self._terms.staged:
+            slabs = [one.memory(self.chunks.places) for one in held.slabs]
+            return Places([self._staged], Runs.merged(Runs.of(device), *slabs))
         twice: set[int] = set()  # written, and held back for something else
-        if len(self._order):
-            twice |= set(np.intersect1d(self._by_address, self._order).tolist())
-            twice |= self._near_storages & self._at.keys()
+        if len(held.order):
+            twice |= set(np.intersect1d(self._by_address, held.order).tolist())
+            twice |= self._near_storages & held.at.keys()
         near = self._plain_far
         if twice:
             near = near.some(~np.isin(near.storage, list(twice)))
@@ -311,18 +281,34 @@ class ExistingTensors:
                 continue
             at, region = placed[0]
             run = region.run(0, region.nbytes)
-            if len(placed) > 1 or run is None or storage in self._at:
+            if len(placed) > 1 or run is None or storage in held.at:
                 twice.add(storage)
             else:
                 device.append((starts[storage] + at, run.data_ptr(), run.nbytes))
         host = self._host
         if twice:
-            twice |= self._at.keys() | self._homes.keys()
+            twice |= held.at.keys() | self._homes.keys()
         elif len(self._staged.starts):
             host = Runs.merged(host, self._staged)
         indirect = reaching(self._manifest, self.chunks, twice)
         far = Runs.merged(Runs.of(device), Runs(near.at, near.address, near.nbytes))
         return Places([host], far, indirect, live=bool(self._written))
+
+    def own(self) -> Iterator[OwnTensor]:
+        """The caller's tensors that take images as they are, whole ones."""
+        leaves: list[Any] = self._into.flat.leaves
+        columns = self._plain.storage.tolist(), self._plain.leaf.tolist()
+        for image, leaf in zip(*columns, strict=True):
+            yield OwnTensor(image, leaves[leaf], leaves[leaf])
+        for found in self._own:
+            assert isinstance(found.pair, Fit)
+            yield OwnTensor(found.pair.part.storage, found.pair.destination, leaves[found.here])
+
+    def held(self) -> Iterator[ImageMemory]:
+        """Memory of the landing's own that takes images."""
+        yield from self._held.memory()
+        for image, home in self._homes.items():
+            yield ImageMemory(image, home.untyped_storage(), 0)
 
     def write(self, index: int, data: torch.Tensor) -> None:
         begin = self.chunks.offsets[index]
@@ -331,11 +317,11 @@ class ExistingTensors:
             host = data.cpu()
             self._staged.scatter(begin, end, host.data_ptr(), self._put)
         for storage, start, stop, at in (
-            self.chunks.extents(index) if self._far or self._held_there else ()
+            self.chunks.extents(index) if self._held.far or self._held.slabs else ()
         ):
-            if (far := self._far_bytes(storage)) is not None:
+            if (far := self._held.far_bytes(storage)) is not None:
                 far[start:stop].copy_(data[at : at + stop - start])
-        if self._atomic:
+        if self._terms.staged:
             return
         if self._host.reaches(begin, end):
             self.torn = True
@@ -354,63 +340,77 @@ class ExistingTensors:
     # The end
 
     def commit(self) -> Landed:
-        with gc_paused():
-            return self._commit()
+        self.make()
+        self.tell()
+        return self.finish()
 
-    def _commit(self) -> Landed:
-        # Whatever can fail comes before the first write.
-        leaves, held = self._manifest.leaves, self._held_part
-        values = {
-            here: make_leaf(leaves[index], path, held, self._rank)
+    def make(self) -> None:
+        """Work out everything that will be the caller's, of what is held back. Whatever can fail
+        does so before the first write."""
+        with gc_paused():
+            self._make()
+
+    def _make(self) -> None:
+        leaves, held, rank = self._manifest.leaves, self._held.part, self._terms.rank
+        self._new_values = values = {
+            here: make_leaf(leaves[index], path, held, rank)
             for here, (index, path) in self._values.items()
         }
-        made = self._anew.make(self._owned_part)
+        self._made = self._anew.make(self._owned_part)
         for whole, path in self._wholes.values():
-            make_leaf(whole, path, held, self._rank)  # indices that point nowhere end here
-        late = [late_copy(pair, held) for pair in self._late]
-        inside = {
-            index: make_leaf(leaves[index], path, held, self._rank)
-            for index, path, _ in self._inside
-        }
+            make_leaf(whole, path, held, rank)  # indices that point nowhere end here
+        self._copies = [late_copy(pair, held) for pair in self._late]
         into = self._into
-        handover = Handover(
+        inside = {index: into.flat.leaves[here] for index, _, here in self._inside}
+        for index, path, _ in self._remade():
+            inside[index] = make_leaf(leaves[index], path, held, rank)
+        self._handover = Handover(
             *(into.into, into.flat, into.objects, self._manifest.tree, self._told, self._inside),
-            before=self._atomic,
+            before=self._terms.atomic,
         )
-        handover.make(values, {**self._filled, **made}, inside)
+        self._handover.make(values, {**self._filled, **self._made}, inside)
         if inside and self._mine is not None:
-            self._around(values, made, inside)
-        handover.tell(written=self.torn)
-        self.torn = self.torn or bool(self._written or late)
-        if self._atomic:
+            self._around(inside)
+
+    def tell(self) -> None:
+        """Tell objects their state. `MismatchError` where one refuses; then all have their old."""
+        self._handover.tell(written=self.torn)
+
+    def take_back(self) -> list[Path]:
+        """Undo `tell`; returns the objects for which that failed."""
+        return self._handover.take_back()
+
+    def finish(self) -> Landed:
+        """Write what was held back, and put the rest in its place."""
+        with gc_paused():
+            return self._finish()
+
+    def _finish(self) -> Landed:
+        self.torn = self.torn or bool(self._written or self._copies)
+        if self._terms.staged:
             self._means.copy(self._last_copies, beside=self._notes())
             self._write_regions()
-        for destination, source in late:
+        for destination, source in self._copies:
             copy_late(destination, source)
         self._note_written()
-        state = handover.finish()
+        state = self._handover.finish()
         if self._mine is not None:
-            state = self._around(values, made)
+            state = self._around()
         self.torn = False
         return Landed(state, self._missing, self._extra)
 
-    def _around(
-        self,
-        values: Mapping[int, object],
-        made: Mapping[int, object],
-        inside: Mapping[int, object] | None = None,
-    ) -> object:
+    def _around(self, inside: Mapping[int, object] | None = None) -> object:
         """With `make_missing`: a new tree of the offered containers, around the caller's tensors
         and objects and what was made besides."""
         objects = self._into.objects
         stubs = {path: -1 - number for number, path in enumerate(objects)}
-        known = {**made, **(self._mine or {}), **(inside or {})}
-        known.update((index, values[here]) for here, (index, _) in self._values.items())
+        known = {**self._made, **(self._mine or {}), **(inside or {})}
+        known.update((index, self._new_values[here]) for here, (index, _) in self._values.items())
         known.update((stub, objects[path].object) for path, stub in stubs.items())
         return unflatten(grafted(self._manifest.tree, stubs), known)
 
     def arrived(self) -> None:
-        if self._atomic:
+        if self._terms.staged:
             self._last_copies  # noqa: B018
         else:
             self._note_written()
@@ -432,8 +432,8 @@ class ExistingTensors:
         boxes: list[tuple[torch.Tensor, torch.Tensor]] = []
         dense: list[tuple[torch.Tensor, torch.Tensor]] = []
         for storage in self._elsewhere - self._write_held():
-            held = self._held_bytes(storage)
-            if storage in self._near and self._far_bytes(storage) is not None:
+            held = self._held.bytes(storage)
+            if storage in self._near and self._held.far_bytes(storage) is not None:
                 dense += [(one, held[at : at + one.nbytes]) for at, one in self._near[storage]]
                 continue
             for at, region in self._regions(storage):
@@ -450,7 +450,7 @@ class ExistingTensors:
         done: set[int] = set()
         near = self._plain_far
         apart = ~np.isin(near.storage, list(self._direct)) if self._direct else None
-        for held in self._held_there:
+        for held in self._held.slabs:
             rows = np.isin(near.storage, held.storages)
             some = near.some(rows if apart is None else rows & apart)
             if self._means.copy_by_address(held.moves(some, self.chunks.places), held.device):
@@ -460,23 +460,11 @@ class ExistingTensors:
     def _owned_part(self, part: m.TensorLeaf) -> torch.Tensor:
         """Like `_held_part`, in a storage of its own that the caller may keep."""
         if part.storage < 0:
-            return self._held_part(part)
+            return self._held.part(part)
         home = self._homes.get(part.storage)
         if home is None:
-            home = self._homes[part.storage] = self._held_bytes(part.storage).clone()
+            home = self._homes[part.storage] = self._held.bytes(part.storage).clone()
         return t.over_storage(home.untyped_storage(), part.offset, part, strides_of(part))
-
-    def _held_part(self, part: m.TensorLeaf) -> torch.Tensor:
-        if part.storage < 0:
-            return t.without_storage(part, strides_of(part), "cpu")
-        offset = self._at[part.storage] + part.offset
-        return t.over_storage(self._slab.untyped_storage(), offset, part, strides_of(part))
-
-
-def _storages(pairs: Iterable[Fit | ArrayFit]) -> list[int]:
-    return [
-        pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage for pair in pairs
-    ]
 
 
 def _in_image_order(pair: Fit) -> _Placed | None:

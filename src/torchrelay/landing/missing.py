@@ -6,6 +6,7 @@ Memory of theirs alone is the caller's to keep, so bytes that arrive go straight
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,17 @@ from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, parts
-from torchrelay.state.objects import Held, parameter_of
 from torchrelay.state.paths import Path
+
+
+class ToldLeaf(NamedTuple):
+    """A leaf that an object is told, and what it is to be like: the object's own tensor in its
+    place, or its parameter. `fits`: it has to be of the same kind."""
+
+    leaf: int
+    path: Path
+    like: torch.Tensor | None
+    fits: bool
 
 
 class Anew:
@@ -53,12 +63,11 @@ class Anew:
             elif like is not None and part.shape:  # scalars are where they were at the sender
                 self._devices.setdefault(part.storage, like.device)
 
-    def add_told(self, index: int, path: Path, held: Held, below: Path, mine: object) -> None:
-        """Have a leaf made that an object is told; `mine` is what the object has in its place."""
-        like = mine if isinstance(mine, torch.Tensor) else parameter_of(held.object, below)
-        self.add(index, path, like)
-        if like is mine and isinstance(held.object, torch.optim.Optimizer):
-            list(fit(self._manifest.leaves[index], mine, path))
+    def add_told(self, told: ToldLeaf) -> None:
+        """Have a leaf made that an object is told."""
+        self.add(told.leaf, told.path, told.like)
+        if told.fits:
+            list(fit(self._manifest.leaves[told.leaf], told.like, told.path))
 
     @property
     def storages(self) -> set[int]:

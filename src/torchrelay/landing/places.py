@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Runs
 from torchrelay.record import manifest as m
@@ -23,6 +25,22 @@ class Landed(NamedTuple):
     state: object
     missing: list[str]
     extra: list[str]
+
+
+class ImageMemory(NamedTuple):
+    """Where an image lies: from byte `offset` of a storage on."""
+
+    image: int
+    storage: torch.UntypedStorage
+    offset: int
+
+
+class OwnTensor(NamedTuple):
+    """A strided tensor that takes the elements of an image, and the caller's tensor it is of."""
+
+    image: int
+    tensor: torch.Tensor
+    whole: torch.Tensor
 
 
 class Places:

@@ -8,6 +8,7 @@ and the caller's tensors as the bytes come in (least memory; both `inplace`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -16,11 +17,14 @@ from torchrelay.geometry.chunks import Chunks
 from torchrelay.landing.destination import PreparedDestination, prepare
 from torchrelay.landing.fresh import NewTensors
 from torchrelay.landing.inplace import ExistingTensors
-from torchrelay.landing.places import Landed, Places
+from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places
 from torchrelay.landing.shards import Shards
+from torchrelay.landing.terms import Terms
 from torchrelay.landing.workspace import Plainly, Workspace
+from torchrelay.plan.offer import OfferedState, SentState
 from torchrelay.record import manifest as m
 from torchrelay.record.pause import gc_paused
+from torchrelay.state.paths import Path
 
 
 class Landing(Protocol):
@@ -44,15 +48,39 @@ class Landing(Protocol):
         before it is, is done while the transport waits to hear."""
 
     def commit(self) -> Landed:
-        """All chunks have arrived and hold: make them the state."""
+        """All chunks have arrived and hold: make them the state. It is `make`, `tell`, `finish`."""
+
+    # For a source that has boxes of tensors and no stream: images by number. What is held is filled
+    # before `make`; the caller's own tensors are filled between `tell` and `finish`, and whoever
+    # begins to do that sets `torn`.
+
+    def held(self) -> Iterator[ImageMemory]:
+        """Memory of the landing's own, for images."""
+
+    def own(self) -> Iterator[OwnTensor]:
+        """The caller's tensors that take images as they are; none where they are staged."""
+
+    def make(self) -> None:
+        """Work everything out that can fail. Nothing of the caller's has changed by then."""
+
+    def tell(self) -> None:
+        """Tell objects their new state. `MismatchError` where one refuses; then all have their
+        old one."""
+
+    def take_back(self) -> list[Path]:
+        """Undo `tell`; returns the objects for which that failed."""
+
+    def finish(self) -> Landed:
+        """Make the state new, all of it."""
 
 
 def land(
-    manifest: m.Manifest,
+    offer: m.Manifest | OfferedState,
     *,
     into: object = None,
     strict: bool = True,
     atomic: bool = True,
+    staged: bool | None = None,
     device: torch.device | None = None,
     rank: int = 0,
     make_missing: bool = False,
@@ -66,16 +94,17 @@ def land(
     offered containers around the caller's tensors and the new ones. `into` may be what `prepare`
     made of a destination, which leaves less to do here. Modules in `into` are filled in place;
     other objects with `load_state_dict` are told what is offered for them. `shards` says which
-    distributed tensors may be made as they were sent.
+    distributed tensors may be made as they were sent. `staged` is `atomic` unless it is given.
     """
     with gc_paused():
         means = means or Plainly()
+        offer = SentState(offer) if isinstance(offer, m.Manifest) else offer
+        staged = atomic if staged is None else staged
+        terms = Terms(strict, atomic, staged, device, rank, make_missing, shards)
         if into is None:
-            return NewTensors(manifest, device, rank, shards, means)
+            return NewTensors(offer, terms, means)
         if not isinstance(into, PreparedDestination):
             into = prepare(into)
         elif into.moved:
             into = prepare(into.into)
-        return ExistingTensors(
-            manifest, into, strict, atomic, rank, make_missing, device, shards, means
-        )
+        return ExistingTensors(offer, into, terms, means)

@@ -12,7 +12,7 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.strides import contiguous_strides, extent, overlapping, packed
-from torchrelay.landing.fit import ArrayFit, Fit
+from torchrelay.landing.fit import ArrayFit, Fit, Found
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.paths import Path
@@ -47,10 +47,10 @@ class _Claim(NamedTuple):
         return self.strides == self.source_strides and not self.flags
 
 
-def check_ties(fits: Sequence[tuple[Fit | ArrayFit, Path]], chunks: Chunks) -> None:
+def check_ties(fits: Sequence[Found], chunks: Chunks) -> None:
     """Raise `MismatchError` where a byte of the destinations would have to hold two values."""
     found: dict[object, tuple[list[int], list[tuple[int, int]]]] = {}
-    for index, (pair, path) in enumerate(fits):
+    for index, (pair, path, *_) in enumerate(fits):
         mine = pair.destination
         device: object = "cpu"
         if isinstance(mine, torch.Tensor) and not mine.is_cpu:
@@ -70,14 +70,12 @@ def check_ties(fits: Sequence[tuple[Fit | ArrayFit, Path]], chunks: Chunks) -> N
         for group in overlapping(spans):
             if len(group) > 1:
                 members = [fits[indices[i]] for i in group]
-                _check([(_claim(pair, chunks), path) for pair, path in members])
+                _check([(_claim(pair, chunks), path) for pair, path, *_ in members])
 
 
-def host_spans(
-    fits: Sequence[tuple[Fit | ArrayFit, Path]], chunks: Chunks
-) -> Iterator[tuple[int, int]]:
+def host_spans(fits: Sequence[Found], chunks: Chunks) -> Iterator[tuple[int, int]]:
     """Addresses [low, high) of each destination in host memory."""
-    for pair, _ in fits:
+    for pair, *_ in fits:
         if isinstance(pair, ArrayFit) or pair.destination.is_cpu:
             claim = _claim(pair, chunks)
             yield claim.address, claim.end

@@ -72,5 +72,5 @@ class Plainly:
 def allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except (RuntimeError, MemoryError) as fault:
+    except (RuntimeError, MemoryError, AssertionError) as fault:  # the last: no such device
         raise MismatchError(f"no memory for {nbytes} bytes on {device}: {fault}") from None

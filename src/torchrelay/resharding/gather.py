@@ -34,11 +34,11 @@ from torchrelay.errors import (
 )
 from torchrelay.landing.places import Landed
 from torchrelay.memory import threads
+from torchrelay.plan.reads import BoxRead
 from torchrelay.record.validation import itemsize
 from torchrelay.resharding.owners import Whole, whole_of
 from torchrelay.resharding.record import RankRecord, decode
 from torchrelay.state.tree import show
-from torchrelay.stores.box_reads import BoxRead
 from torchrelay.transports.group.lines import GroupLines
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.parts import Conversation, part_from
@@ -296,7 +296,7 @@ class Gather:
         try:
             whole = whole_of(ordered)
             loading = Loading(
-                _LiveStep(whole),
+                None,
                 whole.record,
                 rank=self._wanted.rank,
                 world=0,  # what each rank has is laid over the first one's
@@ -400,34 +400,3 @@ def _checked(
         ):
             raise RemoteProtocolError("another box came than was asked for")
         yield found
-
-
-class _LiveStep:
-    """The memory of live ranks in the place of a committed step. Its bytes come another way."""
-
-    costly_reads = True
-    verifies = False
-
-    def __init__(self, whole: Whole) -> None:
-        self.url = "live ranks"
-        self._sizes = {file.name: file.nbytes for file in whole.record.files}
-
-    def manifest(self) -> bytes:
-        return b""
-
-    def sizes(self) -> dict[str, int]:
-        return self._sizes
-
-    def reader(self, name: str, *, once: bool = True) -> Any:
-        return _LiveFile(self._sizes[name])
-
-    def close(self) -> None:
-        pass
-
-
-class _LiveFile:
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def close(self) -> None:
-        pass

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box
+from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.record.validation import itemsize
 from torchrelay.resharding.record import RankRecord
 from torchrelay.stores.file_places import ALIGN
 from torchrelay.stores.plans import LocalPlan, merge_outlines, renames
-from torchrelay.stores.records import Checkpoint, DataFile, Shard, StoredTensor, check
+from torchrelay.stores.records import Checkpoint, DataFile, check
 
 
 class Whole(NamedTuple):

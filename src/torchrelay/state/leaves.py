@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
@@ -239,6 +240,29 @@ def parts(leaf: m.Leaf) -> Iterator[m.TensorLeaf]:
             yield from parts(inner)
     elif isinstance(leaf, m.ArrayLeaf) and leaf.nbytes:
         yield m.TensorLeaf("uint8", (leaf.nbytes,), None, leaf.storage)
+
+
+def with_parts(leaf: m.Leaf, change: Callable[[m.TensorLeaf], m.TensorLeaf]) -> m.Leaf:
+    """The same leaf with other records of its strided tensors."""
+    if isinstance(leaf, m.TensorLeaf):
+        return change(leaf)
+    if isinstance(leaf, m.QuantizedLeaf):
+        return replace(leaf, raw=change(leaf.raw), tensors=tuple(map(change, leaf.tensors)))
+    if isinstance(leaf, m.SparseLeaf):
+        return replace(leaf, parts=tuple(map(change, leaf.parts)))
+    if isinstance(leaf, m.DTensorLeaf):
+        return replace(leaf, local=change(leaf.local))
+    if isinstance(leaf, m.ShardedLeaf):
+        return replace(leaf, shards=tuple(map(change, leaf.shards)))
+    if isinstance(leaf, m.SubclassLeaf):
+        inner, context = (
+            tuple(with_parts(part, change) for part in some)
+            for some in (leaf.parts, leaf.context_leaves)
+        )
+        return replace(leaf, parts=inner, context_leaves=context)
+    if isinstance(leaf, m.ArrayLeaf) and leaf.nbytes:
+        return replace(leaf, storage=change(next(parts(leaf))).storage)
+    return leaf
 
 
 def is_plain(leaf: m.Leaf) -> bool:

@@ -155,19 +155,6 @@ def ends_of(lone: Iterable[Lone]) -> Iterator[tuple[Path, m.Node]]:
     return (end for one in lone for end in one.ends())
 
 
-def match(offered: m.Node, here: m.Node, *, strict: bool) -> Matched:
-    """Pair the slots of two trees; with `strict`, both have the same containers and keys."""
-    found = Comparison(offered, here)
-    if strict:
-        refuse_differences(_paths(found.missing), _paths(found.extra), found.kinds)
-        return Matched(found.pairs, [], [])
-    return Matched(found.pairs, listed(_paths(found.missing)), listed(_paths(found.extra)))
-
-
-def _paths(lone: Iterable[Lone]) -> Iterator[Path]:
-    return (path for path, _ in ends_of(lone))
-
-
 def refuse_differences(
     missing: Iterable[Path], extra: Iterable[Path], kinds: Iterable[Difference] = ()
 ) -> None:

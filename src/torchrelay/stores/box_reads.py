@@ -7,63 +7,28 @@ box is copied out of it. Detours are taken in waves, so that their buffers stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import NamedTuple
 
-import numpy as np
 import torch
+from torch.distributed.checkpoint.planner import ReadItem
 
 from torchrelay.errors import MismatchError
-from torchrelay.geometry.boxes import Box, shared, within
 from torchrelay.geometry.strides import contiguous_strides, packed
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.host import host_block
+from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
+from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
-from torchrelay.state.local_parts import cut, local_parts
 from torchrelay.stores.device_reading import DeviceFetch, device_of
 from torchrelay.stores.reading import Fetch, Placed
-from torchrelay.stores.records import Checkpoint, Shard, StoredTensor
+from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.writer.ranges import WORKERS
 
 WAVE_BYTES = 256 << 20
-_MANY = 32  # shards of a tensor that are not looked at one by one
-
-
-class BoxRead(NamedTuple):
-    """A box of a stored shard, and the tensor of its shape that wants it."""
-
-    tensor: StoredTensor
-    shard: Shard
-    offsets: tuple[int, ...]  # in the shard
-    sizes: tuple[int, ...]
-    destination: torch.Tensor
-
-
-def wishes_for(stored: StoredTensor, destination: torch.Tensor) -> Iterator[BoxRead]:
-    """The boxes of a stored tensor that this process has a place for."""
-    for part in local_parts(destination):
-        for shard in _near(stored.shards, part.box):
-            around = shard.offsets, shard.sizes
-            if around == part.box:
-                yield BoxRead(stored, shard, (0,) * len(shard.sizes), shard.sizes, part.tensor)
-            elif (box := shared(around, part.box)) is not None:
-                place = cut(part.tensor, within(box, part.box), box[1])
-                yield BoxRead(stored, shard, within(box, around), box[1], place)
-
-
-def _near(shards: Sequence[Shard], box: Box) -> Sequence[Shard]:
-    """The shards that may have elements of a box: where there are many, most have none."""
-    if len(shards) <= _MANY:
-        return shards
-    offsets = np.array([shard.offsets for shard in shards], np.int64)
-    ends = offsets + np.array([shard.sizes for shard in shards], np.int64)
-    first = np.array(box[0], np.int64)
-    meet = ((offsets < first + np.array(box[1], np.int64)) & (ends > first)).all(1)
-    return [shards[index] for index in np.flatnonzero(meet).tolist()]
 
 
 @dataclass
@@ -148,11 +113,6 @@ def _fill(destination: torch.Tensor, box: torch.Tensor) -> None:
         destination.copy_(box)
 
 
-def all_of(stored: StoredTensor, whole: torch.Tensor) -> list[BoxRead]:
-    """All of a stored tensor, into one of its shape."""
-    return list(wishes_for(stored, whole))
-
-
 class _Waves:
     """Reads come in the order of their files: no byte of a file is wanted twice in one wave."""
 
@@ -226,7 +186,14 @@ def _detour(wish: BoxRead) -> tuple[Region, Callable[[], None]]:
     return Region.row_major(rows), copy
 
 
-def shard_at(tensor: StoredTensor, offsets: Sequence[int], hint: int | None) -> Shard:
+def asked_for(item: ReadItem, stored: StoredTensor, place: torch.Tensor) -> BoxRead:
+    """The read that a planner of torch asks for."""
+    index = item.storage_index
+    shard = _shard_at(stored, index.offset or (), index.index)
+    return BoxRead(stored, shard, tuple(item.storage_offsets), tuple(item.lengths), place)
+
+
+def _shard_at(tensor: StoredTensor, offsets: Sequence[int], hint: int | None) -> Shard:
     """The shard that starts at these offsets; `hint` is where it probably stands."""
     wanted = tuple(offsets)
     if hint is not None and hint < len(tensor.shards) and tensor.shards[hint].offsets == wanted:

@@ -47,7 +47,7 @@ from torchrelay.memory.bounded import bounded
 from torchrelay.plan.outline import outline
 from torchrelay.plan.region import Region
 from torchrelay.stores import blobs, plans
-from torchrelay.stores.box_reads import BoxRead, Wave, shard_at, waves
+from torchrelay.stores.box_reads import Wave, asked_for, waves
 from torchrelay.stores.drafting import Share, Written, check_files, commit_record, sealed
 from torchrelay.stores.flattened import outline_of
 from torchrelay.stores.layout import FILE_BYTES, arrange
@@ -323,13 +323,8 @@ class Reader(StorageReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
-            tensor = stored[item.storage_index.fqn]
-            index = item.storage_index
-            shard = shard_at(tensor, index.offset or (), index.index)
             place = planner.resolve_tensor(item).detach()
-            wishes.append(
-                BoxRead(tensor, shard, tuple(item.storage_offsets), tuple(item.lengths), place)
-            )
+            wishes.append(asked_for(item, stored[item.storage_index.fqn], place))
             committed.append((item, place))
         planned = waves(wishes)
         if self._verify:

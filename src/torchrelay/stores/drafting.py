@@ -13,6 +13,7 @@ from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf
+from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state.leaves import parts
 from torchrelay.stores.device_hashing import hashed_on_devices
 from torchrelay.stores.layout import FileLayout
@@ -22,8 +23,6 @@ from torchrelay.stores.records import (
     Checkpoint,
     DataFile,
     Own,
-    Shard,
-    StoredTensor,
     decode,
     encode,
 )

@@ -21,6 +21,7 @@ from torchrelay.plan.outline import Outline
 from torchrelay.record.keys import check_keys
 from torchrelay.record.manifest import Leaf
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.stored import StoredTensor
 from torchrelay.record.validation import check_leaves, check_outline, last_byte
 from torchrelay.state.leaves import parts
 from torchrelay.stores import file_places
@@ -34,22 +35,6 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 class _StepRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Small records stand as arrays: field order is part of the format."""
-
-
-class Shard(_StepRecord, frozen=True):
-    """A box of a tensor: its elements, row-major, from byte `start` of a file on."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: int
-    start: int
-
-
-class StoredTensor(_StepRecord, frozen=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    shards: tuple[Shard, ...]
 
 
 class DataFile(_StepRecord, frozen=True):

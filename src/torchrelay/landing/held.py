@@ -1,0 +1,94 @@
+"""Images that are held back until a landing commits, in host memory or on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from torchrelay.errors import MismatchError
+from torchrelay.geometry.chunks import Chunks
+from torchrelay.geometry.runs import Runs
+from torchrelay.landing.destination import Indices, Marks
+from torchrelay.landing.device_slab import DeviceSlab
+from torchrelay.landing.leaves import strides_of
+from torchrelay.landing.places import ImageMemory
+from torchrelay.landing.workspace import Workspace
+from torchrelay.record import manifest as m
+from torchrelay.record.columns import sizes_of
+from torchrelay.state import tensors as t
+
+
+class HeldImages:
+    """Memory for some of the images of a manifest. `far` has those that are made on a device to
+    stay there; `settle` is called once it is known which ones the host holds."""
+
+    def __init__(self, manifest: m.Manifest, chunks: Chunks, means: Workspace) -> None:
+        self._sizes = np.asarray(sizes_of(manifest.storages), np.uint64)
+        self._chunks = chunks
+        self._means = means
+        self.far: dict[int, torch.Tensor] = {}
+        self.slabs: list[DeviceSlab] = []
+
+    def put_on(self, device: torch.device, storages: set[int]) -> bool:
+        """Take memory of the device for these images; whether it has so much."""
+        order: Indices = np.sort(np.array(list(storages), np.intp))
+        ends = np.cumsum(self._chunks.rooms[order])
+        try:
+            slab = self._means.stage(int(ends[-1]) if len(ends) else 0, device)
+        except MismatchError:
+            return False
+        places = ends - self._chunks.rooms[order]
+        self.slabs.append(DeviceSlab(slab, device, order, places, self._sizes[order]))
+        return True
+
+    def on_devices(self) -> set[int]:
+        """The images that are on devices already."""
+        return set(self.far).union(*(held.storages.tolist() for held in self.slabs))
+
+    def settle(self, held: Marks) -> None:
+        """Take host memory for the images that are marked."""
+        self.order = np.flatnonzero(held)
+        sizes = self._chunks.rooms[self.order]
+        ends = np.cumsum(sizes)
+        self._slab = self._means.stage(int(ends[-1]) if len(ends) else 0)
+        self._places = ends - sizes
+        # Images that follow each other in the stream do so in the slab: these are few runs.
+        self.host = Runs(
+            self._chunks.places[self.order],
+            self._places + np.uint64(self._slab.data_ptr()),
+            sizes,
+        )
+
+    @cached_property
+    def at(self) -> dict[int, int]:
+        """Where in host memory each image is that is held there."""
+        return dict(zip(self.order.tolist(), self._places.tolist(), strict=True))
+
+    def memory(self) -> Iterator[ImageMemory]:
+        """The images in host memory."""
+        storage = self._slab.untyped_storage()
+        return (ImageMemory(image, storage, at) for image, at in self.at.items())
+
+    def far_bytes(self, image: int) -> torch.Tensor | None:
+        """An image on a device, if it goes there or is held there."""
+        for held in self.slabs:
+            if (found := held.image(image)) is not None:
+                return found
+        return self.far.get(image)
+
+    def bytes(self, image: int) -> torch.Tensor:
+        far = self.far_bytes(image)
+        if far is not None:
+            return far
+        at = self.at[image]
+        return self._slab[at : at + int(self._sizes[image])]
+
+    def part(self, part: m.TensorLeaf) -> torch.Tensor:
+        """A tensor over an image in host memory."""
+        if part.storage < 0:
+            return t.without_storage(part, strides_of(part), "cpu")
+        offset = self.at[part.storage] + part.offset
+        return t.over_storage(self._slab.untyped_storage(), offset, part, strides_of(part))

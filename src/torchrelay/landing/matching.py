@@ -1,0 +1,80 @@
+"""An offered tree beside that of a destination with objects in it: which slots go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torchrelay.errors import MismatchError
+from torchrelay.plan.selection import Selection
+from torchrelay.record import manifest as m
+from torchrelay.state.matching import Comparison, Matched, ends_of, listed, refuse_differences
+from torchrelay.state.paths import Path
+from torchrelay.state.tree import grafted, show, slots, subtree
+
+Told = dict[Path, m.Node]
+
+
+def match(
+    offered: m.Node, here: m.Node, roots: Sequence[Path], choice: Selection, *, strict: bool
+) -> tuple[Matched, Told]:
+    """The slots that both trees have and `choice` takes, and what is offered for the objects at
+    `roots`, of which no slot is paired. With `strict`, the two differ in nothing that is chosen."""
+    told = _told(offered, roots, choice)
+    stubs = {path: -1 - number for number, path in enumerate(roots)}
+    found = Comparison(grafted(offered, stubs), grafted(here, stubs))
+    if strict:
+        kinds = found.kinds
+        if choice.guessed:  # planners take tuples of tensors for lists
+            kinds = [kind for kind in kinds if (kind.offered, kind.here) != ("a list", "a tuple")]
+        refuse_differences(
+            _missing(found, told, choice) if choice.exact else (),
+            _extra(found, told, choice),
+            () if choice.patterns else kinds,
+        )
+    pairs = [pair for pair in found.pairs if pair[0] >= 0]
+    if choice.patterns:
+        pairs = [pair for pair in pairs if choice.takes(pair[1])]
+    missing, extra = listed(_missing(found, told, choice)), listed(_extra(found, told, choice))
+    paired = {path for index, path, _ in found.pairs if index < 0}
+    return Matched(pairs, missing, extra), {p: told[p] for p in told if p in paired}
+
+
+def _missing(found: Comparison, told: Mapping[Path, m.Node], choice: Selection) -> Iterator[Path]:
+    for path, node in ends_of(found.missing):
+        if path in told if _is_stub(node) else choice.takes(path):
+            yield path
+
+
+def _extra(found: Comparison, told: Mapping[Path, m.Node], choice: Selection) -> Iterator[Path]:
+    for path, node in ends_of(found.extra):
+        if choice.guessed and not isinstance(node, int):
+            continue  # planners drop empty containers
+        if path in told or not choice.patterns if _is_stub(node) else choice.takes(path):
+            yield path
+
+
+def _told(offered: m.Node, roots: Sequence[Path], choice: Selection) -> Told:
+    """What is offered for each of these objects; one takes all of its state, or none."""
+    found: Told = {}
+    for root in roots:
+        branch = subtree(offered, root)
+        if branch is None:
+            continue
+        if not choice.patterns:
+            found[root] = branch
+            continue
+        paths = [(*root, *below) for below, _ in slots(branch)]
+        chosen = [choice.takes(path) for path in paths or [root]]
+        if all(chosen):
+            found[root] = branch
+        elif any(chosen):
+            raise MismatchError(
+                "an object takes all of its state or none, and `only` leaves this out",
+                path=show(paths[chosen.index(False)]),
+            )
+    return found
+
+
+def _is_stub(node: m.Node) -> bool:
+    """Whether a node stands for an object that is told its state."""
+    return isinstance(node, int) and node < 0

@@ -1,0 +1,22 @@
+"""On which terms a state is landed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from torchrelay.landing.shards import Shards
+
+
+class Terms(NamedTuple):
+    """`atomic`: the caller's tensors are old or new. `staged`: their bytes are held back until
+    `commit`; without it whoever brings them writes them, and answers for what `atomic` says."""
+
+    strict: bool = True
+    atomic: bool = True
+    staged: bool = True
+    device: torch.device | None = None
+    rank: int = 0
+    make_missing: bool = False
+    shards: Shards = "own"
