@@ -20,13 +20,14 @@ from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.memory.side import in_use, settle
 from torchrelay.plan.blueprint import Blueprint
 from torchrelay.plan.snapshot import Snapshot, capture
+from torchrelay.progress import Progress, ProgressCallback, reporter
 from torchrelay.state.objects import unwrap
+from torchrelay.steps import check_step
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines, post_of
 from torchrelay.transports.group.shield import shielded
-from torchrelay.transports.protocol.arguments import check_step, device_of
+from torchrelay.transports.protocol.arguments import device_of
 from torchrelay.transports.protocol.options import ReceiveOptions, SendOptions, TransferCall
 from torchrelay.transports.protocol.parts import Branch, MakeBranch, once
-from torchrelay.transports.protocol.progress import Progress, ProgressCallback, reporter
 from torchrelay.transports.protocol.receiver import Receiving, answer, transfer_of
 from torchrelay.transports.protocol.report import Received, Report
 from torchrelay.transports.protocol.sender import Sending
@@ -144,7 +145,8 @@ class Relay:
             try:
                 deadline.set(self._timeout if timeout is None else timeout)
                 wait = Deadline(deadline.seconds if join_timeout is None else join_timeout)
-                check_step(step)
+                if step is not None:
+                    check_step(step)
                 told, way = reporter(progress), check_route(route) or self._route
                 with watch("capture"):
                     snapshot = self._capture(state, step, len(ranks))
@@ -248,7 +250,8 @@ class Relay:
         sources = self._receivers(source)
         if not sources:
             raise UsageError("no source to receive from")
-        check_step(step)
+        if step is not None:
+            check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
         check_choice(shards)
         where, way = device_of(device), check_route(route) or self._route

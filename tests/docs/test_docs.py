@@ -34,7 +34,7 @@ import torchrelay as tr
 from tests.support.forks import Done, run_program
 from tests.support.ranks import run_ranks
 from tests.support.s3 import S3, moto_server, s3  # noqa: F401
-from torchrelay import dropin, errors
+from torchrelay import dropin, errors, steps
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
 from torchrelay.geometry import boxes
@@ -533,7 +533,7 @@ def test_checkpoint_limits_are_as_described() -> None:
     assert named == "512, 2^14"
     assert (validation.MAX_CLASSES, validation.MAX_FIELDS) == (512, 1 << 14)
     assert (caps["dimensions of a mesh"], meshes.MAX_MESH_DIMS) == ("16", 16)
-    assert seam.MAX_STEP == (1 << 63) - 1 and "below 2^63" in FORMAT
+    assert steps.MAX_STEP == (1 << 63) - 1 and "below 2^63" in FORMAT
     assert caps["file name"] == f"`{commit.PLAIN_NAME.pattern}`"
     assert layout.CHUNK_BYTES == (4 << 10, 1 << 20) and "1 MiB" in FORMAT and "4 KiB" in FORMAT
     assert layout.CHUNKS == (256, 4096) and "256 chunks" in FORMAT and "4,096 chunks" in FORMAT

@@ -137,14 +137,10 @@ def test_a_save_tells_how_far_it_is(
     told: list[tuple[int, int]] = []
     budget = 16 << 20 if kind == "budget" else None
     with tr.Checkpointer(tmp_path, group=False, memory_budget=budget) as checkpointer:
-
-        def show(done: int, total: int) -> None:
-            told.append((done, total))
-
         if kind == "save":
-            saved = checkpointer.save(1, large, progress=show)
+            saved = checkpointer.save(1, large, progress=told.append)
         else:
-            found = checkpointer.save_async(1, large, progress=show).result(30)
+            found = checkpointer.save_async(1, large, progress=told.append).result(30)
             assert found is not None
             saved = found
         assert equal(checkpointer.load().state, large)

@@ -415,8 +415,8 @@ def test_a_step_that_goes_while_it_is_loaded_does_not_tear_what_was_not_touched(
     """As beside a trainer that keeps one step: it is removed between its check and its landing."""
     mine = {"w": torch.zeros(1 << 16), "picky": Picky(0)}
 
-    def gone(done: int, total: int) -> None:
-        if done >= total // 2:
+    def gone(told: tr.Progress) -> None:
+        if told.done >= told.total // 2:
             shutil.rmtree(tmp_path / "step-5", ignore_errors=True)
 
     with tr.Checkpointer(tmp_path) as held:

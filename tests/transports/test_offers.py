@@ -29,7 +29,7 @@ def offer(state: Any, step: int | None, host: bytes = b"table") -> wire.Offer:
     return wire.Offer(capture(state, step).encoded(), routes=routes, route="host", threads=2)
 
 
-@pytest.mark.parametrize("step", [None, 0, 7, 127, 128, 1 << 20, (1 << 62) - 1])
+@pytest.mark.parametrize("step", [None, 0, 7, 127, 128, 1 << 20, (1 << 63) - 1])
 def test_what_is_left_out_is_put_back(step: int | None) -> None:
     state = weights(1)
     here = Offers()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from torchrelay.checkpointer.keep import Keep, KeepAll
@@ -15,13 +14,12 @@ from torchrelay.errors import (
     StepNotFoundError,
     StepOrderError,
 )
+from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.stores.opening import OpenedStep, open_newest, open_step
 from torchrelay.stores.reading import Fetch, everything
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import Store
-
-Progress = Callable[[int, int], None]
 
 
 class Catalog:
@@ -77,7 +75,7 @@ class Catalog:
     def open(self, step: int, patience: Retry = ONCE) -> OpenedStep:
         return open_step(self.store, step, patience)
 
-    def verify(self, step: int | None, progress: Progress | None, patience: Retry) -> int:
+    def verify(self, step: int | None, progress: ProgressCallback | None, patience: Retry) -> int:
         with self._faults("list the steps"):
             if step is None:
                 held = open_newest(self.store, patience)
@@ -171,23 +169,3 @@ class Catalog:
                     self.delete(step)
         except Exception as fault:  # of a policy too: the step is committed all the same
             logger.warning("old steps could not be removed: %s: %s", type(fault).__name__, fault)
-
-
-class Bar:
-    """Bytes done of all, for the caller's progress function."""
-
-    def __init__(self, show: Progress | None, total: int = 0) -> None:
-        self._show = show
-        self._lock = threading.Lock()
-        self._done = 0
-        self.total = total
-
-    @property
-    def is_shown(self) -> bool:
-        return self._show is not None
-
-    def add(self, nbytes: int) -> None:
-        if self._show is not None:
-            with self._lock:
-                self._done += nbytes
-                self._show(min(self._done, self.total), self.total)

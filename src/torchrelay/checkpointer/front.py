@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from torchrelay.checkpointer.catalog import Catalog, Progress
+from torchrelay.checkpointer.catalog import Catalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, policy
 from torchrelay.checkpointer.last_save import LastSave, agreed_step
@@ -28,10 +28,12 @@ from torchrelay.checkpointer.step_draft import GRACE
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
+from torchrelay.progress import ProgressCallback
+from torchrelay.steps import check_step
 from torchrelay.stores.layout import FILE_BYTES
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.records import Checkpoint
-from torchrelay.stores.seam import MAX_STEP, Store
+from torchrelay.stores.seam import Store
 from torchrelay.transports.group.assembly import Assembly
 from torchrelay.version import __version__
 
@@ -151,7 +153,7 @@ class Checkpointer:
         *,
         overwrite: bool = False,
         timeout: Timeout | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Saved:
         """Write a state; returns when the step is committed on the medium.
 
@@ -175,7 +177,7 @@ class Checkpointer:
         overwrite: bool = False,
         timeout: Timeout | None = None,
         on_busy: Literal["wait", "skip"] | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Pending:
         """Stage a state and return; a process beside this one writes it.
 
@@ -219,12 +221,12 @@ class Checkpointer:
         step: int,
         overwrite: bool,
         timeout: Timeout | None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Save:
         if self._closed:
             raise UsageError("this checkpointer is closed")
         self._check_writable()
-        _check_step(step)
+        check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
         return Save(step, overwrite, self._all.call(f"step {step}"), deadline, progress)
 
@@ -269,7 +271,7 @@ class Checkpointer:
         It waits for no other rank until then, and asks the group's store once a second at most.
         """
         self._owner.check()
-        _check_step(step)
+        check_step(step)
         if self._closed:
             raise UsageError("this checkpointer is closed")
         return self._last.tick()
@@ -297,7 +299,7 @@ class Checkpointer:
         atomic: bool = True,
         device: torch.device | str | None = None,
         timeout: Timeout | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Loaded:
         """Read a step: into the caller's tensors, or as a new state (`into=None`).
 
@@ -313,7 +315,7 @@ class Checkpointer:
             if self._closed:
                 raise UsageError("this checkpointer is closed")
             if step is not None:
-                _check_step(step)
+                check_step(step)
             call = self._all.call()
             deadline = Deadline(self._timeout if timeout is None else timeout)
             # In a round: another rank may have asked for the failure that this one was not told.
@@ -349,7 +351,7 @@ class Checkpointer:
         """The commit record of a step: what is in it and where; `DamagedError` if it is broken."""
         return self._bounded("read the commit record", lambda: self._shelf.record(step))
 
-    def verify(self, step: int | None = None, *, progress: Progress | None = None) -> int:
+    def verify(self, step: int | None = None, *, progress: ProgressCallback | None = None) -> int:
         """Read every byte of a step (the newest, by default) and check every digest.
 
         Returns the step; `DamagedError` or `ManifestError` says what is wrong with it.
@@ -484,8 +486,3 @@ class Checkpointer:
             return
         with suppress(Exception):  # the block's own error is the one to show; this one is logged
             self.close()
-
-
-def _check_step(step: int) -> None:
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise UsageError(f"a step is a number from 0 to {MAX_STEP}, not {step!r}")

@@ -12,7 +12,6 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from torchrelay.checkpointer.catalog import Bar, Progress
 from torchrelay.checkpointer.loading import Loading
 from torchrelay.checkpointer.selection import check_only
 from torchrelay.deadlines import Deadline, Stopwatch
@@ -25,6 +24,7 @@ from torchrelay.errors import (
 )
 from torchrelay.landing.places import Landed
 from torchrelay.memory.bounded import bounded
+from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.sources.seam import Opened
 from torchrelay.state.tree import show
 from torchrelay.stores.retry import Retry
@@ -64,7 +64,7 @@ class Wanted(NamedTuple):
     verify: bool
     atomic: bool
     device: torch.device | None
-    progress: Progress | None
+    progress: ProgressCallback | None
 
     @property
     def checked_first(self) -> bool:

@@ -25,7 +25,6 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from torchrelay.checkpointer.agreement import agree
-from torchrelay.checkpointer.catalog import Bar, Progress
 from torchrelay.checkpointer.pending import Pending, Saved, logger
 from torchrelay.checkpointer.staging import (
     HereTarget,
@@ -41,6 +40,7 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.device import DeviceCopy
 from torchrelay.memory.pool import cores
 from torchrelay.memory.side import settle
+from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.pause import gc_paused
 from torchrelay.stores import plan_limits, plans
 from torchrelay.stores.drafting import Share, Written, commit_record
@@ -66,7 +66,7 @@ class Save:
     overwrite: bool
     call: Call
     deadline: Deadline
-    progress: Progress | None = None
+    progress: ProgressCallback | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
     token: str = ""
     mark: str = ""

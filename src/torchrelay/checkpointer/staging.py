@@ -11,12 +11,12 @@ import threading
 from collections.abc import Iterator
 from typing import Protocol
 
-from torchrelay.checkpointer.catalog import Bar
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.plan.stream import Stream
+from torchrelay.progress import Bar
 from torchrelay.stores.drafting import Share
 from torchrelay.stores.seam import DataFiles
 from torchrelay.stores.writer.client import WriterProcess

@@ -17,12 +17,12 @@ from torchrelay.deadlines import TICK, Deadline, Stopwatch
 from torchrelay.dropin._torch_wire import recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
 from torchrelay.memory.side import settle
+from torchrelay.progress import untold
 from torchrelay.relay import Relay
 from torchrelay.transports.group.c10d import Watcher
 from torchrelay.transports.group.lines import FirstMessage, post_of
 from torchrelay.transports.group.shield import shielded
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.progress import untold
 from torchrelay.transports.protocol.receiver import answer
 
 PARTING_SECONDS = 10.0  # that a transfer of torch's protocol has after an interrupt

@@ -17,7 +17,7 @@ from torchrelay.endpoint.publishing import Published, Publisher
 from torchrelay.endpoint.security import Address, check_certificate, check_listening, find_token
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import RelayError, UsageError
-from torchrelay.stores.seam import MAX_STEP
+from torchrelay.steps import check_step
 from torchrelay.transports.group.assembly import Assembly
 from torchrelay.version import __version__
 
@@ -98,8 +98,7 @@ class Endpoint:
         says why. Ranks of a group call it together.
         """
         self._owner.check()
-        if type(step) is not int or not 0 <= step <= MAX_STEP:
-            raise UsageError(f"step is a number from 0 to {MAX_STEP}, not {step!r}")
+        check_step(step)
         with self._calls:
             if self._closed:
                 raise UsageError("this endpoint is closed")

@@ -23,10 +23,10 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UsageError,
 )
+from torchrelay.progress import ProgressCallback
 from torchrelay.sources.endpoint import EndpointSource, OpenedEndpoint
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.transports.group.assembly import Assembly
-from torchrelay.transports.protocol.progress import ProgressCallback, reporter
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def pull(
         True,
         atomic,
         None if device is None else torch.device(device),
-        None if progress is None else reporter(progress),
+        progress,
     )
     loader = Loader(_Shelf(source, deadline, newer_than), assembly, None)
     reason = "it was interrupted"

@@ -29,6 +29,7 @@ from torchrelay.record.dtypes import itemsize as itemsize  # noqa: PLC0414
 from torchrelay.record.keys import check_keys
 from torchrelay.record.meshes import check_mesh, check_meshes
 from torchrelay.record.values import decode_value
+from torchrelay.steps import MAX_STEP
 
 MAX_NESTED = 16  # tensor subclasses in tensor subclasses
 _NOW_AND_THEN = 1024  # containers between two looks at the clock
@@ -68,7 +69,7 @@ def check(
 
 
 def check_step(step: int | None) -> None:
-    if step is not None and not 0 <= step < MAX_SIZE:
+    if step is not None and not 0 <= step <= MAX_STEP:
         raise ManifestError(f"step {step} is out of range")
 
 

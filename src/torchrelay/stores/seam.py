@@ -17,7 +17,6 @@ from torchrelay.stores.retry import ONCE, Retry
 
 Buffer = bytes | bytearray | memoryview
 
-MAX_STEP = (1 << 63) - 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 31
 DATA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors(\.index\.json)?")

@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from torchrelay.steps import MAX_STEP
 from torchrelay.stores.local.files import Files, lock, named
 from torchrelay.stores.local.final_act import FinalAct, unknown
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.reader import LocalStep
 from torchrelay.stores.local.removal import remove_directory
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import MANIFEST, MAX_STEP, Buffer
+from torchrelay.stores.seam import MANIFEST, Buffer
 
 WRITE_OUT_BYTES = 8 << 20
 _TRIES = 100

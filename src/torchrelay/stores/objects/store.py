@@ -23,12 +23,13 @@ from weakref import WeakSet
 
 from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
+from torchrelay.steps import MAX_STEP
 from torchrelay.stores.local.final_act import FinalAct, unknown
 from torchrelay.stores.local.removal import ownership
 from torchrelay.stores.objects.bucket import Bucket, ObjectInfo
 from torchrelay.stores.objects.reader import ObjectStep, check_name
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES, MAX_STEP, Buffer
+from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES, Buffer
 
 TOKEN = "torchrelaytoken"  # letters only: Azure and proxies refuse or drop other names
 PART_BYTES = 16 << 20

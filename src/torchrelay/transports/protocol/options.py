@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.landing.seam import Landing
+from torchrelay.progress import untold
 from torchrelay.record.compact import KnownTree
 from torchrelay.record.manifest import Manifest
-from torchrelay.transports.protocol.progress import untold
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.record.manifest import MAX_STREAM_BYTES
+from torchrelay.steps import MAX_STEP
 
 MAJOR, MINOR = 1, 8
 T = TypeVar("T")
@@ -67,7 +68,7 @@ MAX_CHUNKS = 1 << 26
 MAX_SECONDS = 1e9
 MAX_TEXT = 1 << 14  # characters that one side tells the other in words
 
-Step = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
+Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1, title="rank")]  # below the group's size
 Id = Annotated[int, Meta(ge=0, le=(1 << ID_BITS) - 1)]  # of a transfer
 AskedLane = Annotated[int, Meta(ge=2, le=LANES - 1)]  # of chunks that were asked for

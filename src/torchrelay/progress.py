@@ -1,0 +1,54 @@
+"""How far a transfer, a save or a load has come, for whoever wants to know."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torchrelay.errors import UsageError
+
+
+class Progress(NamedTuple):
+    """Bytes that have gone out, come in or been looked at, of all."""
+
+    done: int
+    total: int
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def reporter(progress: ProgressCallback | None) -> Callable[[int, int], None]:
+    show = _checked(progress)
+    return untold if show is None else lambda done, total: show(Progress(done, total))
+
+
+def _checked(progress: ProgressCallback | None) -> ProgressCallback | None:
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress is a function of a Progress, not {progress!r}")
+    return progress
+
+
+def untold(done: int, total: int) -> None:
+    """Progress that nobody asked for."""
+
+
+class Bar:
+    """Bytes done of all, for the caller's progress function."""
+
+    def __init__(self, show: ProgressCallback | None, total: int = 0) -> None:
+        self._show = _checked(show)
+        self._lock = threading.Lock()
+        self._done = 0
+        self.total = total
+
+    @property
+    def is_shown(self) -> bool:
+        return self._show is not None
+
+    def add(self, nbytes: int) -> None:
+        if self._show is not None:
+            with self._lock:
+                self._done += nbytes
+                self._show(Progress(min(self._done, self.total), self.total))
