@@ -1,0 +1,193 @@
+"""Ranks that each serve their part of a sharded state, at one URL; whole or cut anew elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import torchrelay as tr
+
+TIMEOUT = 60
+_kept: dict[str, Any] = {}  # in a rank: what stays between two calls
+
+
+def _job(seed: int, *, dims: int = 1) -> dict[str, Any]:
+    """A model under FSDP2 with its optimizer, the same on any number of ranks, and what is each
+    rank's own."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(12, 33), nn.Tanh(), nn.Linear(33, 5, bias=False))
+    world = dist.get_world_size()
+    if dims == 2:
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    column = distribute_tensor(
+        torch.arange(7.0 * 22).reshape(7, 22) + seed,
+        mesh,
+        [Shard(1)] if dims == 1 else [Replicate(), Shard(1)],
+    )
+    return {"model": model, "optimizer": optimizer, "column": column, "step": 0}
+
+
+def _train(job: dict[str, Any], steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        draw = torch.Generator().manual_seed(job["step"])
+        loss = job["model"](torch.randn(16, 12, generator=draw)).square().mean()
+        job["optimizer"].zero_grad()
+        loss.backward()
+        job["optimizer"].step()
+        job["step"] += 1
+        losses.append(loss.item())
+    return losses
+
+
+def _full(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _whole(job: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = {f"model.{key}": _full(x) for key, x in job["model"].state_dict().items()}
+    found["column"] = _full(job["column"])
+    for index, held in job["optimizer"].state_dict()["state"].items():
+        found.update({f"optimizer.state.{index}.{key}": _full(x) for key, x in held.items()})
+    return found
+
+
+def serve_part(rank: int, group: Any, seed: int) -> tuple[str, dict[str, torch.Tensor]]:
+    """Train and serve; the URL, and the state in whole tensors."""
+    job = _job(seed)
+    _train(job, 2)
+    _kept["job"] = job
+    _kept["endpoint"] = tr.serve(job, step=2, timeout=TIMEOUT)
+    return _kept["endpoint"].url, _whole(job)
+
+
+def publish_part(rank: int, group: Any, step: int) -> dict[str, torch.Tensor]:
+    _train(_kept["job"], 1)
+    _kept["endpoint"].publish(_kept["job"], step=step).wait(TIMEOUT)
+    return _whole(_kept["job"])
+
+
+def train_on(rank: int, group: Any, steps: int) -> list[float]:
+    return _train(_kept["job"], steps)
+
+
+def close_part(rank: int, group: Any) -> None:
+    _kept.pop("endpoint").close()
+
+
+def pull_part(rank: int, group: Any, url: str, dims: int) -> tuple[int, Any, dict[str, int]]:
+    """Pull into another mesh; the step, the state in whole tensors, and where it came from."""
+    got = tr.pull(url, into=_job(99, dims=dims), group=dist.group.WORLD, timeout=TIMEOUT)
+    _kept["job"] = got.state
+    return got.step, _whole(got.state), got.report.sources
+
+
+def refuse_part(rank: int, group: Any, url: str) -> tuple[str, bool]:
+    """One rank's destination does not fit: no rank's is written."""
+    job = _job(98)
+    before = {name: x.clone() for name, x in _whole(job).items()}
+    if rank == 1:
+        job["extra"] = torch.zeros(3)
+    try:
+        tr.pull(url, into=job, group=dist.group.WORLD, timeout=TIMEOUT)
+    except tr.MismatchError as fault:
+        after = _whole(job)
+        return str(fault), all(torch.equal(before[name], after[name]) for name in before)
+    return "", False
+
+
+@pytest.fixture(scope="module")
+def served(pool4: Any) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    found = pool4.run(serve_part, 1)
+    assert len({url for url, _ in found}) == 1
+    yield found[0]
+    pool4.run(close_part)
+
+
+def _same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
+
+
+def _flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = {f"model.{key}": x for key, x in state["model"].items()}
+    found["column"] = state["column"]
+    for index, held in state["optimizer"]["state"].items():
+        found.update({f"optimizer.state.{index}.{key}": x for key, x in held.items()})
+    return found
+
+
+def test_one_process_pulls_the_whole(served: tuple[str, Any]) -> None:
+    url, wanted = served
+    got = tr.pull(url, timeout=TIMEOUT)
+    assert got.step == 2 and got.state["step"] == 2
+    assert _same(_flat(got.state), wanted)
+    assert len(got.report.sources) == 4  # every rank gave its part
+
+
+def test_curl_gets_whole_tensors_of_all_ranks(served: tuple[str, Any], tmp_path: Path) -> None:
+    url, wanted = served
+    file = tmp_path / "model.safetensors"
+    subprocess.run(["curl", "-sSf", "-o", file, f"{url}/model.safetensors"], check=True, timeout=60)
+    found = load_file(file)
+    assert _same(found, {name: x for name, x in wanted.items()})
+    part = tmp_path / "part"
+    for start, stop in ((0, 1000), (1001, 5000), (5001, file.stat().st_size)):
+        subprocess.run(
+            [
+                "curl",
+                "-sSf",
+                "-r",
+                f"{start}-{stop}",
+                "-o",
+                part,
+                f"{url}/model.safetensors?step=2",
+            ],
+            check=True,
+            timeout=60,
+        )
+        assert part.read_bytes() == file.read_bytes()[start : stop + 1]
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_two_ranks_of_another_mesh_pull_their_parts_and_train_on(
+    served: tuple[str, Any], pool2: Any, dims: int
+) -> None:
+    url, wanted = served
+    for step, found, sources in pool2.run(pull_part, url, dims):
+        assert step == 2
+        assert _same(found, wanted)
+        assert len(sources) > 1
+    assert len(set(map(tuple, pool2.run(train_on, 2)))) == 1
+
+
+def test_one_rank_that_cannot_land_keeps_all_from_it(served: tuple[str, Any], pool2: Any) -> None:
+    for message, untouched in pool2.run(refuse_part, served[0]):
+        assert "extra" in message
+        assert untouched
+
+
+def test_readers_of_a_step_finish_on_it_while_ranks_publish_the_next(
+    served: tuple[str, Any], pool4: Any
+) -> None:
+    url, _ = served
+    wanted = pool4.run(publish_part, 3)[0]
+    got = tr.pull(url, timeout=TIMEOUT)
+    assert got.step == 3 and _same(_flat(got.state), wanted)
+    wanted = pool4.run(publish_part, 4)[0]
+    got = tr.pull(url, newer_than=3, timeout=TIMEOUT)
+    assert got.step == 4 and _same(_flat(got.state), wanted)
