@@ -153,7 +153,7 @@ def _pulled(loaded: Loaded, source: EndpointSource) -> PullResult:
         bytes=loaded.report.bytes,
         seconds=loaded.report.seconds,
         sources=source.supplied,
-        failed=source.dropped,
+        failed=source.faulty,
         missing=loaded.report.missing,
         extra=loaded.report.extra,
         instead=loaded.report.instead,

@@ -255,11 +255,11 @@ class EndpointSource:
         return found
 
     @property
-    def dropped(self) -> dict[str, str]:
+    def faulty(self) -> dict[str, str]:
         """Why URLs were left out or dropped."""
         found = dict(self.failed)
         for step in self._opened:
-            found.update(step.suppliers.dropped)
+            found.update(step.suppliers.faulty)
         return found
 
 

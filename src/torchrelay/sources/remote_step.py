@@ -81,7 +81,7 @@ class RemoteReader:
             return
         at = position
         while at < stop:
-            at = self._some(at, stop, list(_from(views, at - position)))
+            at = self._some(at, list(_from(views, at - position)))
 
     def _read_around(self, start: int, stop: int, views: list[memoryview]) -> None:
         size = self._file.chunk_bytes
@@ -94,28 +94,36 @@ class RemoteReader:
             view[:] = whole[at : at + len(view)]
             at += len(view)
 
-    def _some(self, start: int, stop: int, views: list[memoryview]) -> int:
+    def _some(self, start: int, views: list[memoryview]) -> int:
         """Read what one supplier gives of a range; up to where all chunks hold."""
         name = self._file.name
         supplier = self._suppliers.take(name)
         chunks = _Chunks(self._file, start, views)
+        fault: Exception | None = None
         try:
-            seconds = max(self._deadline.left(), 0.01)
-            for nbytes in supplier.host.read(self._path, start, views, seconds=seconds):
-                if self._suppliers.stopped.is_set():
-                    break
-                if not chunks.add(nbytes):
-                    self._suppliers.drop(supplier, self._wrong(supplier, chunks.at))
-                    break
-        except Answered as answer:
-            self._refused(supplier, answer)
-        except EndpointError as fault:
-            self._suppliers.drop(supplier, fault.message)
-        except (OSError, http.client.HTTPException) as fault:
-            self._suppliers.failed(name, supplier, _words(fault))
+            self._stream(supplier, start, views, chunks)
+        except (OSError, http.client.HTTPException, EndpointError, Answered) as found:
+            fault = found
         finally:
             self._suppliers.release(supplier, chunks.at - start)
+        if isinstance(fault, Answered):
+            self._refused(supplier, fault)
+        elif isinstance(fault, EndpointError):
+            self._suppliers.drop(supplier, fault.message)
+        elif fault is not None:
+            self._suppliers.failed(name, supplier, _words(fault))
         return chunks.at
+
+    def _stream(
+        self, supplier: Supplier, start: int, views: list[memoryview], chunks: _Chunks
+    ) -> None:
+        seconds = max(self._deadline.left(), 0.01)
+        for nbytes in supplier.host.read(self._path, start, views, seconds=seconds):
+            if self._suppliers.stopped.is_set():
+                return
+            if not chunks.add(nbytes):
+                self._suppliers.drop(supplier, self._wrong(supplier, chunks.at))
+                return
 
     def _wrong(self, supplier: Supplier, at: int) -> str:
         """What is wrong with an endpoint that gave other bytes: it may have the step no more."""

@@ -26,6 +26,7 @@ class Supplier:
         self.host = host
         self.active = 0  # requests under way
         self.failures = 0  # in a row
+        self.fault = ""  # the last of them
         self.bytes = 0
         self.rested = 0.0  # until when it is left alone
         self.dropped = ""  # why it is asked no more
@@ -39,7 +40,6 @@ class Suppliers:
         self._deadline = deadline
         self._what = what
         self._lock = threading.Lock()
-        self._faults: list[str] = []
         self.gone = False  # whether the step is there no more
         self.stopped = threading.Event()
 
@@ -78,6 +78,7 @@ class Suppliers:
         """It broke off: it rests, and after some times is asked no more."""
         with self._lock:
             supplier.failures += 1
+            supplier.fault = why
             first, most = PAUSES
             supplier.rested = time.monotonic() + min(first * 2 ** (supplier.failures - 1), most)
             alone = all(one is supplier or one.dropped for one in self._volumes[volume])
@@ -95,9 +96,13 @@ class Suppliers:
         return PeerLostError(f"{self._what} cannot be read on: {told}", phase="data")
 
     @property
-    def dropped(self) -> dict[str, str]:
-        """Why, by URL."""
-        return {one.host.url: one.dropped for one in self.all if one.dropped}
+    def faulty(self) -> dict[str, str]:
+        """What is wrong with those that were dropped or that did not come back, by URL."""
+        return {
+            one.host.url: one.dropped or one.fault
+            for one in self.all
+            if one.dropped or one.failures
+        }
 
     @property
     def bytes(self) -> dict[str, int]:

@@ -1,0 +1,136 @@
+"""Several endpoints of one step: what one fails to give comes from the others, and is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchrelay as tr
+from tests.endpoint.liars import Between
+
+ROWS = 24 << 20
+
+
+def _state() -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(3)
+    return {"w": torch.randint(0, 255, (ROWS,), generator=draw, dtype=torch.uint8), "n": 3}
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[tr.Endpoint]]:
+    state = _state()
+    made = [tr.serve(state, step=5, timeout=30) for _ in range(3)]
+    yield made
+    for endpoint in made:
+        endpoint.close()
+
+
+def _is(state: dict[str, Any]) -> bool:
+    return state["n"] == 3 and torch.equal(state["w"], _state()["w"])
+
+
+def _flipped(line: str, body: bytes) -> bytes:
+    """A byte of a volume is another one."""
+    if "/volumes/" not in line or len(body) < 1000:
+        return body
+    return body[:777] + bytes([body[777] ^ 1]) + body[778:]
+
+
+def test_chunks_come_from_whoever_is_free(three: list[tr.Endpoint]) -> None:
+    got = tr.pull([one.url for one in three], timeout=30)
+    assert _is(got.state)
+    assert len(got.report.sources) > 1 and not got.report.failed
+    assert sum(got.report.sources.values()) < 1.1 * ROWS
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_one_killed_midway_and_one_with_a_flipped_byte(
+    three: list[tr.Endpoint], in_place: bool
+) -> None:
+    """The server process of the first is killed for real, while it sends."""
+    doomed = tr.serve(_state(), step=5, timeout=30)
+    pid = doomed._server.pid
+    assert pid is not None
+    hit = threading.Event()
+
+    def kill(line: str, body: bytes) -> bytes | None:
+        if "/volumes/" in line and not hit.is_set():
+            hit.set()
+            os.kill(pid, signal.SIGKILL)
+            return None
+        return body
+
+    into = {"w": torch.zeros(ROWS, dtype=torch.uint8), "n": 0} if in_place else None
+    with Between(doomed.url, kill) as dying, Between(three[0].url, _flipped) as liar:
+        got = tr.pull([dying.url, liar.url, three[1].url], into=into, timeout=60)
+    assert hit.is_set()
+    assert _is(got.state)
+    assert "wrong digest" in got.report.failed[liar.url]
+    assert dying.url in got.report.failed
+    assert set(got.report.failed) == {liar.url, dying.url}
+    doomed.close()
+
+
+def test_a_connection_that_breaks_is_resumed_where_it_was(three: list[tr.Endpoint]) -> None:
+    """With one endpoint alone: whole chunks that came before are not fetched again."""
+    cuts = {"left": 3}
+
+    def cut(line: str, body: bytes) -> bytes | None:
+        if "/volumes/" in line and len(body) > 1 << 20 and cuts["left"]:
+            cuts["left"] -= 1
+            return None
+        return body
+
+    with Between(three[0].url, cut) as between:
+        got = tr.pull(between.url, timeout=60)
+        assert _is(got.state)
+        assert cuts["left"] == 0 and not got.report.failed
+        assert got.report.sources == {between.url: sum(got.report.sources.values())}
+        wanted = [line for line in between.requests if "/volumes/" in line]
+        assert len(wanted) >= 4
+
+
+def test_all_of_them_lie(three: list[tr.Endpoint]) -> None:
+    """Nothing is written, and the error names each with what is wrong with it."""
+    into = {"w": torch.zeros(ROWS, dtype=torch.uint8), "n": 0}
+    with Between(three[0].url, _flipped) as one, Between(three[1].url, _flipped) as other:
+        with pytest.raises(tr.PeerLostError, match="wrong digest") as caught:
+            tr.pull([one.url, other.url], into=into, timeout=30)
+        assert one.url in str(caught.value) and other.url in str(caught.value)
+    assert not into["w"].any() and into["n"] == 0
+
+
+def test_without_atomic_the_state_is_torn_and_says_so(three: list[tr.Endpoint]) -> None:
+    into = {"w": torch.zeros(ROWS, dtype=torch.uint8), "n": 0}
+    with Between(three[0].url, _flipped) as one, pytest.raises(tr.TornStateError):
+        tr.pull(one.url, into=into, atomic=False, timeout=30)
+
+
+def test_endpoints_of_other_steps_or_bytes_are_left_out(three: list[tr.Endpoint]) -> None:
+    other = {**_state(), "n": 4}
+    with (
+        tr.serve(other, step=5, timeout=30) as elsewhere,
+        tr.serve(_state(), step=4, timeout=30) as older,
+    ):
+        urls = [elsewhere.url, older.url, three[0].url, three[1].url, "http://127.0.0.1:9"]
+        got = tr.pull(urls, timeout=30)
+    assert _is(got.state) and got.step == 5
+    assert got.report.failed[elsewhere.url] == "has other bytes of step 5"
+    assert got.report.failed[older.url] == "has no step 5"
+    assert "does not answer" in got.report.failed["http://127.0.0.1:9"]
+
+
+def test_nobody_is_there() -> None:
+    with pytest.raises(tr.PeerLostError, match=r"127.0.0.1:9.*refused"):
+        tr.pull("http://127.0.0.1:9", timeout=5)
+    with pytest.raises(tr.UsageError, match="TORCHRELAY_TOKEN"):
+        tr.pull("http://me:secret@127.0.0.1:9", timeout=5)
+    for url in ("ftp://127.0.0.1:9", "127.0.0.1:9", "http://", "http://a/b"):
+        with pytest.raises(tr.UsageError):
+            tr.pull(url, timeout=5)
