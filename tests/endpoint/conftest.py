@@ -26,17 +26,17 @@ class Stage:
     def show(self, state: object) -> int:
         step = next(self._steps)
         published = self.endpoint.publish(state, step=step)
-        published.wait(30)
+        published.wait(60)
         assert published.skipped is None
         return step
 
     def through(self, state: object, **options: Any) -> Any:
         """What a pull gives of a state."""
         step = self.show(state)
-        return tr.pull(self.url, step=step, timeout=30, **options).state
+        return tr.pull(self.url, step=step, timeout=60, **options).state
 
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with tr.serve({"nothing": torch.zeros(1)}, step=0, timeout=30) as endpoint:
+    with tr.serve({"nothing": torch.zeros(1)}, step=0, timeout=60) as endpoint:
         yield Stage(endpoint)

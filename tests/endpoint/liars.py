@@ -50,6 +50,9 @@ class Between:
                     if altered is None:
                         reader.sendall(head + body[: len(body) // 2])
                         return
+                    if len(altered) != len(body):
+                        before, after = (b"Content-Length: %d" % len(x) for x in (body, altered))
+                        head = head.replace(before, after)
                     reader.sendall(head + altered)
 
     def close(self) -> None:

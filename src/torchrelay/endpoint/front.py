@@ -157,7 +157,8 @@ def serve(
       torch.distributed is initialized. `False`: this process alone.
     - `timeout` bounds each call.
     - `hold`: how many seconds a step that is no longer the newest is kept for its readers.
-    - `stall`: a reader that takes no bytes for so many seconds is dropped.
+    - `stall`: a reader that takes no bytes, or comes up with no request, for so many seconds is
+      dropped.
     - `connections`: how many may be open at once.
 
     A context manager; `close` ends the server process and frees the memory.

@@ -156,8 +156,9 @@ class Host:
         if cut.done:
             line.close()
             raise TimeoutError(f"{self.url} took too long to answer")
-        with self._lock:
-            self._kept.append(line)
+        if line.sock is not None:  # else the other end wanted it closed after its answer
+            with self._lock:
+                self._kept.append(line)
 
     def _connect(self, limit: float) -> http.client.HTTPConnection:
         if self._tls:

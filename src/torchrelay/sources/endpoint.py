@@ -183,28 +183,30 @@ class EndpointSource:
     ) -> OpenedEndpoint:
         seconds = max(deadline.left(), 0.01)
         for host in hosts:
-            data = self._asked(host, lambda h=host: self._record(h, step, seconds))  # type: ignore[misc]
-            if data is not None:
+            reply = self._asked(host, lambda h=host: self._record(h, step, seconds))  # type: ignore[misc]
+            if reply is not None:
                 break
         else:
             raise self._nobody()
+        if reply.headers.get("Torchrelay-Snapshot", snapshot) != snapshot:
+            raise StepNotFoundError(f"step {step} was replaced while it was opened", step=step)
         try:
-            record = decode(data)
+            record = decode(reply.body)
         except ManifestError as fault:
             raise EndpointError(f"{host.url} has no valid record: {fault.message}") from fault
         if record.step != step or content_digest(record) != snapshot:
-            raise StepNotFoundError(f"step {step} was replaced while it was opened", step=step)
+            raise EndpointError(f"{host.url} has a record of something else than it says")
         suppliers = self._suppliers(hosts, record, snapshot, deadline)
-        files = RemoteStep(self.name, data, record, snapshot, suppliers, deadline)
+        files = RemoteStep(self.name, reply.body, record, snapshot, suppliers, deadline)
         self._opened.append(files)
         return OpenedEndpoint(record, files, snapshot)
 
-    def _record(self, host: Host, step: int, seconds: float) -> bytes:
+    def _record(self, host: Host, step: int, seconds: float) -> Reply:
         answer = host.get(f"/record?step={step}", seconds=seconds, limit=RECORD_BYTES)
         if answer.status == 404:
             raise StepNotFoundError(f"no step {step} at {host.url}", step=step)
         _check(host, answer)
-        return answer.body
+        return answer
 
     def _suppliers(
         self, hosts: list[Host], record: Checkpoint, snapshot: str, deadline: Deadline
@@ -237,7 +239,7 @@ class EndpointSource:
         hosts = {host.url: host for host in self.hosts if host.url not in self.failed}
         for step in self._opened:
             hosts.update({one.host.url: one.host for one in step.suppliers.all if not one.dropped})
-        end = time.monotonic() + 2.0
+        end = time.monotonic() + 1.0
         for host in hosts.values():
             with suppress(OSError, http.client.HTTPException, EndpointError):
                 left = end - time.monotonic()

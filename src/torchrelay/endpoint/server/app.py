@@ -312,7 +312,7 @@ class App:
                 raise
             reason = transfer.cut
         if reason and request.transport is not None:
-            request.transport.abort()
+            limits.cut(request.transport)
         transfer.fault = reason
         if alone:
             self.service.ledger.end(transfer, "failed" if reason else "done", reason)

@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import os
 import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -15,7 +16,6 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-HEADER_SECONDS = 10.0  # in which a connection has to come up with a whole request
 KEPT_SECONDS = 75.0  # that one may stay open between requests
 LINE_BYTES = 8190  # of a request line or a header, and
 HEADERS = 64  # so many of them
@@ -28,7 +28,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 class LimitedServer(web.Server):
     """An HTTP server with so many connections at most, none of which may dawdle with a request."""
 
-    def __init__(self, handler: Handler, most: int) -> None:
+    def __init__(self, handler: Handler, *, most: int, patience: float) -> None:
         super().__init__(
             self._watched(handler),
             keepalive_timeout=KEPT_SECONDS,
@@ -39,6 +39,7 @@ class LimitedServer(web.Server):
             lingering_time=0.0,
         )
         self._most = most
+        self._patience = patience  # seconds in which a connection has to come up with a request
         self._since: dict[Any, tuple[asyncio.Transport, float | None]] = {}
         self.turned_away = 0
         self.dawdlers = 0
@@ -52,7 +53,7 @@ class LimitedServer(web.Server):
                 return await handler(request)
             finally:
                 if protocol in self._since:
-                    kept = time.monotonic() + KEPT_SECONDS - HEADER_SECONDS
+                    kept = time.monotonic() + KEPT_SECONDS - self._patience
                     self._since[protocol] = self._since[protocol][0], kept
 
         return handle
@@ -61,7 +62,7 @@ class LimitedServer(web.Server):
         super().connection_made(handler, transport)
         if len(self._since) >= self._most:
             self.turned_away += 1
-            transport.abort()
+            cut(transport)
             return
         self._since[handler] = transport, time.monotonic()
 
@@ -79,14 +80,25 @@ class LimitedServer(web.Server):
             await asyncio.sleep(_SWEEP_SECONDS)
             now = time.monotonic()
             for transport, since in list(self._since.values()):
-                if since is not None and now - since > HEADER_SECONDS:
+                if since is not None and now - since > self._patience:
                     self.dawdlers += 1
-                    transport.abort()
+                    cut(transport)
+
+
+def cut(transport: asyncio.BaseTransport) -> None:
+    """End a connection at once: what the kernel has not delivered yet is thrown away, and does not
+    wait for a reader that takes nothing."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if isinstance(transport, asyncio.WriteTransport):
+        transport.abort()
 
 
 def has_token(request: web.BaseRequest, token: str) -> bool:
     kind, _, given = request.headers.get("Authorization", "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode(), token.encode())
+    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
     return same and kind.lower() == "bearer"
 
 

@@ -98,7 +98,7 @@ class Program:
             context.load_cert_chain(wanted.certfile, wanted.keyfile)
         service = Service(stall=wanted.stall, version=wanted.version)
         app = App(service, wanted.token, tls=context is not None)
-        service.server = LimitedServer(app.handle, wanted.connections)
+        service.server = LimitedServer(app.handle, most=wanted.connections, patience=wanted.stall)
         family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
         sock = socket.create_server((wanted.host, wanted.port), family=family, backlog=BACKLOG)
         await self._loop.create_server(service.server, sock=sock, ssl=context)
