@@ -5,22 +5,20 @@ The first that works is taken; why those before it were not goes into the report
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import NamedTuple
 
 from torchrelay.errors import RouteError, UsageError
-from torchrelay.transports.routes.connections import ConnectionRoute
-from torchrelay.transports.routes.cuda_ipc import CudaIpcRoute
-from torchrelay.transports.routes.host import HostRoute
-from torchrelay.transports.routes.messages import MessageRoute
 from torchrelay.transports.routes.seam import Incoming, Mover, Outgoing, Route, Server, Unavailable
 
-# From fast to slow. The last one always works.
-ROUTES: tuple[Route, ...] = (
-    CudaIpcRoute(),
-    HostRoute(),
-    ConnectionRoute(),
-    MessageRoute(),
+# The files of routes, from fast to slow. The last one always works.
+FILES = (
+    "cuda_ipc",
+    "host",
+    "connections",
+    "messages",
 )
+ROUTES: tuple[Route, ...] = tuple(import_module(f"{__package__}.{name}").ROUTE for name in FILES)
 BY_NAME = {route.name: route for route in ROUTES}
 GROUP = ROUTES[-1]
 

@@ -20,6 +20,7 @@ from torchrelay.transports.routes.seam import (
     Mover,
     Outgoing,
     PushStream,
+    Route,
     Server,
     Unavailable,
 )
@@ -123,3 +124,6 @@ class ConnectionRoute:
         if use.record is None:
             return Unavailable(use.instead.get("connections", ""))
         return ChannelMover(incoming, use)
+
+
+ROUTE: Route = ConnectionRoute()

@@ -24,7 +24,15 @@ from torchrelay.transports.routes.host import (
     reach,
 )
 from torchrelay.transports.routes.ipc_handles import Export, Exported, Exports, IpcError, Openings
-from torchrelay.transports.routes.seam import Incoming, Line, Mover, Outgoing, Server, Unavailable
+from torchrelay.transports.routes.seam import (
+    Incoming,
+    Line,
+    Mover,
+    Outgoing,
+    Route,
+    Server,
+    Unavailable,
+)
 
 
 class DeviceMemory(msgspec.Struct, array_like=True, frozen=True):
@@ -189,3 +197,6 @@ class CudaIpcRoute:
             strays=device.strays,
         )
         return CudaPull(incoming, found.memory, ways, opened, digests=device.digests)
+
+
+ROUTE: Route = CudaIpcRoute()

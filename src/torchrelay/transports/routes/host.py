@@ -30,7 +30,15 @@ from torchrelay.transports.routes.chunk_ways import SenderMemory, Shares, share
 from torchrelay.transports.routes.place import Process
 from torchrelay.transports.routes.read_tables import Readings
 from torchrelay.transports.routes.ring import Fill, MappedRing, MappedRings, Ring, Rings, RingServer
-from torchrelay.transports.routes.seam import Incoming, Line, Mover, Outgoing, Server, Unavailable
+from torchrelay.transports.routes.seam import (
+    Incoming,
+    Line,
+    Mover,
+    Outgoing,
+    Route,
+    Server,
+    Unavailable,
+)
 from torchrelay.transports.transfer.pull import Did, Pull
 
 IN_CACHE = 1 << 20  # bytes that are read and then hashed
@@ -381,3 +389,6 @@ class HostRoute:
             return found
         ways = find_ways(incoming, found.memory, reads=found.reads)
         return HostPull(incoming, found.memory, ways)
+
+
+ROUTE: Route = HostRoute()

@@ -8,7 +8,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes.seam import Incoming, Line, Mover, Outgoing, Server, Unavailable
+from torchrelay.transports.routes.seam import (
+    Incoming,
+    Line,
+    Mover,
+    Outgoing,
+    Route,
+    Server,
+    Unavailable,
+)
 from torchrelay.transports.transfer.intake import Feed, Intake
 
 
@@ -62,3 +70,6 @@ class MessageRoute:
 
     def accept(self, offer: wire.RouteOffer | None, incoming: Incoming) -> Mover | Unavailable:
         return PushedChunks(incoming)
+
+
+ROUTE: Route = MessageRoute()
