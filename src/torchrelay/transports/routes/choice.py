@@ -67,7 +67,7 @@ def choose(incoming: Incoming, wanted: str | None) -> Choice:
     instead: dict[str, str] = {}
     for route in ROUTES:
         if not _open(route, only):
-            if not route.by_request:
+            if not route.by_request and route.name == route.asked_as:
                 instead[route.name] = "not asked for"
             continue
         found = route.accept(incoming.offer.routes.get(route.name), incoming)

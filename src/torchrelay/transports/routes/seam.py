@@ -1,8 +1,8 @@
 """The seam of routes: how the bytes of a live state get to another process.
 
-A route is one file here, with its `ROUTE`, and one line in the list of `choice.py`. What its two ends say to each
-other is opaque to the protocol, which carries it: an offer, the answer to it, a word when the data
-begins, words while it lasts, and one with the digests at the end.
+A route is one file here, with its `ROUTE`, and one line in the list of `choice.py`. What its two
+ends say to each other is opaque to the protocol, which carries it: an offer, the answer to it, a
+word when the data begins, words while it lasts, and one with the digests at the end.
 
 On a route that `pulls` the receiver takes the bytes itself: the sender keeps them where they are
 until it says that it is done. On the others the sender pushes chunks, to its only receiver or
