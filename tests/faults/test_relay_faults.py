@@ -26,13 +26,15 @@ from tests.support.faults import (
     weights,
 )
 from tests.support.ranks import Ranks, reached
-from tests.support.ways import WAYS, by, every_way, taking
+from tests.support.ways import HAS_NIXL, WAYS, WAYS_HERE, by, every_way, taking
 
 OLD = 100  # seed of the weights that a receiver starts with
 LONG = 25.0  # a deadline that no healthy call comes near to
 SHORT = 1.2
 START = 90.0  # for processes to start on a busy machine
 
+
+NIXL_DATA = [("nixl", "data")] if HAS_NIXL else []
 
 # Killed: one survivor, and a victim for each scene
 
@@ -89,7 +91,7 @@ EVERY_PHASE = [pytest.mark.slow, pytest.mark.timeout(300)]
 def every(spots: dict[str, dict[str, Any]]) -> list[Any]:
     return [
         pytest.param([(way, phase) for phase in spots[way]], marks=EVERY_PHASE, id=f"every-{way}")
-        for way in WAYS
+        for way in WAYS_HERE
     ]
 
 
@@ -105,6 +107,7 @@ def every(spots: dict[str, dict[str, Any]]) -> list[Any]:
                 ("group", "commit"),
                 ("channel", "data"),
                 ("host", "pass on"),
+                *NIXL_DATA,
             ],
             id="some",
         ),
@@ -139,6 +142,7 @@ def test_sender_survives_receivers_killed(scenes):
                 ("channel", "data", False),
                 ("host", "trailer", False),
                 ("ring", "data", False),
+                *((*scene, True) for scene in NIXL_DATA),
             ],
             id="some",
         ),
@@ -148,7 +152,7 @@ def test_sender_survives_receivers_killed(scenes):
                 marks=EVERY_PHASE,
                 id=f"every-{way}-{atomic}",
             )
-            for way in WAYS
+            for way in WAYS_HERE
             for atomic in (True, False)
         ),
     ],
@@ -218,7 +222,7 @@ Stop = tuple[str, int, str, bool]  # way, victim, phase, atomic
 def stopped_scenes(rank: int, group: Any, scenes: list[Stop]) -> list[Any]:
     live, seed, outcomes = weights(OLD), OLD, []
     relays = {}
-    for way in WAYS:
+    for way in WAYS_HERE:
         with taking(way):
             relays[way] = tr.Relay(group, chunk_bytes=CHUNK)
     for number, (way, victim, phase, atomic) in enumerate(scenes):
@@ -305,6 +309,7 @@ def test_stopped_and_continued():
             ("host", 1, "data", True),
             ("ring", 1, "data", False),
             ("host", 1, "done", True),
+            *((way, 1, phase, False) for way, phase in NIXL_DATA),
         ]
     )
 

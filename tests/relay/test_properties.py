@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 import torchrelay as tr
 from tests.support.rounds import rounds
 from tests.support.states import Destination, assert_same, destinations, states
-from tests.support.ways import by, every_way
+from tests.support.ways import by, every_route
 
 EXAMPLES = {"group": rounds(50), "channel": rounds(50), "host": rounds(70), "ring": rounds(40)}
+EXAMPLES["nixl"] = rounds(40)
 
 
 def same_on_both(examples: int) -> settings:
@@ -75,13 +76,13 @@ def in_place(rank: int, group: Any, examples: int) -> int:
     return count
 
 
-@every_way
+@every_route
 def test_fresh(pool2: Any, way: str) -> None:
     first, second = pool2.run(by, way, fresh, EXAMPLES[way], timeout=110)
     assert first == second >= EXAMPLES[way]
 
 
-@every_way
+@every_route
 def test_in_place(pool2: Any, way: str) -> None:
     first, second = pool2.run(by, way, in_place, EXAMPLES[way], timeout=110)
     assert first == second >= EXAMPLES[way]

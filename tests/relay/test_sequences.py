@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, verdict, weights
 from tests.support.ranks import run_ranks
-from tests.support.ways import BY_MESSAGES, by, every_way
+from tests.support.ways import BY_MESSAGES, by, every_route, every_way
 from torchrelay.memory.threads import IDLE
+from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.routes import tcp as lanes
 from torchrelay.transports.routes.host import HostPull
@@ -25,6 +26,7 @@ from torchrelay.transports.transfer import outflow
 from torchrelay.transports.transfer.buffers import IN_FLIGHT
 from torchrelay.transports.transfer.intake import Intake
 from torchrelay.transports.transfer.outflow import Outflow
+from torchrelay.transports.transfer.pull import Pull
 
 OLD = 100
 LONG = 30.0
@@ -477,13 +479,13 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
                 if len(seen) == 2 and way == "group":
                     wait_for_word(group)
 
-            run = HostPull.run
+            run = Pull.run
 
-            def run_later(self: HostPull) -> None:
+            def run_later(self: Pull, go: wire.Go) -> None:
                 wait_for_word(group)
-                run(self)
+                run(self, go)
 
-            patch.setattr(HostPull, "run", run_later)
+            patch.setattr(Pull, "run", run_later)
             out = attempt(lambda: relay.recv(0, into=live, progress=progress))
             return out, int(live["w"].max())
         state = {"w": torch.ones(size, dtype=torch.uint8)}
@@ -574,8 +576,8 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
     relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify=True)
     if rank == 0:
         return sent(relay, 1, 1, LONG)
-    owner: Any = Intake if way in BY_MESSAGES else HostPull
-    name = {"host": "_read_and_hash", "ring": "_land"}.get(way, "_arrived")
+    owner: Any = Intake if way in BY_MESSAGES else Pull if way == "nixl" else HostPull
+    name = {"host": "_read_and_hash", "ring": "_land", "nixl": "_land"}.get(way, "_arrived")
     original, count, lock = getattr(owner, name), [0], threading.Lock()
     fill = lanes._Lane.fill
 
@@ -609,7 +611,7 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-@every_way
+@every_route
 def test_a_corrupted_chunk_is_asked_for_again(pool2, way, atomic):
     clean, chunks = pool2.run(by, way, corrupted, way, [], atomic)[1]
     assert clean.weights == 1

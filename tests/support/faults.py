@@ -18,8 +18,10 @@ from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.routes.host import HostPull
+from torchrelay.transports.routes.nixl import NixlPull
 from torchrelay.transports.routes.ring import RingServer
 from torchrelay.transports.transfer.intake import Intake
+from torchrelay.transports.transfer.pull import Pull
 
 CHUNK = 64 << 10
 """Bytes of a chunk, so that `weights` come in about twenty."""
@@ -112,6 +114,7 @@ SENDER = {
     "channel": {**_SENDER, "data": _Spot(Sending, "_sent", nth=5)},
     "host": {**_SENDER, "data": _Spot(Sending, "_let_read", after=True)},
     "ring": {**_SENDER, "data": _Spot(RingServer, "fill", nth=5)},
+    "nixl": {**_SENDER, "data": _Spot(Sending, "_let_read", after=True)},
 }
 """Where a sender can be held, by way and phase. Where it is read from, it has no part in `data`."""
 
@@ -123,8 +126,8 @@ _RECEIVER = {
 }
 _PULL = {
     **_RECEIVER,
-    "commit": _Spot(HostPull, "run", after=True),
-    "pass on": _Spot(HostPull, "finish"),
+    "commit": _Spot(Pull, "run", after=True),
+    "pass on": _Spot(Pull, "finish"),
 }
 _INTAKE = {
     **_RECEIVER,
@@ -137,6 +140,7 @@ RECEIVER = {
     "channel": _INTAKE,
     "host": {**_PULL, "data": _Spot(HostPull, "_read_batch", nth=5)},
     "ring": {**_PULL, "data": _Spot(HostPull, "_take_slot", nth=5)},
+    "nixl": {**_PULL, "data": _Spot(NixlPull, "_finish", nth=5)},
 }
 """Where a receiver can be held. Where it reads, one of its threads is, and others go on."""
 

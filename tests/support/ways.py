@@ -2,7 +2,7 @@
 
 `group`: messages over the process group. `channel`: messages over connections of their own.
 `host`: the receiver reads the sender's memory. `ring`: reading is refused, and all goes through
-shared buffers.
+shared buffers. `nixl`: the receiver reads through NIXL, where that is installed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -23,14 +24,23 @@ from torchrelay.transports.routes import read_tables as readings
 WAYS = ("group", "channel", "host", "ring")
 NEARBY = ("host", "ring")
 BY_MESSAGES = ("group", "channel")
-every_way = pytest.mark.parametrize("way", WAYS)
+VERIFIED = (*BY_MESSAGES, "nixl")
+"""Ways on which digests are compared unless they are not wanted."""
+HAS_NIXL = any(map(find_spec, ("nixl", "nixl_cu12", "nixl_cu13")))
+WAYS_HERE = (*WAYS, "nixl") if HAS_NIXL else WAYS
+_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: pip install nixl-cu12")
+every_route = pytest.mark.parametrize("way", [*WAYS, pytest.param("nixl", marks=_nixl)])
+every_way = pytest.mark.parametrize(
+    "way", [*WAYS, pytest.param("nixl", marks=[_nixl, pytest.mark.slow])]
+)
+"""As `every_route`; an agent of NIXL takes a while to start, so some tests leave it for later."""
 
 PIECE = 64 << 10
 """Bytes of one read, so that a state of a megabyte takes several."""
 
 
 def route_of(way: str) -> str:
-    return "host" if way in NEARBY else "group"
+    return "nixl" if way == "nixl" else "host" if way in NEARBY else "group"
 
 
 def refused(process: object, claim: bytes) -> str:

@@ -19,7 +19,7 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, attempt, received, verdict, weights
 from tests.support.messages import ROUTE_KINDS
 from tests.support.ranks import run_ranks
-from tests.support.ways import BY_MESSAGES, by, elsewhere, every_way, patched, refused
+from tests.support.ways import VERIFIED, by, elsewhere, every_way, patched, refused
 from torchrelay.geometry.runs import Runs
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
@@ -117,7 +117,7 @@ def test_a_route_of_a_newer_sender_is_not_taken_for_the_group(
 
 
 def test_a_route_that_is_none() -> None:
-    with pytest.raises(tr.UsageError, match="cuda_ipc, host, group or None, not 'tcp'"):
+    with pytest.raises(tr.UsageError, match="cuda_ipc, host, group, nixl or None, not 'tcp'"):
         routes.check_route("tcp")
 
 
@@ -336,7 +336,7 @@ def with_digests(rank: int, group: Any, verify: bool | None) -> bool:
 
 @every_way
 def test_when_digests_are_compared(pool2: Any, way: str) -> None:
-    for verify, expected in ((None, way in BY_MESSAGES), (True, True), (False, False)):
+    for verify, expected in ((None, way in VERIFIED), (True, True), (False, False)):
         assert pool2.run(by, way, with_digests, verify) == [expected] * 2
 
 

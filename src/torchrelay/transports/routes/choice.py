@@ -16,6 +16,7 @@ FILES = (
     "cuda_ipc",
     "host",
     "connections",
+    "nixl",
     "messages",
 )
 ROUTES: tuple[Route, ...] = tuple(import_module(f"{__package__}.{name}").ROUTE for name in FILES)

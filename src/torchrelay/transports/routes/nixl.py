@@ -1,0 +1,327 @@
+"""Route "nixl": the receiver reads the sender's memory through NIXL (extra `torchrelay[nixl]`).
+
+NIXL moves memory over whatever UCX finds between two processes: RDMA between machines that have it,
+TCP, or shared memory. The sender registers the memory of its state for as long as the send lasts.
+Chunks that are not in host memory, or not in one piece there, are staged in a block beside it.
+
+A read that has begun cannot be taken back. So the receiver reads into buffers of its own, and lands
+them as messages of a group are landed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from torchrelay.errors import PeerLostError, RemoteProtocolError
+from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.memory import threads, vectors
+from torchrelay.memory.host import host_block
+from torchrelay.memory.side import on_side_stream
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.routes.seam import (
+    Incoming,
+    Line,
+    Mover,
+    Outgoing,
+    Route,
+    Server,
+    Unavailable,
+)
+from torchrelay.transports.transfer.pull import Did, Pull
+
+BACKEND = "UCX"
+NOTHING = b"nothing"  # what the offer of a state without bytes says
+PROGRESS_SECONDS = 0.001
+POLL_SECONDS = (0.0001, 0.002)  # between looks at a read that is under way: first, and last
+
+
+@cache
+def _library() -> Any:
+    """NIXL's Python API; `ImportError` where it is not installed."""
+    for package in ("nixl", "nixl_cu12", "nixl_cu13"):
+        try:
+            return import_module(f"{package}._api")
+        except ModuleNotFoundError as fault:
+            if fault.name != package:
+                raise
+    raise ImportError("NIXL is not installed: pip install torchrelay[nixl]")
+
+
+class NixlError(Exception):
+    """NIXL cannot do what it was asked for."""
+
+
+class Agent:
+    """This process's end of NIXL, made when it is first used. Threads may share it.
+
+    `ImportError`, `RuntimeError` or `OSError` where NIXL cannot be used.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        library = _library()
+        mode = library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        # Its own progress thread never rests, and would take a core from training for good.
+        config = library.nixl_agent_config(
+            backends=[BACKEND], sync_mode=mode, enable_prog_thread=False
+        )
+        self._agent = library.nixl_agent(f"torchrelay-{secrets.token_hex(8)}", config)
+        self._users: dict[str, int] = {}  # of the agents of peers that are known here
+        self._abandoned: list[object] = []  # memory that may still be written to
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A method of NIXL's agent; `NixlError` for whatever it raises."""
+        try:
+            return getattr(self._agent, name)(*args)
+        except Exception as fault:
+            raise NixlError(f"NIXL cannot {name.replace('_', ' ')}: {fault}") from fault
+
+    def register(self, rows: np.ndarray[Any, Any]) -> Any:
+        """Let memory be read by others, or be read into: rows of address, bytes and device."""
+        return self.call("register_memory", rows, "DRAM", [BACKEND])
+
+    def forget_memory(self, registered: Any) -> None:
+        self.call("deregister_memory", registered, [BACKEND])
+
+    def meet(self, told: bytes) -> str:
+        """The name of a peer's agent, from what it tells of itself and its memory."""
+        with self._lock:
+            name = self.call("add_remote_agent", told)
+            name = name.decode() if isinstance(name, bytes) else str(name)
+            self._users[name] = self._users.get(name, 0) + 1
+            return name
+
+    def part(self, name: str) -> None:
+        """A transfer from a peer is over; its memory is forgotten with the last."""
+        with self._lock:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+                self.call("remove_remote_agent", name)
+
+    def abandon(self, *things: object) -> None:
+        """Keep what a read that was given up may still touch: nobody knows for how long."""
+        self._abandoned.append(things)
+
+
+_agents: dict[int, Agent | Unavailable] = {}  # by process: one that was forked has its own
+_agents_lock = threading.Lock()
+
+
+def agent_here() -> Agent | Unavailable:
+    """The agent of this process. To start one takes a good part of a second, so it stays."""
+    with _agents_lock:
+        if os.getpid() not in _agents:
+            try:
+                _agents[os.getpid()] = Agent()
+            except (ImportError, RuntimeError, OSError) as fault:
+                _agents[os.getpid()] = Unavailable(str(fault))
+        return _agents[os.getpid()]
+
+
+def _rows(memory: Runs) -> np.ndarray[Any, Any]:
+    """Memory as NIXL takes it: address, bytes and device of each run."""
+    sizes = memory.stops - memory.starts
+    return np.stack([memory.addresses, sizes, np.zeros_like(sizes)], axis=1).astype(np.uint64)
+
+
+def _told_why(because: str) -> wire.RouteOffer:
+    """An offer that cannot be taken, and why."""
+    return wire.RouteOffer(b"", because.encode()[: wire.MAX_TEXT])
+
+
+class NixlServer(Server):
+    """Registers the memory of a state, and says where it is."""
+
+    def __init__(self, outgoing: Outgoing) -> None:
+        self._outgoing = outgoing
+        self.hashes = outgoing.options.verify is not False
+        self._registered: tuple[Agent, Any] | None = None
+        self._staged: torch.Tensor | None = None
+        self._told: wire.RouteOffer | Unavailable | None = None
+        self._closed = threading.Event()
+        self._progress: threads.Running | None = None
+
+    def offer(self, join: wire.Join, line: Line) -> wire.RouteOffer | Unavailable:
+        if self._told is None:
+            self._told = self._register()
+        return self._told
+
+    def _register(self) -> wire.RouteOffer | Unavailable:
+        agent, memory = agent_here(), self._memory()
+        if isinstance(agent, Unavailable):
+            return _told_why(agent.because)
+        if not len(memory.starts):
+            return wire.RouteOffer(NOTHING)
+        try:
+            registered = agent.register(_rows(memory))
+            self._registered = agent, registered
+            self._progress = threads.run(partial(self._make_progress, agent), "nixl")
+            told = agent.call("get_partial_agent_metadata", registered, True, [BACKEND])
+        except NixlError as fault:
+            return _told_why(str(fault))
+        return wire.RouteOffer(told, memory.pack())
+
+    def _make_progress(self, agent: Agent) -> None:
+        """Have NIXL answer receivers, where the link does not do so by itself."""
+        with suppress(NixlError):  # then they find out for themselves
+            while not self._closed.wait(PROGRESS_SECONDS):
+                agent.call("get_new_notifs")
+
+    def _memory(self) -> Runs:
+        """Where the bytes of each chunk are: in tensors, or in the staged block."""
+        snapshot, layout = self._outgoing.snapshot, self._outgoing.layout
+        chunks, apart = snapshot.chunks, set(layout.apart)
+        inside = [index for index in range(len(chunks)) if index not in apart]
+        found = snapshot.stream.host.only(
+            [chunks.offsets[index] for index in inside], [chunks.sizes[index] for index in inside]
+        )
+        if not apart:
+            return found
+        self._staged = host_block(sum(chunks.sizes[index] for index in apart))
+        staged, at = [], 0
+        for index in sorted(apart):
+            size = chunks.sizes[index]
+            with on_side_stream():
+                snapshot.read(index, self._staged[at : at + size], vectors.copy)
+            staged.append((chunks.offsets[index], self._staged.data_ptr() + at, size))
+            at += size
+        return Runs.merged(found, Runs.of(staged))
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._progress is not None:
+            self._progress.wait()
+        if self._registered is not None:
+            agent, registered = self._registered
+            agent.forget_memory(registered)
+        self._registered = self._staged = None
+
+
+class NixlPull(Pull):
+    """Reads chunk by chunk into a registered buffer for each thread, and lands it from there."""
+
+    def __init__(self, incoming: Incoming, agent: Agent, peer: str, sources: Runs) -> None:
+        super().__init__(incoming, verify=incoming.offer.verify)
+        self._agent, self._peer, self._sources = agent, peer, sources
+        self._stopped = False
+        self._idle: list[tuple[torch.Tensor, Any]] = []  # buffers that are registered
+        if self.verified:
+            self.hashed = tuple(range(len(self._chunks)))
+
+    def _begin(self, go: wire.Go) -> None:
+        self._read_again(range(len(self._chunks)))
+
+    def _read_again(self, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            self._submit(partial(self._read_chunk, chunk))
+
+    def _read_chunk(self, chunk: int) -> Did:
+        begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
+        try:
+            buffer, registered = self._idle.pop()
+        except IndexError:
+            buffer, registered = self._make_buffer()
+        data = buffer[:size]
+        found = moves(self._sources, Runs([begin], [data.data_ptr()], [size]))
+        if int(found.nbytes.sum()) < size:
+            ctypes.memset(data.data_ptr(), 0, size)  # what alignment leaves open is zeros
+        if len(found.nbytes):
+            self._read(found, buffer, registered)
+        self._land(chunk, data)
+        self._idle.append((buffer, registered))
+        return Did(size)
+
+    def _make_buffer(self) -> tuple[torch.Tensor, Any]:
+        buffer = host_block(max(self._chunks.sizes))
+        whole = Runs([0], [buffer.data_ptr()], [buffer.numel()])
+        return buffer, self._agent.register(_rows(whole))
+
+    def _read(self, found: Moves, *memory: object) -> None:
+        """Returns when it is over. The memory of a read that fails is left to the agent."""
+        none, handle = np.zeros_like(found.nbytes), None
+        try:
+            sides = [
+                self._agent.call("get_xfer_descs", np.stack([at, found.nbytes, none], 1), "DRAM")
+                for at in (found.destinations, found.sources)
+            ]
+            handle = self._agent.call("initialize_xfer", "READ", *sides, self._peer)
+            self._finish(handle)
+            self._agent.call("release_xfer_handle", handle)
+        except NixlError:
+            self._agent.abandon(handle, *memory)
+            raise
+
+    def _finish(self, handle: Any) -> None:
+        state = self._agent.call("transfer", handle)
+        pause, longest = POLL_SECONDS
+        while state == "PROC":
+            if self._stopped:
+                raise NixlError("the read was given up")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+            state = self._agent.call("check_xfer_state", handle)
+        if state != "DONE":
+            raise NixlError("NIXL cannot read the sender's memory")
+
+    def _lost(self, fault: Exception) -> Exception:
+        if not isinstance(fault, NixlError):
+            return fault
+        return PeerLostError(
+            f"{fault}; {self.done}", rank=self._sender, step=self._incoming.step, phase="data"
+        )
+
+    def close(self, *, keep: bool) -> None:
+        self._stopped = True
+        super().close(keep=keep)
+        for _, registered in self._idle:
+            self._agent.forget_memory(registered)
+        self._idle.clear()
+        if self._peer:
+            self._agent.part(self._peer)
+
+
+class NixlRoute:
+    name: ClassVar[str] = "nixl"
+    asked_as: ClassVar[str] = "nixl"
+    pulls: ClassVar[bool] = True
+    by_request: ClassVar[bool] = True
+
+    def compares(self, verify: bool | None) -> bool:
+        return verify is not False
+
+    def server(self, outgoing: Outgoing) -> Server:
+        return NixlServer(outgoing)
+
+    def accept(self, offer: wire.RouteOffer | None, incoming: Incoming) -> Mover | Unavailable:
+        if offer is None:
+            return Unavailable("the sender does not offer it: ask for it on both sides")
+        if not offer.fresh:
+            return Unavailable(f"the sender says: {offer.fixed.decode(errors='replace')}")
+        agent = agent_here()
+        if isinstance(agent, Unavailable):
+            return agent
+        try:
+            sources = Runs.unpack(offer.fixed, incoming.landing.chunks.stream_bytes)
+            peer = agent.meet(offer.fresh) if len(sources.starts) else ""
+        except ValueError as fault:
+            rank = incoming.line.peer
+            raise RemoteProtocolError(str(fault), rank=rank, phase="join") from None
+        except NixlError as fault:
+            return Unavailable(str(fault))
+        return NixlPull(incoming, agent, peer, sources)
+
+
+ROUTE: Route = NixlRoute()
