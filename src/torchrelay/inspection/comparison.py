@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,13 @@ from torchrelay.inspection.slabs import slabs
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, Contents, StateSource
+    from torchrelay.inspection.seam import (
+        BoxedTensor,
+        Contents,
+        StateSource,
+        TensorBox,
+        VolumeFacts,
+    )
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,65 @@ def _described(contents: Contents) -> dict[str, str]:
 def kind_of(tensor: BoxedTensor) -> str:
     """Dtype and shape, as one writes them."""
     return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or '()'}"
+
+
+def touched(before: Contents, after: Contents) -> dict[str, float] | None:
+    """Tensors with other bytes, by the digests of the chunks that they lie in: the name, and which
+    share of its bytes is in chunks that differ. No byte is read. None where the two are laid out
+    otherwise, so that their digests tell nothing.
+    """
+    if len(before.volumes) != len(after.volumes) or not all(
+        map(_alike, before.volumes, after.volumes)
+    ):
+        return None
+    places = {tensor.name: [_place(box) for box in tensor.shards] for tensor in before.tensors}
+    other = [_differing(*pair) for pair in zip(before.volumes, after.volumes, strict=True)]
+    found: dict[str, float] = {}
+    for tensor in after.tensors:
+        if places.get(tensor.name) != [_place(box) for box in tensor.shards]:
+            continue
+        size = itemsize(tensor.dtype)
+        total = differing = 0
+        for box in tensor.shards:
+            stop = box.start + prod(box.sizes) * size
+            total += stop - box.start
+            differing += other[box.file].within(box.start, stop)
+        if differing:
+            found[tensor.name] = differing / total
+    return found
+
+
+def _alike(one: VolumeFacts, other: VolumeFacts) -> bool:
+    return bool(one.digests) and one[:4] == other[:4] and len(one.digests) == len(other.digests)
+
+
+def _place(box: TensorBox) -> tuple[int, int, tuple[int, ...]]:
+    return box.file, box.start, box.sizes
+
+
+class _ChunkDiff:
+    """Which chunks of a volume differ; `before[n]` is how many of the first n do."""
+
+    def __init__(self, chunk_bytes: int, differs: Array) -> None:
+        self._size, self._differs = chunk_bytes, differs
+        self._before = np.concatenate(([0], np.cumsum(differs)))
+
+    def within(self, start: int, stop: int) -> int:
+        """How many bytes of a range lie in chunks that differ."""
+        if start == stop:
+            return 0
+        first, last = start // self._size, (stop - 1) // self._size
+        count = int(self._before[last + 1] - self._before[first]) * self._size
+        if self._differs[first]:
+            count -= start - first * self._size
+        if self._differs[last]:
+            count -= (last + 1) * self._size - stop
+        return count
+
+
+def _differing(one: VolumeFacts, other: VolumeFacts) -> _ChunkDiff:
+    rows = [np.frombuffer(volume.digests, "V16") for volume in (one, other)]
+    return _ChunkDiff(one.chunk_bytes, rows[0] != rows[1])
 
 
 def distance(

@@ -90,9 +90,12 @@ def _finite(part: Array) -> tuple[Array, int, int]:
     return part[whole], nan, int(part.size - whole.sum()) - nan
 
 
-def histogram(source: StateSource, tensor: BoxedTensor, bins: int = BINS) -> Histogram | None:
-    """The histogram of a tensor; None for a dtype that has no numbers. The tensor is read twice."""
-    known = statistics(source, tensor)
+def histogram(
+    source: StateSource, tensor: BoxedTensor, bins: int = BINS, known: Statistics | None = None
+) -> Histogram | None:
+    """The histogram of a tensor; None for a dtype that has no numbers. Where the statistics are not
+    known, the tensor is read twice."""
+    known = known or statistics(source, tensor)
     again = values(source, tensor)
     if known is None or again is None:
         return None
