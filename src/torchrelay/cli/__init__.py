@@ -23,7 +23,16 @@ def main() -> None:
         print(NEEDS_TYPER, file=sys.stderr)
         sys.exit(2)
 
-    from torchrelay.cli import bench, contents, conversion, differences, steps, watch
+    from torchrelay.cli import (
+        access,
+        bench,
+        contents,
+        conversion,
+        differences,
+        steps,
+        transfer,
+        watch,
+    )
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -43,8 +52,10 @@ def main() -> None:
         version: bool = typer.Option(
             False, "--version", callback=show_version, is_eager=True, help="Show the versions."
         ),
+        token_file: str | None = access.TOKEN_FILE,
+        cafile: str | None = access.CAFILE,
     ) -> None:
-        pass
+        access.give(token_file=token_file, cafile=cafile)
 
     @app.command()
     def demo(
@@ -55,6 +66,6 @@ def main() -> None:
 
         raise typer.Exit(run(small=small))
 
-    for commands in (steps, contents, differences, conversion, watch, bench):
+    for commands in (steps, contents, differences, transfer, watch, conversion, bench):
         commands.add_to(app)
     app(prog_name="torchrelay")

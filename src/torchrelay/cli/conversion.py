@@ -60,7 +60,7 @@ def _convert(
             print(f"{target}" + ("" if written is None else f" step {written}"))
 
 
-def write_file(state: StateSource, only: list[str], target: Path) -> None:
+def write_file(state: StateSource, only: list[str], target: Path, *, quiet: bool = False) -> None:
     """Write the tensors of a state as a safetensors file, and say what is not in it."""
     from torchrelay.inspection.facts import narrowed
     from torchrelay.inspection.safetensors_file import write_safetensors
@@ -69,8 +69,9 @@ def write_file(state: StateSource, only: list[str], target: Path) -> None:
     check_matched(only, [chosen], [state.contents])
     with progress_bar("writing") as show:
         nbytes = write_safetensors(state, chosen.tensors, target, show)
-    print(f"{target}: {len(chosen.tensors)} tensors, {size(nbytes)}")
-    if chosen.values:
+    if not quiet:
+        print(f"{target}: {len(chosen.tensors)} tensors, {size(nbytes)}")
+    if chosen.values and not quiet:
         left = f"{len(chosen.values)} values that are no tensors are left out"
         print(f"note: {left}: a safetensors file has no place for them", file=sys.stderr)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,13 @@ def one_line_errors(status: int = 1) -> Iterator[None]:
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def end_when_told() -> None:
+    """A command that runs until it is ended takes SIGTERM as it takes Ctrl-C, also where a shell
+    started it in the background, with SIGINT ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

@@ -17,7 +17,11 @@ from torchrelay.errors import StepNotFoundError, UsageError
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import StateSource
 
-HELP = "A place with steps, a step (runs/a/step-100), a .safetensors file or a DCP directory."
+HELP = (
+    "A place with steps, a step (runs/a/step-100), an endpoint's URL, a .safetensors file or a "
+    "DCP directory."
+)
+SECONDS = 3600.0  # that an endpoint's step may be looked at
 SOURCE = typer.Argument(help=HELP)
 STEP = typer.Option(None, "--step", help="The newest, if it is left out.")
 
@@ -66,6 +70,20 @@ def _open_step(name: str, step: int | None) -> StateSource:
     return StepSource(f"{store.url}/step-{held.record.step}", held)
 
 
+def is_url(name: str) -> bool:
+    """Whether a name is of an endpoint."""
+    return name.startswith(("http://", "https://"))
+
+
+def _open_url(name: str, step: int | None) -> StateSource:
+    from torchrelay.cli.access import endpoints
+    from torchrelay.deadlines import Deadline
+    from torchrelay.inspection.step_source import StepSource
+
+    there = endpoints(name)
+    return StepSource(name, there.open(step, Deadline(SECONDS)), there.end)
+
+
 def _is_dcp(name: str) -> bool:
     return (_path(name) / ".metadata").is_file()
 
@@ -100,6 +118,7 @@ def _path(name: str) -> Path:
 
 
 KINDS = (
+    SourceKind(is_url, _open_url),
     SourceKind(_is_dcp, _open_dcp),
     SourceKind(is_place, _open_step),
     SourceKind(_is_file, _open_file),

@@ -1,19 +1,23 @@
-"""The command that tells what becomes of a place: watch."""
+"""The command that tells what goes on at a place or an endpoint: watch."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import typer
 
-from torchrelay.cli.output import fail, one_line_errors, size
-from torchrelay.cli.steps import PLACE, listed, opened
+from torchrelay.cli.access import token_file
+from torchrelay.cli.output import end_when_told, fail, one_line_errors, size
+from torchrelay.cli.watched import WatchedPlaces
+from torchrelay.errors import CheckpointError
 
 INTERVAL = 2.0
+WHERE = typer.Argument(help="Places with steps, or the URL of an endpoint.")
+PAGE_ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:PORT of the page.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -22,7 +26,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _watch(
-    place: str = PLACE,
+    where: list[str] = WHERE,
+    page: bool = typer.Option(False, "--page", help="Serve a page to look at, until Ctrl-C."),
+    address: str = PAGE_ADDRESS,
     until: int | None = typer.Option(
         None, "--until", help="End, with status 0, once this step or a later one is there."
     ),
@@ -32,46 +38,89 @@ def _watch(
     interval: float = typer.Option(INTERVAL, "--interval", min=0.05, help="Seconds between looks."),
     as_json: bool = typer.Option(False, "--json", help="Print a line of JSON for each event."),
 ) -> None:
-    """Tell of steps as they appear and go, from now on. Ctrl-C ends it."""
-    begun = time.monotonic()
-
-    def left() -> float:
-        return interval if timeout is None else begun + timeout - time.monotonic()
-
-    with one_line_errors(), opened(place) as there:
-        for event in _events(there.steps, partial(listed, there), left, interval):
-            print(json.dumps(event) if as_json else _line(event), flush=True)
-            if until is not None and event["event"] == "step" and event["step"] >= until:
+    """Tell of steps and transfers as they come and go, from now on. Ctrl-C ends it."""
+    with one_line_errors():
+        watched = WatchedPlaces(where)
+        try:
+            if page:
+                end_when_told()
+                _serve_page(watched, address)
                 return
-        if until is not None:
-            fail(f"there is no step {until} in {there.url} after {timeout:g} s; is the job alive?")
+            begun = time.monotonic()
+
+            def left() -> float:
+                return interval if timeout is None else begun + timeout - time.monotonic()
+
+            for event in _events(watched.status, left, interval):
+                print(json.dumps(event) if as_json else _line(event), flush=True)
+                if until is not None and event["event"] == "step" and event["step"] >= until:
+                    return
+            if until is not None:
+                why = "is the job alive?"
+                fail(f"there is no step {until} in {watched.name} after {timeout:g} s; {why}")
+        finally:
+            watched.close()
+
+
+def _serve_page(watched: WatchedPlaces, address: str) -> None:
+    from torchrelay.endpoint.page.site import serve_page
+    from torchrelay.endpoint.security import Address, check_listening, find_token
+
+    there, token = Address.parse(address), find_token(None, token_file())
+    check_listening(there, token)
+    ready = lambda url: print(f"the page is at {url}", flush=True)  # noqa: E731
+    try:
+        asyncio.run(serve_page(watched, watched.status, there, token, ready))
+    except OSError as fault:
+        raise CheckpointError(f"cannot listen at {address}: {fault.strerror}") from fault
 
 
 def _events(
-    steps: Callable[[], list[int]],
-    look: Callable[[int], dict[str, Any]],
-    left: Callable[[], float],
-    interval: float,
+    look: Callable[[], dict[str, Any]], left: Callable[[], float], interval: float
 ) -> Iterator[dict[str, Any]]:
     """What has changed, look after look, as long as there is time left."""
-    known: set[int] = set()
+    steps: dict[int, dict[str, Any]] = {}
+    ended: set[tuple[str, float]] = set()
+    running: set[str] = set()
     while True:
-        found = steps()
-        for step in found:
-            if step not in known:
-                yield {"event": "step", **look(step)}
-        for step in sorted(known.difference(found)):
+        status = look()
+        found = {one["step"]: one for one in _all_steps(status)}
+        for step, facts in sorted(found.items()):
+            if step not in steps:
+                yield {"event": "step", **facts}
+        for step in sorted(steps.keys() - found.keys()):
             yield {"event": "gone", "step": step}
-        known = set(found)
+        steps = found
+        for one in status["transfers"]:
+            if one["reader"] not in running:
+                yield {"event": "reading", **one}
+        running = {one["reader"] for one in status["transfers"]}
+        for one in status["finished"]:
+            key = one["reader"], one["ended"]
+            if key not in ended:
+                ended.add(key)
+                yield {"event": one["outcome"], **one}
         if left() <= 0:
             return
-        time.sleep(min(interval, left()))
+        time.sleep(min(interval, max(0.0, left())))
+
+
+def _all_steps(status: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for disk in status.get("disk", ()):
+        yield from disk["steps"]
+    yield from status.get("steps", ())
 
 
 def _line(event: dict[str, Any]) -> str:
-    what = f"step {event['step']}"
-    if event["event"] == "gone":
+    kind, what = event["event"], f"step {event['step']}"
+    if kind == "gone":
         return f"{what} is gone"
-    if event["damage"]:
-        return f"{what} is damaged: {event['damage']}"
-    return f"{what}, {size(event['bytes'])} of {event['ranks']} ranks, {event['time']}"
+    if kind == "step":
+        if event.get("damage"):
+            return f"{what} is damaged: {event['damage']}"
+        ranks = event.get("ranks", event.get("world", 1))
+        return f"{what}, {size(event['bytes'])} of {ranks} rank{'s' if ranks > 1 else ''}"
+    if kind == "reading":
+        return f"{event['address']} reads {what}"
+    done = f"{event['address']} has read {what}, {size(event['bytes'])}"
+    return done if kind == "done" else f"{event['address']} failed at {what}: {event['reason']}"

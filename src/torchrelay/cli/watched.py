@@ -1,33 +1,63 @@
-"""Places and what they hold, as the page looks into them."""
+"""Places and endpoints, and what they hold, as `watch` and the page look into them."""
 
 from __future__ import annotations
 
+import http.client
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
+import msgspec
+
 import torchrelay as tr
-from torchrelay.cli.sources import opened_source
+from torchrelay.cli.sources import is_url, opened_source
 from torchrelay.cli.steps import listed, opened
+from torchrelay.errors import EndpointError, RelayError, UsageError
 from torchrelay.inspection.seam import Contents, StateSource
 
 KEPT = 16  # contents of steps that are held, the last ones asked for
+ASK_SECONDS = 20.0
+STATUS_BYTES = 16 << 20
+
+
+class EndpointStatus(msgspec.Struct):
+    """`/status.json` of an endpoint, as far as it is shown."""
+
+    url: str
+    now: float
+    step: int | None
+    steps: list[dict[str, Any]]
+    transfers: list[dict[str, Any]]
+    finished: list[dict[str, Any]]
+    publishes: list[dict[str, Any]]
+    seeds: list[dict[str, Any]]
+    ranks: list[str]
+    readers: int
+    failures: int
 
 
 class WatchedPlaces:
-    """Implements `WatchedSteps` on places with checkpoints; where several have a step, the first
-    of them counts."""
+    """Implements `WatchedSteps` on places with checkpoints and at most one endpoint. Where several
+    have a step, the first of them counts."""
 
-    def __init__(self, places: Sequence[str]) -> None:
-        self._places = {place: opened(place) for place in places}
+    def __init__(self, where: Sequence[str]) -> None:
+        urls = [name for name in where if is_url(name)]
+        if len(urls) > 1:
+            raise UsageError("one endpoint can be watched at a time, beside places with steps")
+        self.name = ", ".join(where)
+        self._url = urls[0] if urls else None
+        self._places = {name: opened(name) for name in where if name not in urls}
         self._started = time.time()
         self._facts: dict[tuple[str, int], dict[str, Any]] = {}
         self._contents: dict[int, Contents] = {}
 
     def steps(self) -> list[int]:
-        return sorted({step for there in self._places.values() for step in there.steps()})
+        found = {step for there in self._places.values() for step in there.steps()}
+        if self._url is not None:
+            found |= {one["step"] for one in self._endpoint()["steps"]}
+        return sorted(found)
 
     def contents(self, step: int) -> Contents:
         if step not in self._contents:
@@ -44,14 +74,19 @@ class WatchedPlaces:
                 with opened_source(place, step) as source:
                     yield source
                 return
-        raise KeyError(f"step {step}")
+        if self._url is None:
+            raise KeyError(f"step {step}")
+        with opened_source(self._url, step) as source:
+            yield source
 
     def status(self) -> dict[str, Any]:
-        """What `/status.json` tells, for places without an endpoint."""
+        """What `/status.json` tells: that of the endpoint, and steps on disk beside it."""
         disks: list[dict[str, Any]] = [
             {"url": there.url, "steps": [self._listed(there, step) for step in there.steps()]}
             for there in self._places.values()
         ]
+        if self._url is not None:
+            return {**self._endpoint(), "disk": disks}
         steps = [facts["step"] for disk in disks for facts in disk["steps"]]
         return {
             "version": tr.__version__,
@@ -66,10 +101,30 @@ class WatchedPlaces:
             "readers": 0,
         }
 
+    def _endpoint(self) -> dict[str, Any]:
+        from torchrelay.cli.access import endpoints
+
+        assert self._url is not None
+        (host,) = endpoints(self._url).hosts
+        try:
+            answer = host.get("/status.json", seconds=ASK_SECONDS, limit=STATUS_BYTES)
+            if answer.status != 200:
+                raise EndpointError(f"{host.url} answered {answer.status}: {answer.text}")
+            told = msgspec.json.decode(answer.body, type=EndpointStatus)
+        except (OSError, http.client.HTTPException, msgspec.MsgspecError) as fault:
+            raise EndpointError(f"{host.url} does not answer as an endpoint: {fault}") from fault
+        finally:
+            host.close()
+        facts: dict[str, Any] = msgspec.to_builtins(told)
+        return facts
+
     def _listed(self, there: tr.Checkpointer, step: int) -> dict[str, Any]:
         key = (there.url, step)
         if key not in self._facts or self._facts[key]["damage"]:
-            facts = listed(there, step)
+            try:
+                facts = listed(there, step)
+            except RelayError as fault:
+                facts = {"damage": str(fault)}
             self._facts[key] = {
                 "step": step,
                 "bytes": facts.get("bytes", 0),

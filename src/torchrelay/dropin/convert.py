@@ -53,19 +53,7 @@ def convert(
     """
     if to not in KINDS:
         raise UsageError(f"to is one of {', '.join(KINDS)}, not {to!r}")
-    kind = kind_of(source)
-    state: Any
-    found: int | None = None
-    if kind == "torchrelay":
-        place, named = split_step(source)
-        with Checkpointer(place, group=False, read_only=True) as places:
-            loaded = places.load(step=step if named is None else named)
-        state, found = loaded.state, loaded.step
-    elif kind == "safetensors":
-        with closing(SafetensorsSource(directory_at(source))) as file:
-            state = read_tensors(file)
-    else:
-        state = read_stock(source) if kind == "dcp" else read_torch_save(source)
+    state, found = loaded(source, step)
     if to == "dcp":
         write_stock(target, state)
         return None
@@ -75,3 +63,17 @@ def convert(
     written = found if step is None else step
     with Checkpointer(target, group=False) as places:
         return places.save(written or 0, state).step
+
+
+def loaded(source: str | os.PathLike[str], step: int | None) -> tuple[Any, int | None]:
+    """The state of a checkpoint of any kind, and its step where the kind has one."""
+    kind = kind_of(source)
+    if kind == "torchrelay":
+        place, named = split_step(source)
+        with Checkpointer(place, group=False, read_only=True) as places:
+            found = places.load(step=step if named is None else named)
+        return found.state, found.step
+    if kind == "safetensors":
+        with closing(SafetensorsSource(directory_at(source))) as file:
+            return read_tensors(file), None
+    return (read_stock(source) if kind == "dcp" else read_torch_save(source)), None

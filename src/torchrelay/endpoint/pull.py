@@ -112,7 +112,7 @@ def pull(
     - `group`: ranks that pull one step together, each its part of `into`: all of them land it, or
       none. By default this process is on its own.
     """
-    source = EndpointSource(url, token=find_token(token, token_file), context=_context(cafile))
+    source = EndpointSource(url, token=find_token(token, token_file), context=trusted(cafile))
     if step is not None and newer_than is not None:
         raise UsageError("give step= or newer_than=, not both")
     deadline = Deadline(timeout)
@@ -161,7 +161,8 @@ def _pulled(loaded: Loaded, source: EndpointSource) -> PullResult:
     return PullResult(loaded.state, loaded.step, report)
 
 
-def _context(cafile: str | None) -> ssl.SSLContext:
+def trusted(cafile: str | None) -> ssl.SSLContext:
+    """What an endpoint's certificate has to hold against."""
     context = ssl.create_default_context()
     if cafile is not None:
         try:

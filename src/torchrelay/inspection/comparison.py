@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchrelay.inspection.seam import (
         BoxedTensor,
         Contents,
-        StateSource,
+        StateReader,
         TensorBox,
         VolumeFacts,
     )
@@ -84,29 +84,39 @@ def kind_of(tensor: BoxedTensor) -> str:
     return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or '()'}"
 
 
-def touched(before: Contents, after: Contents) -> dict[str, float] | None:
-    """Tensors with other bytes, by the digests of the chunks that they lie in: the name, and which
-    share of its bytes is in chunks that differ. No byte is read. None where the two are laid out
-    otherwise, so that their digests tell nothing.
+@dataclass(frozen=True)
+class Touched:
+    """A tensor with bytes in chunks that differ, and which share of its bytes that is. `certain`:
+    one of these chunks is all its own; else the difference may be in what it shares a chunk with.
     """
+
+    path: str
+    share: float
+    certain: bool
+
+
+def touched(before: Contents, after: Contents) -> list[Touched] | None:
+    """Tensors with other bytes, by the digests of the chunks that they lie in: no byte is read.
+    None where the two are laid out otherwise, so that their digests tell nothing."""
     if len(before.volumes) != len(after.volumes) or not all(
         map(_alike, before.volumes, after.volumes)
     ):
         return None
     places = {tensor.name: [_place(box) for box in tensor.shards] for tensor in before.tensors}
     other = [_differing(*pair) for pair in zip(before.volumes, after.volumes, strict=True)]
-    found: dict[str, float] = {}
+    found = []
     for tensor in after.tensors:
         if places.get(tensor.name) != [_place(box) for box in tensor.shards]:
             continue
         size = itemsize(tensor.dtype)
-        total = differing = 0
+        total = differing = own = 0
         for box in tensor.shards:
             stop = box.start + prod(box.sizes) * size
             total += stop - box.start
             differing += other[box.file].within(box.start, stop)
+            own += other[box.file].inside(box.start, stop)
         if differing:
-            found[tensor.name] = differing / total
+            found.append(Touched(tensor.name, differing / total, own > 0))
     return found
 
 
@@ -121,13 +131,13 @@ def _place(box: TensorBox) -> tuple[int, int, tuple[int, ...]]:
 class _ChunkDiff:
     """Which chunks of a volume differ; `before[n]` is how many of the first n do."""
 
-    def __init__(self, chunk_bytes: int, differs: Array) -> None:
-        self._size, self._differs = chunk_bytes, differs
+    def __init__(self, chunk_bytes: int, nbytes: int, differs: Array) -> None:
+        self._size, self._nbytes, self._differs = chunk_bytes, nbytes, differs
         self._before = np.concatenate(([0], np.cumsum(differs)))
 
     def within(self, start: int, stop: int) -> int:
         """How many bytes of a range lie in chunks that differ."""
-        if start == stop:
+        if start >= stop:
             return 0
         first, last = start // self._size, (stop - 1) // self._size
         count = int(self._before[last + 1] - self._before[first]) * self._size
@@ -137,14 +147,21 @@ class _ChunkDiff:
             count -= (last + 1) * self._size - stop
         return count
 
+    def inside(self, start: int, stop: int) -> int:
+        """How many bytes of a range are whole chunks that differ."""
+        first = -(-start // self._size) * self._size
+        # The last chunk of a volume may be shorter.
+        last = stop if stop == self._nbytes else stop // self._size * self._size
+        return self.within(first, last)
+
 
 def _differing(one: VolumeFacts, other: VolumeFacts) -> _ChunkDiff:
     rows = [np.frombuffer(volume.digests, "V16") for volume in (one, other)]
-    return _ChunkDiff(one.chunk_bytes, rows[0] != rows[1])
+    return _ChunkDiff(one.chunk_bytes, one.nbytes, rows[0] != rows[1])
 
 
 def distance(
-    one: tuple[StateSource, BoxedTensor], other: tuple[StateSource, BoxedTensor]
+    one: tuple[StateReader, BoxedTensor], other: tuple[StateReader, BoxedTensor]
 ) -> Distance:
     """How far apart two tensors of one dtype and shape are, however each is cut."""
     tensor = one[1]

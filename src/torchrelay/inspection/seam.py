@@ -78,14 +78,19 @@ class Contents(NamedTuple):
     torch: str | None = None
 
 
-class StateSource(Protocol):
+class StateReader(Protocol):
     """One state, as it was when it was opened. Missing or damaged bytes raise a `RelayError`."""
 
-    name: str
     contents: Contents
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
         """Fill the view from a byte of a volume on."""
+
+
+class StateSource(StateReader, Protocol):
+    """A state that a user named."""
+
+    name: str
 
     def verify(self, moved: Moved) -> str:
         """Check all that can be checked of the bytes; returns in words what cannot be, if

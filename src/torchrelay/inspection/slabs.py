@@ -16,7 +16,7 @@ import numpy as np
 from torchrelay.inspection.numbers import Array, memory_of
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, StateSource, TensorBox
+    from torchrelay.inspection.seam import BoxedTensor, StateReader, TensorBox
 
 SLAB_BYTES = 8 << 20
 
@@ -30,7 +30,7 @@ class _Cut(NamedTuple):
 
 
 def slabs(
-    source: StateSource, tensor: BoxedTensor, itemsize: int, most: int = SLAB_BYTES
+    source: StateReader, tensor: BoxedTensor, itemsize: int, most: int = SLAB_BYTES
 ) -> Iterator[Array]:
     """The elements of a tensor in row-major order, as bytes; one slab after the other."""
     if 0 in tensor.shape:
@@ -48,7 +48,7 @@ def slabs(
             yield slab.reshape(-1).view("uint8")
 
 
-def _fill(source: StateSource, slab: Array, cut: _Cut, shard: TensorBox, itemsize: int) -> None:
+def _fill(source: StateReader, slab: Array, cut: _Cut, shard: TensorBox, itemsize: int) -> None:
     """Read what a box has of a slab into its place there."""
     depth = len(cut.fixed)
     offsets, sizes = shard.offsets or (0,), shard.sizes or (1,)

@@ -13,7 +13,7 @@ from torchrelay.inspection.slabs import slabs
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, StateSource
+    from torchrelay.inspection.seam import BoxedTensor, StateReader
 
 BINS = 64
 
@@ -42,7 +42,7 @@ class Histogram:
     inf: int
 
 
-def values(source: StateSource, tensor: BoxedTensor) -> Iterator[Array] | None:
+def values(source: StateReader, tensor: BoxedTensor) -> Iterator[Array] | None:
     """The numbers in a tensor, a slab at a time; None for a dtype that has none."""
     as_numbers = numbers_of(tensor.dtype)
     if as_numbers is None:
@@ -50,7 +50,7 @@ def values(source: StateSource, tensor: BoxedTensor) -> Iterator[Array] | None:
     return map(as_numbers, slabs(source, tensor, itemsize(tensor.dtype)))
 
 
-def statistics(source: StateSource, tensor: BoxedTensor) -> Statistics | None:
+def statistics(source: StateReader, tensor: BoxedTensor) -> Statistics | None:
     """The statistics of a tensor; None for a dtype that has no numbers."""
     found = values(source, tensor)
     return None if found is None else _statistics(found)
@@ -91,7 +91,7 @@ def _finite(part: Array) -> tuple[Array, int, int]:
 
 
 def histogram(
-    source: StateSource, tensor: BoxedTensor, bins: int = BINS, known: Statistics | None = None
+    source: StateReader, tensor: BoxedTensor, bins: int = BINS, known: Statistics | None = None
 ) -> Histogram | None:
     """The histogram of a tensor; None for a dtype that has no numbers. Where the statistics are not
     known, the tensor is read twice."""

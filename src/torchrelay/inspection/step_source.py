@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torchrelay.checkpointer.catalog import Bar
 from torchrelay.inspection.seam import Alias, Contents, Moved, PlainValue, VolumeFacts
 from torchrelay.plan.outline import Outline, dotted
 from torchrelay.record import manifest as m
 from torchrelay.record.values import decode_value
+from torchrelay.sources.seam import Opened
 from torchrelay.state.leaves import parts
 from torchrelay.state.tree import slots
 from torchrelay.stores.layout import rank_of
-from torchrelay.stores.opening import OpenedStep
 from torchrelay.stores.reading import Fetch, Task, everything, opened, unread
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import DataReader
@@ -18,11 +21,13 @@ LONGEST = 80  # characters of a value that are shown
 
 
 class StepSource:
-    """Implements `StateSource` on an open step, which it closes."""
+    """Implements `StateSource` on an open step, of a store or of endpoints, which it closes;
+    `ended` is called then."""
 
-    def __init__(self, name: str, held: OpenedStep) -> None:
+    def __init__(self, name: str, held: Opened, ended: Callable[[], None] = lambda: None) -> None:
         self.name = name
         self._held = held
+        self._ended = ended
         self._readers: dict[int, DataReader] = {}
         try:
             self.contents = contents_of(held.record)
@@ -42,20 +47,15 @@ class StepSource:
 
     def verify(self, moved: Moved) -> str:
         record = self._held.record
-        done = 0
-
-        def add(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            moved(min(done, record.nbytes), record.nbytes)
-
-        Fetch(self._held.files, record, everything(record), progress=add).check()
+        bar = Bar(moved, record.nbytes)
+        Fetch(self._held.files, record, everything(record), progress=bar.add).check()
         return ""
 
     def close(self) -> None:
         for reader in self._readers.values():
             reader.close()
         self._held.close()
+        self._ended()
 
 
 def contents_of(record: Checkpoint) -> Contents:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torchrelay.inspection.comparison import compare, touched
 from torchrelay.inspection.facts import nbytes_of
-from torchrelay.inspection.seam import BoxedTensor, Contents, StateSource
+from torchrelay.inspection.seam import BoxedTensor, Contents, StateReader
 from torchrelay.inspection.statistics import histogram, statistics
 
 
@@ -21,7 +21,7 @@ class WatchedSteps(Protocol):
 
     def contents(self, step: int) -> Contents: ...
 
-    def source(self, step: int) -> AbstractContextManager[StateSource]:
+    def source(self, step: int) -> AbstractContextManager[StateReader]:
         """The step, to be read from."""
 
 
@@ -44,7 +44,7 @@ def _ranks(contents: Contents, tensor: BoxedTensor) -> list[int]:
     return sorted(rank for rank in found if rank is not None)
 
 
-def values(source: StateSource, name: str) -> dict[str, Any]:
+def values(source: StateReader, name: str) -> dict[str, Any]:
     """Statistics and a histogram of a tensor; `KeyError` if there is no such tensor."""
     tensor = next((one for one in source.contents.tensors if one.name == name), None)
     if tensor is None:
@@ -69,12 +69,15 @@ def _finite(value: float | int | None) -> float | int | None:
 
 
 def changes(before: Contents, after: Contents) -> dict[str, Any]:
-    """What two states do not have in common. `touched`: tensors with other bytes and the share of
-    bytes at most, or None where the digests cannot tell; `same`: how many tensors have the same."""
+    """What two states do not have in common. `touched`: tensors with bytes in chunks that differ,
+    the share of such bytes, and whether that is certain to be the tensor's own difference; None
+    where the digests cannot tell. `same`: how many tensors have the same bytes."""
     found = compare(before, after)
     other = touched(before, after)
     kept = set(found.same)
-    rows = None if other is None else [[k, v] for k, v in other.items() if k in kept]
+    rows = None
+    if other is not None:
+        rows = [[one.path, one.share, one.certain] for one in other if one.path in kept]
     return {
         "before": before.step,
         "after": after.step,

@@ -13,8 +13,9 @@ import msgspec
 import xxhash
 from aiohttp import ClientSession, web
 
+from torchrelay.endpoint.page.answers import PAGE, PATHS, PageAnswers
 from torchrelay.endpoint.server import limits
-from torchrelay.endpoint.server.pages import PAGES
+from torchrelay.endpoint.server.pages import ServedWatch
 from torchrelay.endpoint.server.sending import (
     FileReader,
     Pieces,
@@ -62,6 +63,7 @@ class App:
     def __init__(self, service: Service, token: str | None, *, tls: bool) -> None:
         self._token, self._tls = token, tls
         self.service = service
+        self._answers = PageAnswers(ServedWatch(service, token))
         self._session: ClientSession | None = None
         self._files: dict[tuple[str, tuple[str, ...]], WholeFile] = {}
         self._routes: dict[str, tuple[str, Callable[[web.BaseRequest], Answer]]] = {
@@ -84,27 +86,20 @@ class App:
             return web.Response(status=failure.status, text=failure.text + "\n", headers=headers)
 
     def _let_in(self, request: web.BaseRequest) -> None:
-        if request.path == "/healthz":
+        # The page holds nothing of the state; a browser cannot send a token to get it.
+        open_to_all = ("/healthz",) if self._token is None else ("/healthz", PAGE)
+        if request.path in open_to_all:
             return
-        if self._token is not None:
-            if not limits.has_token(request, self._token):
-                self.service.ledger.refused["token"] += 1
-                raise Failure(401, "this endpoint needs its token: Authorization: Bearer TOKEN")
-            return
-        if not limits.is_plain_host(request.headers.get("Host", "")):
+        if why := limits.refusal(request, self._token):
             self.service.ledger.refused["token"] += 1
-            raise Failure(401, "without a token, ask by an address or localhost, not by a name")
-        if not limits.is_own_user(request):
-            self.service.ledger.refused["token"] += 1
-            raise Failure(401, "without a token, only the user who serves may read: give a token")
+            raise Failure(401, why)
 
     def _route(self, request: web.BaseRequest) -> Answer:
         path = request.path
         if path in self._routes:
             allowed, act = self._routes[path]
-        elif path in PAGES:
-            page = PAGES[path]
-            allowed, act = "GET", lambda request: page(self.service, request)
+        elif path in (PAGE, *PATHS):
+            allowed, act = "GET", self._page
         elif path.startswith("/volumes/"):
             allowed, act = "GET", self._volume
         elif path.startswith("/readers/"):
@@ -338,6 +333,10 @@ class App:
 
     async def _status(self, request: web.BaseRequest) -> web.StreamResponse:
         return _json(status(self.service))
+
+    async def _page(self, request: web.BaseRequest) -> web.StreamResponse:
+        status, body, headers = await self._answers.answer(request.path, request.query)
+        return web.Response(status=status, body=body, headers=headers)
 
     async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(text=metrics(self.service), content_type="text/plain")

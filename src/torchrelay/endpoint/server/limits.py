@@ -96,6 +96,19 @@ def cut(transport: asyncio.BaseTransport) -> None:
         transport.abort()
 
 
+def refusal(request: web.BaseRequest, token: str | None) -> str:
+    """Why somebody may not read here; nothing where they may."""
+    if token is not None:
+        if has_token(request, token):
+            return ""
+        return "this endpoint needs its token: Authorization: Bearer TOKEN"
+    if not is_plain_host(request.headers.get("Host", "")):
+        return "without a token, ask by an address or localhost, not by a name"
+    if not is_own_user(request):
+        return "without a token, only the user who serves may read: give a token"
+    return ""
+
+
 def has_token(request: web.BaseRequest, token: str) -> bool:
     kind, _, given = request.headers.get("Authorization", "").partition(" ")
     same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())

@@ -1,18 +1,153 @@
-"""Pages for people and what they show, beside what programs read.
-
-A page is a line of `PAGES`: a path, and what answers a GET of it. The request has been let in like
-any other. It may read from the service: `snapshots` has the tensors of each step, and by
-`ServedStep.view` the bytes of volumes that are in this process; `status` says what goes on.
-"""
+"""The steps of a server as its page looks into them. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import http.client
+import os
+import ssl
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from aiohttp import web
+import msgspec
 
 from torchrelay.endpoint.server.service import Service
+from torchrelay.endpoint.server.snapshots import ServedStep
+from torchrelay.errors import EndpointError
+from torchrelay.inspection.seam import Contents, VolumeFacts
+from torchrelay.sources.connection import Answered, Host
+from torchrelay.stores.layout import rank_of
 
-Page = Callable[[Service, web.BaseRequest], Awaitable[web.StreamResponse]]
+KEPT = 8  # steps whose contents are remembered, to say what changed
+READ_SECONDS = 60.0  # that another rank may take to give some bytes
 
-PAGES: dict[str, Page] = {}
+
+class _PageRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Rows of a commit record, as far as a page needs them."""
+
+
+class RecordBox(_PageRow, frozen=True):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+    start: int
+
+
+class RecordTensor(_PageRow, frozen=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[RecordBox, ...]
+
+
+class RecordFile(_PageRow, frozen=True):
+    name: str
+    nbytes: int
+    chunk_bytes: int
+    digests: bytes
+
+
+class _PageBody(msgspec.Struct):
+    tensors: tuple[RecordTensor, ...]
+    files: tuple[RecordFile, ...]
+    ranks: tuple[int, ...]
+    torch: str
+
+
+class _PageRecord(msgspec.Struct):
+    checkpoint: _PageBody
+
+
+_record = msgspec.json.Decoder(_PageRecord)
+
+
+class ServedWatch:
+    """Implements `WatchedSteps` on what a server shows, and on what it showed not long ago."""
+
+    def __init__(self, service: Service, token: str | None) -> None:
+        self._service, self._token = service, token
+        self._known: OrderedDict[int, tuple[str, Contents]] = OrderedDict()
+
+    def steps(self) -> list[int]:
+        for one in list(self._service.snapshots.listed):
+            self._remember(one)
+        return sorted(self._known)
+
+    def _remember(self, one: ServedStep) -> Contents:
+        known = self._known.get(one.step)
+        if known is None or known[0] != one.id:
+            known = self._known[one.step] = (one.id, _contents(one))
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return known[1]
+
+    def contents(self, step: int) -> Contents:
+        self.steps()
+        if step not in self._known:
+            raise KeyError(f"step {step}")
+        return self._known[step][1]
+
+    @contextmanager
+    def source(self, step: int) -> Iterator[ServedSource]:
+        """`KeyError` also where the step was replaced while it was looked at."""
+        found = self._service.snapshots.by_step(step)
+        if found is None:
+            raise KeyError(f"step {step}")
+        source = ServedSource(found, self._remember(found), self._token)
+        try:
+            yield source
+        finally:
+            source.close()
+        if found not in self._service.snapshots.shown:
+            raise KeyError(f"step {step}")
+
+
+def _contents(one: ServedStep) -> Contents:
+    body = _record.decode(one.record).checkpoint
+    volumes = [
+        VolumeFacts(f.name, f.nbytes, rank_of(f.name), f.chunk_bytes, f.digests) for f in body.files
+    ]
+    return Contents(one.step, len(body.ranks), body.tensors, volumes, torch=body.torch)
+
+
+class ServedSource:
+    """Implements `StateReader` on a step in memory; other ranks are asked for their parts."""
+
+    def __init__(self, step: ServedStep, contents: Contents, token: str | None) -> None:
+        self.contents = contents
+        self._step, self._token = step, token
+        # A descriptor of its own: the slot may be given back while this reads.
+        self._fd = os.dup(step.slot.file.fileno())
+        self._hosts: dict[int, Host] = {}
+
+    def read_into(self, volume: int, start: int, view: memoryview) -> None:
+        found = self._step.order[volume]
+        if found.start < 0:
+            self._fetch(volume, start, view)
+            return
+        done = 0
+        while done < view.nbytes:
+            count = os.preadv(self._fd, [view[done:]], found.start + start + done)
+            if count == 0:
+                raise EndpointError(f"{found.name} ends before byte {start + view.nbytes}")
+            done += count
+
+    def _fetch(self, volume: int, start: int, view: memoryview) -> None:
+        rank = self._step.places[volume]
+        if rank not in self._hosts:
+            context = ssl.create_default_context()
+            self._hosts[rank] = Host(self._step.ranks[rank], token=self._token, context=context)
+        host = self._hosts[rank]
+        path = f"/volumes/{self._step.id}/{self._step.order[volume].name}"
+        try:
+            for _ in host.read(path, start, [view], seconds=READ_SECONDS):
+                pass
+        except (OSError, Answered, http.client.HTTPException) as fault:
+            raise EndpointError(
+                f"rank {rank} at {host.url} did not give its part: {fault}"
+            ) from fault
+
+    def close(self) -> None:
+        os.close(self._fd)
+        for host in self._hosts.values():
+            host.close()

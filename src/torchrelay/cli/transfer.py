@@ -1,0 +1,159 @@
+"""Commands that give states to others and take them: serve, pull."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import torchrelay as tr
+from torchrelay.cli.access import cafile, endpoints, token_file
+from torchrelay.cli.contents import ONLY
+from torchrelay.cli.conversion import write_file
+from torchrelay.cli.output import (
+    JSON,
+    end_when_told,
+    one_line_errors,
+    print_json,
+    progress_bar,
+    size,
+)
+from torchrelay.cli.sources import SOURCE, STEP, is_place, is_url
+from torchrelay.errors import UsageError
+
+URLS = typer.Argument(help="An endpoint's URL, or several of endpoints that have the same step.")
+OUT = typer.Option(..., "-o", "--out", help="NAME.safetensors, or a place for a checkpoint step.")
+ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:PORT; port 0 is a free one.")
+CERTFILE = typer.Option(None, "--certfile", help="Serve by TLS with this certificate,")
+KEYFILE = typer.Option(None, "--keyfile", help="and this key.")
+FOLLOW = typer.Option(False, "--follow", help="Publish newer steps of the place as they come.")
+INTERVAL = typer.Option(2.0, "--interval", min=0.05, help="Seconds between looks for them.")
+SECONDS = 3600.0
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command("serve")(_serve)
+    app.command("pull")(_pull)
+
+
+def _serve(
+    source: str = SOURCE,
+    step: int | None = STEP,
+    address: str = ADDRESS,
+    certfile: str | None = CERTFILE,
+    keyfile: str | None = KEYFILE,
+    follow: bool = FOLLOW,
+    interval: float = INTERVAL,
+) -> None:
+    """Serve a state over HTTP until Ctrl-C; the page to watch it is at the URL that is printed.
+
+    Off loopback it needs a token: --token-file before the command, or TORCHRELAY_TOKEN. The state
+    is read into memory.
+    """
+    with one_line_errors():
+        if follow and (step is not None or not is_place(source)):
+            raise UsageError("--follow is for a place with steps, without --step")
+        end_when_told()
+        found, number = _loaded(source, step)
+        options: dict[str, Any] = {"certfile": certfile, "keyfile": keyfile, "group": False}
+        with tr.serve(
+            found, step=number, address=address, token_file=token_file(), **options
+        ) as endpoint:
+            del found
+            print(f"serving step {number} of {source} at {endpoint.url}", flush=True)
+            while True:
+                time.sleep(interval)
+                if follow and (newer := _newest(source)) > number:
+                    found, number = _loaded(source, newer)
+                    published = endpoint.publish(found, step=number)
+                    published.wait()
+                    del found
+                    print(published.skipped or f"serving step {number}", flush=True)
+
+
+def _loaded(source: str, step: int | None) -> tuple[Any, int]:
+    """A state of any source, and its step; 0 where it has none."""
+    from torchrelay.dropin.convert import loaded
+
+    if is_url(source):
+        pulled = tr.pull(source, step=step, token_file=token_file(), cafile=cafile())
+        return pulled.state, pulled.step
+    state, found = loaded(source, step)
+    return state, found or 0
+
+
+def _newest(source: str) -> int:
+    with tr.Checkpointer(source, group=False, read_only=True) as there:
+        return there.latest() or 0
+
+
+def _pull(
+    urls: list[str] = URLS,
+    out: str = OUT,
+    step: int | None = STEP,
+    newer_than: int | None = typer.Option(
+        None, "--newer-than", help="Wait for a step above this one."
+    ),
+    timeout: float = typer.Option(SECONDS, "--timeout", min=0.1, help="Seconds in all."),
+    only: list[str] = ONLY,
+    as_json: bool = JSON,
+) -> None:
+    """Write what endpoints serve as a safetensors file, or as a checkpoint step.
+
+    Every byte is verified. Nothing has the name before all of it is there.
+    """
+    from torchrelay.deadlines import Deadline
+    from torchrelay.inspection.step_copy import copy_step
+    from torchrelay.inspection.step_source import StepSource
+    from torchrelay.stores.locate import open_store
+
+    with one_line_errors():
+        as_file = out.endswith(".safetensors")
+        if only and not as_file:
+            raise UsageError("--only is for -o NAME.safetensors; a step is pulled whole")
+        begun = time.monotonic()
+        deadline = Deadline(timeout)
+        there = endpoints(urls)
+        reason = "it was interrupted"
+        try:
+            if newer_than is not None:
+                step = _awaited(there.steps(deadline, newer_than), newer_than, there.name)
+            held = there.open(step, deadline)
+            if as_file:
+                write_file(StepSource(there.name, held), only, Path(out), quiet=as_json)
+            else:
+                with progress_bar("pulling") as show:
+                    copy_step(held, open_store(out), show)
+            reason = ""
+        except tr.RelayError as fault:
+            reason = fault.message
+            raise
+        finally:
+            there.end(reason)
+        seconds = time.monotonic() - begun
+        nbytes = sum(there.supplied.values())
+        facts = {
+            "out": out,
+            "step": held.record.step,
+            "bytes": nbytes,
+            "seconds": seconds,
+            "sources": there.supplied,
+            "failed": there.dropped,
+        }
+        if as_json:
+            print_json(facts)
+            return
+        rate = size(int(nbytes / seconds))
+        print(f"{out}: step {held.record.step}, {size(nbytes)} at {rate}/s")
+        for url, why in there.dropped.items():
+            print(f"note: {url} was left out: {why}")
+
+
+def _awaited(found: dict[int, Any], above: int, name: str) -> int:
+    newest = max(found, default=-1)
+    if newest <= above:
+        raise tr.TransferTimeoutError(f"no step above {above} came at {name} in time", phase="wait")
+    return newest

@@ -1,0 +1,70 @@
+"""A step copied from where it can be read to a store: its record and its files, byte for byte."""
+
+from __future__ import annotations
+
+from torchrelay.checkpointer.catalog import Bar
+from torchrelay.errors import CheckpointError, StepExistsError
+from torchrelay.inspection.seam import Moved
+from torchrelay.memory.crew import share_out
+from torchrelay.sources.seam import Opened
+from torchrelay.stores.local.store import token
+from torchrelay.stores.reading import Fetch, Task, everything, opened, unread
+from torchrelay.stores.records import DataFile
+from torchrelay.stores.seam import Draft, Sink, Store
+
+PIECE = 8 << 20  # about so many bytes are read at once, in whole chunks
+WORKERS = 4
+
+
+def copy_step(held: Opened, target: Store, moved: Moved) -> None:
+    """Write a step to a store, whole or not at all; `StepExistsError` if it is there."""
+    record = held.record
+    draft = target.draft(record.step, token())
+    bar = Bar(moved, record.nbytes)
+    if not held.files.verifies:  # else its reads are checked as they come
+        Fetch(held.files, record, everything(record)).check()
+    try:
+        draft.begin()
+        for index in range(len(record.files)):
+            _copy_file(held, index, draft, bar)
+        draft.commit(held.files.manifest())
+    except FileExistsError:
+        raise StepExistsError(
+            f"step {record.step} is in {target.url} already: take another place, or rm it first",
+            step=record.step,
+        ) from None
+    except OSError as fault:
+        draft.discard()
+        raise CheckpointError(
+            f"cannot be written: {fault.strerror or fault}", step=record.step, file=target.url
+        ) from fault
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _copy_file(held: Opened, index: int, draft: Draft, bar: Bar) -> None:
+    file: DataFile = held.record.files[index]
+    reader = opened(held.files, held.record, index, once=True)
+    sink: Sink = draft.open(file.name, file.nbytes)
+    size = max(1, PIECE // file.chunk_bytes) * file.chunk_bytes
+
+    def copy(start: int) -> None:
+        data = bytearray(min(size, file.nbytes - start))
+        try:
+            reader.read_into(start, [memoryview(data)])
+        except (OSError, EOFError) as fault:
+            task = Task(index, start, start + len(data))
+            raise unread(held.files, held.record, task, fault) from fault
+        sink.write(start, [data])
+        bar.add(len(data))
+
+    try:
+        workers = 1 if sink.ordered else WORKERS
+        share_out(list(range(0, file.nbytes, size)), lambda: copy, workers)
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+    finally:
+        reader.close()
