@@ -13,6 +13,7 @@ from tests.support.held_source import HeldSource
 from torchrelay.errors import CheckpointError, DamagedError, UsageError
 from torchrelay.inspection.safetensors_file import read_tensors, write_safetensors
 from torchrelay.inspection.safetensors_source import SafetensorsSource
+from torchrelay.progress import Progress
 
 TENSORS = {
     "model.w": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -37,10 +38,8 @@ def test_our_file_of_sharded_tensors_is_read_by_the_library(tmp_path: Path) -> N
     source = HeldSource(TENSORS, boxes)
     target = tmp_path / "m.safetensors"
     target.write_bytes(b"what was there before")
-    seen: list[tuple[int, int]] = []
-    nbytes = write_safetensors(
-        source, source.contents.tensors, target, lambda done, total: seen.append((done, total))
-    )
+    seen: list[Progress] = []
+    nbytes = write_safetensors(source, source.contents.tensors, target, seen.append)
     assert nbytes == target.stat().st_size and seen[-1] == (nbytes, nbytes)
     found = load_file(target)
     for name, tensor in TENSORS.items():
@@ -50,7 +49,7 @@ def test_our_file_of_sharded_tensors_is_read_by_the_library(tmp_path: Path) -> N
 
 def test_a_state_without_tensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no tensors"):
-        write_safetensors(HeldSource({}), (), tmp_path / "m.safetensors", lambda done, total: None)
+        write_safetensors(HeldSource({}), (), tmp_path / "m.safetensors", lambda told: None)
     assert not any(tmp_path.iterdir())
 
 
@@ -60,7 +59,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
     target.write_bytes(b"old")
 
-    def fail(done: int, total: int) -> None:
+    def fail(told: object) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(CheckpointError, match="No space left"):

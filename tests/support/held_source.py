@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from torchrelay.inspection.seam import Contents, Moved, VolumeFacts
+from torchrelay.inspection.seam import Contents, VolumeFacts
+from torchrelay.progress import ProgressCallback
 from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state.tensors import NAMES
 
@@ -48,7 +49,7 @@ class HeldSource:
         assert len(data) == view.nbytes
         np.asarray(view)[:] = np.frombuffer(data, "uint8")
 
-    def verify(self, moved: Moved) -> str:
+    def verify(self, progress: ProgressCallback) -> str:
         return ""
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from torchrelay.cli.output import (
 )
 from torchrelay.cli.sources import SOURCE, STEP, is_place, opened_source
 from torchrelay.errors import DamagedError, DigestError, ManifestError, UsageError
+from torchrelay.progress import Progress
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import Contents, StateSource
@@ -79,7 +80,7 @@ def _add_statistics(state: StateSource, chosen: Contents, facts: dict[str, Any])
             numbers = statistics(state, tensor)
             about["stats"] = None if numbers is None else asdict(numbers)
             done += about["bytes"]
-            show(done, facts["bytes"])
+            show(Progress(done, facts["bytes"]))
 
 
 def _print_totals(contents: Contents, nbytes: int) -> None:

@@ -10,6 +10,7 @@ import typer
 from torchrelay.cli.contents import ONLY, check_matched
 from torchrelay.cli.output import JSON, one_line_errors, print_columns, print_json, progress_bar
 from torchrelay.cli.sources import SOURCE, opened_source
+from torchrelay.progress import Progress
 
 if TYPE_CHECKING:
     from torchrelay.inspection.comparison import Differences, Distance
@@ -64,7 +65,7 @@ def _distances(one: StateSource, other: StateSource, found: Differences) -> list
         for name in found.same:
             apart.append(distance((one, before[name]), (other, after[name])))
             done += nbytes_of(before[name])
-            show(done, total)
+            show(Progress(done, total))
     return apart
 
 

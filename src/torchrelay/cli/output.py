@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from typing import NoReturn
@@ -18,6 +18,7 @@ from typing import NoReturn
 import typer
 
 from torchrelay.errors import RelayError
+from torchrelay.progress import Progress, ProgressCallback
 
 JSON = typer.Option(False, "--json", help="Print JSON.")
 
@@ -50,21 +51,21 @@ def fail(message: str, status: int = 1) -> NoReturn:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str) -> Iterator[ProgressCallback]:
     """A bar with rate and time left, on a terminal alone; yields the function that moves it."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
-        Progress,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
+    from rich.progress import Progress as RichProgress
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(
+    with RichProgress(
         TextColumn("{task.description}", markup=False),
         *columns,
         console=console,
@@ -72,8 +73,8 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     ) as bar:
         task = bar.add_task(what, total=None)
 
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+        def show(told: Progress) -> None:
+            bar.update(task, completed=told.done, total=told.total)
 
         yield show
 

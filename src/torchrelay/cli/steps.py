@@ -87,7 +87,7 @@ def listed(there: tr.Checkpointer, step: int, *, verify: bool = False) -> dict[s
 def _damage(there: tr.Checkpointer, step: int) -> str | None:
     try:
         with progress_bar(f"verifying step {step}") as show:
-            there.verify(step, progress=lambda told: show(*told))
+            there.verify(step, progress=show)
     except tr.DamagedError as fault:
         return str(fault)
     return None

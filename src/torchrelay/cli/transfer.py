@@ -141,14 +141,14 @@ def _pull(
             "bytes": nbytes,
             "seconds": seconds,
             "sources": there.supplied,
-            "failed": there.dropped,
+            "failed": there.faulty,
         }
         if as_json:
             print_json(facts)
             return
         rate = size(int(nbytes / seconds))
         print(f"{out}: step {held.record.step}, {size(nbytes)} at {rate}/s")
-        for url, why in there.dropped.items():
+        for url, why in there.faulty.items():
             print(f"note: {url} was left out: {why}")
 
 

@@ -17,8 +17,9 @@ from torchrelay.dropin._stock_metadata import Chunk, StockTensor, decode
 from torchrelay.dropin.stock_dcp import read_metadata
 from torchrelay.errors import CheckpointError
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import Contents, Moved, PlainValue, VolumeFacts
+from torchrelay.inspection.seam import Contents, PlainValue, VolumeFacts
 from torchrelay.inspection.step_source import shown
+from torchrelay.progress import Progress, ProgressCallback
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state.tensors import NAMES
@@ -87,13 +88,13 @@ class DcpSource:
         data = self._held[1][start : start + view.nbytes]
         view[:] = memory_of(data.numpy())
 
-    def verify(self, moved: Moved) -> str:
+    def verify(self, progress: ProgressCallback) -> str:
         total = sum(piece.chunk.piece.length for piece in self._pieces)
         done = 0
         for piece in self._pieces:
             checked_chunk(self._files, *piece)
             done += piece.chunk.piece.length
-            moved(done, total)
+            progress(Progress(done, total))
         return "the format has CRC-32 checksums in place of digests; they were checked"
 
     def close(self) -> None:

@@ -11,8 +11,9 @@ import torch
 from torchrelay.errors import CheckpointError, UsageError
 from torchrelay.inspection.facts import nbytes_of
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import BoxedTensor, Moved, StateSource
+from torchrelay.inspection.seam import BoxedTensor, StateSource
 from torchrelay.inspection.slabs import slabs
+from torchrelay.progress import Progress, ProgressCallback
 from torchrelay.record.dtypes import itemsize
 from torchrelay.state.tensors import dtype_named
 from torchrelay.stores.layout import Entry, arrange
@@ -23,7 +24,7 @@ def write_safetensors(
     source: StateSource,
     tensors: Sequence[BoxedTensor],
     target: str | os.PathLike[str],
-    moved: Moved,
+    progress: ProgressCallback,
 ) -> int:
     """Write whole tensors of a state as a file, which takes its name once it is durable; returns
     its bytes. A file that has the name is replaced."""
@@ -43,7 +44,7 @@ def write_safetensors(
                 assert file.tell() == start
                 for slab in slabs(source, tensors[index], itemsize(tensors[index].dtype)):
                     file.write(memory_of(slab))
-                    moved(file.tell(), layout.nbytes)
+                    progress(Progress(file.tell(), layout.nbytes))
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

@@ -10,7 +10,8 @@ from typing import BinaryIO
 import msgspec
 
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError
-from torchrelay.inspection.seam import Contents, Moved, VolumeFacts
+from torchrelay.inspection.seam import Contents, VolumeFacts
+from torchrelay.progress import ProgressCallback
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.stores.layout import DTYPES, METADATA
@@ -60,7 +61,7 @@ class SafetensorsSource:
                 raise DamagedError("the file was cut short while it was read", file=self.name)
             done += count
 
-    def verify(self, moved: Moved) -> str:
+    def verify(self, progress: ProgressCallback) -> str:
         return "the format has no digests, so only its header and sizes were checked"
 
     def close(self) -> None:

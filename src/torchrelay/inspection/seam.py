@@ -6,11 +6,10 @@ implementation of `StateSource`. Whatever looks at a state uses this and nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-Moved = Callable[[int, int], None]
-"""Told of bytes done, and of all."""
+from torchrelay.progress import ProgressCallback
 
 
 class TensorBox(Protocol):
@@ -92,7 +91,7 @@ class StateSource(StateReader, Protocol):
 
     name: str
 
-    def verify(self, moved: Moved) -> str:
+    def verify(self, progress: ProgressCallback) -> str:
         """Check all that can be checked of the bytes; returns in words what cannot be, if
         anything."""
 

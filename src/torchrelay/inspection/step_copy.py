@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torchrelay.checkpointer.catalog import Bar
 from torchrelay.errors import CheckpointError, StepExistsError
-from torchrelay.inspection.seam import Moved
 from torchrelay.memory.crew import share_out
+from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.local.store import token
 from torchrelay.stores.reading import Fetch, Task, everything, opened, unread
@@ -16,11 +15,11 @@ PIECE = 8 << 20  # about so many bytes are read at once, in whole chunks
 WORKERS = 4
 
 
-def copy_step(held: Opened, target: Store, moved: Moved) -> None:
+def copy_step(held: Opened, target: Store, progress: ProgressCallback) -> None:
     """Write a step to a store, whole or not at all; `StepExistsError` if it is there."""
     record = held.record
     draft = target.draft(record.step, token())
-    bar = Bar(moved, record.nbytes)
+    bar = Bar(progress, record.nbytes)
     if not held.files.verifies:  # else its reads are checked as they come
         Fetch(held.files, record, everything(record)).check()
     try:

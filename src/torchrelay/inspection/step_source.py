@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchrelay.checkpointer.catalog import Bar
-from torchrelay.inspection.seam import Alias, Contents, Moved, PlainValue, VolumeFacts
+from torchrelay.inspection.seam import Alias, Contents, PlainValue, VolumeFacts
 from torchrelay.plan.outline import Outline, dotted
+from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m
 from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened
@@ -45,9 +45,9 @@ class StepSource:
             task = Task(volume, start, start + view.nbytes)
             raise unread(files, record, task, fault) from fault
 
-    def verify(self, moved: Moved) -> str:
+    def verify(self, progress: ProgressCallback) -> str:
         record = self._held.record
-        bar = Bar(moved, record.nbytes)
+        bar = Bar(progress, record.nbytes)
         Fetch(self._held.files, record, everything(record), progress=bar.add).check()
         return ""
 

@@ -16,6 +16,7 @@ from torchrelay.endpoint.security import Address
 from torchrelay.endpoint.server.limits import LimitedServer, refusal
 
 CONNECTIONS = 64
+PATIENCE = 10.0  # seconds in which a connection has to come up with a request
 
 
 class PageSite:
@@ -60,7 +61,8 @@ async def serve_page(
     ready: Callable[[str], None],
 ) -> None:
     """Serve until cancelled; `ready` is told the URL."""
-    server = LimitedServer(PageSite(watched, status, token).handle, CONNECTIONS)
+    site = PageSite(watched, status, token)
+    server = LimitedServer(site.handle, most=CONNECTIONS, patience=PATIENCE)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.create_server((address.host, address.port), family=family) as sock:
         listening = await asyncio.get_running_loop().create_server(server, sock=sock)
