@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.geometry.runs import Moves, Runs
+from torchrelay.geometry.runs import Moves
 from torchrelay.memory import vectors
 from torchrelay.memory.vectors import MOST_VECTORS, OtherMemoryError, batches, copy, read
-from torchrelay.transports.routes.read_tables import Readings
 
 
 def columns(rows: list[tuple[int, int, int]]) -> Moves:
@@ -151,53 +150,3 @@ def test_many_pieces_with_gaps_are_few_for_the_kernel() -> None:
     assert sum(batch.nbytes for batch in found) == 2000 * 4096
     apart = batches(columns([(n * 9000, n * 9000, 4096) for n in range(2000)]), bridge=True)
     assert all(len(batch.there) == len(batch.here) for batch in apart)
-
-
-# What is remembered of a read
-
-
-def table(count: int, address: int) -> Runs:
-    """Pieces of 64 bytes with gaps between them, in the stream and in memory."""
-    at = [100 * n for n in range(count)]
-    return Runs(at, [address + 2000 * n for n in range(count)], [64] * count)
-
-
-def test_the_same_memory_is_cut_once() -> None:
-    known = Readings()
-    theirs, ours = table(50, 1 << 20).pack(), table(50, 1 << 30)
-    first = known.batches(known.unpack(theirs, 10_000), ours)
-    assert sum(batch.nbytes for batch in first) == 50 * 64
-    again = known.unpack(bytes(bytearray(theirs)), 10_000)
-    assert known.batches(again, table(50, 1 << 30)) is first
-    elsewhere = known.batches(again, table(50, 1 << 31))
-    assert elsewhere is not first and elsewhere[0].here[0, 0] == 1 << 31
-    moved = known.unpack(table(50, 2 << 20).pack(), 10_000)
-    assert known.batches(moved, ours)[0].there[0, 0] == 2 << 20
-    fewer = known.unpack(table(49, 2 << 20).pack(), 10_000)
-    assert sum(batch.nbytes for batch in known.batches(fewer, ours)) == 49 * 64
-    with pytest.raises(ValueError, match="outside"):
-        known.unpack(theirs, 100)  # a shorter stream
-
-
-def test_a_part_of_a_table_is_not_taken_for_the_whole() -> None:
-    known = Readings()
-    theirs = known.unpack(table(50, 1 << 20).pack(), 10_000)
-    ours = table(50, 1 << 30)
-    whole = known.batches(theirs, ours)
-    part = known.batches(Runs(*theirs.between(0, 1000)), ours)
-    assert sum(batch.nbytes for batch in part) == 10 * 64
-    assert known.batches(theirs, ours) is whole
-
-
-def test_nothing_is_remembered_of_very_many_or_after_clear() -> None:
-    known = Readings()
-    for clear in (False, True):
-        theirs, ours = known.unpack(table(50, 1 << 20).pack(), 10_000), table(50, 1 << 30)
-        first = known.batches(theirs, ours)
-        if clear:
-            known.clear()
-            assert known.batches(known.unpack(table(50, 1 << 20).pack(), 10_000), ours) is not first
-    count = (1 << 18) + 1
-    many = known.unpack(table(count, 1 << 20).pack(), 100 * count)
-    ours = table(count, 1 << 40)
-    assert known.batches(many, ours) is not known.batches(many, ours)

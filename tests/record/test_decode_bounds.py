@@ -11,7 +11,6 @@ from tests.support.hostile import CASES, LENGTH, SOON, Case, Cost, measure
 from torchrelay.errors import TransferTimeoutError
 from torchrelay.record import codec
 from torchrelay.record import manifest as m
-from torchrelay.record.codec import Recall
 
 SECONDS = 2.0
 MEGABYTES = 300.0
@@ -54,4 +53,4 @@ def test_the_deadline_ends_the_decoding_of_a_large_tree() -> None:
             raise TransferTimeoutError("late")
 
     with pytest.raises(TransferTimeoutError):
-        Recall().decode(data, None, in_time)
+        codec.decode(data, None, in_time)

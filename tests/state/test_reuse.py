@@ -386,36 +386,23 @@ def test_a_stream_is_cut_as_if_storage_by_storage(sizes: list[int], chunk: int, 
     assert plan.cut(sizes, chunk, small) == cut_one_by_one(sizes, chunk, small)
 
 
-class TestRecall:
-    @pytest.mark.parametrize("step", [None, 0, 127, 128, 255, 256, 65536, 1 << 32, (1 << 62) - 1])
-    def test_the_same_manifest_is_decoded_once(
-        self, step: int | None, monkeypatch: pytest.MonkeyPatch
+class TestStep:
+    @pytest.mark.parametrize("step", [None, 0, 127, 128, 255, 256, 65536, 1 << 32, (1 << 63) - 1])
+    def test_a_manifest_gets_another_step_without_being_encoded_anew(
+        self, step: int | None
     ) -> None:
         snapshot = capture(build(), 5)
-        recall = codec.Recall()
-        first = recall.decode(snapshot.encoded())
-        assert first == snapshot.manifest
-        monkeypatch.setattr(codec, "decode", lambda data, known: pytest.fail("decoded again"))
-        wanted = msgspec.structs.replace(first, step=step)
-        for data in (compact.encode(wanted), codec.with_step(snapshot.encoded(), step)):
-            for kind in (bytes, bytearray, memoryview):
-                found = recall.decode(kind(data))
-                assert found == wanted
-                assert found.leaves is first.leaves and found.tree is first.tree
+        wanted = msgspec.structs.replace(snapshot.manifest, step=step)
+        data = codec.with_step(snapshot.encoded(), step)
+        assert data == compact.encode(wanted)
+        for kind in (bytes, bytearray, memoryview):
+            assert codec.decode(kind(data)) == wanted
 
-    def test_another_manifest_is_another(self) -> None:
-        recall = codec.Recall()
-        for value in (1, True, 2, 1, True):
-            manifest = capture({"a": torch.ones(2), "n": value}, 3).manifest
-            found = recall.decode(codec.encode(manifest))
-            assert codec.encode(found) == codec.encode(manifest)
-
-    def test_what_is_wrong_is_refused_as_ever(self) -> None:
+    def test_what_is_wrong_is_refused(self) -> None:
         data = capture(build(), 5).encoded()
-        recall = codec.Recall()
-        recall.decode(data)
+        codec.decode(data)
         for bad in (
-            codec.with_step(data, 1 << 62),
+            codec.with_step(data, 1 << 63),
             codec.with_step(data, (1 << 64) - 1),
             data[:4],
             data[:5],
@@ -428,20 +415,7 @@ class TestRecall:
             data[:4] + b"\xcf\x00",
         ):
             with pytest.raises(ManifestError):
-                recall.decode(bad)
-
-    def test_what_it_keeps_is_bounded(self) -> None:
-        offers = [codec.encode(capture({"n": n}).manifest) for n in range(6)]
-        recall = codec.Recall(count=3)
-        first = [recall.decode(data).leaves for data in offers]
-        assert [recall.decode(offers[n]).leaves is first[n] for n in (5, 4, 3, 0)] == [
-            *[True] * 3,
-            False,
-        ]
-        small = codec.Recall(limit=10)
-        assert small.decode(offers[0]).leaves is not small.decode(offers[0]).leaves
-        recall.clear()
-        assert recall.decode(offers[5]).leaves is not first[5]
+                codec.decode(bad)
 
 
 HUGE = (1 << 63) - 1

@@ -28,7 +28,7 @@ from torchrelay.dropin.stock_dcp import read_stock, read_torch_save
 from torchrelay.errors import RelayError
 from torchrelay.landing.packed import unpack
 from torchrelay.landing.seam import land
-from torchrelay.record.codec import Recall
+from torchrelay.record import codec
 
 LENGTH = 2_000_000
 P = (1 << 61) - 1  # Python hashes whole numbers modulo this
@@ -92,12 +92,12 @@ def columns(tree: Any, kinds: list[Any], count: int, numbers: bytes = b"") -> by
 
 
 def new(data: bytes) -> object:
-    return land(Recall().decode(data)).commit().state
+    return land(codec.decode(data)).commit().state
 
 
 def into(destination: Any, strict: bool = True) -> Callable[[bytes], object]:
     def read(data: bytes) -> object:
-        landing = land(Recall().decode(data), into=destination(), strict=strict)
+        landing = land(codec.decode(data), into=destination(), strict=strict)
         return landing.commit()
 
     return read

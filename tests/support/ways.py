@@ -19,7 +19,6 @@ import pytest
 import torchrelay as tr
 from torchrelay.memory import vectors
 from torchrelay.transports.routes import connections, host, place
-from torchrelay.transports.routes import read_tables as readings
 
 WAYS = ("group", "channel", "host", "ring")
 NEARBY = ("host", "ring")
@@ -52,8 +51,7 @@ def taking(way: str) -> Iterator[None]:
     """Within: what relays of this process send and receive takes this way, and no other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tr.Relay.__init__.__kwdefaults__, "route", route_of(way))
-        for reader in (host, readings):
-            patch.setattr(reader, "batches", partial(vectors.batches, piece=PIECE))
+        patch.setattr(host, "batches", partial(vectors.batches, piece=PIECE))
         if way == "ring":
             patch.setattr(place, "cannot_read", refused)
         if way == "channel":

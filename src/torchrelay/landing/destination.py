@@ -52,9 +52,6 @@ class KnownLayout:
             order = np.argsort(lows)
         # Those whose memory no other one of them shares.
         self.plains: Plains = plains
-        # What was offered last and found to fit: leaves that are the same object fit again.
-        self.same_tree: m.Node | None = None
-        self.last: tuple[Sequence[m.Leaf], Split] | None = None
         self._spans = lows[order], highs[order], order
 
     def holds(self, flat: Flat) -> bool:
@@ -140,10 +137,7 @@ class PreparedDestination:
         return match(tree, self.flat.tree, roots, choice, strict=strict)
 
     def _has(self, tree: m.Node) -> bool:
-        if tree is self.flat.tree or tree is self.plan.same_tree or tree == self.flat.tree:
-            self.plan.same_tree = tree
-            return True
-        return False
+        return tree is self.flat.tree or tree == self.flat.tree
 
 
 def prepare(
@@ -208,9 +202,6 @@ def split_columns(
     late: Collection[int] = (),
 ) -> Split:
     """`split` in columns. Where both sides have one tree it looks at each leaf once."""
-    last = prepared.plan.last
-    if last is not None and last[0] is manifest.leaves and matched.tree is not None and not late:
-        return last[1]
     if matched.tree is None:
         found, rest = split(matched.pairs, manifest, prepared, chunks.starts, late)
         return Split(straight(found, prepared), rest)
@@ -236,9 +227,7 @@ def split_columns(
     if (pieces.at[1:] < pieces.at[:-1] + pieces.nbytes[:-1]).any():
         return Split(straight([], prepared), matched.pairs)
     if len(here) == len(leaves):
-        found_all = Split(pieces, [])
-        prepared.plan.last = leaves, found_all
-        return found_all
+        return Split(pieces, [])
     return Split(pieces, matched.some(set(range(len(leaves))).difference(pieces.leaf.tolist())))
 
 

@@ -403,8 +403,13 @@ def _check_tensor(leaf: m.TensorLeaf, storages: Sequence[m.Storage], reach: Reac
     _reach(leaf.storage, leaf.offset, leaf.offset + nbytes, storages, reach)
 
 
+_FLAG_BITS = 31
+
+
 def _check_flags(dtype: str, flags: int) -> None:
     """What torch has no tensors of, it would refuse in the middle of a landing."""
+    if flags.bit_length() > _FLAG_BITS:
+        raise ManifestError("flags out of range")
     real = dtype.startswith(_REAL)
     if flags & m.REQUIRES_GRAD and not real:
         raise ManifestError(f"a gradient of dtype {dtype[:40]!r}")

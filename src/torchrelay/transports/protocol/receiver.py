@@ -37,7 +37,6 @@ from torchrelay.transports.group.lines import (
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.events import Awaited, expect, failure
 from torchrelay.transports.protocol.exchange import HeldOffer
-from torchrelay.transports.protocol.known_offers import Offers
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import place
@@ -135,11 +134,8 @@ class Receiving:
 
     def _run(self) -> Landed:
         with self.watch("join"):
-            offers = self._resources.of(Offers)
-            known = offers.of(self._sender)
-            self._line.send(self._join(known.digest))
-            offer = offers.full(self._sender, self._expect(wire.Offer), known)
-            offer = self._exchange(offer)
+            self._line.send(self._join())
+            offer = self._exchange(self._expect(wire.Offer))
             landing, choice = self._consider(offer)
             mover, name = choice.mover, choice.route.name
             self._line.send(wire.Accept(name, mover.answer, choice.instead, mover.hashed))
@@ -197,13 +193,13 @@ class Receiving:
             self._progress,
         )
 
-    def _join(self, knows: bytes) -> wire.Join:
+    def _join(self) -> wire.Join:
         here, fd = place.here(), -1
         if here.devices and self._nonce:
             with suppress(OSError):  # then no device memory is told of
                 self._proof = place.Proof(self._claim(self._me, self._sender))
                 fd = self._proof.process.fd
-        return wire.Join(self._step, here, self._nonce, fd, knows)
+        return wire.Join(self._step, here, self._nonce, fd)
 
     @property
     def _me(self) -> int:
@@ -241,8 +237,7 @@ class Receiving:
     def _consider(self, offer: wire.Offer) -> tuple[Landing, Choice]:
         """Look at the offer; refuse it with a reason, or prepare to land it."""
         try:
-            recall = self._resources.recall
-            self.manifest = recall.decode(offer.manifest, self._wanted.known, self._in_time)
+            self.manifest = codec.decode(offer.manifest, self._wanted.known, self._in_time)
             step = self.manifest.step
             if self._step is not None and step != self._step:
                 raise StepMismatchError(

@@ -18,7 +18,6 @@ from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines
 from torchrelay.transports.protocol import fanout, wire
-from torchrelay.transports.protocol.known_offers import shortened
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.parts import Branches, MakeBranch
 from torchrelay.transports.protocol.peers import (
@@ -177,7 +176,7 @@ class Sending:
             self._route,
             0 if len(self.peers) > 1 else cores(),
         )
-        peer.line.send(shortened(offer, join.knows))
+        peer.line.send(offer)
 
     # Data
 

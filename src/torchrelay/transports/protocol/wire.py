@@ -127,7 +127,6 @@ class Join(_Message, tag="join", frozen=True):
     place: Place = Place()
     nonce: Token = b""  # random, for whoever wants to be read by me; empty where I read nobody
     fd: Descriptor = -1  # file with my own claim, where I might open device memory
-    knows: Digest = b""  # digest of an earlier offer's manifest and fixed parts, which I have
 
 
 class Survey(_Message, tag="survey", frozen=True):
@@ -240,8 +239,6 @@ class Offer(_Message, tag="offer", frozen=True):
     routes: Annotated[dict[Name, RouteOffer], Meta(max_length=64)] = {}  # that I can serve
     route: Name | None = None  # the only one I take
     threads: Threads = 0  # not 0: you are the only receiver, and may read with so many at once
-    again: bool = False  # manifest and fixed parts are those that you know, with this step
-    step: Step | None = None
 
 
 class Go(_Message, tag="go", frozen=True):

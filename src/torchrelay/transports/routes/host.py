@@ -28,7 +28,6 @@ from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes import place
 from torchrelay.transports.routes.chunk_ways import SenderMemory, Shares, share
 from torchrelay.transports.routes.place import Process
-from torchrelay.transports.routes.read_tables import Readings
 from torchrelay.transports.routes.ring import Fill, MappedRing, MappedRings, Ring, Rings, RingServer
 from torchrelay.transports.routes.seam import (
     Incoming,
@@ -134,7 +133,6 @@ class Ways(NamedTuple):
     """Where bytes come from and go to, and which way each chunk takes."""
 
     sources: Runs  # of the sender's host memory
-    readings: Readings
     places: Places
     shares: Shares
 
@@ -161,15 +159,14 @@ def find_ways(
     `RemoteProtocolError` where what the sender says of its memory cannot be.
     """
     chunks, places = incoming.landing.chunks, incoming.landing.places()
-    readings = incoming.resources.of(Readings)
     try:
-        sources = readings.unpack(memory.host, chunks.stream_bytes)
+        sources = Runs.unpack(memory.host, chunks.stream_bytes)
         theirs = SenderMemory(sources, memory.apart, reads, exported, strays)
         shares = share(chunks, places, theirs, verify=memory.verify)
     except ValueError as fault:
         rank = incoming.line.peer
         raise RemoteProtocolError(str(fault), rank=rank, phase="join") from None
-    return Ways(sources, readings, places, shares)
+    return Ways(sources, places, shares)
 
 
 class Reachable(NamedTuple):
@@ -271,7 +268,7 @@ class HostPull(Pull):
         with gc_paused():  # memory may be made as it goes
             for part in places.parts():
                 _clear(self._of(part, straight).without(sources.facing(part)))
-                for batch in self._ways.readings.batches(sources.facing(part), part):
+                for batch in batches(moves(sources.facing(part), part), bridge=True):
                     self._submit(partial(self._read_batch, batch))
 
     def _of(self, runs: Runs, chunks: list[int]) -> Runs:
