@@ -10,7 +10,6 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Container, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +21,7 @@ from torchrelay.landing.matching import match
 from torchrelay.plan.plain import NBYTES, Plains, Sort, look
 from torchrelay.plan.selection import Selection
 from torchrelay.record import manifest as m
-from torchrelay.record.columns import Kind, Table, table_of
+from torchrelay.record.columns import Kind, Numbers, Table, table_of
 from torchrelay.record.compact import KnownTree
 from torchrelay.record.pause import gc_paused
 from torchrelay.state.matching import Matched
@@ -77,13 +76,6 @@ class KnownLayout:
     def whole(self) -> bool:
         """Whether every leaf is a plain tensor."""
         return len(self.plains) == self.plains.count
-
-    @cached_property
-    def by_leaf(self) -> dict[int, tuple[Sort, int]]:
-        """What is known of each plain tensor, and its address."""
-        plains = self.plains
-        sorts = map(plains.sorts.__getitem__, plains.sort_of_each.tolist())
-        return dict(zip(plains.leaves, zip(sorts, plains.addresses, strict=True), strict=True))
 
 
 def _apart(lows: Column, highs: Column) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -159,12 +151,11 @@ def prepare(
 
 
 Pair = tuple[int, Path, int]
-# Where in the stream, at which address, how many bytes; storage offered, leaf of the destination.
-Piece = tuple[int, int, int, int, int]
 
 
 class Straight(NamedTuple):
-    """The same in columns, in the order of the stream."""
+    """What goes to plain tensors as it is, in columns and in the order of the stream: where it is
+    there, to which address and how many bytes; storage offered, leaf of the destination."""
 
     at: Column
     address: Column
@@ -172,6 +163,11 @@ class Straight(NamedTuple):
     storage: Indices
     leaf: Indices
     on_host: Marks
+
+    @classmethod
+    def none(cls) -> Straight:
+        lengths, indices = np.zeros(0, np.uint64), np.zeros(0, np.intp)
+        return cls(lengths, lengths, lengths, indices, indices, np.zeros(0, bool))
 
     def some(self, rows: Marks) -> Straight:
         return Straight(
@@ -194,24 +190,30 @@ class Split(NamedTuple):
 _ODD = m.CONJ | m.NEG | m.META
 
 
-def split_columns(
+def split(
     matched: Matched,
     manifest: m.Manifest,
     prepared: PreparedDestination,
     chunks: Chunks,
     late: Collection[int] = (),
 ) -> Split:
-    """`split` in columns. Where both sides have one tree it looks at each leaf once."""
-    if matched.tree is None:
-        found, rest = split(matched.pairs, manifest, prepared, chunks.starts, late)
-        return Split(straight(found, prepared), rest)
-    plains, leaves = prepared.plan.plains, manifest.leaves
-    table = table_of(leaves)
-    here, there = _paired(plains, table)
+    """The fast path of `fit`: a contiguous tensor that is offered to a plain one like it.
+
+    The leaves in `late` are left for the general path; and all are if a piece of the stream has
+    several places to go, or a place several pieces, which is for `check_ties` to look at.
+    """
+    plains, table = prepared.plan.plains, table_of(manifest.leaves)
+    here, there, numbers = _paired(matched, plains, table)
     fits = _fitting(plains, here, table, there)
     if late:
         fits &= ~np.isin(table.rows[there], list(late))
+    taken = set(numbers[fits].tolist())
     here, there = here[fits], there[fits]
+    if matched.tree is None and len(here):  # a tied tensor is there more than once
+        _, once = np.unique(here * len(table.rows) + there, return_index=True)
+        here, there = here[once], there[once]
+        if len(np.unique(here)) < len(here):
+            return Split(Straight.none(), matched.pairs)
     storages = table.storages[there]
     at = chunks.places[storages] + table.offsets[there].astype(np.uint64)
     order = np.argsort(at, kind="stable")
@@ -225,20 +227,39 @@ def split_columns(
         plains.on_host[here],
     )
     if (pieces.at[1:] < pieces.at[:-1] + pieces.nbytes[:-1]).any():
-        return Split(straight([], prepared), matched.pairs)
-    if len(here) == len(leaves):
+        return Split(Straight.none(), matched.pairs)
+    if len(taken) == len(manifest.leaves) and matched.tree is not None:
         return Split(pieces, [])
-    return Split(pieces, matched.some(set(range(len(leaves))).difference(pieces.leaf.tolist())))
+    if matched.tree is not None:
+        return Split(pieces, matched.some(set(range(len(manifest.leaves))) - taken))
+    return Split(pieces, [pair for n, pair in enumerate(matched.pairs) if n not in taken])
 
 
-def _paired(plains: Plains, table: Table) -> tuple[Indices, Indices]:
-    """Which of the plain tensors, and which row of the table it is offered."""
-    if len(plains) == plains.count == len(table.rows):
-        return np.arange(plains.count), np.arange(plains.count)
-    _, here, there = np.intersect1d(
-        plains.leaf_of_each, table.rows, assume_unique=True, return_indices=True
-    )
-    return here, there
+def _paired(matched: Matched, plains: Plains, table: Table) -> tuple[Indices, Indices, Indices]:
+    """Which of the plain tensors, which row of the table it is offered, and the number of the pair:
+    that of the leaf where both sides have one tree."""
+    if matched.tree is not None:
+        if len(plains) == plains.count == len(table.rows):
+            every = np.arange(plains.count)
+            return every, every, every
+        both, here, there = np.intersect1d(
+            plains.leaf_of_each, table.rows, assume_unique=True, return_indices=True
+        )
+        return here, there, both
+    there = _places(table.rows, [pair[0] for pair in matched.pairs])
+    here = _places(plains.leaf_of_each, [pair[2] for pair in matched.pairs])
+    numbers = np.flatnonzero((there >= 0) & (here >= 0))
+    return here[numbers], there[numbers], numbers
+
+
+def _places(ascending: Numbers, wanted: Sequence[int]) -> Indices:
+    """Where in a column each number is, or -1."""
+    numbers = np.array(wanted, np.int64)
+    found = np.searchsorted(ascending, numbers)
+    found[found == len(ascending)] = 0
+    if not len(ascending):
+        return np.full(len(numbers), -1, np.intp)
+    return np.where(ascending[found] == numbers, found, -1)
 
 
 def _fitting(plains: Plains, here: Indices, table: Table, there: Indices) -> Marks:
@@ -262,57 +283,3 @@ def _same(sort: Sort, kind: Kind) -> bool:
         and kind.strides is None
         and not kind.flags & _ODD
     )
-
-
-def straight(pieces: list[Piece], prepared: PreparedDestination) -> Straight:
-    """Pieces in columns."""
-    columns = [[piece[n] for piece in pieces] for n in range(5)]
-    where, to, size = (np.array(column, np.uint64) for column in columns[:3])
-    storage, leaf = (np.array(column, np.intp) for column in columns[3:])
-    known = prepared.plan.by_leaf if pieces else {}
-    on_host = np.array([known[here][0].device == "cpu" for here in columns[4]], bool)
-    return Straight(where, to, size, storage, leaf, on_host)
-
-
-def split(
-    pairs: list[Pair],
-    manifest: m.Manifest,
-    prepared: PreparedDestination,
-    starts: Sequence[int],
-    late: Collection[int] = (),
-) -> tuple[list[Piece], list[Pair]]:
-    """The fast path of `fitting.fit`: a contiguous tensor offered to a plain one like it.
-
-    Returns what goes straight to such tensors, in the order of the stream, and the pairs that are
-    left for the general path: the leaves in `late`, and all if a piece of the stream has several
-    places to go. `starts` are those of the storages in the stream.
-    """
-    leaves, known = manifest.leaves, prepared.plan.by_leaf
-    pieces: list[Piece] = []
-    rest: list[Pair] = []
-    for pair in pairs:
-        index, _, here = pair
-        leaf, there = leaves[index], known.get(here)
-        if there is not None and type(leaf) is m.TensorLeaf and index not in late:
-            sort, address = there
-            storage = leaf.storage
-            if (
-                storage >= 0
-                and leaf.strides is None
-                and leaf.shape == sort.shape
-                and leaf.dtype == sort.dtype
-                and not leaf.flags & _ODD
-            ):
-                pieces.append((starts[storage] + leaf.offset, address, sort.nbytes, storage, here))
-                continue
-        rest.append(pair)
-    pieces.sort()
-    if _overlap(pieces):
-        pieces = sorted(set(pieces))  # a tied tensor stands there more than once
-    # A tensor here that stands for several offered ones is for `check_ties` to refuse.
-    tied = len({piece[4] for piece in pieces}) < len(pieces)
-    return ([], pairs) if tied or _overlap(pieces) else (pieces, rest)
-
-
-def _overlap(pieces: list[Piece]) -> bool:
-    return any(after[0] < piece[0] + piece[2] for piece, after in pairwise(pieces))

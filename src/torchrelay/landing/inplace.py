@@ -11,7 +11,7 @@ import torch
 
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.geometry.strides import packed
-from torchrelay.landing.destination import Pair, PreparedDestination, split_columns, straight
+from torchrelay.landing.destination import Pair, PreparedDestination, Straight, split
 from torchrelay.landing.device_slab import only_device
 from torchrelay.landing.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.handover import Handover
@@ -97,13 +97,13 @@ class ExistingTensors:
         self._late: list[Fit | ArrayFit] = []
         self._written: list[torch.Tensor] = []
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
-        plain, rest = split_columns(matched, manifest, into, self.chunks, back)
+        plain, rest = split(matched, manifest, into, self.chunks, back)
         fits = self._fits(rest)
         taken = set(plain.leaf.tolist()) if fits else set()
         spans = host_spans(fits, self.chunks)
         if not all(taken.isdisjoint(into.reached(low, high)) for low, high in spans):
             # Plain tensors share memory with others: the check below has to see them all.
-            plain = straight([], into)
+            plain = Straight.none()
             fits = self._fits(matched.pairs)
         check_ties(fits, self.chunks)
         # What goes to plain tensors in host memory is known by address; what goes to others, by
