@@ -20,6 +20,7 @@ from benchmarks.gpu.crew import Me, Wrong
 from benchmarks.gpu.scenes import MODES, NEW, OLD, expect, patched, relay_of, told
 from torchrelay.memory import kernels
 from torchrelay.transports.routes.cuda_ipc import CudaPull
+from torchrelay.transports.routes.host import HostPull
 from torchrelay.transports.transfer import intake, outflow
 
 # Tools
@@ -29,7 +30,7 @@ def before_copying(route: str, act: Callable[[], Any]) -> ExitStack:
     """Within: `act` is called when this receiver has joined and begins to take the bytes."""
     spots: dict[str, tuple[Any, str]] = {
         "cuda_ipc": (CudaPull, "_copy_device_memory"),
-        "host": (CudaPull, "_wait"),
+        "host": (HostPull, "_wait"),
         "group": (intake.Intake, "_arrived"),
     }
     owner, name = spots[route]

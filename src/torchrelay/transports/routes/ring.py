@@ -159,6 +159,7 @@ class MappedRing:
 
     def __init__(self, process: Process, record: Ring, *, pinned: bool) -> None:
         self.record = record
+        self.pinned = False
         if record.slots < 1 or record.slot_bytes < 1:
             raise OSError("a ring without slots")
         nbytes = record.slots * record.slot_bytes
@@ -183,6 +184,10 @@ class MappedRing:
             unregister(self._tensor.data_ptr())
             self.pinned = False
         self._tensor, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
+
+    def __del__(self) -> None:
+        # Memory that is unmapped and still pinned cannot be pinned when its address is used again.
+        self.close()
 
 
 class MappedRings(Kept):
