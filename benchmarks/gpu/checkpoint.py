@@ -47,7 +47,8 @@ TENSORS = 320
 CALLS = 3
 ON_HOST, ON_DEVICE = 'torchrelay, stage="host"', 'torchrelay, stage="device"'
 DEFAULTS = "torchrelay, defaults, no prepare"
-STAGES = {DEFAULTS: "auto", ON_HOST: "host", ON_DEVICE: "device"}
+UNPREPARED = 'torchrelay, stage="host", no prepare'
+STAGES = {DEFAULTS: "auto", ON_HOST: "host", UNPREPARED: "host", ON_DEVICE: "device"}
 RESULTS = Path(__file__).parent / "results"
 
 Found = dict[str, Any]
@@ -124,7 +125,7 @@ def load(group: Any, how: str, folder: str) -> Found:
 def ready(group: Any, how: str, folder: str) -> float:
     begun = time.perf_counter()
     checkpointer = sides.checkpointer(group, folder, stage=STAGES[how])
-    if how != DEFAULTS:
+    if how not in (DEFAULTS, UNPREPARED):
         checkpointer.prepare(_state)
     return time.perf_counter() - begun
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -161,7 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.live", description=__doc__)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--only", default="", help="cases that this pattern finds")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("skipped: no GPU")
@@ -172,10 +173,17 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     beside: dict[str, Any] | None = None
     speed = 0.0
+    result = {
+        "benchmark": "gpu live",
+        "machine": {**machine(), "gpu": torch.cuda.get_device_name()},
+        "bytes": count * each,
+        "rows": rows,
+    }
 
     def run(name: str, **how: Any) -> None:
-        if options.only in name:
+        if re.search(options.only, name):
             rows.append(case(ranks, name, total, laps, **how))
+            save(result | {"matmul": beside}, options.out)
 
     with Ranks(2) as ranks:
         total = ranks.run(make, count, each, ["cuda", "cuda"])[0]
@@ -186,7 +194,7 @@ def main() -> int:
         run("GPU to GPU, new tensors", fresh=True)
         run("GPU to GPU by host, atomic=False", route="host", bar=15)
         run("GPU to GPU by host, atomic", atomic=True, route="host")
-        if options.only in matmul.NAME:
+        if re.search(options.only, matmul.NAME):
             rounds, transfers = (2, 3) if options.small else (5, 20)
             beside = matmul.judged(*ranks.run(_matmul, rounds, transfers, 0.1))
             print(matmul.row(beside), flush=True)
@@ -205,15 +213,8 @@ def main() -> int:
             half = ranks.run(make, count // 2, each, ["cuda", "cuda"])[0]
             speed = half / GB / max(ranks.run(_stock))
             print(f"torch PGTransport over gloo, GPU to GPU: {speed:.2f} GB/s", flush=True)
-    result = {
-        "benchmark": "gpu live",
-        "machine": {**machine(), "gpu": torch.cuda.get_device_name()},
-        "bytes": count * each,
-        "rows": rows,
-        "matmul": beside,
-        "torch_pgtransport_gb_s": round(speed, 3),
-    }
-    save(result, options.out)
+    ends = {"matmul": beside, "torch_pgtransport_gb_s": round(speed, 3)}
+    save(result | ends, options.out)
     return 0
 
 

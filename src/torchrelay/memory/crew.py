@@ -38,6 +38,7 @@ def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]],
 
     others = []
     with suppress(RuntimeError):  # no thread can be started while the interpreter ends
+        threads.get_ready(min(most, len(todo)) - 1)
         for _ in range(min(most, len(todo)) - 1):
             others.append(threads.run(work, "crew"))
     work()

@@ -20,11 +20,11 @@ from torchrelay.memory.kernels import brief_driver, check, driver, take_context
 from torchrelay.memory.pages import Mapping, populate
 from torchrelay.memory.pool import cores
 
-# Bytes of a buffer. After each a thread needs the interpreter, which many of them wait for: smaller
-# ones are slower than the link, by a fifth where the machine is busy with other things.
-PIECE = 8 << 20
+# Bytes of a buffer. After each a thread needs the interpreter, which many of them wait for; but
+# what leaves the processor's cache before it is copied on has to come back from memory.
+PIECE = 4 << 20
 EACH = 2  # buffers of a thread: one is filled while the other is on its way
-MOST_THREADS = 16
+MOST_THREADS = 12  # more of them are in each other's way
 _WAITING = 1 | 2  # an event that is waited for without spinning, and does not keep the time
 
 

@@ -50,6 +50,13 @@ def run(target: Callable[[], object], name: str, niceness: int = 0) -> Running:
     return running
 
 
+def get_ready(count: int) -> None:
+    """Have so many threads wait for something to do. One that starts beside others which have begun
+    waits for each of them in turn."""
+    for _ in range(count - len(_idle[0])):
+        _idle[0].append(_Thread(0))
+
+
 class _Thread:
     def __init__(self, niceness: int) -> None:
         self.jobs: queue.SimpleQueue[tuple[Callable[[], object], str, Running]]

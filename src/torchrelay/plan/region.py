@@ -65,9 +65,12 @@ class Region:
 
     def run(self, start: int, stop: int) -> torch.Tensor | None:
         """Bytes [start, stop) where they lie on a device, if they are one run there."""
-        if self._view is None or self._view.dtype is not torch.uint8 or self._view.dim() != 1:
+        view = self._view
+        if view is None or view.dtype is not torch.uint8 or view.dim() != 1:
             return None
-        return self._view[start:stop] if self._view.is_contiguous() else None
+        if not view.is_contiguous():
+            return None
+        return view if stop - start == self.nbytes else view[start:stop]
 
     @property
     def address(self) -> int:

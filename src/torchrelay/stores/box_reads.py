@@ -143,6 +143,8 @@ class _Waves:
 
 def _is_run(wish: BoxRead) -> bool:
     """Whether a box is one run of its shard's elements."""
+    if wish.sizes == wish.shard.sizes:
+        return True
     inner = False
     for size, whole in zip(wish.sizes, wish.shard.sizes, strict=True):
         if inner and size != whole:
@@ -153,16 +155,19 @@ def _is_run(wish: BoxRead) -> bool:
 
 def _start(wish: BoxRead) -> int:
     """Where in the file the first element of the box lies."""
+    if not any(wish.offsets):
+        return wish.shard.start
     strides = contiguous_strides(wish.shard.sizes)
     first = sum(offset * stride for offset, stride in zip(wish.offsets, strides, strict=True))
     return wish.shard.start + first * t.dtype_named(wish.tensor.dtype).itemsize
 
 
 def _region(destination: torch.Tensor) -> Region:
-    shape, strides = tuple(destination.shape), tuple(destination.stride())
-    layout = packed(shape, strides)
-    if layout is None or layout.numel != prod(shape):
-        raise MismatchError("the destination's elements overlap each other")
+    if not destination.is_contiguous():
+        shape, strides = tuple(destination.shape), tuple(destination.stride())
+        layout = packed(shape, strides)
+        if layout is None or layout.numel != prod(shape):
+            raise MismatchError("the destination's elements overlap each other")
     return Region.row_major(destination)
 
 

@@ -105,7 +105,7 @@ class DeviceFetch:
     def check(self) -> None:
         """Raise `DamagedError` unless every chunk has its digest. What was read stays on the
         device, if that has room for all of it."""
-        self._groups = _placed_in_turn(self._groups)
+        self._groups = _placed_in_turn(_joined(self._groups))
         try:
             slab = self._allocate(sum(group.room for group in self._groups))
             self._read(self._groups, slab, verify=True)
@@ -167,11 +167,7 @@ class DeviceFetch:
         if verify:
             kernels.warm_up(self._device)
         base = slab.data_ptr()
-        tasks = [
-            (Task(group.file, at, min(at + PIECE, group.stop)), base + group.at + at - group.start)
-            for group in groups
-            for at in range(group.start, group.stop, PIECE)
-        ]
+        tasks = [(group, at) for group in groups for at in range(group.start, group.stop, PIECE)]
         files = {group.file for group in groups}
         readers = {file: opened(self._store, self._checkpoint, file, once=True) for file in files}
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -179,15 +175,16 @@ class DeviceFetch:
         numbers = count()
         with pinned_buffers() as buffers:
 
-            def hand() -> Callable[[tuple[Task, int]], None]:
+            def hand() -> Callable[[tuple[_Group, int]], None]:
                 upload = Upload(buffers, next(numbers), self._device, stream)
                 uploads.append(upload)
 
-                def do(task: tuple[Task, int]) -> None:
-                    part, address = task
-                    nbytes = part.stop - part.start
-                    self._fill(part, readers[part.file], upload.view(nbytes))
-                    upload.send(address, nbytes)
+                def do(task: tuple[_Group, int]) -> None:
+                    group, at = task
+                    nbytes = min(PIECE, group.stop - at)
+                    part = Task(group.file, at, at + nbytes)
+                    self._fill(part, readers[group.file], upload.view(nbytes))
+                    upload.send(base + group.at + at - group.start, nbytes)
                     self._progress(nbytes)
 
                 return do
@@ -258,6 +255,17 @@ class DeviceFetch:
                         region.write(low - at, high - at, data)
             columns = (np.concatenate(column) for column in zip(*found, strict=True))
             kernels.copy(Moves(*columns), self._device, self._tables)
+
+
+def _joined(groups: Iterable[_Group]) -> list[_Group]:
+    """Those that follow each other in a file as one."""
+    found: list[_Group] = []
+    for group in groups:
+        if found and (found[-1].file, found[-1].stop) == (group.file, group.start):
+            found[-1] = found[-1]._replace(stop=group.stop)
+        else:
+            found.append(group)
+    return found
 
 
 def _placed_in_turn(groups: Iterable[_Group]) -> list[_Group]:
