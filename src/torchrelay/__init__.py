@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         EndpointError,
         ManifestError,
         MismatchError,
+        NothingToRecoverError,
         PeerAbortedError,
         PeerError,
         PeerLostError,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
         UnsupportedLeafError,
         UsageError,
     )
+    from torchrelay.recovery.front import recover
+    from torchrelay.recovery.report import Recovered, RecoveryReport
     from torchrelay.relay import Progress, Received, Relay, Report
     from torchrelay.state.registry import register
 
@@ -70,6 +73,7 @@ __all__ = [
     "Loaded",
     "ManifestError",
     "MismatchError",
+    "NothingToRecoverError",
     "PeerAbortedError",
     "PeerError",
     "PeerLostError",
@@ -80,6 +84,8 @@ __all__ = [
     "Published",
     "PullResult",
     "Received",
+    "Recovered",
+    "RecoveryReport",
     "Relay",
     "RelayError",
     "RemoteProtocolError",
@@ -97,6 +103,7 @@ __all__ = [
     "UnsupportedLeafError",
     "UsageError",
     "pull",
+    "recover",
     "register",
     "serve",
 ]
@@ -117,6 +124,8 @@ _HOMES = {
     "torchrelay.endpoint.front": ("Endpoint", "serve"),
     "torchrelay.endpoint.publishing": ("Published",),
     "torchrelay.endpoint.pull": ("PullReport", "PullResult", "pull"),
+    "torchrelay.recovery.front": ("recover",),
+    "torchrelay.recovery.report": ("Recovered", "RecoveryReport"),
     "torchrelay.relay": ("Progress", "Received", "Relay", "Report"),
     "torchrelay.state.registry": ("register",),
 }

@@ -154,6 +154,10 @@ class StepNotFoundError(CheckpointError, FileNotFoundError):
     """There is no such step, or none of those that are there verifies."""
 
 
+class NothingToRecoverError(StepNotFoundError):
+    """No source has a step that verifies and is new enough. The message says of each why."""
+
+
 class DamagedError(CheckpointError):
     """Bytes at rest differ from those written: `file`, `path` (the leaf) and `offset` say where."""
 

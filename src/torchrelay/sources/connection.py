@@ -8,6 +8,7 @@ connection, whoever is reading from it.
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import socket
 import ssl
 import threading
@@ -79,6 +80,14 @@ class Host:
         self._kept: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self.address = ""  # of this end, once it was connected
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the URL is plainly one of this machine."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     def get(self, path: str, *, seconds: float, limit: int = ANSWER_BYTES) -> Reply:
         return self._small("GET", path, None, seconds, limit)

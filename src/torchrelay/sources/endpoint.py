@@ -98,6 +98,10 @@ class EndpointSource:
     def name(self) -> str:
         return ", ".join(host.url for host in self.hosts)
 
+    @property
+    def cost(self) -> int:
+        return 0 if all(host.is_here for host in self.hosts) else 1
+
     def newest(self, deadline: Deadline) -> Newest | Absent:
         try:
             found = self.steps(deadline)

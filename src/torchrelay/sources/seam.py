@@ -6,6 +6,7 @@ a step of any source is planned and landed by the same code.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from torchrelay.deadlines import Deadline
@@ -46,6 +47,12 @@ class Source(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def cost(self) -> int:
+        """How far away its bytes are: 0 memory of this machine, 1 a network, 2 a file system, 3 a
+        bucket."""
+
     def newest(self, deadline: Deadline) -> Newest | Absent: ...
-    def open(self, step: int | None, deadline: Deadline) -> Opened:
-        """A step, or the newest; `StepNotFoundError` where it is not there."""
+    def steps(self, deadline: Deadline) -> Iterable[int]: ...
+    def open(self, step: int, deadline: Deadline) -> Opened:
+        """A step; `StepNotFoundError` where it is not there."""

@@ -1,0 +1,1 @@
+"""Which source a state is recovered from, and what to do where that fails."""

@@ -1,0 +1,185 @@
+"""A state comes back from the freshest place that verifies, and the report says why from there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchrelay as tr
+from tests.support.forge import flip
+from tests.support.ranks import RankPool
+from torchrelay.stores.records import decode, encode
+
+
+class Job:
+    """A training whose data depend on the step alone."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.step = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "step": self.step}
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            torch.manual_seed(100 + self.step)
+            loss = self.model(torch.randn(4, 8)).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+            self.step += 1
+        return losses
+
+    def take(self, got: tr.Recovered) -> None:
+        self.step = got.state["step"]
+
+
+def losses_of_an_undisturbed_run(steps: int) -> list[float]:
+    return Job().train(steps)
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """A URL at which nobody answers."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+def saved(root: Path, job: Job) -> None:
+    with tr.Checkpointer(root, group=False) as there:
+        there.save(job.step, job.state())
+
+
+def damage(root: Path, step: int) -> None:
+    file = root / f"step-{step}" / "model.safetensors"
+    flip(file, file.stat().st_size - 9)
+
+
+def test_damage_and_distance_are_passed_over_and_explained(tmp_path: Path, nobody: str) -> None:
+    """The newest steps on two disks have a flipped byte, a live peer is one step behind, and an
+    endpoint cannot be reached."""
+    job = Job()
+    job.train(4)
+    with tr.serve(job.state(), step=4, group=False, timeout=60) as peer:
+        job.train(1)
+        for name in ("disk", "buddy"):
+            saved(tmp_path / name, job)
+            damage(tmp_path / name, 5)
+        sources = [tmp_path / "disk", str(tmp_path / "buddy"), nobody, peer.url]
+        again = Job()
+        got = tr.recover(into=again.state(), sources=sources, timeout=60)
+        assert got.step == 4 and got.report.source == peer.url
+        lines = got.report.explain().splitlines()
+        assert len(lines) == 5
+        for line, words in zip(
+            lines,
+            (
+                ("disk", "step 5 was passed over", "are not those written"),
+                ("buddy", "step 5 was passed over", "are not those written"),
+                (nobody, "no step", "does not answer"),
+                (peer.url, "step 4 was taken"),
+                ("in all", "ask", "land"),
+            ),
+            strict=True,
+        ):
+            assert all(word in line for word in words), line
+        again.take(got)
+        assert again.train(6) == losses_of_an_undisturbed_run(10)[4:]
+        before = {name: value.clone() for name, value in again.model.state_dict().items()}
+        with pytest.raises(tr.NothingToRecoverError) as nothing:
+            tr.recover(into=again.state(), sources=sources, min_step=5, timeout=60)
+        text = str(nothing.value)
+        assert all(name in text for name in ("disk", "buddy", nobody, peer.url)), text
+        assert "below min_step, 5" in text and text.count("step 5 was passed over") == 2
+        after = again.model.state_dict()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_an_older_step_of_a_damaged_place_is_taken(tmp_path: Path) -> None:
+    job = Job()
+    for _ in range(2):
+        job.train(1)
+        saved(tmp_path, job)
+    damage(tmp_path, 2)
+    with tr.Checkpointer(tmp_path, group=False) as there:
+        got = tr.recover(into=Job().state(), sources=[there], timeout=60)
+    assert got.step == 1
+    assert "step 2 was passed over" in got.report.explain()
+
+
+def test_memory_is_nearer_than_a_disk(tmp_path: Path) -> None:
+    job = Job()
+    saved(tmp_path, job)
+    with tr.serve(job.state(), step=0, group=False, timeout=60) as peer:
+        got = tr.recover(sources=[tmp_path, peer.url], timeout=60)
+    assert got.report.source == peer.url
+    assert "another source is nearer" in got.report.explain()
+
+
+def test_what_is_too_old_is_not_taken(tmp_path: Path) -> None:
+    job = Job()
+    saved(tmp_path, job)
+    record = tmp_path / "step-0" / "manifest.json"
+
+    old = msgspec.structs.replace(decode(record.read_bytes()), time="2020-01-01T00:00:00Z")
+    record.write_bytes(encode(old))
+    with pytest.raises(tr.NothingToRecoverError, match="max_age is 60 s"):
+        tr.recover(sources=[tmp_path], max_age=60, timeout=60)
+    assert tr.recover(sources=[tmp_path], timeout=60).step == 0
+
+
+def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> None:
+    job = Job()
+    saved(tmp_path, job)
+    with pytest.raises(tr.MismatchError):
+        tr.recover(into={"model": nn.Linear(8, 4)}, sources=[tmp_path], timeout=60)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sources": []}, {"sources": [7]}, {"sources": ["x"], "min_step": -1}]
+)
+def test_bad_arguments_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(tr.UsageError):
+        tr.recover(**wrong)
+
+
+def apart(rank: int, group: Any, root: str) -> tuple[int, str, list[float]]:
+    """Each rank has a place of its own. Rank 1's newest step is damaged, and rank 0 has one that
+    nobody else has; both have step 2, which rank 1 finds in another place."""
+    job = Job()
+    mine = Path(root) / str(rank)
+    for step in (1, 2, 3, 4):
+        job.train(1)
+        if step < 4 or rank == 0:
+            saved(mine, job)
+        if step == 2 and rank == 0:
+            saved(Path(root) / "shared", job)
+    if rank == 1:
+        damage(mine, 3)
+        damage(mine, 2)
+    dist.barrier(group)
+    again = Job()
+    sources = [mine, Path(root) / "shared"]
+    got = tr.recover(into=again.state(), sources=sources, group=group, timeout=60)
+    again.take(got)
+    return got.step, Path(got.report.source).name, again.train(3)
+
+
+def test_ranks_agree_on_the_newest_step_that_each_can_get(pool2: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    losses = losses_of_an_undisturbed_run(5)[2:]
+    assert pool2.run(apart, str(tmp_path)) == [(2, "0", losses), (2, "shared", losses)]
