@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.support import sharded_job
-from tests.support.ranks import RankPool
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="session")
-def four_ranks(pool4: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `run` (two steps) and `dcp`; tests must not write to it."""
     folder = tmp_path_factory.mktemp("four-ranks")
-    pool4.run(sharded_job.save, str(folder), timeout=100, fresh_group=True)
+    run_ranks(sharded_job.save, 4, str(folder), timeout=100)
     return folder

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -42,3 +42,26 @@ def save(rank: int, group: Any, folder: str) -> None:
                 there.save(step, state_of(model, optimizer, step))
     state = state_of(model, optimizer, STEPS[-1])
     dcp.save(state, checkpoint_id=f"{folder}/dcp", process_group=group)
+
+
+def train_on(rank: int, group: Any, places: list[str]) -> list[list[float]]:
+    """The losses of this rank when the job goes on from the newest step of each place."""
+    found = []
+    for place in places:
+        model, optimizer = job(seed=99)
+        state = state_of(model, optimizer, 0)
+        with tr.Checkpointer(place, group=group, read_only=True) as there:
+            there.load(into=state)
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(torch.randn(4, 16)).square().mean()
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses)
+    return found

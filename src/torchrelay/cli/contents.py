@@ -12,6 +12,7 @@ from torchrelay.cli.output import (
     JSON,
     fail,
     one_line_errors,
+    plain,
     print_columns,
     print_json,
     progress_bar,
@@ -112,7 +113,8 @@ def _verify(
             what = f"step {facts['step']}" if "step" in facts else facts["source"]
             note = f", but {facts['note']}" if facts.get("note") else ""
             damage = facts["damage"]
-            print(f"{what} " + (f"is damaged: {damage}" if damage else f"verifies{note}"))
+            said = f"is damaged: {damage}" if damage else f"verifies{note}"
+            print(plain(f"{what} {said}"))
         if any(facts["damage"] for facts in checked):
             raise typer.Exit(1)
 

@@ -46,7 +46,7 @@ def end_when_told() -> None:
 
 def fail(message: str, status: int = 1) -> NoReturn:
     """Print a message as an error and leave with an exit status."""
-    print("error: " + message.replace("\n", "; "), file=sys.stderr)
+    print("error: " + plain(message.replace("\n", "; ")), file=sys.stderr)
     raise typer.Exit(status) from None
 
 

@@ -149,7 +149,7 @@ def _pull(
         rate = size(int(nbytes / seconds))
         print(f"{out}: step {held.record.step}, {size(nbytes)} at {rate}/s")
         for url, why in there.faulty.items():
-            print(f"note: {url} was left out: {why}")
+            print(plain(f"note: {url} was left out: {why}"))
 
 
 def _awaited(found: dict[int, Any], above: int, name: str) -> int:

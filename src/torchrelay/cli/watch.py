@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from torchrelay.cli.access import token_file
-from torchrelay.cli.output import end_when_told, fail, one_line_errors, size
+from torchrelay.cli.output import end_when_told, fail, one_line_errors, plain, size
 from torchrelay.cli.watched import WatchedPlaces
 from torchrelay.errors import CheckpointError
 
@@ -52,7 +52,7 @@ def _watch(
                 return interval if timeout is None else begun + timeout - time.monotonic()
 
             for event in _events(watched.status, left, interval):
-                print(json.dumps(event) if as_json else _line(event), flush=True)
+                print(json.dumps(event) if as_json else plain(_line(event)), flush=True)
                 if until is not None and event["event"] == "step" and event["step"] >= until:
                     return
             if until is not None:
