@@ -16,6 +16,7 @@ from torchrelay.cli.output import (
     JSON,
     end_when_told,
     one_line_errors,
+    plain,
     print_json,
     progress_bar,
     size,
