@@ -186,7 +186,9 @@ class Relay:
             return sending.wire_bytes
 
         alone = replace(options, join_timeout=call.deadline.seconds)
-        return lambda peer, over: Branch(self._post, peer, describe, serve, call.deadline, over)
+        return lambda peer, line, over: Branch(
+            self._post, peer, line, describe, serve, call.deadline, over
+        )
 
     def _capture(self, state: object, step: int | None, receivers: int) -> Snapshot:
         snapshot = capture(

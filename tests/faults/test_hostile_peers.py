@@ -123,7 +123,7 @@ def test_an_idle_line_takes_a_bounded_number_and_loses_nothing(pool2: Any) -> No
 
 def test_chunks_are_asked_for_once_on_a_new_lane() -> None:
     def peer() -> Peer:
-        return Peer(1, None)  # type: ignore[arg-type]
+        return Peer(1, 7)
 
     one = peer()
     assert one.may_ask(wire.Need((3, 1), 2), 4) and one.may_ask(wire.Need((3,), 3), 4)
@@ -178,10 +178,10 @@ def nothing_told(rank: int, group: Any, verify: bool, atomic: bool) -> Any:
     def memory(self: HostServer, join: wire.Join, line: ControlLine) -> Memory:
         return msgspec.structs.replace(original(self, join, line), host=b"")
 
-    def digests(self: Outflow, chunks: Any = None) -> tuple[bytes, ...]:
+    def digests(self: Outflow) -> tuple[bytes, ...]:
         return tuple(digest(torch.zeros(n, dtype=torch.uint8)) for n in self._chunks.sizes)
 
-    with patched(HostServer, memory=memory), patched(Outflow, digests=digests):
+    with patched(HostServer, memory=memory), patched(Outflow, all_digests=digests):
         relay.send(weights(NEW), 1)
     return None
 

@@ -16,7 +16,7 @@ from tests.support.faults import CHUNK, verdict, weights
 from tests.support.ways import by, every_way, patched
 from torchrelay.errors import RelayError
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.peers import Peer, outcome
+from torchrelay.transports.protocol.peers import Peer, Stage, outcome
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
 
@@ -118,8 +118,7 @@ def test_a_receiver_that_may_have_the_state_is_unknown_until_it_tells(
 
 
 def test_the_error_says_that_a_receiver_may_have_it() -> None:
-    line: Any = None
-    peer = Peer(3, line, stage="accepted", trailed=True)
+    peer = Peer(3, 7, stage=Stage.ACCEPTED, trailed=True)
     peer.give_up("not done after 2 s", late=True)
     fault = outcome([peer], sent="5 of 5 bytes sent", step=None, phase="data")
     assert isinstance(fault, tr.TransferTimeoutError)
@@ -129,8 +128,7 @@ def test_the_error_says_that_a_receiver_may_have_it() -> None:
 
 
 def test_what_was_not_told_all_cannot_have_it() -> None:
-    line: Any = None
-    for stage, trailed in (("joined", False), ("accepted", False)):
-        peer = Peer(3, line, stage=stage, trailed=trailed)
+    for stage, trailed in ((Stage.JOINED, False), (Stage.ACCEPTED, False)):
+        peer = Peer(3, 7, stage=stage, trailed=trailed)
         peer.give_up("lost")
-        assert peer.stage == "failed"
+        assert peer.stage is Stage.FAILED

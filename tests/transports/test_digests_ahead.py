@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import types
 from itertools import takewhile
 from typing import Any
 
@@ -13,9 +12,9 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, received, sent, weights
 from tests.support.ways import by, patched
 from torchrelay.transports.group.lines import ControlLine
-from torchrelay.transports.protocol import fanout, wire
-from torchrelay.transports.protocol.peers import Peer, tell_hashes
-from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.peers import Peer, Stage
+from torchrelay.transports.protocol.sender_machine import SenderMachine, SendTerms
 from torchrelay.transports.transfer import outflow
 from torchrelay.transports.transfer.buffers import IN_FLIGHT
 from torchrelay.transports.transfer.intake import Intake
@@ -31,12 +30,19 @@ class Chain:
     def __init__(self) -> None:
         self.known = [bytes([index]) * 16 for index in range(9)]
         self.said: list[wire.Hashes] = []
-        self.line: Any = types.SimpleNamespace(untaken=1, send=self.said.append)
-        self._peers = {rank: Peer(rank, self.line, stage="accepted") for rank in (1, 2)}
+        terms = SendTerms(0, 9, True, False, None, frozenset(), 1.0, 1.0, 1.0)
+        peers = {rank: Peer(rank, rank, Stage.ACCEPTED, untaken=1) for rank in (1, 2)}
+        self.machine = SenderMachine(terms, peers, 0.0)
+        self.machine.begin((), 9, 0.0)
 
     def tell(self, known: int) -> list[tuple[int, int]]:
         """Once so many digests are known: which were told until then, by message."""
-        tell_hashes(fanout.chain(0, [1, 2]), self._peers, lambda at: tuple(self.known[at:known]))
+        for chunk in range(self.machine.known, known):
+            self.machine.hashed(chunk, 0.0)
+        for rank in self.machine.tell_hashes():
+            peer = self.machine.peers[rank]
+            self.said.append(wire.Hashes(peer.hashes, tuple(self.known[peer.hashes : known])))
+            peer.hashes = known
         return [(word.first, len(word.digests)) for word in self.said]
 
 
@@ -49,7 +55,7 @@ def test_digests_are_told_in_one_message_at_a_time() -> None:
     assert chain.tell(0) == []
     for known in (3, 4, 7):  # each message waits behind chunks: few are to be many digests'
         assert chain.tell(known) == [(0, 3)]
-    chain.line.untaken = 0
+    chain.machine.peers[1].untaken = 0
     assert chain.tell(7) == chain.tell(7) == [(0, 3), (3, 4)]
     assert chain.tell(9)[-1] == (7, 2)
 
@@ -132,9 +138,9 @@ def loses_the_first(rank: int, group: Any) -> Any:
             return received(relay, 0, live, OLD, 1, LONG).weights
     if rank:
         return received(relay, 0, live, OLD, 1, LONG).weights
-    gone, fail, digest = threading.Event(), Sending._fail, outflow.digest
+    gone, fail, digest = threading.Event(), SenderMachine.fail, outflow.digest
 
-    def noted(sending: Sending, peer: Peer, reason: str, **how: Any) -> None:
+    def noted(sending: SenderMachine, peer: Peer, reason: str, **how: Any) -> None:
         fail(sending, peer, reason, **how)
         gone.set()
 
@@ -142,7 +148,7 @@ def loses_the_first(rank: int, group: Any) -> Any:
         assert gone.wait(LONG / 2)
         return digest(data)
 
-    with patched(Sending, _fail=noted), patched(outflow, digest=late):
+    with patched(SenderMachine, fail=noted), patched(outflow, digest=late):
         return sent(relay, 1, [1, 2, 3], LONG)
 
 

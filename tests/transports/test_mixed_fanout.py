@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import errno
 import threading
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -59,8 +58,7 @@ def told(places: dict[int, wire.Place], silent: tuple[int, ...] = (), **how: Any
     """What the receivers of a chain are told, the sender being rank 0."""
     peers = {}
     for rank, where in places.items():
-        line: Any = types.SimpleNamespace(transfer=rank)
-        peers[rank] = Peer(rank, line, place=where, reads=rank not in silent)
+        peers[rank] = Peer(rank, rank, place=where, reads=rank not in silent)
     hops = fanout.chain(0, list(places))
     return [go(hop, peers, 2.0, may_read=how.get("may_read", True)) for hop in hops]
 

@@ -29,15 +29,10 @@ from torchrelay.state.tensors import device_backends
 from torchrelay.transports.group.c10d import ProcessGroup, Watcher, inside_backend, use, wait_for
 from torchrelay.transports.group.device_group import DeviceGroup, Mail
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.events import CLOSED
 from torchrelay.transports.protocol.exchange import OfferExchange
 
 GRACE = 1.0  # seconds for the last messages of a transfer to be taken
-CLOSED = (
-    "the group's connection to this rank is closed for good: make a new process group with the "
-    "ranks that live (torch.distributed.new_group) before the next transfer"
-)
-
-
 UNHEARD = 1024  # messages of a peer that wait to be heard, at most
 LARGE = 64 << 10  # bytes of a message that is not taken while others wait
 UNWANTED = 64  # messages that are taken after the call is over

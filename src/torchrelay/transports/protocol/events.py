@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-from typing import TypeVar
-
-from torchrelay.deadlines import Deadline
-from torchrelay.errors import (
-    PeerAbortedError,
-    RelayError,
-    RemoteProtocolError,
-    TransferTimeoutError,
-)
+from torchrelay.errors import PeerAbortedError, RelayError, RemoteProtocolError
 from torchrelay.transports.protocol import wire
 
-Awaited = TypeVar("Awaited", wire.Offer, wire.Go, wire.Inventory, wire.Selected)
+CLOSED = (
+    "the group's connection to this rank is closed for good: make a new process group with the "
+    "ranks that live (torch.distributed.new_group) before the next transfer"
+)
 RETRIES = 2  # times a chunk whose digest does not hold is asked for again
 
 
@@ -26,26 +20,3 @@ def failure(event: object, sender: int, phase: str) -> RelayError:
         event.phase = phase
         return event
     return RemoteProtocolError(f"{type(event).__name__} out of turn", rank=sender, phase=phase)
-
-
-def expect(
-    kind: type[Awaited],
-    events: queue.SimpleQueue[object],
-    deadline: Deadline,
-    sender: int,
-    step: int | None = None,
-) -> Awaited:
-    """The next message of a sender, which is to be of this kind."""
-    try:
-        message = events.get(timeout=max(deadline.left(), 0.001))
-    except queue.Empty:
-        raise TransferTimeoutError(
-            f"timed out after {deadline.seconds:.3g} s: rank {sender} did not send its "
-            f"{kind.__name__.lower()}",
-            rank=sender,
-            step=step,
-            phase="join",
-        ) from None
-    if isinstance(message, kind):
-        return message
-    raise failure(message, sender, "join")

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,8 +20,10 @@ from torchrelay.errors import RelayError, TransferTimeoutError
 from torchrelay.memory import threads
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.events import Awaited, expect, failure
-from torchrelay.transports.protocol.peers import Peer
+from torchrelay.transports.protocol.events import failure
+from torchrelay.transports.protocol.peers import Peer, Stage
+
+Awaited = TypeVar("Awaited", wire.Inventory, wire.Selected)
 
 
 class Selectable(Protocol):
@@ -57,16 +59,17 @@ class Branch:
         self,
         post: GroupLines,
         peer: Peer,
+        line: ControlLine,
         describe: Callable[[], Selectable],
         serve: Callable[[list[torch.Tensor], ControlLine], int],
         deadline: Deadline,
         over: Callable[[], None],
     ) -> None:
-        self._post, self._peer, self._describe = post, peer, describe
+        self._post, self._peer, self._line, self._describe = post, peer, line, describe
         self._serve, self._deadline, self._over = serve, deadline, over
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.wire_bytes = 0
-        peer.line.listen(self._events.put, self._events.qsize)
+        line.listen(self._events.put, self._events.qsize)
         self._running = threads.run(self._run, "parts")
 
     def hear(self, message: wire.Message | Exception) -> None:
@@ -86,7 +89,7 @@ class Branch:
         except Exception as fault:
             text = fault.message if isinstance(fault, RelayError) else f"{fault!r}"
             peer.give_up(text, late=isinstance(fault, TransferTimeoutError))
-            peer.line.send(wire.Abort(wire.text(f"the sender gave up on this rank: {text}")))
+            self._line.send(wire.Abort(wire.text(f"the sender gave up on this rank: {text}")))
         finally:
             over = self._over
             del self._describe, self._serve, self._over  # they lead to the state, and back here
@@ -95,7 +98,7 @@ class Branch:
     def _talk(self) -> None:
         peer = self._peer
         held = self._describe()
-        peer.line.send(wire.Inventory(held.record))
+        self._line.send(wire.Inventory(held.record))
         while True:
             message = self._next()
             if isinstance(message, wire.Select):
@@ -103,21 +106,21 @@ class Branch:
                 line = ControlLine(
                     self._post.group, peer.rank, secrets.randbelow(1 << wire.ID_BITS)
                 )
-                peer.line.send(wire.Selected(line.transfer))
+                self._line.send(wire.Selected(line.transfer))
                 self.wire_bytes += self._serve(views, line)
                 peer.trailed = True  # it may have all that it needs
             elif isinstance(message, wire.Done):
-                peer.stage = "done"
-                peer.line.send(wire.Fin())
+                peer.stage = Stage.DONE
+                self._line.send(wire.Fin())
                 return
             elif isinstance(message, wire.Refuse):
-                peer.stage, peer.reason, peer.refusal = "refused", message.message, message
-                peer.line.send(wire.Fin())
+                peer.stage, peer.reason, peer.refusal = Stage.REFUSED, message.message, message
+                self._line.send(wire.Fin())
                 return
             elif isinstance(message, wire.Leave):
                 peer.give_up(f"gave up: {message.message}", late=message.late)
                 peer.settle(message)
-                peer.line.send(wire.Fin())
+                self._line.send(wire.Fin())
                 return
             else:
                 raise failure(message, peer.rank, "data")
@@ -131,7 +134,7 @@ class Branch:
             ) from None
 
 
-MakeBranch = Callable[[Peer, Callable[[], None]], Branch]
+MakeBranch = Callable[[Peer, ControlLine, Callable[[], None]], Branch]
 
 
 class Branches:
@@ -150,10 +153,9 @@ class Branches:
     def wire_bytes(self) -> int:
         return sum(branch.wire_bytes for branch in self._branches.values())
 
-    def begin(self, peer: Peer) -> None:
+    def begin(self, peer: Peer, line: ControlLine) -> None:
         assert self._make is not None
-        peer.stage, peer.joined_at = "apart", time.monotonic()
-        self._branches[peer.rank] = self._make(peer, self._over)
+        self._branches[peer.rank] = self._make(peer, line, self._over)
 
     def hear(self, peer: Peer, message: wire.Message | Exception) -> None:
         self._branches[peer.rank].hear(message)
@@ -195,8 +197,20 @@ class Conversation:
         self._line.leave()
 
     def _expect(self, kind: type[Awaited]) -> Awaited:
-        with self._deadline.wakes(self._events):
-            return expect(kind, self._events, self._deadline, self.rank)
+        """The next message of the sender, which is to be of this kind."""
+        try:
+            with self._deadline.wakes(self._events):
+                message = self._events.get(timeout=max(self._deadline.left(), 0.001))
+        except queue.Empty:
+            raise TransferTimeoutError(
+                f"timed out after {self._deadline.seconds:.3g} s: rank {self.rank} did not send "
+                f"its {kind.__name__.lower()}",
+                rank=self.rank,
+                phase="join",
+            ) from None
+        if isinstance(message, kind):
+            return message
+        raise failure(message, self.rank, "join")
 
 
 def part_from(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import queue
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import (
@@ -34,17 +34,31 @@ class Said:
     message: wire.Message | Exception
 
 
+class Stage(Enum):
+    """How far a receiver has come, as its sender knows it."""
+
+    CALLED = "called"
+    JOINED = "joined"  # it looks at the offer
+    ACCEPTED = "accepted"
+    APART = "apart"  # it takes parts (`Branch`)
+    DONE = "done"
+    REFUSED = "refused"
+    FAILED = "failed"
+    UNKNOWN = "unknown"  # lost when it had been told all that it needs
+
+
 @dataclass
 class Peer:
     """One receiver."""
 
     rank: int
-    line: ControlLine
-    # called, joined, accepted, done, refused, failed or unknown; apart: it takes parts (`Branch`)
-    stage: str = "called"
+    transfer: int
+    stage: Stage = Stage.CALLED
     reason: str = ""
     late: bool = False  # failed for want of time
     absent: bool = False  # never came: its line is the next call's
+    adopted: bool = False  # its line is one that an earlier call has left
+    untaken: int = 0  # messages on their way to it
     refusal: wire.Refuse | None = None
     place: wire.Place = field(default_factory=wire.Place)
     accept: wire.Accept = field(default_factory=wire.Accept)
@@ -60,7 +74,7 @@ class Peer:
     @property
     def deaf(self) -> bool:
         """Whether it does not take what it is told."""
-        return self.line.untaken > UNTAKEN
+        return self.untaken > UNTAKEN
 
     def may_ask(self, need: wire.Need, chunks: int) -> bool:
         """Whether these are chunks that there are, each once, on a lane that was not used."""
@@ -77,37 +91,38 @@ class Peer:
             reason = f"it takes route {accept.route!r}, and {only!r} was asked for"
             self.refusal = wire.Refuse("route", reason)
             return reason
-        self.stage, self.accept, self.route = "accepted", accept, route
+        self.stage, self.accept, self.route = Stage.ACCEPTED, accept, route
         return ""
 
     def give_up(self, reason: str, *, late: bool = False) -> None:
         """It has failed; but one that has been told all it needs may have the state."""
-        may_have_it = self.stage in ("accepted", "apart") and self.trailed
-        self.stage, self.reason, self.late = "unknown" if may_have_it else "failed", reason, late
+        may_have_it = self.stage in (Stage.ACCEPTED, Stage.APART) and self.trailed
+        self.stage = Stage.UNKNOWN if may_have_it else Stage.FAILED
+        self.reason, self.late = reason, late
 
     def settle(self, word: wire.Message | Exception) -> None:
         """Find out about one that may have the state, by what it says after all."""
         if isinstance(word, wire.Done):
-            self.stage = "done"
+            self.stage = Stage.DONE
         elif isinstance(word, wire.Leave | wire.Refuse):
-            self.stage = "failed"
+            self.stage = Stage.FAILED
 
 
-def join_ends(peers: Iterable[Peer], nobody_by: float, window: float, deadline: Deadline) -> float:
-    """Until when to wait for receivers; `nobody_by`, if none has come.
+def join_ends(peers: Iterable[Peer], nobody_by: float, window: float, end: float) -> float:
+    """Until when to wait for receivers; `nobody_by`, if none has come. The call ends at `end`.
 
     The first receiver waits a window for the others to come, and as long for the answer of each
     that came. Waiting for late receivers must not use up the time reserved for serving.
     """
-    here = [peer for peer in peers if peer.stage in ("joined", "accepted", "refused", "apart")]
-    silent = [peer.joined_at for peer in here if peer.stage == "joined"]
+    came = (Stage.JOINED, Stage.ACCEPTED, Stage.REFUSED, Stage.APART)
+    here = [peer for peer in peers if peer.stage in came]
+    silent = [peer.joined_at for peer in here if peer.stage is Stage.JOINED]
     if not here:
         return nobody_by
     if len(silent) == len(here):
         return float("inf")
-    end = time.monotonic() + deadline.left()
     waits = [min(peer.joined_at for peer in here), *silent]
-    return max(came + min(window, (end - came) / 2) for came in waits)
+    return max(at + min(window, (end - at) / 2) for at in waits)
 
 
 def connect(peers: Sequence[Peer], servers: Mapping[str, Server], seconds: float) -> None:
@@ -132,7 +147,7 @@ def go(
     return wire.Go(
         hop.upstream,
         hop.downstream,
-        behind.line.transfer if behind else 0,
+        behind.transfer if behind else 0,
         patience,
         reads=before is not None and may_read and _can_try(me, before),
         notes=behind is not None and may_read and _can_try(behind, me),
@@ -145,28 +160,8 @@ def _can_try(reader: Peer, owner: Peer) -> bool:
     return reader.reads and owner.reads and not place.apart(reader.place, owner.place)
 
 
-def tell_hashes(
-    hops: Iterable[fanout.Hop],
-    peers: Mapping[int, Peer],
-    digests_from: Callable[[int], tuple[bytes, ...]],
-) -> None:
-    """Tell those who pass chunks on what these should be, as far as it is known and new to them.
-
-    Who has yet to take a message of theirs gets the next one later, with more in it: each of them
-    waits its turn behind chunks.
-    """
-    for hop in hops:
-        peer = peers[hop.rank]
-        passes_on = hop.downstream is not None and peer.stage == "accepted" and not peer.trailed
-        if not passes_on or (peer.hashes and peer.line.untaken):
-            continue
-        if digests := digests_from(peer.hashes):
-            peer.line.send(wire.Hashes(peer.hashes, digests))
-            peer.hashes += len(digests)
-
-
 def hang_up(
-    post: GroupLines, events: queue.SimpleQueue[object], peers: Iterable[Peer]
+    post: GroupLines, events: queue.SimpleQueue[object], lines: Iterable[ControlLine]
 ) -> list[object]:
     """Leave the lines of absent receivers to the next call, with what was said on them since.
 
@@ -174,9 +169,9 @@ def hang_up(
     """
     said: dict[ControlLine, list[wire.Message | Exception]] = {}
     others: list[object] = []
-    for peer in peers:
-        peer.absent, said[peer.line] = True, []
-        peer.line.listen(None)
+    for line in lines:
+        said[line] = []
+        line.listen(None)
     for _ in range(events.qsize()):  # not those of a peer that goes on and on
         event = events.get()
         if isinstance(event, Said) and event.line in said:
@@ -203,11 +198,11 @@ def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -
                 phase="join",
                 path=peer.refusal.path,
             )
-    if not everyone or any(peer.stage == "done" for peer in everyone):
+    if not everyone or any(peer.stage is Stage.DONE for peer in everyone):
         return None
     first = everyone[0]
     reasons = "; ".join(_fate(peer) for peer in everyone)
-    got = "is known to have" if any(peer.stage == "unknown" for peer in everyone) else "got"
+    got = "is known to have" if any(peer.stage is Stage.UNKNOWN for peer in everyone) else "got"
     kind: type[RelayError] = TransferTimeoutError if first.late else PeerLostError
     word = "timed out" if first.late else "failed"
     return kind(
@@ -220,4 +215,4 @@ def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -
 
 def _fate(peer: Peer) -> str:
     may = ", and may have the state: the report of the next send to it tells"
-    return f"rank {peer.rank} {peer.reason}{may if peer.stage == 'unknown' else ''}"
+    return f"rank {peer.rank} {peer.reason}{may if peer.stage is Stage.UNKNOWN else ''}"

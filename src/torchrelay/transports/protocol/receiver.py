@@ -28,16 +28,17 @@ from torchrelay.memory.side import settle
 from torchrelay.record import codec
 from torchrelay.record.manifest import Manifest
 from torchrelay.transports.group.lines import (
-    CLOSED,
     GRACE,
     ControlLine,
     FirstMessage,
     GroupLines,
 )
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.events import Awaited, expect, failure
+from torchrelay.transports.protocol.actions import Say
+from torchrelay.transports.protocol.events import CLOSED, failure
 from torchrelay.transports.protocol.exchange import HeldOffer
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
+from torchrelay.transports.protocol.receiver_machine import ReceiverMachine
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import place
 from torchrelay.transports.routes.choice import GROUP, Choice, choose
@@ -98,8 +99,9 @@ class Receiving:
         # With route "group" nobody's memory is read.
         self._nonce = b"" if self._route == "group" else secrets.token_bytes(wire.NONCE_BYTES)
         self._proof: place.Proof | None = None
+        self._machine = ReceiverMachine(sender, wanted.step)
         self._landing: Landing | None = None
-        self._said_goodbye = self._whole = False
+        self._whole = False
         self.manifest: Manifest | None = None
         self.choice: Choice | None = None
 
@@ -135,15 +137,20 @@ class Receiving:
     def _run(self) -> Landed:
         with self.watch("join"):
             self._line.send(self._join())
-            offer = self._exchange(self._expect(wire.Offer))
+            self._hear("offer")
+            assert self._machine.offer is not None
+            offer = self._exchange(self._machine.offer)
             landing, choice = self._consider(offer)
             mover, name = choice.mover, choice.route.name
-            self._line.send(wire.Accept(name, mover.answer, choice.instead, mover.hashed))
+            self._machine.accept(wire.Accept(name, mover.answer, choice.instead, mover.hashed))
+            self._act()
             if offer.threads and choice.route.pulls and not mover.answer:
                 # Nobody else to wait for.
-                go = wire.Go(self._sender, threads=offer.threads, route=name)
+                self._machine.begin(wire.Go(self._sender, threads=offer.threads, route=name))
             else:
-                go = self._expect(wire.Go)
+                self._hear("go")
+            go = self._machine.go
+            assert go is not None
         with self.watch("data"):
             if why := off_schedule(go, offer, choice.route, me=self._me, sender=self._sender):
                 raise RemoteProtocolError(why, rank=self._sender, phase="join")
@@ -274,13 +281,29 @@ class Receiving:
                 phase="join",
             )
 
-    def _expect(self, kind: type[Awaited]) -> Awaited:
-        return expect(kind, self._events, self._deadline, self._sender, self._step)
+    def _hear(self, what: str) -> None:
+        """Have the machine hear the next message, which should be this one."""
+        try:
+            message = self._events.get(timeout=max(self._deadline.left(), 0.001))
+        except queue.Empty:
+            raise TransferTimeoutError(
+                f"timed out after {self._deadline.seconds:.3g} s: rank {self._sender} did not "
+                f"send its {what}",
+                rank=self._sender,
+                step=self._step,
+                phase="join",
+            ) from None
+        self._machine.heard(message)
 
-    def _goodbye(self, message: wire.Message) -> None:
-        if not self._said_goodbye:
-            self._said_goodbye = True
-            self._line.send(message)
+    def _goodbye(self, message: wire.Refuse | wire.Leave | wire.Done) -> None:
+        self._machine.part(message)
+        self._act()
+
+    def _act(self) -> None:
+        actions, self._machine.actions = self._machine.actions, []
+        for action in actions:
+            assert isinstance(action, Say)
+            self._line.send(action.message)
 
 
 def off_schedule(go: wire.Go, offer: wire.Offer, agreed: Route, *, me: int, sender: int) -> str:

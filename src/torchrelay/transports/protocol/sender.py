@@ -1,13 +1,13 @@
-"""The sending side of a live transfer: offer, join, data, trailer, acknowledgement.
+"""The sending side of a live transfer: lines, threads and the clock for a `SenderMachine`.
 
-One loop takes events from watcher threads and posts chunks; the schedule is `fanout`'s.
+One loop takes events from watcher threads, tells the machine, and does what it says.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -17,32 +17,38 @@ from torchrelay.memory.pool import cores
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines
-from torchrelay.transports.protocol import fanout, wire
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.actions import (
+    CallAnew,
+    CutOff,
+    Feed,
+    FeedBeside,
+    HashAhead,
+    HearWord,
+    KeepLines,
+    LetRead,
+    MakeOffer,
+    Say,
+    SenderAction,
+    ServeParts,
+    Trail,
+)
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.parts import Branches, MakeBranch
-from torchrelay.transports.protocol.peers import (
-    Peer,
-    Said,
-    connect,
-    go,
-    hang_up,
-    join_ends,
-    outcome,
-    tell_hashes,
-)
+from torchrelay.transports.protocol.peers import Peer, Said, Stage, connect, hang_up, outcome
+from torchrelay.transports.protocol.sender_machine import SenderMachine, SendTerms
 from torchrelay.transports.resources import Resources
-from torchrelay.transports.routes.choice import GROUP, servers
+from torchrelay.transports.routes.choice import servers
 from torchrelay.transports.routes.seam import Outgoing, PushStream, Unavailable
 from torchrelay.transports.transfer.outflow import Hashed, Outflow, Sent
 from torchrelay.transports.transfer.worker import Worker, hashers
 
 MOMENT = 0.05  # seconds for a receiver to take its first digests
-GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
 
 
 class Sending:
     """One `send` call, with lines to its receivers. `run` returns when each is done or known to
-    have failed."""
+    have failed. What is to be done decides a `SenderMachine`; this does it."""
 
     def __init__(
         self,
@@ -55,16 +61,13 @@ class Sending:
         branch: MakeBranch | None = None,
     ) -> None:
         self._post = post
-        self._me = post.group.rank()
         self.snapshot = snapshot
         self._chunks = snapshot.chunks
-        self._step = snapshot.manifest.step
         self._device = post.carrier(devices_of(snapshot.manifest.storages))
         self._deadline, self.watch, self._progress = call.deadline, call.watch, call.progress
-        self._options, self._window = options, options.window
+        self._options = options
         # Digests guard what crosses a wire; memory that the kernel copies, by choice alone.
         self._verify = options.verify is not False
-        self._route = options.route
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._worker = Worker(hashers())
         self.servers = servers(
@@ -73,13 +76,25 @@ class Sending:
         self._out = Outflow(
             post.group, snapshot, self._device, resources.buffers, self._events, self._worker
         )
-        self.peers = {rank: Peer(rank, line) for rank, line in receivers.items()}
+        self._lines = dict(receivers)
+        self._streams: dict[int, PushStream] = {}
         self.parts = Branches(branch, partial(self._events.put, None))
-        self._hops: list[fanout.Hop] = []
-        self._patience = 0.0
-        self._joining = True
-        self._jury = fanout.StallJudge()
-        self.rerouted: list[int] = []
+        # Memory that is read late may have changed: there must be digests to notice.
+        reads = self._verify and self._device == "cpu" and options.route is None
+        terms = SendTerms(
+            post.group.rank(),
+            len(self._chunks),
+            self._verify,
+            reads,
+            options.route,
+            frozenset(self.servers),
+            options.window,
+            options.join_timeout,
+            call.deadline.seconds,
+            self.parts.served,
+        )
+        self.peers = {rank: Peer(rank, line.transfer) for rank, line in receivers.items()}
+        self.machine = SenderMachine(terms, self.peers, time.monotonic())
 
     @property
     def wire_bytes(self) -> int:
@@ -91,81 +106,73 @@ class Sending:
         return self._out.messages
 
     def run(self) -> None:
-        for peer in self.peers.values():
-            self._listen(peer)
+        for rank in self.peers:
+            self._listen(rank)
         try:
             with self._deadline.wakes(self._events):
                 for server in self.servers.values():
                     server.get_ready()
                 with self.watch("join"):
                     self._join()
-                if self._in("accepted"):
+                if self._in(Stage.ACCEPTED):
                     with self.watch("data"), self._alone():
                         self._transfer()
-                while self._in("apart"):
+                while self._in(Stage.APART):
                     self._take(TICK)  # each branch ends by the deadline
         except BaseException as cause:
-            self._abort(f"the sender gave up: {cause}")
+            reason = f"the sender gave up: {cause}"
+            self.parts.stop(reason, GRACE)
+            self.machine.abort(reason)
+            self._act()
+            self._out.close()
             raise
         finally:
-            for peer in self.peers.values():
-                if peer.stage == "unknown":
-                    peer.line.listen(None)
-                    self._post.wonder(peer.line)
-                elif not peer.absent:
-                    peer.line.leave()
-            self._worker.stop()
-            for peer in self.peers.values():
-                self._end(peer, keep=peer.stage == "done")
-            for server in self.servers.values():
-                server.close()
+            self._leave()
         sent = f"{self.wire_bytes} of {self._chunks.stream_bytes} bytes sent"
-        fault = outcome(self.peers.values(), sent=sent, step=self._step, phase=self.watch.phase)
+        step, phase = self.snapshot.manifest.step, self.watch.phase
+        fault = outcome(self.peers.values(), sent=sent, step=step, phase=phase)
         if fault is not None:
             raise fault
 
+    def _leave(self) -> None:
+        for rank, peer in self.peers.items():
+            if peer.stage is Stage.UNKNOWN:
+                self._lines[rank].listen(None)
+                self._post.wonder(self._lines[rank])
+            elif not peer.absent:
+                self._lines[rank].leave()
+        self._worker.stop()
+        for rank, peer in self.peers.items():
+            self._end(rank, keep=peer.stage is Stage.DONE)
+        for server in self.servers.values():
+            server.close()
+
     def _alone(self) -> AbstractContextManager[None]:
         """From here until the data is over, where the backend that carries it has no tags."""
-        tagged = self._device == "cpu" or not self._fed()
+        fed = any(not peer.route.pulls for peer in self._in(Stage.ACCEPTED))
+        tagged = self._device == "cpu" or not fed
         return nullcontext() if tagged else self._post.alone(self._deadline)
 
-    # Joining
+    # The two phases
 
     def _join(self) -> None:
         """Wait for receivers until all have answered, or the window closes on those who came."""
-        begun = time.monotonic()
-        while self._in("called", "joined"):
-            ends = join_ends(
-                self.peers.values(),
-                begun + self._options.join_timeout,
-                self._window,
-                self._deadline,
-            )
-            left = min(ends - time.monotonic(), self._deadline.left())
-            if left <= 0:
-                break
+        while (left := self._left_to_join()) > 0:
             self._take(left)
-        self._joining = False
-        absent, silent = self._in("called"), self._in("joined")
-        for peer in absent:
-            peer.stage, peer.late = "failed", True
-            peer.reason = f"did not join within {time.monotonic() - begun:.3g} s"
-        for event in hang_up(self._post, self._events, absent):
-            self._handle(event)
-        for peer in silent:
-            if peer.stage == "joined":
-                self._fail(peer, "joined, but did not answer the offer", late=True)
+        self.machine.end_join(time.monotonic())
+        self._act()
         # Those who have connected must not wait for one who only says so.
-        most = self._window / 4 if len(self.peers) > 1 else self._deadline.seconds
-        connect(self._in("accepted"), self.servers, min(self._deadline.left(), most))
+        most = self._options.window / 4 if len(self.peers) > 1 else self._deadline.seconds
+        connect(self._in(Stage.ACCEPTED), self.servers, min(self._deadline.left(), most))
 
-    def _joined(self, peer: Peer, join: wire.Join) -> None:
-        peer.stage, peer.joined_at = "joined", time.monotonic()
-        peer.place = join.place
-        peer.reads = bool(join.nonce)
+    def _left_to_join(self) -> float:
+        return min(self.machine.join_ends() - time.monotonic(), self._deadline.left())
+
+    def _joined(self, rank: int, join: wire.Join) -> None:
+        """Offer the state to a receiver that has joined."""
         routes = {}
         for name, server in self.servers.items():
-            found = server.offer(join, peer.line)
+            found = server.offer(join, self._lines[rank])
             if not isinstance(found, Unavailable):
                 routes[name] = found
         offer = wire.Offer(
@@ -173,151 +180,59 @@ class Sending:
             self._verify,
             self._device,
             routes,
-            self._route,
+            self._options.route,
             0 if len(self.peers) > 1 else cores(),
         )
-        peer.line.send(offer)
-
-    # Data
+        self._lines[rank].send(offer)
 
     def _transfer(self) -> None:
-        accepted = self._fed()
-        nearby = [peer for peer in self._in("accepted") if peer.route.pulls]
-        beside = {peer.rank: to for peer in accepted if (to := self._stream(peer)) is not None}
-        # Bytes cross to a machine once: receivers of one machine follow each other.
-        chained = [peer for peer in accepted if peer.rank not in beside]
-        chained = fanout.by_machine(chained, lambda peer: peer.place.machine)
-        self._hops = fanout.chain(self._me, [peer.rank for peer in chained])
-        self._hops += fanout.star(self._me, list(beside))
-        # With one receiver there is nobody to protect from a slow one: the deadline alone counts.
-        if len(accepted) + len(nearby) > 1:
-            self._patience = min(self._window, self._deadline.seconds / 4, wire.MAX_SECONDS)
-        # Memory that is read late may have changed: there must be digests to notice.
-        reads = self._verify and self._device == "cpu" and self._route is None
-        for hop in self._hops:
-            peer = self.peers[hop.rank]
-            route = peer.route.name if hop.rank in beside else GROUP.name
-            peer.line.send(go(hop, self.peers, self._patience, may_read=reads, route=route))
-        for peer in nearby:
-            self._let_read(peer, share=len(nearby))
+        for peer in self._in(Stage.ACCEPTED):
+            server = self.servers.get(peer.route.name)
+            to = server.stream(peer.rank, peer.transfer) if server is not None else None
+            if to is not None:
+                self._streams[peer.rank] = to
         self._out.verify = self._verify
-        for rank, to in beside.items():
-            self._out.open_beside(rank, to)
-        if len(chained) > 1:
-            self._tell_first(chained[0])
-        if chained and chained[0].stage == "accepted":
-            self._open_stream(chained[0].rank, 1, range(len(self._chunks)))
-        while self._in("accepted"):
-            tell_hashes(self._hops, self.peers, self._out.digests_from)
-            self._out.pump()
-            self._send_trailers()
+        self.machine.begin(self._streams, len(self._out.first_chunks()), time.monotonic())
+        self._act()
+        while self._in(Stage.ACCEPTED):
+            self._tell_hashes()
+            self._pump()
+            self.machine.trail()
+            self._act()
             if self._deadline.passed:
                 self._take(0.0)  # what has come while this process stood still counts
-                for peer in self._in("accepted"):
-                    self._fail(peer, f"not done after {self._deadline.seconds:.3g} s", late=True)
+                self.machine.time_is_up()
+                self._act()
                 break
-            self._take(min(self._deadline.left(), self._tick()))
-            self._check_stalls()
+            self._take(min(self._deadline.left(), self.machine.tick_seconds))
+            unanswered = {rank: line.unanswered() for rank, line in self._lines.items()}
+            self.machine.tick(time.monotonic(), unanswered)
+            self._act()
+        self._hear_last_words()
+        self._out.close()
+
+    def _hear_last_words(self) -> None:
         ends = time.monotonic() + GRACE
-        while any(not peer.line.ended.is_set() for peer in self._in("unknown")):
+        while any(not self._lines[peer.rank].ended.is_set() for peer in self._in(Stage.UNKNOWN)):
             if time.monotonic() > ends - GRACE / 2:
                 break
             self._take(TICK)
-        for peer in self._in("done"):
-            peer.line.delivered.wait(max(0.0, ends - time.monotonic()))
-        self._out.close()
+        for peer in self._in(Stage.DONE):
+            self._lines[peer.rank].delivered.wait(max(0.0, ends - time.monotonic()))
 
-    def _tell_first(self, head: Peer) -> None:
-        """Tell the digests of the first chunks before there are chunks to wait behind: a receiver
-        passes on only what is right."""
-        first = self._out.hash_ahead()
-        while len(self._out.digests_from(0)) < len(first) and not self._deadline.passed:
-            self._take(min(self._deadline.left(), TICK))
-        tell_hashes(self._hops, self.peers, self._out.digests_from)
-        head.line.delivered.wait(min(self._deadline.left(), MOMENT))
+    def _tell_hashes(self) -> None:
+        """Tell those who pass chunks on what these should be, as far as it is new to them."""
+        self._look_at_lines()
+        for rank in self.machine.tell_hashes():
+            peer = self.peers[rank]
+            digests = self._out.digests_from(peer.hashes)
+            self._lines[rank].send(wire.Hashes(peer.hashes, digests))
+            peer.hashes += len(digests)
 
-    def _let_read(self, peer: Peer, share: int) -> None:
-        """Have a receiver on this machine take the bytes itself, with its share of the cores."""
-        word = self.servers[peer.route.name].begin(peer.rank)
-        if isinstance(word, Unavailable):
-            self._fail(peer, f"cannot be served: {word.because}")
-            return
-        self._out.hash(peer.accept.hashed)
-        if len(self.peers) == 1 and not word:
-            return  # it has begun already
-        threads, name = max(1, cores() // share), peer.route.name
-        peer.line.send(
-            wire.Go(self._me, patience=self._patience, threads=threads, word=word, route=name)
-        )
-
-    def _stream(self, peer: Peer) -> PushStream | None:
-        """How chunks go to a receiver beside the group, if they do."""
-        server = self.servers.get(peer.route.name)
-        return None if server is None else server.stream(peer.rank, peer.line.transfer)
-
-    def _end(self, peer: Peer, *, keep: bool) -> None:
-        for server in self.servers.values():
-            server.end(peer.rank, keep=keep)
-
-    def _tick(self) -> float:
-        return min(self._patience / 4, 0.25) if self._patience else 1.0
-
-    def _open_stream(self, rank: int, lane: int, chunks: Sequence[int]) -> None:
-        self._out.open(rank, self.peers[rank].line.transfer, lane, chunks)
-
-    def _send_trailers(self) -> None:
-        """Tell those who have all bytes, or soon will, what they should be."""
-        for peer in self._in("accepted"):
-            if peer.trailed:
-                continue
-            pulls = peer.route.pulls
-            hashed = self.servers[peer.route.name].hashes if pulls else self._verify
-            digests = self._out.digests(peer.accept.hashed if pulls else None) if hashed else ()
-            if digests is None:
-                continue
-            if pulls:
-                ready = peer.pulled
-            else:
-                # Who lacks chunks cannot have the state, and is not told what would let it have it.
-                # Without digests nothing tells bytes that changed on their way: they must have
-                # left.
-                first = fanout.head(self._hops, peer.rank, self._me)
-                ready = not self._out.owes(first, sent=not hashed)
-            if ready:
-                if pulls:
-                    self._count_pulled()
-                self.snapshot.check_unchanged()
-                peer.trailed = True
-                word = self.servers[peer.route.name].trailer(peer.rank) if pulls else b""
-                peer.line.send(wire.Trailer(digests, word))
-
-    def _count_pulled(self) -> None:
-        """What receivers take themselves is counted once one has all, unless chunks are posted."""
-        if (total := self._chunks.stream_bytes) and not self._out.streams:
-            self._progress(total, total)
-
-    def _check_stalls(self) -> None:
-        if not self._patience:
-            return
-        now = time.monotonic()
-        for peer in self._in("accepted"):
-            if peer.line.unanswered() > self._patience:
-                self._fail(peer, f"took no message for {self._patience:.3g} s")
-            elif now > peer.knocked_at + self._patience / 2:
-                peer.knocked_at = now
-                peer.line.send(wire.Knock())
-        for stream in self._out.streams:
-            if stream.alive and stream.in_flight and now > stream.moved_at + self._patience:
-                stream.moved_at = now
-                self._jury.blocked(stream.rank, now, GATHER * self._tick())
-        verdict = self._jury.verdict(self._hops, self._me, now)
-        if verdict is None:
-            return
-        culprits, starving = verdict
-        for rank in culprits:
-            if self.peers[rank].stage == "accepted":
-                self._fail(self.peers[rank], f"took no data for {self._patience:.3g} s")
-        self._reroute(() if starving is None else (starving,))
+    def _pump(self) -> None:
+        """Post chunks on every stream that has room."""
+        for rank in self._out.pump():
+            self.machine.moved(rank, *self._out.owed(rank), time.monotonic())
 
     # Events
 
@@ -333,166 +248,129 @@ class Sending:
     def _handle(self, event: object) -> None:
         if isinstance(event, Sent):
             self._sent(event)
-            return
-        if isinstance(event, Hashed):
+        elif isinstance(event, Hashed):
             self._out.hashed(event)
-            return
-        if isinstance(event, Exception):
+            self.machine.hashed(event.chunk, time.monotonic())
+        elif isinstance(event, Exception):
             raise event
-        if event is None:  # a branch is over
-            return
-        assert isinstance(event, Said)
-        peer = self.peers[event.rank]
-        if event.line is not peer.line or peer.stage in ("done", "refused", "failed"):
-            return
-        message = event.message
-        if peer.stage == "unknown":
-            peer.settle(message)
-            return
-        if peer.stage == "apart":
-            self.parts.hear(peer, message)
-            return
-        if isinstance(message, Exception):
-            if peer.stage == "called" and peer.line.adopted:
-                self._ring_again(peer)
+        elif isinstance(event, Said) and event.line is self._lines[event.rank]:
+            if self.peers[event.rank].stage is Stage.APART:
+                self.parts.hear(self.peers[event.rank], event.message)
             else:
-                self._fail(peer, str(message))
-        elif isinstance(message, wire.Join) and peer.stage == "called":
-            self._joined(peer, message)
-        elif isinstance(message, wire.Survey) and peer.stage == "called" and self.parts.served:
-            self.parts.begin(peer)
-        elif isinstance(message, wire.Accept) and peer.stage == "joined":
-            if why := peer.take(message, self._route, self.servers):
-                self._fail(peer, why)
-        elif isinstance(message, wire.Word) and peer.stage == "accepted":
-            if why := self._word(peer, message.word):
-                self._fail(peer, why)
-        elif isinstance(message, wire.Pulled) and peer.stage == "accepted":
-            peer.pulled, peer.trailed = True, False
-            if peer.deaf:
-                self._fail(peer, "asks, and does not take the answers")
-        elif isinstance(message, wire.Refuse):
-            peer.stage, peer.reason, peer.refusal = "refused", message.message, message
-            peer.line.send(wire.Fin())
-        elif isinstance(message, wire.Leave):
-            self._left(peer, message)
-        elif isinstance(message, wire.Done) and peer.stage == "accepted":
-            peer.stage = "done"
-            peer.line.send(wire.Fin())
-        elif isinstance(message, wire.Need) and any(hop.rank == peer.rank for hop in self._hops):
-            self._need(peer, message)
-        elif isinstance(message, wire.Unlink):
-            self._reroute(hop.rank for hop in self._hops if hop.upstream == peer.rank)
-        elif isinstance(message, wire.Stalled):
-            self._jury.starving(peer.rank, time.monotonic(), GATHER * self._tick())
-        elif isinstance(message, wire.Blocked):
-            if any(hop[:2] == (message.rank, peer.rank) for hop in self._hops):
-                self._jury.blocked(message.rank, time.monotonic(), GATHER * self._tick())
-        else:
-            self._fail(peer, f"sent {type(message).__name__} out of turn")
+                self._look_at_lines()
+                self.machine.heard(event.rank, event.message, time.monotonic())
+        self._act()
 
-    def _word(self, peer: Peer, word: bytes) -> str:
-        """Have a route hear what its other end says; what is wrong with that, if anything."""
-        try:
-            return self.servers[peer.route.name].hear(peer.line, word)
-        except RemoteProtocolError as fault:
-            return fault.message
-
-    def _left(self, peer: Peer, message: wire.Leave) -> None:
-        again = self._joining and (message.late or peer.line.adopted)
-        if peer.stage == "accepted" or not again:
-            self._fail(peer, f"gave up: {message.message}", late=message.late)
-            peer.settle(message)
-            return
-        # It answered an earlier call, or had little time left: it may be calling anew.
-        peer.line.send(wire.Fin())
-        self._ring_again(peer)
-
-    def _ring_again(self, peer: Peer) -> None:
-        peer.line, peer.stage = self._post.call(peer.rank), "called"
-        self._listen(peer)
-
-    def _need(self, peer: Peer, need: wire.Need) -> None:
-        if not peer.may_ask(need, len(self._chunks)):
-            self._fail(peer, "asked for chunks that do not exist, or on a lane that it has used")
-            return
-        if not need.chunks:
-            return
-        if self._serve(peer.rank):
-            self.rerouted.append(peer.rank)
-        if self._out.is_beside(peer.rank):
-            self._end(peer, keep=False)
-            peer.trailed = False  # what it is sent now may have changed since
-        self._out.cut(peer.rank)
-        self._open_stream(peer.rank, need.lane, need.chunks)
-
-    def _serve(self, rank: int) -> bool:
-        """Become the upstream of a receiver; whether another was. That one need not try on."""
-        before = next(hop.upstream for hop in self._hops if hop.rank == rank)
-        self._hops = fanout.served_by(self._hops, rank, self._me)
-        self._detach(before)
-        return before != self._me
-
-    def _detach(self, rank: int) -> None:
-        peer = self.peers.get(rank)
-        if peer is not None and peer.stage == "accepted":
-            peer.line.send(wire.Detach())
+    def _look_at_lines(self) -> None:
+        for rank, peer in self.peers.items():
+            peer.adopted, peer.untaken = self._lines[rank].adopted, self._lines[rank].untaken
 
     def _sent(self, event: Sent) -> None:
         stream = event.stream
         self._out.sent(event)
-        if event.fault is not None:
-            peer = self.peers[stream.rank]
-            if not stream.alive or peer.stage != "accepted":
-                return
-            if stream.beside:
-                # The receiver notices too, and asks for what it lacks over the group.
-                stream.alive = False
-                self._end(peer, keep=False)
-            else:
-                self._fail(peer, f"connection lost: {event.fault}")
-        else:
+        now = time.monotonic()
+        if event.digest:
+            self.machine.hashed(event.chunk, now)
+        if event.fault is None:
+            if stream.alive:
+                self.machine.moved(stream.rank, *self._out.owed(stream.rank), now)
             self._progress(self._out.gone_bytes, self._chunks.stream_bytes)
+        elif stream.alive:
+            self.machine.broke(stream.rank, str(event.fault), beside=stream.beside)
 
-    def _fail(self, peer: Peer, reason: str, *, late: bool = False) -> None:
-        """Give up on one receiver, and see to those around it."""
-        peer.give_up(reason, late=late)
-        peer.line.send(wire.Abort(wire.text(f"the sender gave up on this rank: {reason}")))
-        self._out.cut(peer.rank)
-        self._end(peer, keep=False)
-        for hop in self._hops:
-            if hop.downstream == peer.rank:
-                self._detach(hop.rank)
-        done = [p.rank for p in self._in("done")]
-        lost = [p.rank for p in self._in("failed", "unknown")]
-        self._reroute(fanout.orphans(self._hops, lost, done))
+    # Actions
 
-    def _reroute(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            if self.peers[rank].stage == "accepted":
-                self.peers[rank].line.send(wire.Reroute())
+    def _act(self) -> None:
+        """Carry out what the machine has decided."""
+        while self.machine.actions:
+            self._do(self.machine.actions.pop(0))
 
-    # Ends
+    def _do(self, action: SenderAction) -> None:
+        if isinstance(action, Say):
+            self._lines[action.rank].send(action.message)
+        elif isinstance(action, MakeOffer):
+            self._joined(action.rank, action.join)
+        elif isinstance(action, CallAnew):
+            self._lines[action.rank] = line = self._post.call(action.rank)
+            self.peers[action.rank].transfer = line.transfer
+            self._listen(action.rank)
+        elif isinstance(action, KeepLines):
+            lines = [self._lines[rank] for rank in action.ranks]
+            others = hang_up(self._post, self._events, lines)
+            for event in others if not self.machine.aborted else ():
+                self._handle(event)
+        elif isinstance(action, ServeParts):
+            self.parts.begin(self.peers[action.rank], self._lines[action.rank])
+        elif isinstance(action, LetRead):
+            self._let_read(self.peers[action.rank], action.share)
+        elif isinstance(action, HashAhead):
+            self._out.hash_ahead()
+        elif isinstance(action, HearWord):
+            self._hear_word(self.peers[action.rank], action.word)
+        elif isinstance(action, Trail):
+            self._trail(self.peers[action.rank])
+        elif isinstance(action, CutOff):
+            self._out.cut(action.rank)
+            if action.end:
+                self._end(action.rank, keep=False)
+        else:
+            self._feed(action)
 
-    def _listen(self, peer: Peer) -> None:
+    def _feed(self, action: Feed | FeedBeside) -> None:
+        rank = action.rank
+        if isinstance(action, FeedBeside):
+            self._out.open_beside(rank, self._streams[rank])
+            return
+        if action.lane == 1:
+            self._tell_hashes()  # before there are chunks to wait behind
+            self._lines[rank].delivered.wait(min(self._deadline.left(), MOMENT))
+        self._out.open(rank, self.peers[rank].transfer, action.lane, action.chunks)
+
+    def _let_read(self, peer: Peer, share: int) -> None:
+        """Have a receiver take the bytes itself, with its share of the cores."""
+        word = self.servers[peer.route.name].begin(peer.rank)
+        if isinstance(word, Unavailable):
+            self.machine.fail(peer, f"cannot be served: {word.because}")
+            return
+        self._out.hash(peer.accept.hashed)
+        if len(self.peers) == 1 and not word:
+            return  # it has begun already
+        threads, name = max(1, cores() // share), peer.route.name
+        patience = self.machine.patience
+        self._lines[peer.rank].send(
+            wire.Go(self._post.group.rank(), None, 0, patience, threads, word, route=name)
+        )
+
+    def _hear_word(self, peer: Peer, word: bytes) -> None:
+        """Have a route hear what its other end says."""
+        try:
+            why = self.servers[peer.route.name].hear(self._lines[peer.rank], word)
+        except RemoteProtocolError as fault:
+            why = fault.message
+        if why:
+            self.machine.fail(peer, why)
+
+    def _trail(self, peer: Peer) -> None:
+        """Tell a receiver what its bytes should be."""
+        self.snapshot.check_unchanged()
+        digests, word = self._out.all_digests() if self._verify else (), b""
+        if peer.route.pulls:
+            server = self.servers[peer.route.name]
+            word = server.trailer(peer.rank)
+            digests = self._out.all_digests() if server.hashes else ()
+            # What receivers take themselves is counted once one has all, unless chunks are posted.
+            if (total := self._chunks.stream_bytes) and not self._out.streams:
+                self._progress(total, total)
+        self._lines[peer.rank].send(wire.Trailer(digests, word))
+
+    def _end(self, rank: int, *, keep: bool) -> None:
+        for server in self.servers.values():
+            server.end(rank, keep=keep)
+
+    def _listen(self, rank: int) -> None:
         # A line outlives the call where the peer never ends it: it must not keep the state alive.
-        line, rank, events = peer.line, peer.rank, self._events
+        line, events = self._lines[rank], self._events
         line.listen(lambda said: events.put(Said(rank, line, said)), events.qsize)
 
-    def _fed(self) -> list[Peer]:
-        """The receivers that chunks are pushed to."""
-        return [peer for peer in self._in("accepted") if not peer.route.pulls]
-
-    def _in(self, *stages: str) -> list[Peer]:
-        return [peer for peer in self.peers.values() if peer.stage in stages]
-
-    def _abort(self, reason: str) -> None:
-        self.parts.stop(reason, GRACE)
-        for peer in self._in("joined", "accepted"):
-            peer.give_up(reason)
-            peer.line.send(wire.Abort(wire.text(reason)))
-        absent = self._in("called")
-        for peer in absent:
-            peer.stage, peer.reason = "failed", reason
-        hang_up(self._post, self._events, absent)
-        self._out.close()
+    def _in(self, *stages: Stage) -> list[Peer]:
+        return self.machine.among(*stages)

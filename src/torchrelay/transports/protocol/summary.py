@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchrelay.landing.places import Landed
+from torchrelay.transports.protocol.peers import Stage
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.report import Report
 from torchrelay.transports.protocol.sender import Sending
@@ -16,7 +17,7 @@ def sent_report(
     settled: dict[int, bool],
 ) -> Report:
     peers = sending.peers.values()
-    routes = {peer.rank: peer.route.asked_as for peer in peers if peer.stage == "done"}
+    routes = {peer.rank: peer.route.asked_as for peer in peers if peer.stage is Stage.DONE}
     taken = set(routes.values()) or {route or "group"}
     by = next(iter(taken)) if len(taken) == 1 else "mixed"
     servers = sending.servers.values()
@@ -32,11 +33,15 @@ def sent_report(
         routes=routes,
         instead={name: why for one in said for name, why in one.items()},
         verified=all(compares(name, verify) for name in taken),
-        receivers=tuple(peer.rank for peer in peers if peer.stage == "done"),
-        failed={peer.rank: peer.reason for peer in peers if peer.stage not in ("done", "unknown")},
-        unknown={peer.rank: peer.reason for peer in peers if peer.stage == "unknown"},
+        receivers=tuple(peer.rank for peer in peers if peer.stage is Stage.DONE),
+        failed={
+            peer.rank: peer.reason
+            for peer in peers
+            if peer.stage not in (Stage.DONE, Stage.UNKNOWN)
+        },
+        unknown={peer.rank: peer.reason for peer in peers if peer.stage is Stage.UNKNOWN},
         settled=settled,
-        rerouted=tuple(sending.rerouted),
+        rerouted=tuple(sending.machine.rerouted),
         connections=sum(server.connections(peer.rank) for peer in peers for server in servers),
     )
 

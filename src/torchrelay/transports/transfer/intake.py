@@ -1,8 +1,5 @@
 """The data phase of a receive: chunks in, hashed, landed, passed on, and asked for again.
 
-A chunk is passed on once it is known to be what the sender sent. Before that it is whatever another
-rank sent or pointed at, which might be memory that is nobody's business.
-
 Chunks that come over the group arrive in private buffers. Those, not the caller's tensors, are what
 the backend writes to: a peer that wakes up after this side has given up cannot touch live weights.
 A channel can be cut, so what comes by one arrives where it belongs.
@@ -12,24 +9,18 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from torchrelay.errors import (
-    DigestError,
-    PeerLostError,
-    RemoteProtocolError,
-    TransferTimeoutError,
-)
+from torchrelay.errors import TransferTimeoutError
 from torchrelay.memory.host import at_address
 from torchrelay.memory.side import in_use, on_side_stream
 from torchrelay.record.digest import digest
-from torchrelay.transports.group.lines import CLOSED
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.events import RETRIES, failure
+from torchrelay.transports.protocol.actions import AskSender, FreeChunk, PassOn, Say
+from torchrelay.transports.protocol.receiver_machine import FedMachine, FeedTerms, Flow
 from torchrelay.transports.routes.hops import Way, way_in, way_on
 from torchrelay.transports.routes.seam import Incoming
 from torchrelay.transports.transfer.buffers import IN_FLIGHT
@@ -72,22 +63,9 @@ class _Slot:
         self.posted = self.forwarding = False
 
 
-class _Flow:
-    """Chunks from one upstream, in a known order."""
-
-    def __init__(self, upstream: int, order: Sequence[int]) -> None:
-        self.upstream, self.order = upstream, order
-        self.posted = 0
-        self.arrived: set[int] = set()
-
-    @property
-    def lacking(self) -> list[int]:
-        return [chunk for chunk in self.order if chunk not in self.arrived]
-
-
 @dataclass(frozen=True)
 class Arrived:
-    flow: _Flow
+    flow: Flow
     slot: _Slot
     fault: Exception | None
     read: bool  # out of the upstream's memory
@@ -114,87 +92,80 @@ class Forwarded:
 
 
 class Intake:
-    """Receives every chunk of one transfer into a landing. `run` returns when all of them hold."""
+    """Receives every chunk of one transfer into a landing: memory and threads for a `FedMachine`.
+    `run` returns when all of them hold."""
 
     def __init__(self, incoming: Incoming, go: wire.Go, feed: Feed | None) -> None:
         line, landing, offer = incoming.line, incoming.landing, incoming.offer
         self._line, self._events, self._landing = line, incoming.events, landing
         self._places = landing.places()
         self._near = self._places.host  # made here, not by the thread that writes to it
-        # The sender pushes beside the group, and what is left of that.
-        self._beside, self._feed = feed is not None, feed
+        self._feed = feed
         self._group, self._sender = line.group, line.peer
         self._verify, self._device = offer.verify, offer.device
         self._step, self._deadline = incoming.step, incoming.deadline
         self._buffers, self._progress = incoming.resources.buffers, incoming.progress
-        verify = offer.verify
         self._chunks = landing.chunks
-        self._count = len(landing.chunks)
-        self._missing = set(range(self._count))
-        self._digests = [b""] * self._count
-        self._told = [b""] * self._count if verify else []  # by the sender, what they should be
-        self._turn = 0  # the chunk that is to be passed on next
-        self._waiting: dict[int, _Slot] = {}  # chunks that are here and not yet passed on
-        self._trailer: tuple[bytes, ...] | None = None
-        self._patience = go.patience
-        self._downstream = go.downstream
+        terms = FeedTerms(
+            line.peer, len(self._chunks), offer.verify, feed is not None, incoming.step
+        )
+        self._machine = FedMachine(terms, go, time.monotonic())
         self._largest = max(self._chunks.sizes, default=0)
         self._buffers_left = slots = IN_FLIGHT * (1 if go.downstream is None else 2)
         self._spare: list[torch.Tensor] = []
         if feed is not None:
             self._buffers_left, slots = feed.buffers, feed.room
-        self._slots = [_Slot() for _ in range(min(self._count, slots))]
+        self._slots = [_Slot() for _ in range(min(len(self._chunks), slots))]
         self._free = list(self._slots)
-        self._lane = 1
-        self._flow = _Flow(go.upstream, range(self._count))
+        self._held: dict[int, _Slot] = {}  # chunks that the machine has
         if feed is not None:
-            self._way_in = feed.way_in(line.transfer, hashes=verify and on_the_way())
+            self._way_in = feed.way_in(line.transfer, hashes=offer.verify and on_the_way())
         else:
-            self._way_in = self._from(go.upstream, notes=go.reads, may_read=incoming.may_read)
+            self._way_in = self._from(go.upstream, 1, notes=go.reads, may_read=incoming.may_read)
         self._way_on: Way | None = None
         if go.downstream is not None:
             self._way_on = way_on(self._group, go.downstream, go.downstream_id, 1, notes=go.notes)
-        self._heard_at = self._passed_at = time.monotonic()
         self._done_bytes = 0
-        self._lost: PeerLostError | None = None
         self._worker = Worker(hashers())
         self.wire_bytes = 0
         self.handed_bytes = 0  # of those, read out of the upstream's memory
         self.forwarded_bytes = 0  # sent on; what the next one reads is not
         self.messages = 0
-        self.retried: list[int] = []
 
     @property
-    def done(self) -> str:
-        return f"{self._done_bytes} of {self._chunks.stream_bytes} bytes done"
+    def retried(self) -> list[int]:
+        return self._machine.retried
 
     def run(self) -> None:
         while not self._complete():
             self._post_receives()
-            event = self._next(min(self._deadline.left(), self._tick()))
+            event = self._next(min(self._deadline.left(), self._machine.tick_seconds))
             if event is not None:
                 self._handle(event)
             if self._deadline.passed and not self._complete():
                 raise TransferTimeoutError(
                     f"timed out after {self._deadline.seconds:.3g} s: not all data came; "
-                    f"{self.done}",
+                    f"{self._machine.done}",
                     rank=self._sender,
                     step=self._step,
                     phase="data",
                 )
-            self._check_stalls()
+            self._machine.tick(time.monotonic())
+            self._act()
 
     def finish(self) -> None:
         """Let the next receiver have the last chunks; the sender serves it otherwise."""
-        limit = time.monotonic() + (self._patience or self._deadline.left())
-        while any(slot.forwarding for slot in self._slots) and time.monotonic() < limit:
+        machine = self._machine
+        limit = time.monotonic() + (machine.patience or self._deadline.left())
+        while machine.forwarding and time.monotonic() < limit:
             event = self._next(min(0.25, self._deadline.left()))
             if isinstance(event, Forwarded):
                 self._forwarded(event)
             elif isinstance(event, wire.Detach):
-                self._detach()
+                machine.detach()
             elif self._deadline.passed:
                 break
+            self._act()
         for buffer in self._spare:
             self._buffers.give(buffer)
 
@@ -208,10 +179,9 @@ class Intake:
             self._way_on.close()
 
     def _complete(self) -> bool:
-        return not self._missing and self._trailer is not None and self._holds(self._trailer)
-
-    def _tick(self) -> float:
-        return min(self._patience / 4, 0.25) if self._patience else 1.0
+        whole = self._machine.complete(time.monotonic())
+        self._act()
+        return whole
 
     def _next(self, timeout: float) -> object:
         try:
@@ -219,50 +189,128 @@ class Intake:
         except queue.Empty:
             return None
 
+    # Events
+
     def _handle(self, event: object) -> None:
+        now = time.monotonic()
         if isinstance(event, Arrived):
-            if event.flow is not self._flow:
+            if event.flow is not self._machine.flow:
                 return  # from an upstream that was given up, into a buffer given up with it
             if event.fault is not None:
-                self._change_upstream(str(event.fault))
+                self._machine.broke(str(event.fault), now)
             else:
                 self._arrived(event.slot, event.read, event.digest)
         elif isinstance(event, Taken):
             self._taken(event)
         elif isinstance(event, Forwarded):
             self._forwarded(event)
-        elif isinstance(event, wire.Hashes):
-            self._learn(event.first, event.digests)
-        elif isinstance(event, wire.Trailer):
-            self._trailer = event.digests
-            self._learn(0, event.digests)
-        elif isinstance(event, wire.Reroute):
-            if self._flow.upstream != self._sender:
-                self._change_upstream("the sender said so")
-        elif isinstance(event, wire.Detach):
-            self._detach()
-        elif isinstance(event, PeerLostError) and self._trailer is not None:
-            self._lost = event  # what is on its way may be all that is missing
-        elif not isinstance(event, wire.Knock):
-            raise failure(event, self._sender, "data")
+        else:
+            self._machine.heard(event, now)
+        self._act()
 
-    # Chunks in
+    def _arrived(self, slot: _Slot, read: bool, known: bytes) -> None:
+        data, in_place, chunk = slot.data, slot.buffer is None, slot.chunk
+        self._machine.arrived(chunk, time.monotonic())
+        self.messages += 1
+        self.wire_bytes += data.numel()
+        self.handed_bytes += data.numel() if read else 0
+        slot.posted = False
+        if in_place and (known or not self._verify):
+            self._taken(Taken(slot, data, chunk, known, None))
+            return
 
-    def _from(self, upstream: int, *, notes: bool = False, may_read: bool = False) -> Way:
-        return way_in(
-            self._group, upstream, self._line.transfer, self._lane, notes=notes, may_read=may_read
-        )
+        def take() -> None:
+            mine, fault = known, None
+            try:
+                if self._verify and not known:
+                    mine = digest(data)
+                if not in_place:
+                    with on_side_stream():
+                        self._landing.write(chunk, data)
+            except Exception as cause:
+                fault = cause
+            self._events.put(Taken(slot, data, chunk, mine, fault))
+
+        self._worker.submit(take)
+
+    def _taken(self, event: Taken) -> None:
+        if event.fault is not None:
+            raise event.fault
+        total, chunk = self._chunks.stream_bytes, event.chunk
+        self._done_bytes = min(self._done_bytes + event.data.numel(), total)
+        self._machine.done = f"{self._done_bytes} of {total} bytes done"
+        self._held[chunk] = event.slot
+        self._machine.landed(chunk, event.digest, time.monotonic())
+        if not self._machine.missing:
+            self._landing.arrived()
+        self._progress(self._done_bytes, total)
+        self._act()
+
+    def _forwarded(self, event: Forwarded) -> None:
+        slot = event.slot
+        if slot.data is not event.data:
+            return  # given up before
+        if event.fault is None and not event.read:
+            self.forwarded_bytes += event.data.numel()
+        self._machine.forwarded(slot.chunk, time.monotonic(), lost=event.fault is not None)
+
+    # Actions
+
+    def _act(self) -> None:
+        """Carry out what the machine has decided."""
+        actions, self._machine.actions = self._machine.actions, []
+        for action in actions:
+            if isinstance(action, Say):
+                self._line.send(action.message)
+            elif isinstance(action, FreeChunk):
+                self._clear(self._held.pop(action.chunk))
+            elif isinstance(action, PassOn):
+                self._pass_on(self._held[action.chunk])
+            elif isinstance(action, AskSender):
+                self._change_upstream(action.lane)
+            else:
+                for slot in [slot for slot in self._slots if slot.forwarding]:
+                    self._held.pop(slot.chunk, None)
+                    self._clear(slot, abandoned=True)
+
+    def _change_upstream(self, lane: int) -> None:
+        """Go on from the sender itself, over the group."""
+        if self._feed is not None:
+            self._feed.cut()
+            self._feed = None
+        self._way_in.close()
+        for slot in self._slots:
+            if slot.posted:
+                self._clear(slot, abandoned=True)
+        self._way_in = self._from(self._sender, lane)
+
+    def _from(
+        self, upstream: int, lane: int, *, notes: bool = False, may_read: bool = False
+    ) -> Way:
+        transfer = self._line.transfer
+        return way_in(self._group, upstream, transfer, lane, notes=notes, may_read=may_read)
+
+    def _pass_on(self, slot: _Slot) -> None:
+        assert self._way_on is not None
+        data, events = slot.data, self._events
+
+        def report(fault: Exception | None, read: bool, digest: bytes = b"") -> None:
+            events.put(Forwarded(slot, data, fault, read))
+
+        slot.forwarding = True
+        self._way_on.put(data, report)
+
+    # Memory
 
     def _post_receives(self) -> None:
-        flow, events = self._flow, self._events  # a receive that never ends keeps those alone
-        while self._free and flow.posted < len(flow.order):
-            chunk = flow.order[flow.posted]
+        flow, events = self._machine.flow, self._events  # a receive that never ends keeps these
+        while self._free and (chunk := self._machine.next_chunk()) is not None:
             slot = self._free[0]
             if not self._make_room(slot, chunk):
                 return
             self._free.pop(0)
             slot.chunk, slot.posted = chunk, True
-            flow.posted += 1
+            self._machine.awaited()
 
             def report(
                 fault: Exception | None, read: bool, digest: bytes = b"", slot: _Slot = slot
@@ -302,185 +350,3 @@ class Intake:
             self._spare.append(slot.buffer)
         slot.clear()
         self._free.append(slot)
-
-    def _arrived(self, slot: _Slot, read: bool, known: bytes) -> None:
-        data, in_place = slot.data, slot.buffer is None
-        self._flow.arrived.add(slot.chunk)
-        self._heard_at = time.monotonic()
-        self.messages += 1
-        self.wire_bytes += data.numel()
-        self.handed_bytes += data.numel() if read else 0
-        slot.posted = False
-        chunk = slot.chunk
-        if in_place and (known or not self._verify):
-            self._taken(Taken(slot, data, chunk, known, None))
-            return
-
-        def take() -> None:
-            mine, fault = known, None
-            try:
-                if self._verify and not known:
-                    mine = digest(data)
-                if not in_place:
-                    with on_side_stream():
-                        self._landing.write(chunk, data)
-            except Exception as cause:
-                fault = cause
-            self._events.put(Taken(slot, data, chunk, mine, fault))
-
-        self._worker.submit(take)
-
-    def _taken(self, event: Taken) -> None:
-        if event.fault is not None:
-            raise event.fault
-        self._digests[event.chunk] = event.digest
-        self._missing.discard(event.chunk)
-        if not self._missing:
-            self._landing.arrived()
-        self._done_bytes = min(self._done_bytes + event.data.numel(), self._chunks.stream_bytes)
-        self._progress(self._done_bytes, self._chunks.stream_bytes)
-        if self._downstream is None:
-            self._clear(event.slot)
-        else:
-            self._waiting[event.chunk] = event.slot
-            self._pass_on_in_turn()
-
-    def _holds(self, trailer: tuple[bytes, ...]) -> bool:
-        """Whether every chunk is the one that was sent; asks again for those that are not."""
-        if not self._verify:
-            return True
-        if len(trailer) != self._count:
-            raise RemoteProtocolError(
-                f"{len(trailer)} digests for {self._count} chunks", rank=self._sender
-            )
-        pairs = zip(self._digests, trailer, strict=True)
-        bad = [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs]
-        if not bad:
-            return True
-        if any(self.retried.count(index) >= RETRIES for index in bad):
-            raise DigestError(
-                f"chunk {bad[0]} does not have the digest it was sent with, after {RETRIES} more "
-                "tries: was the state changed while it was sent?",
-                rank=self._sender,
-                step=self._step,
-                phase="data",
-            )
-        self.retried += bad
-        self._missing.update(bad)
-        self._ask_for(bad)
-        return False
-
-    # Another upstream
-
-    def _change_upstream(self, reason: str) -> None:
-        """Go on from the sender itself, over the group, with what has not arrived."""
-        if self._flow.upstream == self._sender and self._feed is None:
-            raise PeerLostError(
-                f"connection lost: {reason}; {self.done}; {CLOSED}",
-                rank=self._sender,
-                step=self._step,
-                phase="data",
-            )
-        self._ask_for(self._flow.lacking)
-
-    def _ask_for(self, chunks: Sequence[int]) -> None:
-        if self._lost is not None:
-            raise failure(self._lost, self._sender, "data")
-        self._lane += 1
-        if self._lane >= wire.LANES:
-            raise PeerLostError("too many interruptions", rank=self._sender, phase="data")
-        if self._beside:
-            self._trailer = None  # the sender looks again at what it sends again
-        if self._feed is not None:
-            self._feed.cut()
-            self._feed = None
-        self._way_in.close()
-        for slot in self._slots:
-            if slot.posted:
-                self._clear(slot, abandoned=True)
-        self._flow = _Flow(self._sender, chunks)
-        self._way_in = self._from(self._sender)
-        self._heard_at = time.monotonic()
-        self._line.send(wire.Need(tuple(chunks), self._lane))
-
-    # Chunks on
-
-    def _learn(self, first: int, digests: tuple[bytes, ...]) -> None:
-        """What the sender says that chunks should be."""
-        if not self._verify:
-            return
-        if first + len(digests) > self._count:
-            raise RemoteProtocolError(
-                f"digests of {first + len(digests)} chunks, of {self._count}", rank=self._sender
-            )
-        self._told[first : first + len(digests)] = digests
-        self._pass_on_in_turn()
-
-    def _pass_on_in_turn(self) -> None:
-        """Pass on what is right, in order. The first that is not is the last: the sender feeds the
-        next receiver from there on."""
-        while self._downstream is not None and (slot := self._waiting.get(self._turn)):
-            mine, theirs = self._digests[self._turn], self._told[self._turn : self._turn + 1]
-            if theirs == [b""]:
-                return  # not known yet
-            if theirs not in ([], [mine]):
-                self._line.send(wire.Unlink())
-                self._detach()
-                return
-            del self._waiting[self._turn]
-            self._turn += 1
-            self._pass_on(slot)
-
-    def _pass_on(self, slot: _Slot) -> None:
-        assert self._way_on is not None
-        data, events = slot.data, self._events
-        if not any(other.forwarding for other in self._slots):
-            self._passed_at = time.monotonic()
-
-        def report(fault: Exception | None, read: bool, digest: bytes = b"") -> None:
-            events.put(Forwarded(slot, data, fault, read))
-
-        slot.forwarding = True
-        self._way_on.put(data, report)
-
-    def _forwarded(self, event: Forwarded) -> None:
-        slot = event.slot
-        if slot.data is not event.data:
-            return  # given up before
-        self._passed_at = time.monotonic()
-        slot.forwarding = False
-        if event.fault is not None:
-            self._downstream = None  # the sender sees to it
-            self._drop_waiting()
-        elif not event.read:
-            self.forwarded_bytes += event.data.numel()
-        self._clear(slot)
-
-    def _detach(self) -> None:
-        self._downstream = None
-        self._drop_waiting()
-        for slot in self._slots:
-            if slot.forwarding:
-                self._clear(slot, abandoned=True)
-
-    def _drop_waiting(self) -> None:
-        for slot in self._waiting.values():
-            self._clear(slot)
-        self._waiting.clear()
-
-    def _check_stalls(self) -> None:
-        if not self._patience:
-            return
-        now = time.monotonic()
-        starving = (
-            self._flow.posted > len(self._flow.arrived) and self._flow.upstream != self._sender
-        )
-        if starving and now > self._heard_at + self._patience:
-            self._heard_at = now
-            if self._lost is not None:
-                raise failure(self._lost, self._sender, "data")
-            self._line.send(wire.Stalled(self._count - len(self._missing)))
-        stuck = any(slot.forwarding for slot in self._slots)
-        if stuck and self._downstream is not None and now > self._passed_at + self._patience:
-            self._passed_at = now
-            self._line.send(wire.Blocked(self._downstream))

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import queue
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -39,7 +38,6 @@ class OutStream:
     beside: bool = False  # the group: the receiver is not lost with it
     in_flight: int = 0
     packed: int = 0  # in buffers
-    moved_at: float = field(default_factory=time.monotonic)
     alive: bool = True
 
 
@@ -102,10 +100,6 @@ class Outflow:
         """Send all chunks by a stream beside the group."""
         self.streams.append(OutStream(rank, to, deque(range(len(self._chunks))), beside=True))
 
-    def is_beside(self, rank: int) -> bool:
-        """Whether chunks to a receiver were sent beside the group."""
-        return any(stream.beside and stream.rank == rank for stream in self.streams)
-
     def cut(self, rank: int) -> None:
         """Post no more chunks to a receiver."""
         for stream in self.streams:
@@ -116,24 +110,25 @@ class Outflow:
         for stream in self.streams:
             stream.to.way.close()
 
-    def owes(self, rank: int, *, sent: bool) -> bool:
-        """Whether chunks that go from here to a receiver have yet to be posted, or `sent`."""
-        mine = (stream for stream in self.streams if stream.rank == rank and stream.alive)
-        return any(stream.todo or (sent and stream.in_flight) for stream in mine)
+    def owed(self, rank: int) -> tuple[int, int]:
+        """Chunks that go from here to a receiver: yet to be posted, and on their way."""
+        mine = [stream for stream in self.streams if stream.rank == rank and stream.alive]
+        return sum(len(one.todo) for one in mine), sum(one.in_flight for one in mine)
 
-    def pump(self) -> None:
-        """Post chunks on every stream that has room."""
+    def pump(self) -> list[int]:
+        """Post chunks on every stream that has room; the ranks that they go to."""
+        moved = []
         for stream in self.streams:
             while stream.alive and stream.todo and stream.in_flight < stream.to.room:
                 if stream.packed == stream.to.buffers:
                     break
                 self._post(stream, stream.todo.popleft())
+                moved.append(stream.rank)
+        return list(dict.fromkeys(moved))
 
     def _post(self, stream: OutStream, index: int) -> None:
         hashing = self.verify and index not in self._hashing and not stream.to.hashes
         data, lease = self._bytes_of(index, self._device, uses=2 if hashing else 1)
-        if stream.in_flight == 0:
-            stream.moved_at = time.monotonic()
         stream.in_flight += 1
         stream.packed += lease is not None
         self.wire_bytes += data.numel()
@@ -163,7 +158,6 @@ class Outflow:
     def sent(self, event: Sent) -> None:
         event.stream.in_flight -= 1
         event.stream.packed -= event.lease is not None
-        event.stream.moved_at = time.monotonic()
         if event.fault is not None:
             return
         self._release(event.lease)
@@ -183,14 +177,18 @@ class Outflow:
                 self._hashing.add(index)
                 self._worker.submit(lambda index=index: self._hash(index))  # type: ignore[misc]
 
-    def hash_ahead(self) -> range:
-        """Hash all chunks before they are sent: a receiver that passes them on is to know their
-        digests when they come. Returns the first ones, to tell of before anything is under way."""
+    def first_chunks(self) -> range:
+        """Those whose digests are told before any chunk leaves: a receiver that passes chunks on
+        is to know their digests when they come."""
         if not self.verify or self._device != "cpu":
             return range(0)
-        everything = range(len(self._chunks))
-        self.hash(everything)
-        return everything[: max(IN_FLIGHT + 1, FIRST_BYTES // max(self._chunks.sizes, default=1))]
+        most = max(IN_FLIGHT + 1, FIRST_BYTES // max(self._chunks.sizes, default=1))
+        return range(len(self._chunks))[:most]
+
+    def hash_ahead(self) -> None:
+        """Hash all chunks before they are sent, where they need not be copied for that."""
+        if self.verify and self._device == "cpu":
+            self.hash(range(len(self._chunks)))
 
     def _hash(self, index: int) -> None:
         try:
@@ -205,13 +203,9 @@ class Outflow:
         self._digests[event.chunk] = event.digest
         self._release(event.lease)
 
-    def digests(self, chunks: Iterable[int] | None = None) -> tuple[bytes, ...] | None:
-        """Of all chunks, once those of `chunks` (all by default) are known; others may be empty."""
-        wanted = range(len(self._chunks)) if chunks is None else chunks
-        known = self._digests
-        if any(known[index] is None for index in wanted if 0 <= index < len(known)):
-            return None
-        return tuple([found or b"" for found in known])
+    def all_digests(self) -> tuple[bytes, ...]:
+        """Of all chunks; empty where one is not known."""
+        return tuple([found or b"" for found in self._digests])
 
     def digests_from(self, first: int) -> tuple[bytes, ...]:
         """Of the chunks from this one on, up to the first whose digest is not known yet."""
