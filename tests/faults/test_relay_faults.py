@@ -225,6 +225,9 @@ def stopped_scenes(rank: int, group: Any, scenes: list[Stop]) -> list[Any]:
     for way in WAYS_HERE:
         with taking(way):
             relays[way] = tr.Relay(group, chunk_bytes=CHUNK)
+    if any(way == "nixl" for way, *_ in scenes):  # its agent takes longer to start than `SHORT`
+        relay = relays["nixl"]
+        relay.send(weights(OLD), 1) if rank == 0 else relay.recv(0, timeout=START)
     for number, (way, victim, phase, atomic) in enumerate(scenes):
         relay = relays[way]
         faulty, healthy = 1000 + number, 2000 + number

@@ -26,15 +26,14 @@ STILL = 2.5  # seconds that a receiver stands still: longer than a sender waits 
 
 def runs_out_of_time(wait: Callable[[], object]) -> AbstractContextManager[None]:
     """Within: a sender that has told all there is to tell waits, and then has no time left."""
-    original = Sending._send_trailers
+    original = Sending._trail
 
-    def send_trailers(sending: Sending) -> None:
-        original(sending)
-        if any(peer.trailed for peer in sending.peers.values()):
-            wait()
-            sending._deadline.hasten(0.0)
+    def trail(sending: Sending, peer: Peer) -> None:
+        original(sending, peer)
+        wait()
+        sending._deadline.hasten(0.0)
 
-    return patched(Sending, _send_trailers=send_trailers)
+    return patched(Sending, _trail=trail)
 
 
 def stands_still(store: dist.Store, then: Callable[..., None]) -> AbstractContextManager[None]:

@@ -36,6 +36,7 @@ from torchrelay.resharding.record import RankBox, RankRecord
 from torchrelay.stores.plans import Told
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.parts import Branch
+from torchrelay.transports.protocol.peers import Peer
 from torchrelay.transports.protocol.sender import Sending
 
 LONG = 25.0
@@ -251,22 +252,22 @@ def test_what_is_refused_leaves_all_sides_right(pool8: Any, case: str) -> None:
 @contextmanager
 def failing(case: str, act: Callable[[], None]) -> Iterator[None]:
     """Within: this sender does `act` at a point of its talk with a receiver of parts."""
-    talk, trailers = Branch._talk, Sending._send_trailers
+    talk, trail = Branch._talk, Sending._trail
 
     def silent(branch: Branch) -> None:
         act()
         talk(branch)
 
-    def late(sending: Sending) -> None:
+    def late(sending: Sending, peer: Peer) -> None:
         if not sending.parts.served:  # it sends boxes
             act()
-        trailers(sending)
+        trail(sending, peer)
 
     if case == "asked":
         with patched(Branch, _talk=silent):
             yield
     else:
-        with patched(Sending, _send_trailers=late):
+        with patched(Sending, _trail=late):
             yield
 
 

@@ -536,10 +536,11 @@ def trained_while_sent(rank: int, group: Any, way: str, atomic: bool) -> Any:
     owner, name = (Outflow, "pump") if way in BY_MESSAGES else (Sending, "_let_read")
     original = getattr(owner, name)
 
-    def trained(*args: Any, **options: Any) -> None:
-        original(*args, **options)
+    def trained(*args: Any, **options: Any) -> Any:
+        found = original(*args, **options)
         with torch.no_grad():
             state["h"].add_(1)
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, trained)

@@ -54,7 +54,7 @@ class LetRead:
 
 
 @dataclass(frozen=True)
-class Feed:
+class FeedChunks:
     """Send chunks over the group, on a lane."""
 
     rank: int
@@ -135,7 +135,7 @@ SenderAction = (
     | KeepLines
     | ServeParts
     | LetRead
-    | Feed
+    | FeedChunks
     | FeedBeside
     | HashAhead
     | CutOff

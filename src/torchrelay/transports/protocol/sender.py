@@ -21,8 +21,8 @@ from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.actions import (
     CallAnew,
     CutOff,
-    Feed,
     FeedBeside,
+    FeedChunks,
     HashAhead,
     HearWord,
     KeepLines,
@@ -316,7 +316,7 @@ class Sending:
         else:
             self._feed(action)
 
-    def _feed(self, action: Feed | FeedBeside) -> None:
+    def _feed(self, action: FeedChunks | FeedBeside) -> None:
         rank = action.rank
         if isinstance(action, FeedBeside):
             self._out.open_beside(rank, self._streams[rank])

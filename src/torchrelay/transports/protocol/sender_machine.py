@@ -37,8 +37,8 @@ from torchrelay.transports.protocol import fanout, wire
 from torchrelay.transports.protocol.actions import (
     CallAnew,
     CutOff,
-    Feed,
     FeedBeside,
+    FeedChunks,
     HashAhead,
     HearWord,
     KeepLines,
@@ -173,7 +173,7 @@ class SenderMachine:
 
     def _feed(self, rank: int, lane: int, chunks: tuple[int, ...], now: float) -> None:
         self._owed[rank] = Owed(len(chunks), 0, now)
-        self.actions.append(Feed(rank, lane, chunks))
+        self.actions.append(FeedChunks(rank, lane, chunks))
 
     # What is heard
 
