@@ -197,7 +197,7 @@ def noting(change: Callable[[list[int]], list[int]]) -> contextlib.AbstractConte
     return patched(notes, note=lambda chunks: change(original(chunks)))
 
 
-def join_as_if_willing(self: Any, knows: bytes) -> wire.Join:
+def join_as_if_willing(self: Any) -> wire.Join:
     assert self._route == "group"
     return wire.Join(NEW, place.here(), b"n" * wire.NONCE_BYTES)
 
