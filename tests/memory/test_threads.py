@@ -113,3 +113,22 @@ def test_a_child_process_has_threads_of_its_own() -> None:
     if child == 0:
         os._exit(0 if threads.run(lambda: None, "test").wait(SECONDS) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_those_that_were_made_ready_are_used_and_no_more_are_made() -> None:
+    threads.get_ready(6)
+    waiting = set(threads._idle[0])
+    assert len(waiting) >= 6
+    threads.get_ready(6)
+    assert set(threads._idle[0]) == waiting
+    go, seen = threading.Event(), set()
+
+    def work() -> None:
+        seen.add(threading.get_ident())
+        go.wait(SECONDS)
+
+    before = threading.active_count()
+    running = [threads.run(work, "test") for _ in range(6)]
+    assert threading.active_count() == before
+    go.set()
+    assert all(one.wait(SECONDS) for one in running) and len(seen) == 6
