@@ -233,6 +233,8 @@ class Loader:
                     file=self._shelf.url,
                 )
                 check_only(held.record, wanted.only)
+                # What is costly to read is read once, to memory of its own.
+                once = held.files.costly_reads and self._planner is None
                 loading = Loading(
                     held.files,
                     held.record,
@@ -241,6 +243,7 @@ class Loader:
                     into=wanted.into,
                     strict=wanted.strict,
                     atomic=wanted.atomic,
+                    staged=wanted.checked_first and once,
                     only=wanted.only,
                     device=wanted.device,
                     planner=self._planner,
@@ -250,7 +253,7 @@ class Loader:
             loading.within = lambda read: bounded(
                 read, deadline.early(), "read the step", file=held.files.url, left=loading.left
             )
-            twice = wanted.checked_first and not held.files.costly_reads
+            twice = wanted.checked_first and not once
             bar.total = loading.nbytes * (2 if twice else 1)
             made.append(loading)
             with watch("verify"):

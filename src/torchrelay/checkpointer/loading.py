@@ -49,6 +49,7 @@ class Loading:
         into: object = None,
         strict: bool = True,
         atomic: bool = True,
+        staged: bool = False,
         only: tuple[str, ...] = (),
         device: torch.device | None = None,
         planner: LoadPlanner | None = None,
@@ -58,7 +59,7 @@ class Loading:
         self._store = store
         self._checkpoint = checkpoint
         self._told = progress
-        self._checked = False
+        self._checked, self._staged = False, staged
         self._anew, self._committing = into is None, False
         self._seen: set[int] = set()  # files that are there, with their sizes
         # How reads are done that may hang; `left` is set where they have been left behind.
@@ -79,7 +80,7 @@ class Loading:
                 into=into,
                 strict=strict,
                 atomic=atomic,
-                staged=False,
+                staged=staged,
                 device=device or torch.device("cpu"),
                 rank=rank,
             )
@@ -156,17 +157,15 @@ class Loading:
     def check(self) -> None:
         """Raise `DamagedError` unless all that is wanted has its digest.
 
-        Bytes that are costly to read are kept for `land`, in memory of their own.
+        Where everything is staged, it is read now, and is not read again.
         """
+        new, own = self._waves
+        if self._staged:
+            self._read(new, verify=True, own=False)
+            return
         self._checked = True
-        for some in self._waves:
-            for number, wave in enumerate(some):
-                if self._store is None or not self._store.costly_reads:
-                    self._fetch(wave).check()
-                    continue
-                held = wave.held()
-                self._fetch(held).land()
-                some[number] = held
+        for wave in (*new, *own):
+            self._fetch(wave).check()
 
     def compare_twins(self) -> None:
         """Raise `MismatchError` where a tensor here would have to hold two values."""

@@ -68,9 +68,12 @@ class HeldImages:
         return dict(zip(self.order.tolist(), self._places.tolist(), strict=True))
 
     def memory(self) -> Iterator[ImageMemory]:
-        """The images in host memory."""
-        storage = self._slab.untyped_storage()
-        return (ImageMemory(image, storage, at) for image, at in self.at.items())
+        """The images, but for those that are made to stay."""
+        for image, at in self.at.items():
+            yield ImageMemory(image, self._slab.untyped_storage(), at)
+        for held in self.slabs:
+            for image, at in zip(held.storages.tolist(), held.places.tolist(), strict=True):
+                yield ImageMemory(image, held.slab.untyped_storage(), at)
 
     def far_bytes(self, image: int) -> torch.Tensor | None:
         """An image on a device, if it goes there or is held there."""

@@ -296,6 +296,8 @@ class ExistingTensors:
 
     def own(self) -> Iterator[OwnTensor]:
         """The caller's tensors that take images as they are, whole ones."""
+        if self._terms.staged:
+            return
         leaves: list[Any] = self._into.flat.leaves
         columns = self._plain.storage.tolist(), self._plain.leaf.tolist()
         for image, leaf in zip(*columns, strict=True):

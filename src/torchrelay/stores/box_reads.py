@@ -43,17 +43,6 @@ class Wave:
     device: int | None = None  # the GPU that all of its places are on
     fetch: Fetch | DeviceFetch | None = None  # what reads it, from its check on
 
-    def held(self) -> Wave:
-        """The same reads into memory of their own; `moves` take them to their places."""
-        held = Wave(arrived=True)
-        for file, placed in self.wanted.items():
-            for start, region in placed:
-                block = host_block(region.nbytes)
-                held.wanted.setdefault(file, []).append((start, Region.row_major(block)))
-                held.moves.append(partial(region.write, 0, region.nbytes, block))
-        held.after += self.after
-        return held
-
     def by_device(self) -> list[Wave]:
         """The same reads, apart for each GPU."""
         found: dict[int | None, Wave] = {}
