@@ -17,9 +17,9 @@ if TYPE_CHECKING:
         BoxedTensor,
         Contents,
         StateReader,
-        TensorBox,
         VolumeFacts,
     )
+    from torchrelay.stores.file_places import PlacedBox
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _alike(one: VolumeFacts, other: VolumeFacts) -> bool:
     return bool(one.digests) and one[:4] == other[:4] and len(one.digests) == len(other.digests)
 
 
-def _place(box: TensorBox) -> tuple[int, int, tuple[int, ...]]:
+def _place(box: PlacedBox) -> tuple[int, int, tuple[int, ...]]:
     return box.file, box.start, box.sizes
 
 

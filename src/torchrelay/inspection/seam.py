@@ -10,19 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torchrelay.progress import ProgressCallback
-
-
-class TensorBox(Protocol):
-    """A box of a tensor: its elements, row-major, from byte `start` of a volume on."""
-
-    @property
-    def offsets(self) -> tuple[int, ...]: ...
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
-    @property
-    def file(self) -> int: ...
-    @property
-    def start(self) -> int: ...
+from torchrelay.stores.file_places import PlacedBox
 
 
 class BoxedTensor(Protocol):
@@ -35,7 +23,7 @@ class BoxedTensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
-    def shards(self) -> Sequence[TensorBox]: ...
+    def shards(self) -> Sequence[PlacedBox]: ...
 
 
 class VolumeFacts(NamedTuple):

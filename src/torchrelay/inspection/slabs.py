@@ -16,7 +16,8 @@ import numpy as np
 from torchrelay.inspection.numbers import Array, memory_of
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, StateReader, TensorBox
+    from torchrelay.inspection.seam import BoxedTensor, StateReader
+    from torchrelay.stores.file_places import PlacedBox
 
 SLAB_BYTES = 8 << 20
 
@@ -48,7 +49,7 @@ def slabs(
             yield slab.reshape(-1).view("uint8")
 
 
-def _fill(source: StateReader, slab: Array, cut: _Cut, shard: TensorBox, itemsize: int) -> None:
+def _fill(source: StateReader, slab: Array, cut: _Cut, shard: PlacedBox, itemsize: int) -> None:
     """Read what a box has of a slab into its place there."""
     depth = len(cut.fixed)
     offsets, sizes = shard.offsets or (0,), shard.sizes or (1,)

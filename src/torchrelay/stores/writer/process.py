@@ -73,13 +73,8 @@ _request = msgspec.msgpack.Decoder(Request)
 _answer = msgspec.msgpack.Decoder(Answer)
 
 
-def send(link: socket.socket, message: Request | Answer) -> None:
-    send_frame(link, msgspec.msgpack.encode(message))
-
-
-def receive_answer(link: socket.socket) -> Answer:
-    """The next answer. `EOFError` if the writer is gone, `TimeoutError` by the socket's timeout."""
-    answer: Answer = _answer.decode(receive_frame(link))
+def answer_of(data: bytes) -> Answer:
+    answer: Answer = _answer.decode(data)
     return answer
 
 
@@ -100,7 +95,7 @@ class _Writer:
                     answer = Failed(fault.message, fault.phase, fault.file)
                 except Exception as fault:
                     answer = Failed(f"{type(fault).__name__}: {fault}")
-                send(self._link, answer)
+                send_frame(self._link, msgspec.msgpack.encode(answer))
 
     def _do(self, request: Request) -> Answer:
         if isinstance(request, Attach):

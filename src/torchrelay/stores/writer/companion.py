@@ -1,0 +1,94 @@
+"""A process beside this one: started when it is needed, asked over a socket, ended."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+
+from torchrelay.stores.writer.frames import receive_frame, send_frame
+from torchrelay.stores.writer.launch import launch
+
+END_SECONDS = 5.0
+_KILL_SECONDS = 0.5
+
+
+class Companion:
+    """Runs `serve` of a module. Who uses it sees to it that one thread at a time asks.
+
+    `generation` counts its processes: what one was shown, the next has not seen.
+    """
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket | None = None
+        self.generation = 0
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
+    @property
+    def exit_status(self) -> int | None:
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> bool:
+        """Have it run; whether it had to be started."""
+        if self._link is not None and self._process is not None and self._process.poll() is None:
+            return False
+        self.drop()
+        self._process, self._link = launch(self._program)
+        self.generation += 1
+        return True
+
+    def exchange(self, request: bytes, timeout: float, fds: Sequence[int] = ()) -> bytes:
+        """Its answer. `TimeoutError`, or `EOFError` or another `OSError` where it is gone; the
+        caller drops it then, or its answer would be taken for that to the next request."""
+        if self._link is None:
+            raise EOFError("it is gone")
+        self._link.settimeout(max(timeout, 0.001))
+        send_frame(self._link, request)
+        if fds:
+            socket.send_fds(self._link, [b"a"], list(fds))
+        return receive_frame(self._link)
+
+    def drop(self) -> None:
+        """End it at once."""
+        self._hang_up()
+        self._end(0)
+
+    def _hang_up(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _end(self, seconds: float) -> None:
+        """Wait so long for the process to leave, then kill it. One that hangs in a system call dies
+        when that returns, which nobody waits for."""
+        if self._process is not None:
+            for patience in (seconds, _KILL_SECONDS):
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(patience)
+                    break
+                self._process.kill()
+            self._process = None
+
+    def forsake(self) -> None:
+        """In a child of a fork: let go of what is the parent's, which stays as it is."""
+        self._hang_up()  # of this process's end alone: the parent's stays connected
+        self._process = None
+
+    def close(self) -> None:
+        """End the process; it is idle, or its work is given up."""
+        if self._link is not None:
+            # For everybody who has this end, children of a fork too: it reads the end of file.
+            with suppress(OSError):
+                self._link.shutdown(socket.SHUT_RDWR)
+        self._hang_up()
+        self._end(END_SECONDS)
