@@ -23,7 +23,7 @@ from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.progress import Progress, ProgressCallback, reporter
 from torchrelay.state.objects import unwrap
 from torchrelay.steps import check_step
-from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines, post_of
+from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines, lines_of
 from torchrelay.transports.group.shield import shielded
 from torchrelay.transports.protocol.arguments import device_of
 from torchrelay.transports.protocol.options import ReceiveOptions, SendOptions, TransferCall
@@ -91,7 +91,7 @@ class Relay:
             raise UsageError(f"connections is a number up to {MOST_CONNECTIONS}, not {connections}")
         Deadline(timeout)
         self._group = group
-        self._post: GroupLines = post_of(group)
+        self._group_lines: GroupLines = lines_of(group)
         self._timeout = timeout
         self._join_window = join_window
         self._chunk_bytes = chunk_bytes
@@ -109,7 +109,7 @@ class Relay:
 
     @property
     def rank(self) -> int:
-        return self._post.group.rank()
+        return self._group_lines.group.rank()
 
     def send(
         self,
@@ -140,7 +140,7 @@ class Relay:
 
         def act() -> Report:
             # Receivers are called before the state is looked at: they answer meanwhile.
-            lines = {rank: self._post.call(rank) for rank in ranks}
+            lines = {rank: self._group_lines.call(rank) for rank in ranks}
             watch = Stopwatch()
             try:
                 deadline.set(self._timeout if timeout is None else timeout)
@@ -152,12 +152,13 @@ class Relay:
                     snapshot = self._capture(state, step, len(ranks))
             except BaseException as fault:
                 reason = f"the sender cannot send its state: {type(fault).__name__}: {fault}"
-                self._post.excuse(lines.values(), reason, min(2 * GRACE, deadline.left()))
+                self._group_lines.excuse(lines.values(), reason, min(2 * GRACE, deadline.left()))
                 raise
             call, options = TransferCall(deadline, watch, told), self._options(wait.seconds, way)
             branch = self._branches(state, step, call, options)
             return self._send(
-                Sending(self._post, snapshot, lines, options, call, self._resources, branch), way
+                Sending(self._group_lines, snapshot, lines, options, call, self._resources, branch),
+                way,
             )
 
         return shielded(deadline, act)
@@ -181,13 +182,15 @@ class Relay:
         def serve(views: list[torch.Tensor], line: ControlLine) -> int:
             snapshot = capture(views, step, chunk_bytes=self._chunk_bytes)
             part = TransferCall(call.deadline)
-            sending = Sending(self._post, snapshot, {line.peer: line}, alone, part, self._resources)
+            sending = Sending(
+                self._group_lines, snapshot, {line.peer: line}, alone, part, self._resources
+            )
             sending.run()
             return sending.wire_bytes
 
         alone = replace(options, join_timeout=call.deadline.seconds)
         return lambda peer, line, over: Branch(
-            self._post, peer, line, describe, serve, call.deadline, over
+            self._group_lines, peer, line, describe, serve, call.deadline, over
         )
 
     def _capture(self, state: object, step: int | None, receivers: int) -> Snapshot:
@@ -202,10 +205,10 @@ class Relay:
         return snapshot
 
     def _send(self, sending: Sending, route: str | None) -> Report:
-        wondered = self._post.wondered(sending.peers)
+        wondered = self._group_lines.wondered(sending.peers)
 
         def report() -> Report:
-            return sent_report(sending, route, self._verify, self._post.settled(wondered))
+            return sent_report(sending, route, self._verify, self._group_lines.settled(wondered))
 
         try:
             sending.run()
@@ -274,12 +277,12 @@ class Relay:
             watch = Stopwatch()
             with watch("prepare"):
                 ready = self.prepared(into)
-            with self._post.trading.call(source):
+            with self._group_lines.exchange.call(source):
                 with watch("call"):
-                    first = answer(self._post, source, deadline)
+                    first = answer(self._group_lines, source, deadline)
                 return self.receive_from(
                     source,
-                    transfer_of(self._post, source, first),
+                    transfer_of(self._group_lines, source, first),
                     deadline,
                     watch,
                     into=ready,
@@ -316,7 +319,7 @@ class Relay:
             route=route,
         )
         gathered = Gather(
-            self._post,
+            self._group_lines,
             sources,
             wanted,
             receive=receive,
@@ -363,7 +366,7 @@ class Relay:
             self._connections,
         )
         call = TransferCall(deadline, watch, progress)
-        receiving = Receiving(self._post, source, transfer, wanted, call, self._resources)
+        receiving = Receiving(self._group_lines, source, transfer, wanted, call, self._resources)
         landed = receiving.run()
         report = received_report(receiving, landed, self.rank)
         return Received(landed.state, report.step, report)
@@ -410,7 +413,7 @@ class Relay:
     def _check_rank(self, rank: int) -> None:
         if self._closed:
             raise UsageError("this relay is closed")
-        size = self._post.group.size()
+        size = self._group_lines.group.size()
         if type(rank) is not int or not 0 <= rank < size:
             raise UsageError(f"rank {rank!r} is not in a group of {size}")
         if rank == self.rank:

@@ -506,16 +506,16 @@ def test_large_tensors_come_straight_to_their_place(pool2: Any, atomic: bool) ->
 # Who holds up the others
 
 
-def test_a_jury_hears_all_before_it_judges() -> None:
+def test_a_judge_hears_all_before_it_judges() -> None:
     hops = fanout.chain(0, [1, 2, 3])
-    jury = fanout.StallJudge()
-    assert jury.verdict(hops, 0, 1e9) is None
-    jury.blocked(1, 10.0, 2.0)
-    jury.blocked(3, 11.0, 2.0)
-    jury.starving(3, 11.5, 2.0)
-    assert jury.verdict(hops, 0, 11.9) is None
-    assert jury.verdict(hops, 0, 12.0) == ([3], 3)
-    assert jury.verdict(hops, 0, 1e9) is None
+    judge = fanout.StallJudge()
+    assert judge.verdict(hops, 0, 1e9) is None
+    judge.blocked(1, 10.0, 2.0)
+    judge.blocked(3, 11.0, 2.0)
+    judge.starving(3, 11.5, 2.0)
+    assert judge.verdict(hops, 0, 11.9) is None
+    assert judge.verdict(hops, 0, 12.0) == ([3], 3)
+    assert judge.verdict(hops, 0, 1e9) is None
 
 
 def gone(rank: int, group: Any) -> Any:

@@ -20,8 +20,8 @@ from torchrelay.transports.group.device_group import Mail
 def by_mail(group: Any, **options: Any) -> tr.Relay:
     """A relay whose control messages go through the store of a gloo group."""
     relay = tr.Relay(group, **options)
-    relay._post._mail = Mail(group.get_group_store())
-    relay._post.direct = ["cpu"]
+    relay._group_lines._mail = Mail(group.get_group_store())
+    relay._group_lines.direct = ["cpu"]
     return relay
 
 

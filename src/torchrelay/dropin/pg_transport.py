@@ -20,7 +20,7 @@ from torchrelay.memory.side import settle
 from torchrelay.progress import untold
 from torchrelay.relay import Relay
 from torchrelay.transports.group.c10d import Watcher
-from torchrelay.transports.group.lines import FirstMessage, post_of
+from torchrelay.transports.group.lines import FirstMessage, lines_of
 from torchrelay.transports.group.shield import shielded
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.receiver import answer
@@ -98,21 +98,23 @@ class PGTransport:
         return shielded(deadline, lambda: self._recv(src_rank, into, deadline))
 
     def _recv(self, src_rank: int, into: object, deadline: Deadline) -> object:
-        post, watch, wait = post_of(self._pg), Stopwatch(), _waiter(deadline)
+        group_lines, watch, wait = lines_of(self._pg), Stopwatch(), _waiter(deadline)
         ready = self._relay.prepared(into)
-        if post.device_only and self._protocol == "torch":
+        if group_lines.device_only and self._protocol == "torch":
             # Without host memory our first message comes by another way than torch's; no telling.
             number = torch.zeros(1, dtype=torch.int64, device=self._device)
             wait(self._pg.recv([number], src_rank, wire.PRELUDE_TAG), "at the start")
             first = int(number.item())
         else:
-            first = answer(post, src_rank, deadline)
+            first = answer(group_lines, src_rank, deadline)
         transfer = wire.read_prelude(first)
         if transfer is None:
             try:
                 leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
             except BaseException:
-                post.leave_bell(src_rank, FirstMessage(first))  # nothing of the transfer was used
+                group_lines.keep_first_message(
+                    src_rank, FirstMessage(first)
+                )  # nothing of the transfer was used
                 raise
             return recv_torch(self._pg, src_rank, first, self._device, wait, leaves)
         got = self._relay.receive_from(

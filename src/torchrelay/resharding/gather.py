@@ -112,7 +112,7 @@ class Gather:
 
     def __init__(
         self,
-        post: GroupLines,
+        group_lines: GroupLines,
         sources: Sequence[int],
         wanted: Destination,
         *,
@@ -122,7 +122,7 @@ class Gather:
         watch: Stopwatch,
         progress: Callable[[int, int], None],
     ) -> None:
-        self._post, self._sources, self._wanted = post, sources, wanted
+        self._group_lines, self._sources, self._wanted = group_lines, sources, wanted
         self._receive, self._deadline, self._window = receive, deadline, window
         self._watch, self._progress = watch, progress
         self._talks: dict[int, Conversation] = {}
@@ -179,9 +179,9 @@ class Gather:
                 wait.cancel(TimeoutError())
 
         def ask(rank: int) -> None:
-            with self._post.trading.call(rank):
+            with self._group_lines.exchange.call(rank):
                 try:
-                    first = answer(self._post, rank, wait)
+                    first = answer(self._group_lines, rank, wait)
                 except TransferTimeoutError:
                     if not wait.cancelled or self._deadline.passed:
                         raise
@@ -190,8 +190,8 @@ class Gather:
                         rank=rank,
                         phase="join",
                     ) from None
-                transfer = transfer_of(self._post, rank, first)
-                talk = Conversation(self._post, rank, transfer, self._deadline)
+                transfer = transfer_of(self._group_lines, rank, first)
+                talk = Conversation(self._group_lines, rank, transfer, self._deadline)
             self._talks[rank] = talk
             came.append(time.monotonic())
             self._records[rank] = record = decode(talk.survey())

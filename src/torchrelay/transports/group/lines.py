@@ -202,43 +202,44 @@ class FirstMessage:
 
     @classmethod
     def post(cls, group: ProcessGroup, peer: int) -> FirstMessage:
-        bell, number = cls(), torch.zeros(1, dtype=torch.int64, device="cpu")
+        first, number = cls(), torch.zeros(1, dtype=torch.int64, device="cpu")
 
-        def ring(fault: Exception | None) -> None:
+        def report(fault: Exception | None) -> None:
             if fault is None:
-                bell.value = int(number.item())
-            bell.fault = fault
-            bell._woken.put(None)
+                first.value = int(number.item())
+            first.fault = fault
+            first._woken.put(None)
 
         try:
             work = group.recv([number], peer, wire.PRELUDE_TAG)
         except RuntimeError as fault:
-            ring(fault)
-            return bell
-        watcher = Watcher("bell")
-        watcher.watch(work, number, ring)
+            report(fault)
+            return first
+        watcher = Watcher("first-message")
+        watcher.watch(work, number, report)
         watcher.close()
-        return bell
+        return first
 
     @property
-    def rung(self) -> bool:
+    def came(self) -> bool:
         return self.value is not None or self.fault is not None
 
     def wait(self, deadline: Deadline) -> bool:
-        """Wait until it has rung; whether it has."""
+        """Wait until it has come; whether it has."""
         with deadline.wakes(self._woken):
-            while not self.rung and not deadline.passed:
+            while not self.came and not deadline.passed:
                 with suppress(queue.Empty):
                     self._woken.get(timeout=max(deadline.left(), 0.001))
-        return self.rung
+        return self.came
 
 
 class GroupLines:
-    """What calls on one group share in this process: half-open lines and unanswered bells.
+    """What calls on one group share in this process: half-open lines and unanswered first messages.
 
     A sender that gave up on an absent receiver leaves its first message unread; the next transfer
-    to that rank goes on with the same line. A receiver that gave up leaves its bell; the next call
-    waits at the same one. The group is not kept alive: it is the caller's to destroy.
+    to that rank goes on with the same line. A receiver that gave up leaves the receive that it has
+    posted, and the next call waits for that one. The group is not kept alive: it is the caller's
+    to destroy.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -248,11 +249,11 @@ class GroupLines:
         self._mail = Mail(group.get_group_store()) if backends and "cpu" not in backends else None  # type: ignore[attr-defined]
         # gloo takes no device pointers; other backends of a device move its memory directly.
         self.direct = [kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"]
-        self.trading = OfferExchange()
+        self.exchange = OfferExchange()
         self.one_at_a_time = threading.Lock()  # those know no tags
         self._lock = threading.Lock()
         self._lines: dict[int, list[ControlLine]] = {}
-        self._bells: dict[int, list[FirstMessage]] = {}
+        self._first_messages: dict[int, list[FirstMessage]] = {}
         self._unknown: dict[int, ControlLine] = {}
 
     @property
@@ -346,31 +347,31 @@ class GroupLines:
                 found[peer] = isinstance(word, wire.Done)
         return found
 
-    def bell(self, peer: int) -> FirstMessage:
+    def first_message(self, peer: int) -> FirstMessage:
         """A posted receive from `peer`: one left unanswered by an earlier call, or a new one."""
         with self._lock:
-            waiting = self._bells.get(peer, [])
+            waiting = self._first_messages.get(peer, [])
             while waiting:
-                bell = waiting.pop(0)
-                if bell.fault is None:
-                    return bell
+                first = waiting.pop(0)
+                if first.fault is None:
+                    return first
         return FirstMessage.post(self.group, peer)
 
-    def leave_bell(self, peer: int, bell: FirstMessage) -> None:
+    def keep_first_message(self, peer: int, first: FirstMessage) -> None:
         with self._lock:
-            bell.adopted = True
-            self._bells.setdefault(peer, []).insert(0, bell)
+            first.adopted = True
+            self._first_messages.setdefault(peer, []).insert(0, first)
 
 
-_posts: weakref.WeakKeyDictionary[Any, GroupLines] = weakref.WeakKeyDictionary()
-_posts_lock = threading.Lock()
+_group_lines: weakref.WeakKeyDictionary[Any, GroupLines] = weakref.WeakKeyDictionary()
+_group_lines_lock = threading.Lock()
 
 
-def post_of(group: ProcessGroup) -> GroupLines:
+def lines_of(group: ProcessGroup) -> GroupLines:
     """The one `GroupLines` of a group in this process."""
-    with _posts_lock:
-        found = _posts.get(group)
+    with _group_lines_lock:
+        found = _group_lines.get(group)
         if found is None:
-            found = _posts[group] = GroupLines(group)
+            found = _group_lines[group] = GroupLines(group)
             use(group)
         return found

@@ -57,7 +57,7 @@ class Branch:
 
     def __init__(
         self,
-        post: GroupLines,
+        group_lines: GroupLines,
         peer: Peer,
         line: ControlLine,
         describe: Callable[[], Selectable],
@@ -65,7 +65,12 @@ class Branch:
         deadline: Deadline,
         over: Callable[[], None],
     ) -> None:
-        self._post, self._peer, self._line, self._describe = post, peer, line, describe
+        self._group_lines, self._peer, self._line, self._describe = (
+            group_lines,
+            peer,
+            line,
+            describe,
+        )
         self._serve, self._deadline, self._over = serve, deadline, over
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.wire_bytes = 0
@@ -104,7 +109,7 @@ class Branch:
             if isinstance(message, wire.Select):
                 views = held.select(message.cuts)
                 line = ControlLine(
-                    self._post.group, peer.rank, secrets.randbelow(1 << wire.ID_BITS)
+                    self._group_lines.group, peer.rank, secrets.randbelow(1 << wire.ID_BITS)
                 )
                 self._line.send(wire.Selected(line.transfer))
                 self.wire_bytes += self._serve(views, line)
@@ -168,11 +173,13 @@ class Branches:
 class Conversation:
     """The receiver's end with one sender."""
 
-    def __init__(self, post: GroupLines, rank: int, transfer: int, deadline: Deadline) -> None:
+    def __init__(
+        self, group_lines: GroupLines, rank: int, transfer: int, deadline: Deadline
+    ) -> None:
         self.rank = rank
         self._deadline = deadline
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._line = ControlLine(post.group, rank, transfer)
+        self._line = ControlLine(group_lines.group, rank, transfer)
         self._line.listen(self._events.put, self._events.qsize)
         self._over = False
 

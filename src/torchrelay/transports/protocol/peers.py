@@ -161,7 +161,7 @@ def _can_try(reader: Peer, owner: Peer) -> bool:
 
 
 def hang_up(
-    post: GroupLines, events: queue.SimpleQueue[object], lines: Iterable[ControlLine]
+    group_lines: GroupLines, events: queue.SimpleQueue[object], lines: Iterable[ControlLine]
 ) -> list[object]:
     """Leave the lines of absent receivers to the next call, with what was said on them since.
 
@@ -180,7 +180,7 @@ def hang_up(
             others.append(event)
     for line, messages in said.items():
         line.put_back(messages)
-        post.hang_up(line)
+        group_lines.hang_up(line)
     return others
 
 

@@ -45,32 +45,32 @@ from torchrelay.transports.routes.choice import GROUP, Choice, choose
 from torchrelay.transports.routes.seam import Incoming, Mover, Route
 
 
-def answer(post: GroupLines, sender: int, deadline: Deadline) -> int:
+def answer(group_lines: GroupLines, sender: int, deadline: Deadline) -> int:
     """The first message of a sender: a torch sender's metadata length (positive), or our prelude.
 
     On a timeout the posted receive stays for the next call.
     """
-    bell = post.bell(sender)
-    if not bell.wait(deadline):
-        post.leave_bell(sender, bell)
+    first = group_lines.first_message(sender)
+    if not first.wait(deadline):
+        group_lines.keep_first_message(sender, first)
         raise TransferTimeoutError(
             f"timed out: nothing came from rank {sender} within {deadline.seconds:.3g} s",
             rank=sender,
             phase="join",
         )
-    if bell.value is not None:
-        return bell.value
-    if bell.adopted:
-        return answer(post, sender, deadline)
-    raise PeerLostError(f"connection lost: {bell.fault}; {CLOSED}", rank=sender, phase="join")
+    if first.value is not None:
+        return first.value
+    if first.adopted:
+        return answer(group_lines, sender, deadline)
+    raise PeerLostError(f"connection lost: {first.fault}; {CLOSED}", rank=sender, phase="join")
 
 
-def transfer_of(post: GroupLines, sender: int, first: int) -> int:
+def transfer_of(group_lines: GroupLines, sender: int, first: int) -> int:
     """The transfer that a sender's first message begins. `RemoteProtocolError` for torch's own
     class; its message is left for whoever can read it."""
     transfer = wire.read_prelude(first)
     if transfer is None:
-        post.leave_bell(sender, FirstMessage(first))
+        group_lines.keep_first_message(sender, FirstMessage(first))
         raise RemoteProtocolError(
             "the sender is torch's PGTransport: receive with torchrelay.dropin.PGTransport",
             rank=sender,
@@ -83,7 +83,7 @@ class Receiving:
 
     def __init__(
         self,
-        post: GroupLines,
+        group_lines: GroupLines,
         sender: int,
         transfer: int,
         wanted: ReceiveOptions,
@@ -91,9 +91,9 @@ class Receiving:
         resources: Resources,
     ) -> None:
         self._sender = sender
-        self._line = ControlLine(post.group, sender, transfer)
+        self._line = ControlLine(group_lines.group, sender, transfer)
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._post, self._wanted, self._resources = post, wanted, resources
+        self._group_lines, self._wanted, self._resources = group_lines, wanted, resources
         self._step, self._route = wanted.step, wanted.route
         self._deadline, self.watch, self._progress = call.deadline, call.watch, call.progress
         # With route "group" nobody's memory is read.
@@ -236,7 +236,7 @@ class Receiving:
             said.append(self._events.get())
         self._line.put_back([word for word in said if not isinstance(word, InterruptedTransfer)])
         held = HeldOffer(self._step, offered, (self._line, offer, self._nonce))
-        self._post.trading.settle(self._sender, held, self._deadline)
+        self._group_lines.exchange.settle(self._sender, held, self._deadline)
         self._line, offer, self._nonce = held.catch
         self._line.listen(self._events.put, self._events.qsize)
         return offer
@@ -250,7 +250,7 @@ class Receiving:
                 raise StepMismatchError(
                     f"step {step} is offered, step {self._step} was asked for", step=step
                 )
-            if offer.device not in ("cpu", *self._post.direct):
+            if offer.device not in ("cpu", *self._group_lines.direct):
                 raise MismatchError(
                     f"the data is in the memory of a {offer.device}, and this process has none"
                 )

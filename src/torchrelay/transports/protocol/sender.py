@@ -52,7 +52,7 @@ class Sending:
 
     def __init__(
         self,
-        post: GroupLines,
+        group_lines: GroupLines,
         snapshot: Snapshot,
         receivers: Mapping[int, ControlLine],
         options: SendOptions,
@@ -60,10 +60,10 @@ class Sending:
         resources: Resources,
         branch: MakeBranch | None = None,
     ) -> None:
-        self._post = post
+        self._group_lines = group_lines
         self.snapshot = snapshot
         self._chunks = snapshot.chunks
-        self._device = post.carrier(devices_of(snapshot.manifest.storages))
+        self._device = group_lines.carrier(devices_of(snapshot.manifest.storages))
         self._deadline, self.watch, self._progress = call.deadline, call.watch, call.progress
         self._options = options
         # Digests guard what crosses a wire; memory that the kernel copies, by choice alone.
@@ -71,10 +71,10 @@ class Sending:
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._worker = Worker(hashers())
         self.servers = servers(
-            Outgoing(snapshot, post.group, resources, self._device, options, len(receivers))
+            Outgoing(snapshot, group_lines.group, resources, self._device, options, len(receivers))
         )
         self._out = Outflow(
-            post.group, snapshot, self._device, resources.buffers, self._events, self._worker
+            group_lines.group, snapshot, self._device, resources.buffers, self._events, self._worker
         )
         self._lines = dict(receivers)
         self._streams: dict[int, PushStream] = {}
@@ -82,7 +82,7 @@ class Sending:
         # Memory that is read late may have changed: there must be digests to notice.
         reads = self._verify and self._device == "cpu" and options.route is None
         terms = SendTerms(
-            post.group.rank(),
+            group_lines.group.rank(),
             len(self._chunks),
             self._verify,
             reads,
@@ -138,7 +138,7 @@ class Sending:
         for rank, peer in self.peers.items():
             if peer.stage is Stage.UNKNOWN:
                 self._lines[rank].listen(None)
-                self._post.wonder(self._lines[rank])
+                self._group_lines.wonder(self._lines[rank])
             elif not peer.absent:
                 self._lines[rank].leave()
         self._worker.stop()
@@ -151,7 +151,7 @@ class Sending:
         """From here until the data is over, where the backend that carries it has no tags."""
         fed = any(not peer.route.pulls for peer in self._in(Stage.ACCEPTED))
         tagged = self._device == "cpu" or not fed
-        return nullcontext() if tagged else self._post.alone(self._deadline)
+        return nullcontext() if tagged else self._group_lines.alone(self._deadline)
 
     # The two phases
 
@@ -291,12 +291,12 @@ class Sending:
         elif isinstance(action, MakeOffer):
             self._joined(action.rank, action.join)
         elif isinstance(action, CallAnew):
-            self._lines[action.rank] = line = self._post.call(action.rank)
+            self._lines[action.rank] = line = self._group_lines.call(action.rank)
             self.peers[action.rank].transfer = line.transfer
             self._listen(action.rank)
         elif isinstance(action, KeepLines):
             lines = [self._lines[rank] for rank in action.ranks]
-            others = hang_up(self._post, self._events, lines)
+            others = hang_up(self._group_lines, self._events, lines)
             for event in others if not self.machine.aborted else ():
                 self._handle(event)
         elif isinstance(action, ServeParts):
@@ -338,7 +338,7 @@ class Sending:
         threads, name = max(1, cores() // share), peer.route.name
         patience = self.machine.patience
         self._lines[peer.rank].send(
-            wire.Go(self._post.group.rank(), None, 0, patience, threads, word, route=name)
+            wire.Go(self._group_lines.group.rank(), None, 0, patience, threads, word, route=name)
         )
 
     def _hear_word(self, peer: Peer, word: bytes) -> None:

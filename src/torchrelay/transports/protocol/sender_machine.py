@@ -93,7 +93,7 @@ class SenderMachine:
     aborted: bool = False
 
     def __post_init__(self) -> None:
-        self._jury = fanout.StallJudge()
+        self._judge = fanout.StallJudge()
         self._beside: set[int] = set()
         self._owed: dict[int, Owed] = {}  # by rank
         self._waits_for: int | None = None  # digests that are told before the first chunk leaves
@@ -232,10 +232,10 @@ class SenderMachine:
         elif isinstance(message, wire.Unlink):
             self._reroute(hop.rank for hop in self.hops if hop.upstream == rank)
         elif isinstance(message, wire.Stalled):
-            self._jury.starving(rank, now, pause)
+            self._judge.starving(rank, now, pause)
         elif isinstance(message, wire.Blocked):
             if any(hop[:2] == (message.rank, rank) for hop in self.hops):
-                self._jury.blocked(message.rank, now, pause)
+                self._judge.blocked(message.rank, now, pause)
         else:
             self.fail(peer, f"sent {type(message).__name__} out of turn")
 
@@ -348,8 +348,8 @@ class SenderMachine:
         for rank, owed in self._owed.items():
             if owed.in_flight and now > owed.moved_at + self.patience:
                 owed.moved_at = now
-                self._jury.blocked(rank, now, GATHER * self.tick_seconds)
-        verdict = self._jury.verdict(self.hops, self.terms.me, now)
+                self._judge.blocked(rank, now, GATHER * self.tick_seconds)
+        verdict = self._judge.verdict(self.hops, self.terms.me, now)
         if verdict is None:
             return
         culprits, starving = verdict
