@@ -33,7 +33,7 @@ class Stage:
     def through(self, state: object, **options: Any) -> Any:
         """What a pull gives of a state."""
         step = self.show(state)
-        return tr.pull(self.url, step=step, timeout=60, **options).state
+        return tr.pull(self.url, step=step, timeout=60, same_host=False, **options).state
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 import torchrelay as tr
+
+_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 
 TOKEN = "correct-horse-battery-staple"
 STALL = 1.0
@@ -85,28 +88,28 @@ def test_the_token_is_nowhere_to_be_seen(endpoint: tr.Endpoint) -> None:
     assert TOKEN not in repr(endpoint.status())
     assert TOKEN not in endpoint.url
     with pytest.raises(tr.EndpointError, match="does not take this token") as caught:
-        tr.pull(endpoint.url, token="another-" + TOKEN, timeout=30)
+        _pull(endpoint.url, token="another-" + TOKEN, timeout=30)
     assert TOKEN not in str(caught.value)
 
 
 def test_the_token_by_argument_file_and_environment(
     endpoint: tr.Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert tr.pull(endpoint.url, token=TOKEN, timeout=60).step == 1
+    assert _pull(endpoint.url, token=TOKEN, timeout=60).step == 1
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     file.chmod(0o644)
     with pytest.raises(tr.UsageError, match="chmod 600"):
-        tr.pull(endpoint.url, token_file=file)
+        _pull(endpoint.url, token_file=file)
     file.chmod(0o600)
-    assert tr.pull(endpoint.url, token_file=file, timeout=60).step == 1
+    assert _pull(endpoint.url, token_file=file, timeout=60).step == 1
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
-    assert tr.pull(endpoint.url, timeout=60).step == 1
+    assert _pull(endpoint.url, timeout=60).step == 1
     with pytest.raises(tr.UsageError, match="not both"):
-        tr.pull(endpoint.url, token=TOKEN, token_file=file)
+        _pull(endpoint.url, token=TOKEN, token_file=file)
     for bad in ("", "a b", "caf\u00e9", "x" * 2000):
         with pytest.raises(tr.UsageError):
-            tr.pull(endpoint.url, token=bad)
+            _pull(endpoint.url, token=bad)
 
 
 def test_strangers_are_kept_out_before_anything_listens(tmp_path: Path) -> None:
@@ -129,7 +132,7 @@ def test_strangers_are_kept_out_before_anything_listens(tmp_path: Path) -> None:
 
 def test_without_a_token_other_users_and_strange_names_are_kept_out(tmp_path: Path) -> None:
     with tr.serve({"w": torch.ones(3)}, step=1, timeout=60) as open_one:
-        assert tr.pull(open_one.url, timeout=60).step == 1
+        assert _pull(open_one.url, timeout=60).step == 1
         assert _ask(open_one, "/steps.json", Host="evil.example:80")[0] == 401
         assert _ask(open_one, "/steps.json", Host="localhost")[0] == 200
         if os.getuid() != 0:
@@ -213,7 +216,7 @@ def test_a_stalled_reader_never_blocks_a_publish_and_is_dropped(endpoint: tr.End
         assert _is_closed(stalled)
     reasons = [one["reason"] for one in endpoint.status()["finished"]]
     assert any("took no bytes" in reason or "was replaced" in reason for reason in reasons), reasons
-    assert torch.equal(tr.pull(endpoint.url, token=TOKEN, timeout=60).state["w"], STATE["w"])
+    assert torch.equal(_pull(endpoint.url, token=TOKEN, timeout=60).state["w"], STATE["w"])
 
 
 def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:
@@ -228,13 +231,13 @@ def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:
     options = {"certfile": cert, "keyfile": key, "token": TOKEN, "timeout": 60}
     with tr.serve(state, step=3, **options) as endpoint:  # type: ignore[arg-type]
         assert endpoint.url.startswith("https://")
-        got = tr.pull(endpoint.url, token=TOKEN, cafile=cert, timeout=60)
+        got = _pull(endpoint.url, token=TOKEN, cafile=cert, timeout=60)
         assert torch.equal(got.state["w"], state["w"])
         with pytest.raises(tr.EndpointError, match="certificate"):
-            tr.pull(endpoint.url, token=TOKEN, timeout=30)
+            _pull(endpoint.url, token=TOKEN, timeout=30)
         plain = endpoint.url.replace("https", "http")
         with pytest.raises(tr.RelayError):
-            tr.pull(plain, token=TOKEN, timeout=5)
+            _pull(plain, token=TOKEN, timeout=5)
         file = tmp_path / "model.safetensors"
         curl = [
             "curl",

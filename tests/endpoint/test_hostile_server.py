@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torchrelay as tr
 from tests.endpoint.conftest import Stage
 from tests.endpoint.liars import Between, answering, asked
 from torchrelay.sources import connection
+
+_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 
 STEPS = b'{"steps":[{"step":1,"snapshot":"%s","bytes":10}]}' % (b"0" * 32)
 MEMORY = 64 << 20
@@ -76,7 +79,7 @@ def _refused(url: str, **options: Any) -> tr.RelayError:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.monotonic()
     with pytest.raises(tr.RelayError) as caught:
-        tr.pull(url, into=into, **{"timeout": 3, **options})
+        _pull(url, into=into, **{"timeout": 3, **options})
     assert time.monotonic() - begun < 20
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < MEMORY
     assert (into["w"] == 7).all()
@@ -171,7 +174,7 @@ def test_a_replayed_range(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None
 
     into = {"w": torch.zeros(5_000_000)}
     with Between(stage.url, alter) as between:
-        got = tr.pull(between.url, into=into, timeout=20)
+        got = _pull(between.url, into=into, timeout=20)
     assert torch.equal(got.state["w"], torch.arange(5_000_000.0))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchrelay as tr
+
+_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 
 TIMEOUT = 60
 _kept: dict[str, Any] = {}  # in a rank: what stays between two calls
@@ -92,7 +95,7 @@ def close_part(rank: int, group: Any) -> None:
 
 def pull_part(rank: int, group: Any, url: str, dims: int) -> tuple[int, Any, dict[str, int]]:
     """Pull into another mesh; the step, the state in whole tensors, and where it came from."""
-    got = tr.pull(url, into=_job(99, dims=dims), group=dist.group.WORLD, timeout=TIMEOUT)
+    got = _pull(url, into=_job(99, dims=dims), group=dist.group.WORLD, timeout=TIMEOUT)
     _kept["job"] = got.state
     return got.step, _whole(got.state), got.report.sources
 
@@ -104,7 +107,7 @@ def refuse_part(rank: int, group: Any, url: str) -> tuple[str, bool]:
     if rank == 1:
         job["extra"] = torch.zeros(3)
     try:
-        tr.pull(url, into=job, group=dist.group.WORLD, timeout=TIMEOUT)
+        _pull(url, into=job, group=dist.group.WORLD, timeout=TIMEOUT)
     except tr.MismatchError as fault:
         after = _whole(job)
         return str(fault), all(torch.equal(before[name], after[name]) for name in before)
@@ -133,7 +136,7 @@ def _flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def test_one_process_pulls_the_whole(served: tuple[str, Any]) -> None:
     url, wanted = served
-    got = tr.pull(url, timeout=TIMEOUT)
+    got = _pull(url, timeout=TIMEOUT)
     assert got.step == 2 and got.state["step"] == 2
     assert _same(_flat(got.state), wanted)
     assert len(got.report.sources) == 4  # every rank gave its part
@@ -186,8 +189,8 @@ def test_readers_of_a_step_finish_on_it_while_ranks_publish_the_next(
 ) -> None:
     url, _ = served
     wanted = pool4.run(publish_part, 3)[0]
-    got = tr.pull(url, timeout=TIMEOUT)
+    got = _pull(url, timeout=TIMEOUT)
     assert got.step == 3 and _same(_flat(got.state), wanted)
     wanted = pool4.run(publish_part, 4)[0]
-    got = tr.pull(url, newer_than=3, timeout=TIMEOUT)
+    got = _pull(url, newer_than=3, timeout=TIMEOUT)
     assert got.step == 4 and _same(_flat(got.state), wanted)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 
 import torchrelay as tr
 from tests.endpoint.liars import Between
+
+_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 
 ROWS = 24 << 20
 
@@ -43,7 +46,7 @@ def _flipped(line: str, body: bytes) -> bytes:
 
 
 def test_chunks_come_from_whoever_is_free(three: list[tr.Endpoint]) -> None:
-    got = tr.pull([one.url for one in three], timeout=30)
+    got = _pull([one.url for one in three], timeout=30)
     assert _is(got.state)
     assert len(got.report.sources) > 1 and not got.report.failed
     assert sum(got.report.sources.values()) < 1.1 * ROWS
@@ -68,7 +71,7 @@ def test_one_killed_midway_and_one_with_a_flipped_byte(
 
     into = {"w": torch.zeros(ROWS, dtype=torch.uint8), "n": 0} if in_place else None
     with Between(doomed.url, kill) as dying, Between(three[0].url, _flipped) as liar:
-        got = tr.pull([dying.url, liar.url, three[1].url], into=into, timeout=60)
+        got = _pull([dying.url, liar.url, three[1].url], into=into, timeout=60)
     assert hit.is_set()
     assert _is(got.state)
     assert "wrong digest" in got.report.failed[liar.url]
@@ -88,7 +91,7 @@ def test_a_connection_that_breaks_is_resumed_where_it_was(three: list[tr.Endpoin
         return body
 
     with Between(three[0].url, cut) as between:
-        got = tr.pull(between.url, timeout=60)
+        got = _pull(between.url, timeout=60)
         assert _is(got.state)
         assert cuts["left"] == 0 and not got.report.failed
         assert got.report.sources == {between.url: sum(got.report.sources.values())}
@@ -101,7 +104,7 @@ def test_all_of_them_lie(three: list[tr.Endpoint]) -> None:
     into = {"w": torch.zeros(ROWS, dtype=torch.uint8), "n": 0}
     with Between(three[0].url, _flipped) as one, Between(three[1].url, _flipped) as other:
         with pytest.raises(tr.PeerLostError, match="wrong digest") as caught:
-            tr.pull([one.url, other.url], into=into, timeout=30)
+            _pull([one.url, other.url], into=into, timeout=30)
         assert one.url in str(caught.value) and other.url in str(caught.value)
     assert not into["w"].any() and into["n"] == 0
 
@@ -109,7 +112,7 @@ def test_all_of_them_lie(three: list[tr.Endpoint]) -> None:
 def test_without_atomic_the_state_is_torn_and_says_so(three: list[tr.Endpoint]) -> None:
     into = {"w": torch.zeros(ROWS, dtype=torch.uint8), "n": 0}
     with Between(three[0].url, _flipped) as one, pytest.raises(tr.TornStateError):
-        tr.pull(one.url, into=into, atomic=False, timeout=30)
+        _pull(one.url, into=into, atomic=False, timeout=30)
 
 
 def test_endpoints_of_other_steps_or_bytes_are_left_out(three: list[tr.Endpoint]) -> None:
@@ -119,7 +122,7 @@ def test_endpoints_of_other_steps_or_bytes_are_left_out(three: list[tr.Endpoint]
         tr.serve(_state(), step=4, timeout=30) as older,
     ):
         urls = [elsewhere.url, older.url, three[0].url, three[1].url, "http://127.0.0.1:9"]
-        got = tr.pull(urls, timeout=30)
+        got = _pull(urls, timeout=30)
     assert _is(got.state) and got.step == 5
     assert got.report.failed[elsewhere.url] == "has other bytes of step 5"
     assert got.report.failed[older.url] == "has no step 5"
@@ -128,9 +131,9 @@ def test_endpoints_of_other_steps_or_bytes_are_left_out(three: list[tr.Endpoint]
 
 def test_nobody_is_there() -> None:
     with pytest.raises(tr.PeerLostError, match=r"127.0.0.1:9.*refused"):
-        tr.pull("http://127.0.0.1:9", timeout=5)
+        _pull("http://127.0.0.1:9", timeout=5)
     with pytest.raises(tr.UsageError, match="TORCHRELAY_TOKEN"):
-        tr.pull("http://me:secret@127.0.0.1:9", timeout=5)
+        _pull("http://me:secret@127.0.0.1:9", timeout=5)
     for url in ("ftp://127.0.0.1:9", "127.0.0.1:9", "http://", "http://a/b"):
         with pytest.raises(tr.UsageError):
-            tr.pull(url, timeout=5)
+            _pull(url, timeout=5)

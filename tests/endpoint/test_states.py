@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.states import (
     tensors_in,
 )
 
+_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 many = settings(
     max_examples=rounds(100),
@@ -64,7 +66,7 @@ def test_what_is_staged_may_change(stage: Stage) -> None:
     published = stage.endpoint.publish({"weight": weight}, step=stage.show({}) + 1)
     weight.zero_()
     published.wait(30)
-    got = tr.pull(stage.url, step=published.step, timeout=30)
+    got = _pull(stage.url, step=published.step, timeout=30)
     assert torch.equal(got.state["weight"], before)
 
 
@@ -92,7 +94,7 @@ def test_a_trainer_publishes_while_it_trains_and_a_puller_trains_on(stage: Stage
     for _ in range(3):
         _train(trainer, 2)
         step = stage.show(trainer)
-    got = tr.pull(stage.url, step=step, into=_job(2), timeout=30)
+    got = _pull(stage.url, step=step, into=_job(2), timeout=30)
     assert got.state["step"] == 6
     assert _train(got.state, 5) == _train(trainer, 5)
 
@@ -101,18 +103,18 @@ def test_a_destination_that_does_not_fit_stays_as_it_is(stage: Stage) -> None:
     step = stage.show({"a": torch.ones(3), "b": torch.ones(4)})
     into = {"a": torch.zeros(3), "b": torch.zeros(5)}
     with pytest.raises(tr.MismatchError, match="shape"):
-        tr.pull(stage.url, step=step, into=into, timeout=30)
+        _pull(stage.url, step=step, into=into, timeout=30)
     with pytest.raises(tr.MismatchError, match="b"):
-        tr.pull(stage.url, step=step, into={"a": into["a"]}, timeout=30)
+        _pull(stage.url, step=step, into={"a": into["a"]}, timeout=30)
     assert not into["a"].any() and not into["b"].any()
-    got = tr.pull(stage.url, step=step, into={"a": into["a"]}, strict=False, timeout=30)
+    got = _pull(stage.url, step=step, into={"a": into["a"]}, strict=False, timeout=30)
     assert got.report.missing == ("['b']",)
     assert into["a"].all()
 
 
 def test_only_some_paths(stage: Stage) -> None:
     step = stage.show({"model": {"w": torch.ones(3)}, "optimizer": {"m": torch.ones(4)}})
-    got = tr.pull(stage.url, step=step, only="model.*", timeout=30)
+    got = _pull(stage.url, step=step, only="model.*", timeout=30)
     assert list(got.state) == ["model"]
     assert sum(got.report.sources.values()) < 4096
 
@@ -122,10 +124,10 @@ def test_a_newer_step_is_waited_for(stage: Stage) -> None:
 
     step = stage.show({"a": torch.ones(3)})
     with pytest.raises(tr.TransferTimeoutError, match=f"no step above {step}"):
-        tr.pull(stage.url, newer_than=step, timeout=0.5)
+        _pull(stage.url, newer_than=step, timeout=0.5)
     found: list[int] = []
     waiting = threading.Thread(
-        target=lambda: found.append(tr.pull(stage.url, newer_than=step, timeout=30).step)
+        target=lambda: found.append(_pull(stage.url, newer_than=step, timeout=30).step)
     )
     waiting.start()
     newer = stage.show({"a": torch.ones(3)})
@@ -137,14 +139,14 @@ def test_a_pull_sees_what_was_published_before_it(stage: Stage) -> None:
     """Though its digests are made meanwhile."""
     step = stage.show({}) + 1
     stage.endpoint.publish({"a": torch.ones(8_000_000)}, step=step)
-    assert tr.pull(stage.url, only="a", timeout=30).step == step
+    assert _pull(stage.url, only="a", timeout=30).step == step
 
 
 def test_progress_and_report(stage: Stage) -> None:
     state = {"a": torch.ones(8_000_000)}
     step = stage.show(state)
     told: list[tr.Progress] = []
-    got = tr.pull(stage.url, step=step, into=state, progress=told.append, timeout=30)
+    got = _pull(stage.url, step=step, into=state, progress=told.append, timeout=30)
     assert told[-1].done == told[-1].total == got.report.bytes == 32_000_000
     assert got.report.route == "http" and got.report.verified
     assert sum(got.report.sources.values()) >= 32_000_000

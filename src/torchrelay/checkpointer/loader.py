@@ -23,6 +23,7 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.landing.places import Landed
+from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.bounded import bounded
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.sources.seam import Opened
@@ -91,10 +92,17 @@ class Shelf(Protocol):
 class Loader:
     """Loads for the ranks of an assembly."""
 
-    def __init__(self, shelf: Shelf, assembly: Assembly, planner: LoadPlanner | None) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        assembly: Assembly,
+        planner: LoadPlanner | None,
+        means: Workspace | None = None,
+    ) -> None:
         self._shelf = shelf
         self._all = assembly
         self._planner = planner
+        self._means = means  # what new tensors are made with
         self._held: Opened | None = None  # the step that is being loaded
 
     def load(self, call: Call, wanted: Wanted, deadline: Deadline) -> Loaded:
@@ -249,6 +257,7 @@ class Loader:
                     planner=self._planner,
                     coordinator=self._all.coordinates,
                     progress=bar.add,
+                    means=self._means,
                 )
             loading.within = lambda read: bounded(
                 read, deadline.early(), "read the step", file=held.files.url, left=loading.left

@@ -23,6 +23,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UsageError,
 )
+from torchrelay.memory.pool import Pool, Pooled
 from torchrelay.progress import ProgressCallback
 from torchrelay.sources.endpoint import EndpointSource, OpenedEndpoint
 from torchrelay.stores.retry import ONCE, Retry
@@ -96,6 +97,8 @@ def pull(
     token_file: str | os.PathLike[str] | None = None,
     cafile: str | None = None,
     group: Any = None,
+    same_host: bool = True,
+    verify: bool | None = None,
     timeout: Timeout = 300.0,
     progress: ProgressCallback | None = None,
 ) -> PullResult:
@@ -111,8 +114,16 @@ def pull(
       an https endpoint's is signed by, beside the system's.
     - `group`: ranks that pull one step together, each its part of `into`: all of them land it, or
       none. By default this process is on its own.
+    - `same_host`: whether memory of an endpoint of this host and this user is shared in place of
+      reading it over TCP. `verify=True`: digests are checked there too, as they are over TCP.
     """
-    source = EndpointSource(url, token=find_token(token, token_file), context=trusted(cafile))
+    source = EndpointSource(
+        url,
+        token=find_token(token, token_file),
+        context=trusted(cafile),
+        same_host=same_host,
+        verify=bool(verify),
+    )
     if step is not None and newer_than is not None:
         raise UsageError("give step= or newer_than=, not both")
     deadline = Deadline(timeout)
@@ -127,7 +138,8 @@ def pull(
         None if device is None else torch.device(device),
         progress,
     )
-    loader = Loader(_Shelf(source, deadline, newer_than), assembly, None)
+    # Memory of new tensors is touched by several threads before bytes come, and none is kept.
+    loader = Loader(_Shelf(source, deadline, newer_than), assembly, None, Pooled(Pool(0)))
     reason = "it was interrupted"
     try:
         loaded = loader.load(assembly.call("pull"), wanted, deadline)
@@ -145,18 +157,20 @@ def pull(
         raise
     finally:
         source.end(reason)
-    return _pulled(loaded, source)
+    return _pulled(loaded, source, bool(verify))
 
 
-def _pulled(loaded: Loaded, source: EndpointSource) -> PullResult:
+def _pulled(loaded: Loaded, source: EndpointSource, verify: bool) -> PullResult:
     report = PullReport(
         bytes=loaded.report.bytes,
         seconds=loaded.report.seconds,
+        route="mapped" if source.mapped else "http",
         sources=source.supplied,
         failed=source.faulty,
         missing=loaded.report.missing,
         extra=loaded.report.extra,
-        instead=loaded.report.instead,
+        verified=not source.mapped or verify,
+        instead={**source.instead, **loaded.report.instead},
     )
     return PullResult(loaded.state, loaded.step, report)
 

@@ -23,6 +23,8 @@ from torchrelay.errors import (
 )
 from torchrelay.memory.crew import Crew
 from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
+from torchrelay.sources.lease import LocalFacts
+from torchrelay.sources.mapped_step import LentMemory, MappedStep
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.sources.seam import Absent, Newest
 from torchrelay.sources.suppliers import Supplier, Suppliers
@@ -59,12 +61,13 @@ class PlaceFacts(msgspec.Struct):
 
 _steps = msgspec.json.Decoder(_StepList)
 _places = msgspec.json.Decoder(PlaceFacts)
+_local = msgspec.json.Decoder(LocalFacts)
 
 
 class OpenedEndpoint:
     """A step that endpoints have, with its record. See `seam.Opened`."""
 
-    def __init__(self, record: Checkpoint, files: RemoteStep, snapshot: str) -> None:
+    def __init__(self, record: Checkpoint, files: RemoteStep | MappedStep, snapshot: str) -> None:
         self.record, self.files = record, files
         self.digest = bytes.fromhex(snapshot)
 
@@ -73,7 +76,11 @@ class OpenedEndpoint:
 
 
 class EndpointSource:
-    """One or several URLs. `failed` says which of them were left out, and why."""
+    """One or several URLs. `failed` says which of them were left out, and why.
+
+    Where a URL is this host's, and the user is the same, memory is shared, unless `same_host` is
+    false; `instead` says why it is not. `verify`: digests are checked there too.
+    """
 
     def __init__(
         self,
@@ -81,7 +88,12 @@ class EndpointSource:
         *,
         token: str | None = None,
         context: ssl.SSLContext | None = None,
+        same_host: bool = True,
+        verify: bool = False,
     ) -> None:
+        self._same_host, self._verify = same_host, verify
+        self.mapped = False  # whether the step that was opened is in memory of this host
+        self.instead: dict[str, str] = {}
         listed = [urls] if isinstance(urls, str) else list(urls)
         if not 0 < len(listed) <= MAX_URLS:
             raise UsageError(f"1 to {MAX_URLS} URLs, not {len(listed)}")
@@ -201,9 +213,35 @@ class EndpointSource:
         if record.step != step or content_digest(record) != snapshot:
             raise EndpointError(f"{host.url} has a record of something else than it says")
         suppliers = self._suppliers(hosts, record, snapshot, deadline)
-        files = RemoteStep(self.name, reply.body, record, snapshot, suppliers, deadline)
-        self._opened.append(files)
-        return OpenedEndpoint(record, files, snapshot)
+        remote = RemoteStep(self.name, reply.body, record, snapshot, suppliers, deadline)
+        self._opened.append(remote)
+        found = self._mapped(remote, record, snapshot)
+        self.mapped = isinstance(found, MappedStep)
+        if isinstance(found, Absent):
+            self.instead["mapped"] = found.reason
+            return OpenedEndpoint(record, remote, snapshot)
+        return OpenedEndpoint(record, found, snapshot)
+
+    def _mapped(self, remote: RemoteStep, record: Checkpoint, snapshot: str) -> MappedStep | Absent:
+        """The step in memory of this host, or why not."""
+        if not self._same_host:
+            return Absent("same_host=False")
+        memories: list[LentMemory] = []
+        try:
+            for supplier in remote.suppliers.all:
+                host = supplier.host
+                answer = host.get("/local.json", seconds=ASK_SECONDS)
+                memories.append(LentMemory(_decoded(host, _local, answer), snapshot, self.reader))
+            found = MappedStep.of(
+                self.name, remote.manifest(), record, memories, trusted=not self._verify
+            )
+        except (OSError, http.client.HTTPException, EndpointError) as fault:
+            text = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
+            found = Absent(text)
+        if isinstance(found, Absent):
+            for memory in memories:
+                memory.close()
+        return found
 
     def _record(self, host: Host, step: int, seconds: float) -> Reply:
         answer = host.get(f"/record?step={step}", seconds=seconds, limit=RECORD_BYTES)

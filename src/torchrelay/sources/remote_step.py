@@ -27,7 +27,7 @@ class RemoteStep:
     """See `seam.OpenStep`."""
 
     costly_reads = True
-    verifies = True
+    trusted = True
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class Fetch:
         After `check` (`checked`), bytes that come out of the same memory again are not hashed a
         second time; those that the medium gives anew are.
         """
-        if verify and not self._store.verifies:
+        if verify and not self._store.trusted:
             act = self._land_checked if checked else self._land_chunks
             self._run(act, self._chunks, once=not checked)
         else:

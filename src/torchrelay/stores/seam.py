@@ -104,7 +104,7 @@ class OpenStep(Protocol):
 
     url: str
     costly_reads: bool  # whether reading a file twice takes about twice as long as once
-    verifies: bool  # whether its readers compare whole chunks with their digests themselves
+    trusted: bool  # whether what its readers give need not be compared with digests any more
 
     def manifest(self) -> bytes:
         """The commit record."""

@@ -29,6 +29,7 @@ from torchrelay.endpoint.server.snapshots import ServedStep
 from torchrelay.endpoint.server.status import metrics, status
 from torchrelay.endpoint.server.transfers import Transfer
 from torchrelay.endpoint.server.whole_file import WholeFile, chosen
+from torchrelay.sources.lease import LocalFacts, machine
 
 READER = re.compile(r"[A-Za-z0-9]{16,64}")
 MAX_WAIT = 60.0
@@ -71,6 +72,7 @@ class App:
             "/steps.json": ("GET", self._steps),
             "/record": ("GET", self._record),
             "/places.json": ("GET", self._places),
+            "/local.json": ("GET", self._local),
             "/model.safetensors": ("GET", self._file),
             "/status.json": ("GET", self._status),
             "/metrics": ("GET", self._metrics),
@@ -165,6 +167,9 @@ class App:
         }
         facts = {"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes, "seeds": []}
         return _json(facts)
+
+    async def _local(self, request: web.BaseRequest) -> web.StreamResponse:
+        return _json(LocalFacts(machine(), self.service.socket))
 
     # Bytes.
 

@@ -23,6 +23,7 @@ import msgspec
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.app import App
 from torchrelay.endpoint.server.limits import LimitedServer
+from torchrelay.endpoint.server.local_memory import LocalMemory
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import digests
 from torchrelay.endpoint.server.status import status
@@ -107,6 +108,7 @@ class Program:
             asyncio.create_task(_sweep(service)),
         }
         self._app, self._hold = app, wanted.hold
+        service.socket = LocalMemory(service, self._loop).name
         port: int = sock.getsockname()[1]
         host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
         service.url = f"http{'s' if context else ''}://{host}:{port}"
@@ -141,7 +143,9 @@ class Program:
         alive = [
             one
             for one in reading
-            if now - one.seen < (service.stall if one.tasks else IDLE_SECONDS)
+            # Who has the memory mapped keeps it, and the trainer takes other memory.
+            if one.kind != "mapped"
+            and now - one.seen < (service.stall if one.tasks else IDLE_SECONDS)
         ]
         if ask and now - since < self._hold:
             if alive:
@@ -155,6 +159,8 @@ class Program:
         service.snapshots.hide(snapshot)
         tasks = []
         for one in reading:
+            if one.kind == "mapped":
+                continue
             one.cut = f"step {snapshot.step} was replaced before the reader had taken it"
             for task in one.tasks:
                 task.cancel()

@@ -21,6 +21,7 @@ class Service:
         self.ledger = Ledger()
         self.started = time.time()
         self.url = ""
+        self.socket = ""  # the name of the Unix socket for processes of this host
         self.pending = False  # whether a step is being published
         self.changed = asyncio.Condition()
         self.server: LimitedServer | None = None

@@ -113,7 +113,8 @@ class Ledger:
         """End transfers of readers that went away without a word."""
         now = time.monotonic()
         for one in list(self.active.values()):
-            if not one.tasks and now - one.seen > IDLE_SECONDS:
+            idle = not one.tasks and one.kind != "mapped"
+            if idle and now - one.seen > IDLE_SECONDS:
                 self.end(one, "failed", one.fault or "the reader went away without a word")
 
     # Downloads that may be continued.

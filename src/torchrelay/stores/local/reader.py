@@ -34,7 +34,7 @@ class LocalStep:
     """See `seam.OpenStep`."""
 
     costly_reads = False  # the second time comes from the page cache
-    verifies = False
+    trusted = False
 
     def __init__(self, path: str, patience: Retry = ONCE) -> None:
         self.url = path

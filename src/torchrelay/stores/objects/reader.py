@@ -21,7 +21,7 @@ class ObjectStep:
     tells the name by the attributes of the record."""
 
     costly_reads = True
-    verifies = False
+    trusted = False
 
     def __init__(
         self,

@@ -1,0 +1,37 @@
+"""What a process and an endpoint of the same host say to each other about memory. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+
+class Wish(msgspec.Struct, array_like=True):
+    """What a process asks for: the memory of a step, for a reader."""
+
+    snapshot: str
+    reader: str
+
+
+class Lease(msgspec.Struct, array_like=True):
+    """What it gets, with a descriptor: bytes of the memory, and for each volume where it lies in it
+    and how large it is. `why` it gets none."""
+
+    nbytes: int
+    volumes: dict[str, tuple[int, int]]
+    why: str = ""
+
+
+class LocalFacts(msgspec.Struct):
+    """`/local.json`: the machine that an endpoint is on, and the name of its Unix socket there."""
+
+    machine: str
+    socket: str
+
+
+def machine() -> str:
+    """Which machine this is, while it runs; empty where that is not known."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""

@@ -1,0 +1,161 @@
+"""A step of an endpoint on this host: its memory is shared, and read as a file in memory is.
+
+The connection over which the descriptor came stays open while the step is read. So long the memory
+is not written to, whatever is published: what is read is of one step, and needs no digests.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from torchrelay.sources.lease import Lease, LocalFacts, Wish, machine
+from torchrelay.sources.seam import Absent
+from torchrelay.stores.records import Checkpoint
+from torchrelay.stores.writer.frames import receive_frame, send_frame
+
+ASK_SECONDS = 5.0
+_IOV_MAX = 1024
+
+_lease = msgspec.msgpack.Decoder(Lease)
+
+
+class LentMemory:
+    """Memory that an endpoint has lent: a descriptor, and the connection that keeps it so."""
+
+    def __init__(self, facts: LocalFacts, snapshot: str, reader: str) -> None:
+        """`OSError` where it is not lent."""
+        if facts.machine != machine() or not facts.machine:
+            raise OSError("the endpoint is on another machine")
+        self.fd = -1
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._line.settimeout(ASK_SECONDS)
+            self._line.connect(f"\0{facts.socket}")
+            send_frame(self._line, msgspec.msgpack.encode(Wish(snapshot, reader)))
+            lease = _lease.decode(receive_frame(self._line))
+            if lease.why:
+                raise OSError(lease.why)
+            _, descriptors, _, _ = socket.recv_fds(self._line, 1, 1)
+            if not descriptors:
+                raise OSError("no descriptor came")
+            self.fd = descriptors[0]
+            self._check(lease)
+        except BaseException as fault:
+            self.close()
+            if isinstance(fault, (EOFError, msgspec.MsgspecError)):
+                raise OSError(f"the endpoint's socket answers otherwise: {fault}") from None
+            raise
+        self.volumes = lease.volumes
+
+    def _check(self, lease: Lease) -> None:
+        """The memory is as large as was said, and stays so."""
+        sealed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if not sealed or os.fstat(self.fd).st_size < lease.nbytes:
+            raise OSError("what came is no sealed memory of that size")
+        for start, nbytes in lease.volumes.values():
+            if not 0 <= start <= start + nbytes <= lease.nbytes:
+                raise OSError("a volume reaches out of the memory")
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+        self._line.close()
+
+
+class VolumePlace(NamedTuple):
+    """Where a volume lies."""
+
+    memory: LentMemory
+    start: int
+    nbytes: int
+
+
+class MappedStep:
+    """See `seam.OpenStep`."""
+
+    costly_reads = False
+
+    def __init__(
+        self, url: str, data: bytes, places: dict[str, VolumePlace], *, trusted: bool
+    ) -> None:
+        self.url = url
+        self.trusted = trusted  # whether digests are left out
+        self._data = data
+        self._places = places
+
+    @classmethod
+    def of(
+        cls,
+        url: str,
+        data: bytes,
+        record: Checkpoint,
+        memories: Iterable[LentMemory],
+        *,
+        trusted: bool,
+    ) -> MappedStep | Absent:
+        """A step whose volumes are all in memory that was lent."""
+        places: dict[str, VolumePlace] = {}
+        for memory in memories:
+            for name, (start, nbytes) in memory.volumes.items():
+                places.setdefault(name, VolumePlace(memory, start, nbytes))
+        for file in record.files:
+            if file.name not in places or places[file.name].nbytes != file.nbytes:
+                return Absent(f"{file.name} is not in the memory that was lent")
+        return cls(url, data, places, trusted=trusted)
+
+    def manifest(self) -> bytes:
+        return self._data
+
+    def sizes(self) -> dict[str, int]:
+        return {name: place.nbytes for name, place in self._places.items()}
+
+    def reader(self, name: str, *, once: bool = True) -> MappedReader:
+        return MappedReader(self._places[name])
+
+    def close(self) -> None:
+        for place in self._places.values():
+            place.memory.close()
+
+
+class MappedReader:
+    """A volume in memory that was lent. The kernel copies, and lets other threads run."""
+
+    cold = False
+    batched = False
+
+    def __init__(self, place: VolumePlace) -> None:
+        self._place = place
+        self.nbytes = place.nbytes
+
+    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        views = [view for view in buffers if len(view)]
+        at = self._place.start + position
+        while views:
+            done = os.preadv(self._place.memory.fd, views[:_IOV_MAX], at)
+            if not done:
+                raise EOFError(f"the memory ends before byte {at}")
+            at += done
+            while views and done >= len(views[0]):
+                done -= len(views.pop(0))
+            if done:
+                views[0] = views[0][done:]
+
+    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
+        with suppress(OSError, EOFError):
+            self.read_into(position, buffers)
+            return True
+        return False
+
+    def unchanged(self) -> bool:
+        return True  # nobody writes to it while it is lent
+
+    def close(self) -> None:
+        """Nothing: its step gives the memory back."""
