@@ -20,7 +20,7 @@ def copy_step(held: Opened, target: Store, progress: ProgressCallback) -> None:
     record = held.record
     draft = target.draft(record.step, token())
     bar = Bar(progress, record.nbytes)
-    if not held.files.verifies:  # else its reads are checked as they come
+    if not held.files.trusted:  # else its reads are checked as they come
         Fetch(held.files, record, everything(record)).check()
     try:
         draft.begin()
