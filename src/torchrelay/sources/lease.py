@@ -14,7 +14,7 @@ class Wish(msgspec.Struct, array_like=True):
     reader: str
 
 
-class Lease(msgspec.Struct, array_like=True):
+class MemoryLease(msgspec.Struct, array_like=True):
     """What it gets, with a descriptor: bytes of the memory, and for each volume where it lies in it
     and how large it is. `why` it gets none."""
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchrelay.sources.lease import Lease, LocalFacts, Wish, machine
+from torchrelay.sources.lease import LocalFacts, MemoryLease, Wish, machine
 from torchrelay.sources.seam import Absent
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.writer.frames import receive_frame, send_frame
@@ -23,7 +23,7 @@ from torchrelay.stores.writer.frames import receive_frame, send_frame
 ASK_SECONDS = 5.0
 _IOV_MAX = 1024
 
-_lease = msgspec.msgpack.Decoder(Lease)
+_lease = msgspec.msgpack.Decoder(MemoryLease)
 
 
 class LentMemory:
@@ -54,7 +54,7 @@ class LentMemory:
             raise
         self.volumes = lease.volumes
 
-    def _check(self, lease: Lease) -> None:
+    def _check(self, lease: MemoryLease) -> None:
         """The memory is as large as was said, and stays so."""
         sealed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         if not sealed or os.fstat(self.fd).st_size < lease.nbytes:

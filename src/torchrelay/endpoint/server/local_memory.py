@@ -21,7 +21,7 @@ import msgspec
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import Slot
 from torchrelay.endpoint.server.transfers import Transfer
-from torchrelay.sources.lease import Lease, Wish
+from torchrelay.sources.lease import MemoryLease, Wish
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 
 ASK_SECONDS = 2.0
@@ -67,7 +67,7 @@ class LocalMemory:
             _, user, _ = _CREDENTIALS.unpack(found)
             if user != os.getuid() or len(self._leases) >= MAX_LEASES:
                 why = "it belongs to another user" if user != os.getuid() else "too many have it"
-                send_frame(line, msgspec.msgpack.encode(Lease(0, {}, why)))
+                send_frame(line, msgspec.msgpack.encode(MemoryLease(0, {}, why)))
                 return False
             wish = _wish.decode(receive_frame(line))
             act = asyncio.run_coroutine_threadsafe(self._take(wish), self._loop)
@@ -87,12 +87,12 @@ class LocalMemory:
             self._give_back(line)
         return False
 
-    async def _take(self, wish: Wish) -> tuple[Slot | None, Lease, Transfer | None]:
+    async def _take(self, wish: Wish) -> tuple[Slot | None, MemoryLease, Transfer | None]:
         """On the event loop, where steps come and go."""
         service = self._service
         snapshot = service.snapshots.by_id(wish.snapshot)
         if snapshot is None:
-            return None, Lease(0, {}, "the step is gone"), None
+            return None, MemoryLease(0, {}, "the step is gone"), None
         volumes = {v.name: (v.start, v.nbytes) for v in snapshot.order if v.start >= 0}
         snapshot.slot.mapped += 1
         service.ledger.mapped += 1
@@ -103,7 +103,7 @@ class LocalMemory:
         if transfer is not None:
             transfer.kind = "mapped"  # it asked for the record by HTTP
             transfer.moved(total)
-        return snapshot.slot, Lease(snapshot.slot.nbytes, volumes), transfer
+        return snapshot.slot, MemoryLease(snapshot.slot.nbytes, volumes), transfer
 
     def _give_back(self, line: socket.socket) -> None:
         slot, transfer = self._leases.pop(line)
