@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,13 +12,7 @@ from torchrelay.inspection.slabs import slabs
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import (
-        BoxedTensor,
-        Contents,
-        StateReader,
-        VolumeFacts,
-    )
-    from torchrelay.stores.file_places import PlacedBox
+    from torchrelay.inspection.seam import BoxedTensor, Contents, StateReader
 
 
 @dataclass(frozen=True)
@@ -82,82 +75,6 @@ def _described(contents: Contents) -> dict[str, str]:
 def kind_of(tensor: BoxedTensor) -> str:
     """Dtype and shape, as one writes them."""
     return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or '()'}"
-
-
-@dataclass(frozen=True)
-class Touched:
-    """A tensor with bytes in chunks that differ, and which share of its bytes that is. `certain`:
-    one of these chunks is all its own; else the difference may be in what it shares a chunk with.
-    """
-
-    path: str
-    share: float
-    certain: bool
-
-
-def touched(before: Contents, after: Contents) -> list[Touched] | None:
-    """Tensors with other bytes, by the digests of the chunks that they lie in: no byte is read.
-    None where the two are laid out otherwise, so that their digests tell nothing."""
-    if len(before.volumes) != len(after.volumes) or not all(
-        map(_alike, before.volumes, after.volumes)
-    ):
-        return None
-    places = {tensor.name: [_place(box) for box in tensor.shards] for tensor in before.tensors}
-    other = [_differing(*pair) for pair in zip(before.volumes, after.volumes, strict=True)]
-    found = []
-    for tensor in after.tensors:
-        if places.get(tensor.name) != [_place(box) for box in tensor.shards]:
-            continue
-        size = itemsize(tensor.dtype)
-        total = differing = own = 0
-        for box in tensor.shards:
-            stop = box.start + prod(box.sizes) * size
-            total += stop - box.start
-            differing += other[box.file].within(box.start, stop)
-            own += other[box.file].inside(box.start, stop)
-        if differing:
-            found.append(Touched(tensor.name, differing / total, own > 0))
-    return found
-
-
-def _alike(one: VolumeFacts, other: VolumeFacts) -> bool:
-    return bool(one.digests) and one[:4] == other[:4] and len(one.digests) == len(other.digests)
-
-
-def _place(box: PlacedBox) -> tuple[int, int, tuple[int, ...]]:
-    return box.file, box.start, box.sizes
-
-
-class _ChunkDiff:
-    """Which chunks of a volume differ; `before[n]` is how many of the first n do."""
-
-    def __init__(self, chunk_bytes: int, nbytes: int, differs: Array) -> None:
-        self._size, self._nbytes, self._differs = chunk_bytes, nbytes, differs
-        self._before = np.concatenate(([0], np.cumsum(differs)))
-
-    def within(self, start: int, stop: int) -> int:
-        """How many bytes of a range lie in chunks that differ."""
-        if start >= stop:
-            return 0
-        first, last = start // self._size, (stop - 1) // self._size
-        count = int(self._before[last + 1] - self._before[first]) * self._size
-        if self._differs[first]:
-            count -= start - first * self._size
-        if self._differs[last]:
-            count -= (last + 1) * self._size - stop
-        return count
-
-    def inside(self, start: int, stop: int) -> int:
-        """How many bytes of a range are whole chunks that differ."""
-        first = -(-start // self._size) * self._size
-        # The last chunk of a volume may be shorter.
-        last = stop if stop == self._nbytes else stop // self._size * self._size
-        return self.within(first, last)
-
-
-def _differing(one: VolumeFacts, other: VolumeFacts) -> _ChunkDiff:
-    rows = [np.frombuffer(volume.digests, "V16") for volume in (one, other)]
-    return _ChunkDiff(one.chunk_bytes, one.nbytes, rows[0] != rows[1])
 
 
 def distance(

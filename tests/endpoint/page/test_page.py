@@ -112,8 +112,9 @@ async def watch_with_token() -> None:
         facts = (await text_of(tab, "detail")).split()
         assert facts[facts.index("min") + 1] == "-2" and facts[facts.index("max") + 1] == "2"
         await tab.run("compare.click()")
-        await tab.until("document.querySelectorAll('#changes .row').length === 2")
-        assert "1 added, 1 removed, 0 changed" in await text_of(tab, "changes-totals")
+        await tab.until("document.querySelectorAll('#changes .row').length === 3")
+        told = await text_of(tab, "changes-totals")
+        assert "1 added, 1 removed, 0 changed; 1 tensor with other values, 1 with" in told
         # It fits a phone, and is dark.
         assert await tab.run("document.documentElement.scrollWidth") == 390
         color = await tab.run("getComputedStyle(document.body).backgroundColor")

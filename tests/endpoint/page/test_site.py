@@ -61,6 +61,7 @@ def test_steps_on_disk_are_shown_to_who_has_the_token(tmp_path: Path) -> None:
     assert found["tree"][1]["tensors"][0] == ["model.w", "float32", [4], 16, []]
     assert ["lr", "0.2"] in found["tree"][1]["values"]
     changes = found["changes"][1]
+    assert changes["touched"] == [["model.w", 0.75, True]] and changes["same"] == 0
     assert changes["added"] == ["new"] and changes["changed"][0]["after"] == "0.2"
     assert (found["bars"][1]["max"], sum(found["bars"][1]["counts"])) == (3.0, 4)
     assert [found[name][0] for name in ("missing", "nothing", "post")] == [404, 404, 405]

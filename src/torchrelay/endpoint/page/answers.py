@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 
 from torchrelay.endpoint.page import watch_page
-from torchrelay.endpoint.page.data import WatchedSteps, changes, tree, values
+from torchrelay.endpoint.page.data import WatchedSteps, changes, settle, tree, values
 from torchrelay.errors import RelayError
 
 PAGE = "/"
@@ -37,9 +38,7 @@ class PageAnswers:
             "/page/steps.json": lambda query: {"steps": watched.steps()},
             "/page/tree.json": lambda query: tree(watched.contents(_step(query, "step"))),
             "/page/histogram.json": self._values,
-            "/page/changes.json": lambda query: changes(
-                watched.contents(_step(query, "before")), watched.contents(_step(query, "after"))
-            ),
+            "/page/changes.json": self._changes,
         }
 
     async def answer(self, path: str, query: Mapping[str, str]) -> PageAnswer:
@@ -57,6 +56,16 @@ class PageAnswers:
             return _said(503, str(fault))
         headers = {"Content-Type": "application/json", "Cache-Control": "no-store"}
         return PageAnswer(200, msgspec.json.encode(found), headers)
+
+    def _changes(self, query: Mapping[str, str]) -> dict[str, Any]:
+        steps = _step(query, "before"), _step(query, "after")
+        before, after = map(self._watched.contents, steps)
+        found = changes(before, after)
+        # Bytes settle what digests leave open, as long as both steps can be read.
+        with suppress(KeyError):
+            with self._watched.source(steps[0]) as one, self._watched.source(steps[1]) as other:
+                settle(found, one, other)
+        return found
 
     def _values(self, query: Mapping[str, str]) -> dict[str, Any]:
         with self._watched.source(_step(query, "step")) as source:

@@ -20,12 +20,12 @@ async function compareSteps() {
       ...found.added.map((path) => ({ mark: "added", path, what: "added" })),
       ...found.removed.map((path) => ({ mark: "removed", path, what: "removed" })),
       ...found.changed.map((one) => ({ mark: "changed", path: one.path, what: `${one.before} → ${one.after}` })),
-      ...(found.touched || []).filter((row) => row[2]).map(([path, share]) => (
+      ...found.touched.filter((row) => row[2]).map(([path, share]) => (
         { mark: "changed", path, what: share >= 1 ? "other values" : `other values in at most ${Math.ceil(100 * share)} % of its bytes` })),
-      ...(found.touched || []).filter((row) => !row[2]).map(([path]) => (
+      ...found.touched.filter((row) => !row[2]).map(([path]) => (
         { mark: "maybe", path, what: "perhaps other values: it shares a chunk with others" })),
     ]);
-    const values = found.touched === null ? "the digests cannot be compared" : `${plural(found.touched.filter((row) => row[2]).length, "tensor")} with other values, ${found.same.toLocaleString("en")} with the same`;
+    const values = `${plural(found.touched.filter((row) => row[2]).length, "tensor")} with other values, ${found.same.toLocaleString("en")} with the same`;
     said.textContent = `${found.added.length} added, ${found.removed.length} removed, ${found.changed.length} changed; ${values}`;
   } catch (fault) {
     said.textContent = fault.message;

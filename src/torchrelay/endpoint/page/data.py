@@ -7,10 +7,13 @@ from dataclasses import asdict
 from math import isfinite, prod
 from typing import Any, Protocol
 
-from torchrelay.inspection.comparison import compare, touched
+from torchrelay.inspection.chunk_changes import touched
+from torchrelay.inspection.comparison import compare, distance
 from torchrelay.inspection.facts import nbytes_of
 from torchrelay.inspection.seam import BoxedTensor, Contents, StateReader
 from torchrelay.inspection.statistics import histogram, statistics
+
+SETTLED_BYTES = 64 << 20  # of tensors that are compared byte by byte
 
 
 class WatchedSteps(Protocol):
@@ -68,16 +71,31 @@ def _finite(value: float | int | None) -> float | int | None:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
+def settle(found: dict[str, Any], one: StateReader, other: StateReader) -> None:
+    """Compare the bytes of tensors of which `changes` is not certain, as far as they are few."""
+    before = {tensor.name: tensor for tensor in one.contents.tensors}
+    after = {tensor.name: tensor for tensor in other.contents.tensors}
+    left = SETTLED_BYTES
+    rows: list[list[Any]] = []
+    for name, share, certain in found["touched"]:
+        if not certain:
+            left -= nbytes_of(before[name])
+        if certain or left < 0:
+            rows.append([name, share, certain])
+        elif apart := distance((one, before[name]), (other, after[name])).differing:
+            rows.append([name, apart / prod(before[name].shape), True])
+        else:
+            found["same"] += 1
+    found["touched"] = rows
+
+
 def changes(before: Contents, after: Contents) -> dict[str, Any]:
-    """What two states do not have in common. `touched`: tensors with bytes in chunks that differ,
-    the share of such bytes, and whether that is certain to be the tensor's own difference; None
-    where the digests cannot tell. `same`: how many tensors have the same bytes."""
+    """What two states do not have in common. `touched`: tensors that may have other bytes, which
+    share at most, and whether that is certain. `same`: how many are certain to have the same."""
     found = compare(before, after)
-    other = touched(before, after)
     kept = set(found.same)
-    rows = None
-    if other is not None:
-        rows = [[one.path, one.share, one.certain] for one in other if one.path in kept]
+    rows = [[one.path, one.share, one.certain] for one in touched(before, after)]
+    rows = [row for row in rows if row[0] in kept]
     return {
         "before": before.step,
         "after": after.step,
@@ -85,5 +103,5 @@ def changes(before: Contents, after: Contents) -> dict[str, Any]:
         "removed": found.removed,
         "changed": [asdict(one) for one in found.changed],
         "touched": rows,
-        "same": len(kept) - len(rows or ()),
+        "same": len(kept) - len(rows),
     }

@@ -15,6 +15,7 @@ from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedStep
 from torchrelay.errors import EndpointError
 from torchrelay.inspection.seam import Contents, VolumeFacts
+from torchrelay.record.stored import StoredTensor
 from torchrelay.sources.connection import Answered, Host
 from torchrelay.stores.layout import rank_of
 
@@ -22,25 +23,9 @@ KEPT = 8  # steps whose contents are remembered, to say what changed
 READ_SECONDS = 60.0  # that another rank may take to give some bytes
 
 
-class _PageRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Rows of a commit record, as far as a page needs them."""
+class RecordFile(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A `DataFile` of a commit record."""
 
-
-class RecordBox(_PageRow, frozen=True):
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: int
-    start: int
-
-
-class RecordTensor(_PageRow, frozen=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    shards: tuple[RecordBox, ...]
-
-
-class RecordFile(_PageRow, frozen=True):
     name: str
     nbytes: int
     chunk_bytes: int
@@ -48,7 +33,9 @@ class RecordFile(_PageRow, frozen=True):
 
 
 class _PageBody(msgspec.Struct):
-    tensors: tuple[RecordTensor, ...]
+    """A commit record, as far as a page needs it."""
+
+    tensors: tuple[StoredTensor, ...]
     files: tuple[RecordFile, ...]
     ranks: tuple[int, ...]
     torch: str
