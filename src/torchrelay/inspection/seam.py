@@ -7,10 +7,12 @@ implementation of `StateSource`. Whatever looks at a state uses this and nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchrelay.progress import ProgressCallback
-from torchrelay.stores.file_places import PlacedBox
+
+if TYPE_CHECKING:
+    from torchrelay.stores.file_places import PlacedBox  # its module needs torch
 
 
 class BoxedTensor(Protocol):
