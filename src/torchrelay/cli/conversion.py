@@ -51,7 +51,8 @@ def _convert(
         from torchrelay.dropin.convert import convert
 
         try:
-            written = convert(source, target, to=to, step=step)
+            with progress_bar("converting") as show:
+                written = convert(source, target, to=to, step=step, progress=show)
         except tr.StepExistsError as fault:
             fail(f"step {fault.step} is in {target} already: choose another --step, or rm it first")
         except tr.StepOrderError as fault:

@@ -82,7 +82,8 @@ def _loaded(source: str, step: int | None) -> tuple[Any, int]:
     if is_url(source):
         pulled = tr.pull(source, step=step, token_file=token_file(), cafile=cafile())
         return pulled.state, pulled.step
-    state, found = loaded(source, step)
+    with progress_bar("reading") as show:
+        state, found = loaded(source, step, show)
     return state, found or 0
 
 

@@ -16,6 +16,7 @@ from torchrelay.dropin.stock_dcp import (
 from torchrelay.errors import UsageError
 from torchrelay.inspection.safetensors_file import read_tensors
 from torchrelay.inspection.safetensors_source import SafetensorsSource
+from torchrelay.progress import ProgressCallback
 from torchrelay.stores.locate import OBJECTS, directory_at, scheme_of, split_step
 
 Kind = Literal["torchrelay", "dcp", "torch"]
@@ -44,16 +45,18 @@ def convert(
     *,
     to: Kind = "torchrelay",
     step: int | None = None,
+    progress: ProgressCallback | None = None,
 ) -> int | None:
     """Read a checkpoint of any kind whole, and write it as another kind.
 
     `step` is the one that is read from a place with several (the newest that verifies, by
     default), and the one that is written to such a place (0, by default). Returns the latter. A
     source may name its step itself (`runs/a/step-100`). A safetensors file is a flat dict.
+    `progress` is told of steps of this library that are read or written.
     """
     if to not in KINDS:
         raise UsageError(f"to is one of {', '.join(KINDS)}, not {to!r}")
-    state, found = loaded(source, step)
+    state, found = loaded(source, step, progress)
     if to == "dcp":
         write_stock(target, state)
         return None
@@ -62,16 +65,18 @@ def convert(
         return None
     written = found if step is None else step
     with Checkpointer(target, group=False) as places:
-        return places.save(written or 0, state).step
+        return places.save(written or 0, state, progress=progress).step
 
 
-def loaded(source: str | os.PathLike[str], step: int | None) -> tuple[Any, int | None]:
+def loaded(
+    source: str | os.PathLike[str], step: int | None, progress: ProgressCallback | None = None
+) -> tuple[Any, int | None]:
     """The state of a checkpoint of any kind, and its step where the kind has one."""
     kind = kind_of(source)
     if kind == "torchrelay":
         place, named = split_step(source)
         with Checkpointer(place, group=False, read_only=True) as places:
-            found = places.load(step=step if named is None else named)
+            found = places.load(step=step if named is None else named, progress=progress)
         return found.state, found.step
     if kind == "safetensors":
         with closing(SafetensorsSource(directory_at(source))) as file:

@@ -1,0 +1,99 @@
+"""Every kind of SOURCE is looked at by every command, and a wrong one is an error of one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import torchrelay as tr
+from tests.support.commands import command
+from tests.support.s3 import S3, moto_server, s3  # noqa: F401
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(6.0).reshape(2, 3) * step, "b": torch.ones(2, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+        for step in (1, 2):
+            there.save(step, {"model": tensors(step), "lr": 0.1 * step})
+    return tmp_path / "run"
+
+
+def test_a_bucket_is_a_source_like_a_directory(s3: S3, place: Path, tmp_path: Path) -> None:  # noqa: F811
+    url = s3.url("run")
+    assert command("convert", place / "step-1", url, "--step", 1).returncode == 0
+    assert json.loads(command("ls", url, "--json").stdout)[0]["step"] == 1
+    assert command("verify", url).stdout == "step 1 verifies\n"
+    assert command("diff", place / "step-1", f"{url}/step-1", "--values").returncode == 0
+    shown = command("inspect", f"{url}/step-1", "--stats", "--json")
+    (weight,) = (one for one in json.loads(shown.stdout)["tensors"] if one["name"] == "model.w")
+    assert weight["stats"]["max"] == 5.0 and weight["stats"]["nan"] == 0
+    file = tmp_path / "m.safetensors"
+    assert command("convert", url, file, "--to", "safetensors").returncode == 0
+    assert torch.equal(load_file(file)["model.w"], tensors(1)["w"])
+    with tr.serve({"model": tensors(3)}, step=3, timeout=60) as endpoint:
+        assert command("pull", endpoint.url, "-o", url).returncode == 0
+    assert command("verify", url, "--step", 3).stdout == "step 3 verifies\n"
+
+
+def test_nan_and_infinity_are_counted_and_json_stays_json(tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    save_file({"x": torch.tensor([float("nan"), float("inf"), -2.0]), "n": torch.ones(0)}, file)
+    found = json.loads(command("inspect", file, "--stats", "--json").stdout)
+    (x,) = (one for one in found["tensors"] if one["name"] == "x")
+    assert x["stats"] == {
+        "norm": 2.0, "mean": -2.0, "min": -2.0, "max": -2.0, "zeros": 0, "nan": 1, "inf": 1,
+    }  # fmt: skip
+    assert "1 NaN, 1 infinite" in command("inspect", file, "--stats").stdout
+
+
+def test_a_tied_tensor_and_values_that_differ_by_rank_are_shown(tmp_path: Path) -> None:
+    weight = torch.ones(2, 2)
+    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+        there.save(1, {"model": {"wte": weight, "head": weight}, "text": "x" * 500, "empty": {}})
+    shown = command("inspect", tmp_path / "run").stdout
+    assert "head  = model.wte" in shown and "1 tensors, 16 bytes" in shown
+    assert max(map(len, shown.splitlines())) < 130
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["inspect", "{}/nothing"], "there is no state"),
+        (["inspect", "{}/run/step-9"], "it has 1, 2"),
+        (["inspect", "{}/run/step-1", "--step", "2"], "leave out --step"),
+        (["inspect", "{}/text.safetensors"], "no valid .safetensors file"),
+        (["inspect", "{}/run", "--only", "modle.*"], "the state has model"),
+        (["verify", "{}/text.safetensors", "--all"], "is one state"),
+        (["diff", "{}/run", "{}/nothing"], "there is no state"),
+        (["pull", "ftp://host", "-o", "{}/x"], "http://HOST:PORT"),
+        (["pull", "http://user:secret@127.0.0.1:1", "-o", "{}/x"], "nothing else"),
+        (["serve", "{}/run", "--follow", "--step", "1"], "--follow"),
+        (["serve", "{}/run", "--address", "0.0.0.0:0"], "give a token"),
+        (["watch", "http://127.0.0.1:1", "http://127.0.0.1:2"], "one endpoint"),
+        (["watch", "{}/run", "--page", "--address", "0.0.0.0:0"], "give a token"),
+        (["bench", "--small", "--dir", "{}/nothing"], "--dir"),
+        (["convert", "{}/run", "{}/y", "--only", "model.*"], "--only"),
+    ],
+)
+def test_an_error_is_one_line_with_the_way_out(
+    words: list[str],
+    says: str,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCHRELAY_TOKEN", raising=False)
+    (tmp_path / "text.safetensors").write_text("no such file")
+    done = command(*(word.format(tmp_path) for word in words))
+    assert done.returncode == (2 if words[0] == "diff" else 1)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and says in line, line
+    assert "secret" not in line
