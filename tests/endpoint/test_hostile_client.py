@@ -63,7 +63,7 @@ def _is_closed(line: socket.socket) -> bool:
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/record", "/steps.json", "/status.json", "/metrics", "/model.safetensors", "/x"],
+    ["/record", "/steps.json", "/status.json", "/metrics", "/model.safetensors", "/x"],
 )
 def test_nothing_is_told_without_the_token(endpoint: tr.Endpoint, path: str) -> None:
     for given in (

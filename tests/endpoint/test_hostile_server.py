@@ -80,7 +80,7 @@ def _refused(url: str, **options: Any) -> tr.RelayError:
     begun = time.monotonic()
     with pytest.raises(tr.RelayError) as caught:
         _pull(url, into=into, **{"timeout": 3, **options})
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < MEMORY
     assert (into["w"] == 7).all()
     return caught.value
@@ -151,7 +151,7 @@ def test_a_record_of_something_else(stage: Stage) -> None:
         asking = connection.Host(elsewhere.url)
         other.append(asking.get(f"/record?step={step}", seconds=20).body)
         asking.close()
-    assert "something else" in _altered(stage, alter)
+    assert "something else" in _altered(stage, alter, timeout=30)
 
 
 def test_a_record_with_a_flipped_byte(stage: Stage) -> None:

@@ -175,12 +175,13 @@ def _pulled(loaded: Loaded, source: EndpointSource, verify: bool) -> PullResult:
     return PullResult(loaded.state, loaded.step, report)
 
 
-def trusted(cafile: str | None) -> ssl.SSLContext:
-    """What an endpoint's certificate has to hold against."""
+def trusted(cafile: str | None) -> ssl.SSLContext | None:
+    """What an endpoint's certificate has to hold against; None: what the system trusts."""
+    if cafile is None:
+        return None
     context = ssl.create_default_context()
-    if cafile is not None:
-        try:
-            context.load_verify_locations(cafile)
-        except (OSError, ssl.SSLError) as fault:
-            raise UsageError(f"cafile {cafile} has no certificates: {fault}") from None
+    try:
+        context.load_verify_locations(cafile)
+    except (OSError, ssl.SSLError) as fault:
+        raise UsageError(f"cafile {cafile} has no certificates: {fault}") from None
     return context

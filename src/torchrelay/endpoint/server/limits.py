@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from aiohttp import web
 
@@ -21,6 +22,8 @@ LINE_BYTES = 8190  # of a request line or a header, and
 HEADERS = 64  # so many of them
 BODY_BYTES = 64 << 10
 _SWEEP_SECONDS = 0.5
+
+_own_connections: WeakSet[asyncio.BaseTransport] = WeakSet()  # the table is long, and asked once
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -119,8 +122,10 @@ def is_own_user(request: web.BaseRequest) -> bool:
     """Whether the other end of a loopback connection is this user's, or root's: the kernel's table
     of sockets says so. What cannot be found out is nobody's."""
     transport = request.transport
+    if transport in _own_connections:
+        return True
     sock = None if transport is None else transport.get_extra_info("socket")
-    if sock is None:
+    if transport is None or sock is None:
         return False
     with suppress(OSError, ValueError, IndexError):
         here, there = sock.getsockname(), sock.getpeername()
@@ -130,7 +135,10 @@ def is_own_user(request: web.BaseRequest) -> bool:
             for line in lines:
                 fields = line.split()
                 if f"{fields[1]} {fields[2]}" == wanted:
-                    return int(fields[7]) in (os.getuid(), 0)
+                    if int(fields[7]) in (os.getuid(), 0):
+                        _own_connections.add(transport)
+                        return True
+                    return False
     return False
 
 
