@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout
 from torchrelay.errors import RelayError, StateError, UsageError
-from torchrelay.landing.destination import KnownLayout, PreparedDestination, prepare
+from torchrelay.landing.destination import PreparedDestination, prepare
 from torchrelay.landing.seam import land
 from torchrelay.landing.shards import Shards, check_choice
 from torchrelay.memory.kernels import warm_up
@@ -104,7 +104,6 @@ class Relay:
         self._means = Pooled(self._pool)
         # What planning found out, for the next transfer of the same state. None of the tensors.
         self._drawn: Blueprint | None = None
-        self._layout: KnownLayout | None = None
         self._closed = False
 
     @property
@@ -376,15 +375,13 @@ class Relay:
         if into is None:
             return None
         try:
-            ready = prepare(into, like=self._layout)
+            return prepare(into)
         except StateError:
             return into  # refused when it is offered a state, so that the sender hears of it
-        self._layout = ready.plan
-        return ready
 
     def forget(self) -> None:
         """Drop what earlier transfers found out about states; memory and buffers are kept."""
-        self._drawn, self._layout = None, None
+        self._drawn = None
         self._resources.forget()
 
     def close(self) -> None:

@@ -142,7 +142,6 @@ def _column_bases() -> list[m.Manifest]:
 
 BASES = _bases()
 PACKED = [codec.encode(base) for base in BASES]
-JSON = [codec.encode_json(base) for base in BASES]
 COLUMN_BASES = _column_bases()
 COLUMNS = [compact.encode(base) for base in COLUMN_BASES]
 KNOWN = [
@@ -494,27 +493,25 @@ def in_columns(index: int) -> bool:
     return index % 3 == 2
 
 
-def mutant(index: int) -> tuple[bool, bytes]:
-    """Whether it is JSON, and the bytes. The same for the same index, always."""
+def mutant(index: int) -> bytes:
+    """The same bytes for the same index, always."""
     rng = random.Random(SEED * TOTAL + index)
     if in_columns(index):
         base = rng.randrange(len(COLUMNS))
         if index % 2:
-            return False, rng.choice(BYTES)(rng, COLUMNS[base], [*COLUMNS, *PACKED])
-        return False, recolumn(rng, base)
+            return rng.choice(BYTES)(rng, COLUMNS[base], [*COLUMNS, *PACKED])
+        return recolumn(rng, base)
     base = rng.randrange(len(BASES))
-    json = index % 10 == 9
     if index % 2:
-        pool = JSON if json else PACKED
-        return json, rng.choice(BYTES)(rng, pool[base], pool)
-    return False, restate(rng, base, msgspec.msgpack.encode)
+        return rng.choice(BYTES)(rng, PACKED[base], PACKED)
+    return restate(rng, base, msgspec.msgpack.encode)
 
 
 def decode(index: int) -> m.Manifest | None:
-    json, data = mutant(index)
+    data = mutant(index)
     known = KNOWN[index % len(KNOWN)] if in_columns(index) else None
     try:
-        manifest = codec.decode_json(data) if json else codec.decode(data, known)
+        manifest = codec.decode(data, known)
     except ManifestError:
         return None
     except Exception as fault:
@@ -552,7 +549,7 @@ def test_a_known_tree_changes_no_outcome() -> None:
     """Of what is refused without it nothing is taken, of what is taken nothing is another."""
     used = 0
     for index in range(2, rounds(12_000), 3):
-        _, data = mutant(index)
+        data = mutant(index)
         for known in {KNOWN[index % len(KNOWN)], KNOWN[-1]}:
             found = [_outcome(data, each) for each in (None, known)]
             assert found[0] == found[1], f"seed {SEED}, mutant {index}"

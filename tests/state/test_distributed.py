@@ -73,12 +73,12 @@ def test_dtensor_on_a_line(line: DeviceMesh, placements: tuple[Placement, ...]) 
 
 
 @pytest.mark.parametrize("placements", SQUARES, ids=str)
-@pytest.mark.parametrize("json", [True, False])
+@pytest.mark.parametrize("columns", [True, False])
 def test_dtensor_on_a_square(
-    square: DeviceMesh, placements: tuple[Placement, ...], json: bool
+    square: DeviceMesh, placements: tuple[Placement, ...], columns: bool
 ) -> None:
     sent = _dtensor(square, *placements)
-    _assert_same_dtensor(sent, trip({"w": sent}, json=json).state["w"])
+    _assert_same_dtensor(sent, trip({"w": sent}, columns=columns).state["w"])
 
 
 def test_dtensor_parameters_and_grad(line: DeviceMesh) -> None:

@@ -19,7 +19,6 @@ from tests.support.rounds import rounds
 from torchrelay.errors import ManifestError, UnsupportedLeafError
 from torchrelay.geometry import chunks as plan
 from torchrelay.geometry.chunks import aligned
-from torchrelay.landing import destination as prepared
 from torchrelay.landing.destination import PreparedDestination, prepare, split
 from torchrelay.landing.seam import land
 from torchrelay.plan import blueprint
@@ -271,33 +270,6 @@ def one_by_one(
 
 
 class TestPrepare:
-    @given(st.lists(st.sampled_from(sorted(MUTATIONS)), min_size=1, max_size=4))
-    @settings(max_examples=rounds(80), deadline=None)
-    def test_like_gives_what_a_fresh_look_gives(self, names: list[str]) -> None:
-        state = build()
-        before = None
-        for name in ("nothing", *names):
-            try:
-                MUTATIONS[name](state)
-            except (KeyError, RuntimeError, AttributeError, IndexError, ValueError):
-                continue
-            found, fresh = prepare(state, before), prepare(state)
-            assert found.flat.tree == fresh.flat.tree
-            assert not found.moved
-            known, wanted = by_leaf(found), by_leaf(fresh)
-            assert known.items() <= wanted.items()  # what became plain may go the general way
-            before = found
-
-    def test_the_plan_is_the_same_object(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        state = build()
-        first = prepare(state)
-        assert prepare(state).plan is not first.plan
-        monkeypatch.setattr(prepared, "look", lambda leaves: pytest.fail("looked again"))
-        state["step"], state["column"] = 5, torch.ones(1)
-        second = prepare(state, like=first.plan)
-        assert second.plan is first.plan
-        assert second.flat.leaves[-2] == 0.5
-
     def test_a_plan_keeps_no_tensor_alive(self) -> None:
         state = build()
         kept = prepare(state).plan
@@ -328,10 +300,9 @@ class TestPrepare:
         source, into = build(), build()
         for leaf in into["many"].values():
             leaf.zero_()
-        first = prepare(into)
         for _ in range(2):
             snapshot = capture(source)
-            landing = land(snapshot.manifest, into=prepare(into, like=first))
+            landing = land(snapshot.manifest, into=prepare(into))
             for index, size in enumerate(snapshot.chunks.sizes):
                 chunk = torch.empty(size, dtype=torch.uint8)
                 snapshot.read(index, chunk)

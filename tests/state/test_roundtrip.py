@@ -28,7 +28,7 @@ from tests.support.states import (
 from tests.support.trips import chunk_of, trip
 from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import capture
-from torchrelay.record import codec
+from torchrelay.record import codec, compact
 
 # torch warns about quantized, sparse and complex32 tensors as such.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -43,8 +43,8 @@ settings_ = settings(
 
 @given(states(), CHUNKS, st.booleans(), SEEDS)
 @settings_
-def test_fresh(state: object, chunk_bytes: int | None, json: bool, seed: int) -> None:
-    assert_same(state, trip(state, chunk_bytes=chunk_bytes, json=json, seed=seed).state)
+def test_fresh(state: object, chunk_bytes: int | None, columns: bool, seed: int) -> None:
+    assert_same(state, trip(state, chunk_bytes=chunk_bytes, columns=columns, seed=seed).state)
 
 
 @given(st.data(), CHUNKS, st.booleans(), SEEDS)
@@ -96,7 +96,7 @@ def test_atomic_writes_nothing_before_commit(data: st.DataObject, chunk_bytes: i
 def test_both_encodings_hold_the_same(state: object) -> None:
     manifest = capture(state, step=3).manifest
     assert codec.decode(codec.encode(manifest)) == manifest
-    assert codec.decode_json(codec.encode_json(manifest)) == manifest
+    assert codec.decode(compact.encode(manifest)) == manifest
 
 
 @given(st.one_of(plain_values(), numpy_scalars(), arrays()))

@@ -9,7 +9,7 @@ import torch
 from torchrelay.landing.places import Landed
 from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import Snapshot, capture
-from torchrelay.record import codec
+from torchrelay.record import codec, compact
 
 
 def chunk_of(snapshot: Snapshot, index: int) -> torch.Tensor:
@@ -27,17 +27,15 @@ def trip(
     *,
     into: object = None,
     chunk_bytes: int | None = None,
-    json: bool = False,
+    columns: bool = False,
     seed: int = 0,
     strict: bool = True,
     atomic: bool = True,
 ) -> Landed:
     """Send a state to this process itself, its chunks in an order drawn from `seed`."""
     snapshot = capture(state, step=7, chunk_bytes=chunk_bytes)
-    if json:
-        manifest = codec.decode_json(codec.encode_json(snapshot.manifest))
-    else:
-        manifest = codec.decode(codec.encode(snapshot.manifest))
+    encode = compact.encode if columns else codec.encode
+    manifest = codec.decode(encode(snapshot.manifest))
     assert manifest == snapshot.manifest
     landing = land(manifest, into=into, strict=strict, atomic=atomic)
     order = list(range(len(snapshot.chunks)))

@@ -35,11 +35,10 @@ Marks = np.ndarray[Any, np.dtype[np.bool_]]
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class KnownLayout:
+class PlainLayout:
     """Tree and plain tensors of a destination: kinds and addresses. Holds none of the tensors."""
 
     def __init__(self, flat: Flat) -> None:
-        self.tree = flat.tree
         plains = look(flat.leaves)
         lows = plains.places
         highs = lows + plains.each(NBYTES)
@@ -52,14 +51,7 @@ class KnownLayout:
         # Those whose memory no other one of them shares.
         self.plains: Plains = plains
         self._spans = lows[order], highs[order], order
-
-    def holds(self, flat: Flat) -> bool:
-        """Whether a destination has this tree, and tensors like these in the same memory."""
-        return flat.tree == self.tree and self.plains.hold(flat.leaves)
-
-    @cached_property
-    def known_tree(self) -> KnownTree:
-        return KnownTree(_encode(self.tree), self.tree, self.plains.count)
+        self.known_tree = KnownTree(_encode(flat.tree), flat.tree, plains.count)
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int], list[int]]:
@@ -93,12 +85,10 @@ class PreparedDestination:
     """What `prepare` found. Between it and the end of the landing the caller leaves the containers
     as they are: an object put in a slot meanwhile is not seen. A tensor that got other memory is.
 
-    It keeps the destination alive; `plan` does not. Two that have one `plan` (the same object) have
-    one tree and, where that has plain tensors, tensors of the same kinds in the same memory; of
-    other leaves it says nothing.
+    It keeps the destination alive; `plan` does not.
     """
 
-    def __init__(self, into: object, objects: Objects, flat: Flat, plan: KnownLayout) -> None:
+    def __init__(self, into: object, objects: Objects, flat: Flat, plan: PlainLayout) -> None:
         self.into = into
         self.objects = objects
         self.flat = flat
@@ -132,22 +122,15 @@ class PreparedDestination:
         return tree is self.flat.tree or tree == self.flat.tree
 
 
-def prepare(
-    into: object, like: PreparedDestination | KnownLayout | None = None
-) -> PreparedDestination:
+def prepare(into: object) -> PreparedDestination:
     """Look a destination over, for `land(manifest, into=prepare(into))`.
 
-    `UnsupportedLeafError` for a container that cannot be filled. `like` is what an earlier call
-    found, or its `plan`, for this destination or any other: if it holds for this one, the result
-    has the same `plan`.
+    `UnsupportedLeafError` for a container that cannot be filled.
     """
     with gc_paused():
         state, objects = unwrap(into)
         flat = flatten(state)
-        plan = like.plan if isinstance(like, PreparedDestination) else like
-        if plan is None or not plan.holds(flat):
-            plan = KnownLayout(flat)
-        return PreparedDestination(into, objects, Flat(plan.tree, flat.leaves), plan)
+        return PreparedDestination(into, objects, flat, PlainLayout(flat))
 
 
 Pair = tuple[int, Path, int]

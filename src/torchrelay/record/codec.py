@@ -1,4 +1,4 @@
-"""Manifests as bytes: MessagePack on the wire, in records or in columns; JSON on disk.
+"""Manifests as bytes: MessagePack, in columns on the wire, in records beside small states.
 
 Decoding is total: any byte string gives a manifest whose every number is in range and whose
 records agree with each other, or a `ManifestError`; time and memory are bounded by its length.
@@ -43,17 +43,11 @@ _text = msgspec.msgpack.Decoder(str)
 _step = msgspec.msgpack.Decoder(_Step)
 _manifest = msgspec.msgpack.Decoder(Manifest)
 _version = msgspec.msgpack.Decoder(_Version)
-_json_manifest = msgspec.json.Decoder(Manifest)
-_json_version = msgspec.json.Decoder(_Version)
 
 
 def encode(manifest: Manifest) -> bytes:
     """In records. `compact.encode` is the same manifest in columns."""
     return msgspec.msgpack.encode(manifest, enc_hook=tuple)
-
-
-def encode_json(manifest: Manifest) -> bytes:
-    return msgspec.json.encode(manifest, enc_hook=tuple)
 
 
 def decode(
@@ -68,13 +62,7 @@ def decode(
     with gc_paused():
         if _in_columns(data):
             return _decode_columns(data, known, in_time)
-        return _decode(data, _manifest, _version, in_time)
-
-
-def decode_json(data: Buffer) -> Manifest:
-    """The manifest in JSON `data`, validated whole, or `ManifestError`."""
-    with gc_paused():
-        return _decode(data, _json_manifest, _json_version)
+        return _decode_records(data, in_time)
 
 
 def _in_columns(data: Buffer) -> bool:
@@ -97,10 +85,10 @@ def _decode_columns(data: Buffer, known: KnownTree | None, in_time: Callable[[],
     try:
         manifest, same_tree = compact.decode(data, known)
     except ManifestError:
-        _check_version(_version_in(data, _version))
+        _check_version(_version_in(data))
         raise
     except (msgspec.MsgspecError, RecursionError, ValueError) as fault:
-        _check_version(_version_in(data, _version))
+        _check_version(_version_in(data))
         raise ManifestError(f"not a manifest: {fault}") from None
     _check_version(manifest.version)
     check(manifest, tree=not same_tree, in_time=in_time)
@@ -139,17 +127,12 @@ def step_of(data: Buffer) -> int | None:
         return None
 
 
-def _decode(
-    data: Buffer,
-    decoder: msgspec.msgpack.Decoder[Manifest] | msgspec.json.Decoder[Manifest],
-    version_decoder: msgspec.msgpack.Decoder[_Version] | msgspec.json.Decoder[_Version],
-    in_time: Callable[[], None] = _always,
-) -> Manifest:
+def _decode_records(data: Buffer, in_time: Callable[[], None]) -> Manifest:
     _check_length(data)
     try:
-        manifest = decoder.decode(data)
+        manifest = _manifest.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError) as fault:
-        _check_version(_version_in(data, version_decoder))
+        _check_version(_version_in(data))
         raise ManifestError(f"not a manifest: {fault}") from None
     _check_version(manifest.version)
     check(manifest, in_time=in_time)
@@ -161,13 +144,10 @@ def _check_length(data: Buffer) -> None:
         raise ManifestError(f"manifest of {len(data)} bytes, the cap is {MAX_ENCODED_BYTES}")
 
 
-def _version_in(
-    data: Buffer,
-    decoder: msgspec.msgpack.Decoder[_Version] | msgspec.json.Decoder[_Version],
-) -> tuple[int, int]:
+def _version_in(data: Buffer) -> tuple[int, int]:
     """The version of what may be the manifest of another one; ours where it cannot be read."""
     try:
-        return decoder.decode(data).version
+        return _version.decode(data).version
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return VERSION
 
