@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,19 @@ def test_resharding_benchmark_runs_small(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert [row["case"] for row in rows] == ["live, host", "live, group", "dcp in memory"]
     assert all(row["exact"] and row["seconds"] > 0 for row in rows)
+
+
+def test_endpoint_benchmark_runs_small(tmp_path: Path) -> None:
+    if not (Path(sys.prefix) / "torchft-src").is_dir() and find_spec("torchft") is None:
+        pytest.skip("torchft is not installed, and its wheel could not be fetched")
+    out = tmp_path / "endpoint.json"
+    words = ("--small", "--laps", "1", "--out", str(out))
+    done = run_program("benchmarks.endpoint", *words, folder=ROOT, seconds=100)
+    assert done.code == 0, done.output
+    found = json.loads(out.read_text())
+    assert [len(state["rows"]) for state in found["states"]] == [5, 5]
+    assert all(row["exact"] for state in found["states"] for row in state["rows"])
+    assert found["trainer"]["ratio"] > 0 and found["trainer"]["published"] > 0
 
 
 def test_scale_benchmark_runs_small(tmp_path: Path) -> None:

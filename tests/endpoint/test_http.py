@@ -144,6 +144,27 @@ def test_a_download_whose_step_is_gone_or_unknown_is_not_continued(
         assert status == 412 and b"?step=" in text
 
 
+def test_a_reader_in_the_middle_of_a_step_keeps_it_and_the_trainer_goes_on(
+    stage: Stage, tmp_path: Path
+) -> None:
+    """The publish that would need its memory is skipped at once; the file is of one step."""
+    first = _state(8, 20_000)
+    stage.show(first)
+    file = tmp_path / "model.safetensors"
+    url = f"{stage.url}/model.safetensors"
+    command = ["curl", "-sSf", "--limit-rate", "8M", "-o", str(file), url]
+    with subprocess.Popen(command) as reader:
+        while not any(one["bytes"] for one in stage.endpoint.status()["transfers"]):
+            assert reader.poll() is None
+        stage.show(_state(9, 20_000))
+        skipped = stage.endpoint.publish(_state(10, 20_000), step=10_000)
+        assert skipped.skipped is not None and "is read by 127.0.0.1" in skipped.skipped
+        assert skipped.done()
+        assert reader.wait(60) == 0
+    assert _same(file, first)
+    assert _get(f"{stage.url}/record?step=10000")[0] == 404
+
+
 def test_the_record_and_the_volumes(stage: Stage) -> None:
     state = _state(6)
     step = stage.show(state)
