@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,12 @@ from torchrelay.steps import check_step
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines, lines_of
 from torchrelay.transports.group.shield import shielded
 from torchrelay.transports.protocol.arguments import device_of
-from torchrelay.transports.protocol.options import ReceiveOptions, SendOptions, TransferCall
+from torchrelay.transports.protocol.options import (
+    ReceiveOptions,
+    ReceiveTarget,
+    SendOptions,
+    TransferCall,
+)
 from torchrelay.transports.protocol.parts import Branch, MakeBranch, once
 from torchrelay.transports.protocol.receiver import Receiving, answer, transfer_of
 from torchrelay.transports.protocol.report import Received, Report
@@ -279,19 +283,14 @@ class Relay:
             with self._group_lines.exchange.call(source):
                 with watch("call"):
                     first = answer(self._group_lines, source, deadline)
+                target = ReceiveTarget(ready, strict, atomic, where, shards)
                 return self.receive_from(
                     source,
                     transfer_of(self._group_lines, source, first),
-                    deadline,
-                    watch,
-                    into=ready,
+                    TransferCall(deadline, watch, told),
+                    target,
                     step=step,
-                    strict=strict,
-                    atomic=atomic,
-                    device=where,
-                    shards=shards,
                     route=way,
-                    progress=told,
                 )
 
         return shielded(deadline, act)
@@ -306,65 +305,47 @@ class Relay:
     ) -> Received:
         from torchrelay.resharding.gather import Gather
 
-        watch = Stopwatch()
-        receive = partial(
-            self.receive_from,
-            into=None,
-            step=None,
-            strict=True,
-            atomic=True,
-            device=None,
-            shards="as_sent",
-            route=route,
-        )
+        def receive(source: int, transfer: int, part: TransferCall) -> Received:
+            return self.receive_from(
+                source, transfer, part, ReceiveTarget(shards="as_sent"), route=route
+            )
+
+        call = TransferCall(deadline, Stopwatch(), progress)
         gathered = Gather(
-            self._group_lines,
-            sources,
-            wanted,
-            receive=receive,
-            deadline=deadline,
-            window=self._join_window,
-            watch=watch,
-            progress=progress,
+            self._group_lines, sources, wanted, receive, call, self._join_window
         ).run()
-        return Received(gathered.landed.state, gathered.step, gathered.report(self.rank, watch))
+        report = gathered.report(self.rank, call.watch)
+        return Received(gathered.landed.state, gathered.step, report)
 
     def receive_from(
         self,
         source: int,
         transfer: int,
-        deadline: Deadline,
-        watch: Stopwatch,
+        call: TransferCall,
+        target: ReceiveTarget,
         *,
-        into: object,
-        step: int | None,
-        strict: bool,
-        atomic: bool,
-        device: torch.device | None,
-        progress: Callable[[int, int], None],
+        step: int | None = None,
         route: str | None = None,
-        make_missing: bool = False,
-        shards: Shards = "own",
     ) -> Received:
         """The rest of `recv`, after a sender's first message has been read."""
+        into = target.into
         wanted = ReceiveOptions(
             step,
             lambda manifest: land(
                 manifest,
                 into=into,
-                strict=strict,
-                atomic=atomic,
-                device=device,
+                strict=target.strict,
+                atomic=target.atomic,
+                device=target.device,
                 rank=self.rank,
-                make_missing=make_missing,
-                shards=shards,
+                make_missing=target.make_missing,
+                shards=target.shards,
                 means=self._means,
             ),
             into.plan.known_tree if isinstance(into, PreparedDestination) else None,
             route or self._route,
             self._connections,
         )
-        call = TransferCall(deadline, watch, progress)
         receiving = Receiving(self._group_lines, source, transfer, wanted, call, self._resources)
         landed = receiving.run()
         report = received_report(receiving, landed, self.rank)

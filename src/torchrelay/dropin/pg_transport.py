@@ -13,16 +13,16 @@ import torch
 from torch.distributed import Work
 from torch.utils._pytree import tree_flatten_with_path
 
-from torchrelay.deadlines import TICK, Deadline, Stopwatch
+from torchrelay.deadlines import TICK, Deadline
 from torchrelay.dropin._torch_wire import recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
 from torchrelay.memory.side import settle
-from torchrelay.progress import untold
 from torchrelay.relay import Relay
 from torchrelay.transports.group.c10d import Watcher
 from torchrelay.transports.group.lines import FirstMessage, lines_of
 from torchrelay.transports.group.shield import shielded
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.options import ReceiveTarget, TransferCall
 from torchrelay.transports.protocol.receiver import answer
 
 PARTING_SECONDS = 10.0  # that a transfer of torch's protocol has after an interrupt
@@ -98,7 +98,7 @@ class PGTransport:
         return shielded(deadline, lambda: self._recv(src_rank, into, deadline))
 
     def _recv(self, src_rank: int, into: object, deadline: Deadline) -> object:
-        group_lines, watch, wait = lines_of(self._pg), Stopwatch(), _waiter(deadline)
+        group_lines, wait = lines_of(self._pg), _waiter(deadline)
         ready = self._relay.prepared(into)
         if group_lines.device_only and self._protocol == "torch":
             # Without host memory our first message comes by another way than torch's; no telling.
@@ -117,20 +117,10 @@ class PGTransport:
                 )  # nothing of the transfer was used
                 raise
             return recv_torch(self._pg, src_rank, first, self._device, wait, leaves)
-        got = self._relay.receive_from(
-            src_rank,
-            transfer,
-            deadline,
-            watch,
-            into=ready,
-            step=None,
-            strict=False,
-            atomic=True,
-            device=torch.device("cpu"),
-            progress=untold,
-            make_missing=True,
-            shards="replica",
+        target = ReceiveTarget(
+            ready, strict=False, device=torch.device("cpu"), shards="replica", make_missing=True
         )
+        got = self._relay.receive_from(src_rank, transfer, TransferCall(deadline), target)
         if got.report.missing or got.report.extra:
             logger.warning(
                 "checkpoint and destination differ: made anew %s, left as they were %s",

@@ -41,6 +41,7 @@ from torchrelay.resharding.record import RankRecord, decode
 from torchrelay.state.tree import show
 from torchrelay.transports.group.lines import GroupLines
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.options import TransferCall
 from torchrelay.transports.protocol.parts import Conversation, part_from
 from torchrelay.transports.protocol.receiver import answer, transfer_of
 from torchrelay.transports.protocol.report import Received, Report
@@ -53,15 +54,7 @@ LOST = (PeerError, TransferTimeoutError, RemoteProtocolError, ManifestError, Dig
 class Receive(Protocol):
     """Takes a transfer whose first message has been read, into new tensors."""
 
-    def __call__(
-        self,
-        source: int,
-        transfer: int,
-        deadline: Deadline,
-        watch: Stopwatch,
-        *,
-        progress: Callable[[int, int], None],
-    ) -> Received: ...
+    def __call__(self, source: int, transfer: int, part: TransferCall) -> Received: ...
 
 
 class Destination(NamedTuple):
@@ -115,16 +108,13 @@ class Gather:
         group_lines: GroupLines,
         sources: Sequence[int],
         wanted: Destination,
-        *,
         receive: Receive,
-        deadline: Deadline,
+        call: TransferCall,
         window: float,
-        watch: Stopwatch,
-        progress: Callable[[int, int], None],
     ) -> None:
         self._group_lines, self._sources, self._wanted = group_lines, sources, wanted
-        self._receive, self._deadline, self._window = receive, deadline, window
-        self._watch, self._progress = watch, progress
+        self._receive, self._deadline, self._window = receive, call.deadline, window
+        self._watch, self._progress = call.watch, call.progress
         self._talks: dict[int, Conversation] = {}
         self._records: dict[int, RankRecord] = {}
         self._lost: dict[int, RelayError] = {}
@@ -340,7 +330,8 @@ class Gather:
 
             talk = self._talks[rank]
             transfer = talk.select(list(asked.values()))
-            got = self._receive(rank, transfer, self._deadline, Stopwatch(), progress=moved)
+            part = TransferCall(self._deadline, progress=moved)
+            got = self._receive(rank, transfer, part)
             boxes = list(_checked(got.state, asked, self._records[rank]))
             self._boxes.update(zip(asked, boxes, strict=True))
             self._givers.update(dict.fromkeys(asked, rank))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.landing.seam import Landing
+from torchrelay.landing.shards import Shards
 from torchrelay.progress import untold
 from torchrelay.record.compact import KnownTree
 from torchrelay.record.manifest import Manifest
@@ -19,6 +22,18 @@ class TransferCall:
     deadline: Deadline
     watch: Stopwatch = field(default_factory=Stopwatch)
     progress: Callable[[int, int], None] = untold
+
+
+@dataclass(frozen=True)
+class ReceiveTarget:
+    """Where a received state goes, as `Relay.recv` says it."""
+
+    into: object = None  # looked over already, or as the caller has it
+    strict: bool = True
+    atomic: bool = True
+    device: torch.device | None = None
+    shards: Shards = "own"
+    make_missing: bool = False  # tensors that `into` lacks are made anew
 
 
 @dataclass(frozen=True)
