@@ -64,10 +64,7 @@ class NixlError(Exception):
 
 
 class Agent:
-    """This process's end of NIXL, made when it is first used. Threads may share it.
-
-    `ImportError`, `RuntimeError` or `OSError` where NIXL cannot be used.
-    """
+    """This process's end of NIXL. Threads may share it. It raises where NIXL cannot be used."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,7 +123,7 @@ def agent_here() -> Agent | Unavailable:
         if os.getpid() not in _agents:
             try:
                 _agents[os.getpid()] = Agent()
-            except (ImportError, RuntimeError, OSError) as fault:
+            except Exception as fault:  # of a library that has its own
                 _agents[os.getpid()] = Unavailable(str(fault))
         return _agents[os.getpid()]
 
@@ -206,7 +203,8 @@ class NixlServer(Server):
             self._progress.wait()
         if self._registered is not None:
             agent, registered = self._registered
-            agent.forget_memory(registered)
+            with suppress(NixlError):
+                agent.forget_memory(registered)
         self._registered = self._staged = None
 
 
@@ -286,11 +284,13 @@ class NixlPull(Pull):
     def close(self, *, keep: bool) -> None:
         self._stopped = True
         super().close(keep=keep)
-        for _, registered in self._idle:
-            self._agent.forget_memory(registered)
-        self._idle.clear()
-        if self._peer:
-            self._agent.part(self._peer)
+        peer, self._peer = self._peer, ""
+        with suppress(NixlError):  # of a peer that is gone
+            for _, registered in self._idle:
+                self._agent.forget_memory(registered)
+            self._idle.clear()
+            if peer:
+                self._agent.part(peer)
 
 
 class NixlRoute:
