@@ -73,6 +73,7 @@ def test_a_tied_tensor_and_values_that_differ_by_rank_are_shown(tmp_path: Path) 
         (["inspect", "{}/run", "--only", "modle.*"], "the state has model"),
         (["verify", "{}/text.safetensors", "--all"], "is one state"),
         (["diff", "{}/run", "{}/nothing"], "there is no state"),
+        (["ls", "http://127.0.0.1:1"], "inspect it, watch it"),
         (["pull", "ftp://host", "-o", "{}/x"], "http://HOST:PORT"),
         (["pull", "http://user:secret@127.0.0.1:1", "-o", "{}/x"], "nothing else"),
         (["serve", "{}/run", "--follow", "--step", "1"], "--follow"),

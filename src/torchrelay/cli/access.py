@@ -37,4 +37,4 @@ def endpoints(urls: str | list[str]) -> EndpointSource:
     from torchrelay.sources.endpoint import EndpointSource
 
     token = find_token(None, _given["token_file"])
-    return EndpointSource(urls, token=token, context=trusted(_given["cafile"]))
+    return EndpointSource(urls, token=token, context=trusted(_given["cafile"]), verify=True)

@@ -61,8 +61,9 @@ def _convert(
             print(f"{target}" + ("" if written is None else f" step {written}"))
 
 
-def write_file(state: StateSource, only: list[str], target: Path, *, quiet: bool = False) -> None:
-    """Write the tensors of a state as a safetensors file, and say what is not in it."""
+def write_file(state: StateSource, only: list[str], target: Path, *, quiet: bool = False) -> int:
+    """Write the tensors of a state as a safetensors file, and say what is not in it; returns its
+    bytes."""
     from torchrelay.inspection.facts import narrowed
     from torchrelay.inspection.safetensors_file import write_safetensors
 
@@ -75,6 +76,7 @@ def write_file(state: StateSource, only: list[str], target: Path, *, quiet: bool
     if chosen.values and not quiet:
         left = f"{len(chosen.values)} values that are no tensors are left out"
         print(f"note: {left}: a safetensors file has no place for them", file=sys.stderr)
+    return nbytes
 
 
 def _export_hf(

@@ -17,6 +17,7 @@ from torchrelay.cli.output import (
     progress_bar,
     size,
 )
+from torchrelay.cli.sources import is_url
 
 PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
 STEPS = typer.Argument(None, help="The steps to remove.")
@@ -31,6 +32,8 @@ def add_to(app: typer.Typer) -> None:
 
 def opened(place: str) -> tr.Checkpointer:
     """A place as this process alone looks at it, without a trace."""
+    if is_url(place):
+        raise tr.UsageError(f"{place} is an endpoint: inspect it, watch it or pull from it")
     return tr.Checkpointer(place, group=False, read_only=True)
 
 

@@ -125,8 +125,13 @@ def _pull(
                 step = _awaited(there.steps(deadline, newer_than), newer_than, there.name)
             held = there.open(step, deadline)
             if as_file:
-                write_file(StepSource(there.name, held), only, Path(out), quiet=as_json)
+                state = StepSource(there.name, held)
+                if not held.files.trusted:
+                    with progress_bar("verifying") as show:
+                        state.verify(show)
+                nbytes = write_file(state, only, Path(out), quiet=as_json)
             else:
+                nbytes = held.record.nbytes
                 with progress_bar("pulling") as show:
                     copy_step(held, open_store(out), show)
             reason = ""
@@ -136,12 +141,12 @@ def _pull(
         finally:
             there.end(reason)
         seconds = time.monotonic() - begun
-        nbytes = sum(there.supplied.values())
         facts = {
             "out": out,
             "step": held.record.step,
             "bytes": nbytes,
             "seconds": seconds,
+            "route": "mapped" if there.mapped else "http",
             "sources": there.supplied,
             "failed": there.faulty,
         }
@@ -149,7 +154,8 @@ def _pull(
             print_json(facts)
             return
         rate = size(int(nbytes / seconds))
-        print(f"{out}: step {held.record.step}, {size(nbytes)} at {rate}/s")
+        how = ", from memory of this host" if there.mapped else ""
+        print(f"{out}: step {held.record.step}, {size(nbytes)} at {rate}/s{how}")
         for url, why in there.faulty.items():
             print(plain(f"note: {url} was left out: {why}"))
 

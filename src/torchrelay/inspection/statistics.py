@@ -103,10 +103,15 @@ def histogram(
         return Histogram(0.0, 0.0, [0] * bins, known.nan, known.inf)
     low, high = float(known.min), float(known.max)
     counts = np.zeros(bins, "int64")
+    # Halves, because the width of the whole range may be more than a float can hold.
+    half = high / 2 - low / 2 or 1.0
     for part in again:
-        finite = _finite(part)[0].astype("float64", copy=False)
-        # Halves, because the width of the whole range may be more than a float can hold.
-        half = high / 2 - low / 2 or 1.0
-        places = ((finite / 2 - low / 2) / half * bins).astype("int64")
-        counts += np.bincount(np.clip(places, 0, bins - 1), minlength=bins)
+        places = _finite(part)[0].astype("float64")
+        places /= 2
+        places -= low / 2
+        places /= half
+        places *= bins
+        bars = places.astype("int64")
+        np.clip(bars, 0, bins - 1, out=bars)
+        counts += np.bincount(bars, minlength=bins)
     return Histogram(low, high, counts.tolist(), known.nan, known.inf)

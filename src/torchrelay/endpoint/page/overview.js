@@ -67,15 +67,17 @@ function endedTransfer(one, now) {
     failed ? h("div", { class: "why" }, one.reason || "The reason is not known.") : null);
 }
 
+function some(all, most, make, nothing) {
+  if (!all.length) return [muted(nothing)];
+  const more = all.length - most;
+  return [...all.slice(0, most).map(make), more > 0 ? muted(`and ${more} more`) : null];
+}
+
 function showTransfers(status) {
   const running = [...status.transfers].sort((one, other) => one.begun - other.begun);
-  show("transfers", running.length
-    ? running.slice(0, 50).map((one) => runningTransfer(one, status.now))
-    : muted("Nobody is reading."));
+  show("transfers", some(running, 50, (one) => runningTransfer(one, status.now), "Nobody is reading."));
   const ended = [...(status.finished || [])].sort((one, other) => other.ended - one.ended);
-  show("finished", ended.length
-    ? ended.slice(0, 12).map((one) => endedTransfer(one, status.now))
-    : muted("None yet."));
+  show("finished", some(ended, 12, (one) => endedTransfer(one, status.now), "None yet."));
 }
 
 function showStalls(status) {
