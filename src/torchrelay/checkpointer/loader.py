@@ -27,7 +27,6 @@ from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.bounded import bounded
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.sources.seam import Opened
-from torchrelay.state.tree import show
 from torchrelay.stores.retry import Retry
 from torchrelay.transports.group.assembly import Assembly, Call
 
@@ -306,7 +305,7 @@ class Loader:
             _together(call, "land", act, deadline)
         except BaseException:
             if not loading.touched:
-                _take_back(loading)
+                loading.take_back()
             raise
         return landed[0]
 
@@ -316,18 +315,6 @@ class Loader:
             self._shelf.note_damaged(step)
         text = f"step {step} in {self._shelf.url} is damaged or gone, and is passed over: {fault}"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-
-def _take_back(loading: Loading) -> None:
-    """No tensor of this rank was written: its objects get their old state again."""
-    lost = loading.take_back()
-    if lost:
-        names = ", ".join(map(show, lost))
-        raise TornStateError(
-            f"not every object took its old state back: {names} may be part new, the rest is old; "
-            "load again, or make it anew",
-            phase="tell",
-        )
 
 
 def _together(call: Call, phase: str, act: Callable[[], None], deadline: Deadline) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torchrelay.checkpointer.planners import PlannedReads
-from torchrelay.errors import MismatchError, StorageTimeoutError
+from torchrelay.errors import MismatchError, StorageTimeoutError, TornStateError
 from torchrelay.landing.places import Landed
 from torchrelay.landing.seam import land
 from torchrelay.landing.workspace import Workspace
@@ -24,7 +24,6 @@ from torchrelay.plan.share import Portion, RankShare
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.stored import StoredTensor
 from torchrelay.state import tensors as t
-from torchrelay.state.paths import Path
 from torchrelay.state.tree import show
 from torchrelay.stores.box_reads import Wave, arrived, by_name, waves
 from torchrelay.stores.device_reading import DeviceFetch
@@ -203,9 +202,16 @@ class Loading:
         """Tell objects their state. `MismatchError` where one refuses; then all have their old."""
         self._landing.tell()
 
-    def take_back(self) -> list[Path]:
-        """Undo `tell`; returns the objects for which that failed."""
-        return self._landing.take_back()
+    def take_back(self) -> None:
+        """Undo `tell`, while no tensor has been written: objects get their old state again, or are
+        named by a `TornStateError`."""
+        lost = self._landing.take_back()
+        if lost:
+            raise TornStateError(
+                f"not every object took its old state back: {', '.join(map(show, lost))} may be "
+                "part new, the rest is old; land a state in it again, or make it anew",
+                phase="tell",
+            )
 
     def land(self, *, verify: bool) -> None:
         """Read everything into its place."""

@@ -38,7 +38,6 @@ from torchrelay.plan.reads import BoxRead
 from torchrelay.record.validation import itemsize
 from torchrelay.resharding.owners import Whole, whole_of
 from torchrelay.resharding.record import RankRecord, decode
-from torchrelay.state.tree import show
 from torchrelay.transports.group.lines import GroupLines
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.options import TransferCall
@@ -355,13 +354,7 @@ class Gather:
             return loading.commit()
         except BaseException as fault:
             if not loading.touched:
-                lost = loading.take_back()
-                if lost:
-                    raise TornStateError(
-                        "not every object took its old state back: "
-                        f"{', '.join(map(show, lost))} may be part new, the rest is old",
-                        phase="commit",
-                    ) from fault
+                loading.take_back()
                 raise
             if isinstance(fault, TornStateError) or not isinstance(fault, Exception):
                 raise
