@@ -638,3 +638,26 @@ def test_a_large_tensor_that_differs_by_rank_comes_back_to_its_rank(
     pool2: RankPool, tmp_path: Path
 ) -> None:
     assert pool2.run(_large_of_its_own, str(tmp_path), timeout=60) == [True, True]
+
+
+def _tied_shards(rank: int, group: Any, place: str) -> list[Any]:
+    """Two names for one DTensor's memory here, two tensors in the step."""
+    mesh = meshes.mesh(1)
+    first = torch.arange(12.0).reshape(6, 2)
+    found: list[Any] = []
+    with checkpointer(place, group) as held:
+        for step, second in enumerate((first.clone(), first + 1)):
+            state = [distribute_tensor(x, mesh, [Shard(0)]) for x in (first, second)]
+            held.save(step, {"a": state[0], "b": state[1]})
+            one = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
+            other = DTensor.from_local(one.to_local(), mesh, [Shard(0)], run_check=False)
+            found.append(told(lambda into={"a": one, "b": other}: held.load(into=into))[0])
+            local = one.to_local()
+            expected = first[3 * rank : 3 * rank + 3] if step == 0 else torch.zeros(3, 2)
+            assert torch.equal(local, expected)
+    return found
+
+
+def test_tied_shards_take_equal_values_and_refuse_two(pool2: RankPool, tmp_path: Path) -> None:
+    found = pool2.run(_tied_shards, str(tmp_path), timeout=60)
+    assert found == [["nothing", "MismatchError"]] * 2
