@@ -17,6 +17,7 @@ import torch
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
 from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.security import find_token
+from torchrelay.endpoint.seed import Seed
 from torchrelay.errors import (
     RelayError,
     StorageTimeoutError,
@@ -26,6 +27,9 @@ from torchrelay.errors import (
 from torchrelay.memory.pool import Pool, Pooled
 from torchrelay.progress import ProgressCallback
 from torchrelay.sources.endpoint import EndpointSource, OpenedEndpoint
+from torchrelay.sources.mapped_step import MappedStep
+from torchrelay.sources.remote_step import RemoteStep
+from torchrelay.sources.swarm import Swarm
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.transports.group.assembly import Assembly
 
@@ -47,11 +51,13 @@ class PullReport:
 
 
 class PullResult(NamedTuple):
-    """What `pull` returns: the state, its step, and how it went."""
+    """What `pull` returns: the state, its step, and how it went. With `reshare=True`, `seed` goes
+    on serving the step until it is closed."""
 
     state: Any
     step: int
     report: PullReport
+    seed: Seed | None = None
 
 
 class _Shelf:
@@ -83,6 +89,51 @@ class _Shelf:
         pass
 
 
+class _SeedingShelf(_Shelf):
+    """The same, where a step is put together in memory that others read from meanwhile."""
+
+    def __init__(
+        self,
+        source: EndpointSource,
+        deadline: Deadline,
+        newer_than: int | None,
+        token: str | None,
+    ) -> None:
+        super().__init__(source, deadline, newer_than)
+        self._token = token
+        self.seed: Seed | None = None
+        self.swarm: Swarm | None = None
+
+    def open(self, step: int, patience: Retry = ONCE) -> OpenedEndpoint:
+        opened = super().open(step, patience)
+        remote, record = opened.files, opened.record
+        assert isinstance(remote, RemoteStep)
+        origin = next(host for host in self._source.hosts if host.url not in self._source.failed)
+        self.close()
+        snapshot = opened.digest.hex()
+        self.seed = seed = Seed(origin.address, self._token, record.files)
+        seed.show(step, snapshot, remote.manifest())
+        self.swarm = Swarm(
+            origin,
+            remote,
+            snapshot,
+            record.files,
+            seed,
+            own=seed.url,
+            connect=self._source.host,
+            deadline=self._deadline,
+        )
+        self.swarm.run()
+        seed.announce(self._source.host(origin.url), snapshot)
+        places = {file.name: seed.place(file.name, file.nbytes) for file in record.files}
+        files = MappedStep(remote.url, remote.manifest(), places, trusted=True)
+        return OpenedEndpoint(record, files, snapshot)
+
+    def close(self) -> None:
+        if self.seed is not None:
+            self.seed.close()
+
+
 def pull(
     url: str | Iterable[str],
     *,
@@ -99,6 +150,7 @@ def pull(
     group: Any = None,
     same_host: bool = True,
     verify: bool | None = None,
+    reshare: bool = False,
     timeout: Timeout = 300.0,
     progress: ProgressCallback | None = None,
 ) -> PullResult:
@@ -116,12 +168,15 @@ def pull(
       none. By default this process is on its own.
     - `same_host`: whether memory of an endpoint of this host and this user is shared in place of
       reading it over TCP. `verify=True`: digests are checked there too, as they are over TCP.
+    - `reshare`: serve what has come while the rest arrives, and take from others who do so too.
+      The whole step is read, into memory beside the state's; `seed` of the result serves it on.
     """
+    secret = find_token(token, token_file)
     source = EndpointSource(
         url,
-        token=find_token(token, token_file),
+        token=secret,
         context=trusted(cafile),
-        same_host=same_host,
+        same_host=same_host and not reshare,
         verify=bool(verify),
     )
     if step is not None and newer_than is not None:
@@ -138,8 +193,12 @@ def pull(
         None if device is None else torch.device(device),
         progress,
     )
+    if reshare and any(host.url.startswith("https") for host in source.hosts):
+        raise UsageError("reshare=True is not for https: a seed has no certificate")
+    seeding = _SeedingShelf(source, deadline, newer_than, secret) if reshare else None
+    shelf = seeding or _Shelf(source, deadline, newer_than)
     # Memory of new tensors is touched by several threads before bytes come, and none is kept.
-    loader = Loader(_Shelf(source, deadline, newer_than), assembly, None, Pooled(Pool(0)))
+    loader = Loader(shelf, assembly, None, Pooled(Pool(0)))
     reason = "it was interrupted"
     try:
         loaded = loader.load(assembly.call("pull"), wanted, deadline)
@@ -157,22 +216,28 @@ def pull(
         raise
     finally:
         source.end(reason)
-    return _pulled(loaded, source, bool(verify))
+        if reason and seeding is not None:
+            seeding.close()
+    return _pulled(loaded, source, bool(verify), seeding)
 
 
-def _pulled(loaded: Loaded, source: EndpointSource, verify: bool) -> PullResult:
+def _pulled(
+    loaded: Loaded, source: EndpointSource, verify: bool, seeding: _SeedingShelf | None
+) -> PullResult:
+    swarm = None if seeding is None else seeding.swarm
     report = PullReport(
         bytes=loaded.report.bytes,
         seconds=loaded.report.seconds,
         route="mapped" if source.mapped else "http",
-        sources=source.supplied,
-        failed=source.faulty,
+        sources={**source.supplied, **(swarm.supplied if swarm else {})},
+        failed={**source.faulty, **(swarm.faulty if swarm else {})},
         missing=loaded.report.missing,
         extra=loaded.report.extra,
         verified=not source.mapped or verify,
         instead={**source.instead, **loaded.report.instead},
     )
-    return PullResult(loaded.state, loaded.step, report)
+    seed = None if seeding is None else seeding.seed
+    return PullResult(loaded.state, loaded.step, report, seed)
 
 
 def trusted(cafile: str | None) -> ssl.SSLContext | None:

@@ -99,11 +99,12 @@ class EndpointSource:
             raise UsageError(f"1 to {MAX_URLS} URLs, not {len(listed)}")
         self._token, self._context = token, context
         self.reader = secrets.token_hex(16)
-        self.hosts = [self._host(url) for url in dict.fromkeys(listed)]
+        self.hosts = [self.host(url) for url in dict.fromkeys(listed)]
         self.failed: dict[str, str] = {}
         self._opened: list[RemoteStep] = []
 
-    def _host(self, url: str) -> Host:
+    def host(self, url: str) -> Host:
+        """Another endpoint, with the same token and the same name for this reader."""
         return Host(url, token=self._token, context=self._context, reader=self.reader)
 
     @property
@@ -269,7 +270,7 @@ class EndpointSource:
                 for url in urls[:MAX_URLS] if name in volumes else ():
                     place = url or host.url
                     if place not in known:
-                        known[place] = Supplier(host if place == host.url else self._host(place))
+                        known[place] = Supplier(host if place == host.url else self.host(place))
                     if known[place] not in volumes[name]:
                         volumes[name].append(known[place])
         return Suppliers(volumes, deadline, f"step {record.step}")

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -70,10 +70,18 @@ class LentMemory:
         self._line.close()
 
 
+class Memory(Protocol):
+    """A descriptor of memory that is read from."""
+
+    fd: int
+
+    def close(self) -> None: ...
+
+
 class VolumePlace(NamedTuple):
     """Where a volume lies."""
 
-    memory: LentMemory
+    memory: Memory
     start: int
     nbytes: int
 

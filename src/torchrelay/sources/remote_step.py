@@ -98,7 +98,7 @@ class RemoteReader:
         """Read what one supplier gives of a range; up to where all chunks hold."""
         name = self._file.name
         supplier = self._suppliers.take(name)
-        chunks = _Chunks(self._file, start, views)
+        chunks = ArrivingChunks(self._file, start, views)
         fault: Exception | None = None
         try:
             self._stream(supplier, start, views, chunks)
@@ -115,7 +115,7 @@ class RemoteReader:
         return chunks.at
 
     def _stream(
-        self, supplier: Supplier, start: int, views: list[memoryview], chunks: _Chunks
+        self, supplier: Supplier, start: int, views: list[memoryview], chunks: ArrivingChunks
     ) -> None:
         seconds = max(self._deadline.left(), 0.01)
         for nbytes in supplier.host.read(self._path, start, views, seconds=seconds):
@@ -156,7 +156,7 @@ class RemoteReader:
         """Nothing: its step closes the connections."""
 
 
-class _Chunks:
+class ArrivingChunks:
     """Hashes bytes as they come to their places. `at`: up to where whole chunks hold."""
 
     def __init__(self, file: DataFile, start: int, views: list[memoryview]) -> None:

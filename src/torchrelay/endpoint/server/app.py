@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 import xxhash
@@ -24,7 +25,7 @@ from torchrelay.endpoint.server.sending import (
     send,
     volume_pieces,
 )
-from torchrelay.endpoint.server.service import Service
+from torchrelay.endpoint.server.service import MAX_SEEDS, Service
 from torchrelay.endpoint.server.snapshots import ServedStep
 from torchrelay.endpoint.server.status import metrics, status
 from torchrelay.endpoint.server.transfers import Transfer
@@ -73,6 +74,8 @@ class App:
             "/record": ("GET", self._record),
             "/places.json": ("GET", self._places),
             "/local.json": ("GET", self._local),
+            "/marks": ("GET", self._marks),
+            "/seeds": ("POST", self._seeds),
             "/model.safetensors": ("GET", self._file),
             "/status.json": ("GET", self._status),
             "/metrics": ("GET", self._metrics),
@@ -165,11 +168,33 @@ class App:
             volume.name: ["" if volume.start >= 0 else snapshot.ranks[place]]
             for volume, place in zip(snapshot.order, snapshot.places, strict=True)
         }
-        facts = {"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes, "seeds": []}
+        facts = {"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes}
+        facts["seeds"] = self.service.seeds_of(snapshot.id)
         return _json(facts)
 
     async def _local(self, request: web.BaseRequest) -> web.StreamResponse:
         return _json(LocalFacts(machine(), self.service.socket))
+
+    async def _marks(self, request: web.BaseRequest) -> web.StreamResponse:
+        snapshot = self._by_id(request.query.get("snapshot", ""))
+        return web.Response(body=snapshot.marks(), content_type="application/octet-stream")
+
+    async def _seeds(self, request: web.BaseRequest) -> web.StreamResponse:
+        """A puller says where it serves what it has, and hears of the others."""
+        if request.content_type != "application/json":
+            raise Failure(400, "this takes application/json")
+        try:
+            word = msgspec.json.decode(await request.read(), type=SeedWord)
+            host = urlsplit(word.url).hostname
+        except (msgspec.MsgspecError, ValueError, web.HTTPException):
+            raise Failure(400, 'this takes {"url": "http://HOST:PORT", "snapshot": "ID"}') from None
+        self._by_id(word.snapshot)
+        if host != request.remote:
+            raise Failure(400, "a seed is named by the address that it asks from")
+        others = [url for url in self.service.seeds_of(word.snapshot) if url != word.url]
+        if word.url in self.service.seeds or len(self.service.seeds) < MAX_SEEDS:
+            self.service.seeds[word.url] = word.snapshot, time.monotonic()
+        return _json(others)
 
     # Bytes.
 
@@ -182,6 +207,8 @@ class App:
         if volume is None or volume.start < 0:
             raise Failure(404, "that volume is not here: /places.json says where it is")
         extent = self._extent(request, volume.nbytes, snapshot.etag)
+        if not snapshot.has(volume, extent.start, extent.stop):
+            raise Failure(404, "these bytes have not arrived here yet: /marks says which have")
         transfer = self._transfer(request, snapshot, "http", snapshot.nbytes)
         act = copied if self._tls else volume_pieces
         pieces = act(snapshot, volume, extent.start, extent.stop)
@@ -349,6 +376,13 @@ class App:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+class SeedWord(msgspec.Struct):
+    """How a puller says that it serves what it has."""
+
+    url: str
+    snapshot: str
 
 
 class Ending(msgspec.Struct):

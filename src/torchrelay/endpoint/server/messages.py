@@ -69,7 +69,8 @@ class Show(msgspec.Struct, tag="show"):
     """A step that is in a slot is there to be read from here on.
 
     `record` is empty on a rank that serves its own volumes alone. `ranks`: the URL of each, and
-    `places` the index in it for each volume.
+    `places` the index in it for each volume. `marks`: where in the slot there is a byte for each
+    chunk that says whether it is here; -1 where all of them are.
     """
 
     slot: int
@@ -80,6 +81,7 @@ class Show(msgspec.Struct, tag="show"):
     tensors: list[VolumeTensor] = []
     ranks: list[str] = []
     places: list[int] = []
+    marks: int = -1
 
 
 class Reclaim(msgspec.Struct, tag="reclaim"):

@@ -42,6 +42,7 @@ class ServedStep:
         self.order = shown.volumes
         self.tensors = shown.tensors
         self.ranks, self.places = shown.ranks, shown.places
+        self._marks = shown.marks
         self.slot = slot
         self.number = shown.slot
         self.shown = time.time()
@@ -59,6 +60,26 @@ class ServedStep:
     def view(self, volume: Volume, start: int, stop: int) -> memoryview:
         """Bytes of a volume that is in this process's own slot."""
         return self.slot.view[volume.start + start : volume.start + stop]
+
+    def marks(self) -> bytes:
+        """A byte for each chunk of all volumes: whether it is here."""
+        count = sum(-(-volume.nbytes // volume.chunk_bytes) for volume in self.order)
+        if self._marks < 0:
+            return b"\1" * count
+        return bytes(self.slot.view[self._marks : self._marks + count])
+
+    def has(self, wanted: Volume, start: int, stop: int) -> bool:
+        """Whether all chunks of a range are here."""
+        if self._marks < 0:
+            return True
+        first = 0
+        for volume in self.order:
+            if volume is wanted:
+                break
+            first += -(-volume.nbytes // volume.chunk_bytes)
+        low, high = start // wanted.chunk_bytes, -(-stop // wanted.chunk_bytes)
+        at = self._marks + first
+        return all(self.slot.view[at + low : at + high])
 
     def facts(self) -> dict[str, object]:
         return {

@@ -23,7 +23,9 @@ def status(service: Service) -> dict[str, object]:
         "transfers": [{**one.facts(), "rate": one.rate} for one in ledger.active.values()],
         "finished": list(ledger.finished),
         "readers": len(ledger.active),
-        "seeds": [],
+        "seeds": [
+            {"url": url, "snapshot": snapshot} for url, (snapshot, _) in service.seeds.items()
+        ],
         "ranks": (newest.ranks if newest is not None else []) or [service.url],
         "connections": service.connections,
         "sent_bytes": ledger.sent_bytes,
@@ -43,7 +45,7 @@ def metrics(service: Service) -> str:
         ("sent_bytes_total", "counter", "", ledger.sent_bytes),
         ("mapped_total", "counter", "", ledger.mapped),
         ("readers", "gauge", "", len(ledger.active)),
-        ("seeds", "gauge", "", 0),
+        ("seeds", "gauge", "", len(service.seeds)),
         ("connections", "gauge", "", service.connections),
         ("publishes_total", "counter", "", ledger.published),
         ("publishes_skipped_total", "counter", "", ledger.skipped),

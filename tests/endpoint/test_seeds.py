@@ -1,0 +1,120 @@
+"""Pullers that serve what they have while the rest arrives: the trainer sends about one copy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchrelay as tr
+from tests.endpoint.liars import Between
+
+NBYTES = 24 << 20
+
+
+def _state() -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(3)
+    return {"w": torch.randint(0, 255, (NBYTES,), generator=draw, dtype=torch.uint8), "n": 3}
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[tr.Endpoint]:
+    with tr.serve(_state(), step=5, timeout=60) as made:
+        yield made
+
+
+def _is(state: dict[str, Any]) -> bool:
+    return state["n"] == 3 and torch.equal(state["w"], _state()["w"])
+
+
+def _together(count: int, url: str) -> list[tr.PullResult]:
+    found: list[tr.PullResult] = []
+    faults: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(tr.pull(url, reshare=True, timeout=90))
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not faults, faults
+    return found
+
+
+def test_pullers_take_from_each_other(endpoint: tr.Endpoint) -> None:
+    before = endpoint.status()["sent_bytes"]
+    found = _together(3, endpoint.url)
+    try:
+        assert len(found) == 3 and all(_is(one.state) for one in found)
+        assert endpoint.status()["sent_bytes"] - before < 2.5 * NBYTES  # three copies without
+        assert len(endpoint.status()["seeds"]) == 3
+        # A seed serves on: what comes later need not ask the endpoint.
+        before = endpoint.status()["sent_bytes"]
+        seed = found[0].seed
+        assert seed is not None
+        late = tr.pull(seed.url, same_host=False, timeout=60)
+        assert _is(late.state) and endpoint.status()["sent_bytes"] == before
+        joined = tr.pull(endpoint.url, reshare=True, timeout=60)
+        assert _is(joined.state)
+        assert joined.seed is not None and len(joined.report.sources) > 1
+        joined.seed.close()
+    finally:
+        for one in found:
+            assert one.seed is not None
+            one.seed.close()
+
+
+def test_a_seed_that_lies_or_dies_is_dropped_and_named(endpoint: tr.Endpoint) -> None:
+    first = tr.pull(endpoint.url, reshare=True, timeout=60)
+    assert first.seed is not None
+    true_url = first.seed.url
+
+    def flip(line: str, body: bytes) -> bytes:
+        return body if "/volumes/" not in line else body[:9] + bytes([body[9] ^ 1]) + body[10:]
+
+    def named(line: str, body: bytes) -> bytes:
+        return body if "/seeds" not in line else body.replace(true_url.encode(), liar.url.encode())
+
+    with Between(true_url, flip) as liar, Between(endpoint.url, named) as between:
+        got = tr.pull(between.url, reshare=True, timeout=60)
+    assert _is(got.state)
+    assert "wrong digest" in got.report.failed[liar.url]
+    first.seed.close()
+    assert got.seed is not None
+    got.seed.close()
+    again = tr.pull(endpoint.url, reshare=True, timeout=60)  # both are gone, and still listed
+    assert _is(again.state)
+    assert again.seed is not None
+    again.seed.close()
+
+
+def test_what_is_not_here_yet_is_not_sent(endpoint: tr.Endpoint) -> None:
+    from torchrelay.endpoint.seed import Seed
+    from torchrelay.sources.connection import Answered, Host
+    from torchrelay.stores.records import decode
+
+    host = Host(endpoint.url)
+    data = host.get("/record?step=5", seconds=30, limit=1 << 24).body
+    host.close()
+    record = decode(data)
+    file = record.files[0]
+    with Seed("127.0.0.1", None, record.files) as seed:
+        seed.show(5, "a" * 32, data)
+        asking = Host(seed.url)
+        view = [memoryview(bytearray(file.chunk_bytes))]
+        path = f"/volumes/{'a' * 32}/{file.name}"
+        with pytest.raises(Answered, match="not arrived"):
+            list(asking.read(path, 0, view, seconds=30))
+        seed.mark(0, 1)
+        assert sum(asking.read(path, 0, view, seconds=30)) == file.chunk_bytes
+        with pytest.raises(Answered, match="not arrived"):
+            list(asking.read(path, file.chunk_bytes, view, seconds=30))
+        asking.close()
