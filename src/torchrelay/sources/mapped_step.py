@@ -70,7 +70,7 @@ class LentMemory:
         self._line.close()
 
 
-class Memory(Protocol):
+class MemoryFile(Protocol):
     """A descriptor of memory that is read from."""
 
     fd: int
@@ -81,7 +81,7 @@ class Memory(Protocol):
 class VolumePlace(NamedTuple):
     """Where a volume lies."""
 
-    memory: Memory
+    memory: MemoryFile
     start: int
     nbytes: int
 
