@@ -5,8 +5,6 @@ Callers ask for it as "group": it is how the group's route goes where a state is
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from torchrelay.deadlines import Deadline
@@ -98,14 +96,9 @@ class ChannelMover(PushedChunks):
         self._use.end(keep=keep)
 
 
-class ConnectionRoute:
-    name: ClassVar[str] = channels.NAME
-    asked_as: ClassVar[str] = "group"
-    pulls: ClassVar[bool] = False
-    by_request: ClassVar[bool] = False
-
-    def compares(self, verify: bool | None) -> bool:
-        return verify is not False
+class ConnectionRoute(Route):
+    name = channels.NAME
+    asked_as = "group"
 
     def server(self, outgoing: Outgoing) -> Server:
         return ChannelServer(outgoing)
@@ -126,4 +119,4 @@ class ConnectionRoute:
         return ChannelMover(incoming, use)
 
 
-ROUTE: Route = ConnectionRoute()
+ROUTE = ConnectionRoute()

@@ -5,7 +5,7 @@ What of a state is not in GPU memory at both ends comes as on route "host".
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -158,14 +158,9 @@ class CudaPull(HostPull):
             raise self._differs(f"device memory with {self._incoming.named(at, end)}")
 
 
-class CudaIpcRoute:
-    name: ClassVar[str] = "cuda_ipc"
-    asked_as: ClassVar[str] = "cuda_ipc"
-    pulls: ClassVar[bool] = True
-    by_request: ClassVar[bool] = False
-
-    def compares(self, verify: bool | None) -> bool:
-        return verify is not False
+class CudaIpcRoute(Route):
+    name = "cuda_ipc"
+    pulls = True
 
     def server(self, outgoing: Outgoing) -> Server:
         return CudaServer(outgoing)
@@ -199,4 +194,4 @@ class CudaIpcRoute:
         return CudaPull(incoming, found.memory, ways, opened, digests=device.digests)
 
 
-ROUTE: Route = CudaIpcRoute()
+ROUTE = CudaIpcRoute()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from functools import partial
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -365,11 +365,9 @@ class HostPull(Pull):
             self._fill(event.free_slot)
 
 
-class HostRoute:
-    name: ClassVar[str] = "host"
-    asked_as: ClassVar[str] = "host"
-    pulls: ClassVar[bool] = True
-    by_request: ClassVar[bool] = False
+class HostRoute(Route):
+    name = "host"
+    pulls = True
 
     def compares(self, verify: bool | None) -> bool:
         return verify is True  # what the kernel copies is compared by choice alone
@@ -388,4 +386,4 @@ class HostRoute:
         return HostPull(incoming, found.memory, ways)
 
 
-ROUTE: Route = HostRoute()
+ROUTE = HostRoute()

@@ -5,16 +5,11 @@ With several receivers the chunks go down a chain (`protocol.fanout`).
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes.seam import (
     Incoming,
-    Line,
     Mover,
-    Outgoing,
     Route,
-    Server,
     Unavailable,
 )
 from torchrelay.transports.transfer.intake import Feed, Intake
@@ -49,27 +44,11 @@ class PushedChunks(Mover):
             self._intake.close()
 
 
-class MessageServer(Server):
-    """The protocol itself pushes the chunks."""
-
-    def offer(self, join: wire.Join, line: Line) -> wire.RouteOffer | Unavailable:
-        return Unavailable("")  # it needs none
-
-
-class MessageRoute:
-    name: ClassVar[str] = "group"
-    asked_as: ClassVar[str] = "group"
-    pulls: ClassVar[bool] = False
-    by_request: ClassVar[bool] = False
-
-    def compares(self, verify: bool | None) -> bool:
-        return verify is not False
-
-    def server(self, outgoing: Outgoing) -> Server:
-        return MessageServer()
+class MessageRoute(Route):
+    name = "group"
 
     def accept(self, offer: wire.RouteOffer | None, incoming: Incoming) -> Mover | Unavailable:
         return PushedChunks(incoming)
 
 
-ROUTE: Route = MessageRoute()
+ROUTE = MessageRoute()

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -293,14 +293,10 @@ class NixlPull(Pull):
                 self._agent.part(peer)
 
 
-class NixlRoute:
-    name: ClassVar[str] = "nixl"
-    asked_as: ClassVar[str] = "nixl"
-    pulls: ClassVar[bool] = True
-    by_request: ClassVar[bool] = True
-
-    def compares(self, verify: bool | None) -> bool:
-        return verify is not False
+class NixlRoute(Route):
+    name = "nixl"
+    pulls = True
+    by_request = True
 
     def server(self, outgoing: Outgoing) -> Server:
         return NixlServer(outgoing)
@@ -324,4 +320,4 @@ class NixlRoute:
         return NixlPull(incoming, agent, peer, sources)
 
 
-ROUTE: Route = NixlRoute()
+ROUTE = NixlRoute()

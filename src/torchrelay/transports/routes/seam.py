@@ -79,8 +79,8 @@ class Server:
         """Do what can be done before a receiver has come."""
 
     def offer(self, join: wire.Join, line: Line) -> wire.RouteOffer | Unavailable:
-        """What a receiver that has joined is told."""
-        raise NotImplementedError
+        """What a receiver that has joined is told. Unavailable: nothing."""
+        return Unavailable("")
 
     def answer(self, rank: int, taken: str, word: bytes, deadline: Deadline) -> None:
         """The receiver takes route `taken`; `word` is its answer if that is this one."""
@@ -156,18 +156,24 @@ class Mover:
         """Nothing is written after this; `keep` what the bytes came by for the next time."""
 
 
-class Route(Protocol):
+class Route:
     """A way for bytes from one process to another."""
 
     name: ClassVar[str]
-    asked_as: ClassVar[str]  # what a caller asks for, and a report says
-    pulls: ClassVar[bool]
-    by_request: ClassVar[bool]  # taken only where both sides ask for it
+    asked_as: ClassVar[str]  # what a caller asks for, and a report says; its name by default
+    pulls: ClassVar[bool] = False
+    by_request: ClassVar[bool] = False  # taken only where both sides ask for it
+
+    def __init_subclass__(cls) -> None:
+        cls.asked_as = cls.__dict__.get("asked_as", cls.name)
 
     def compares(self, verify: bool | None) -> bool:
         """Whether what comes by it is compared with what was sent."""
+        return verify is not False
 
-    def server(self, outgoing: Outgoing) -> Server: ...
+    def server(self, outgoing: Outgoing) -> Server:
+        return Server()
 
     def accept(self, offer: wire.RouteOffer | None, incoming: Incoming) -> Mover | Unavailable:
         """The receiver's end, if the offer can be taken. None: there is no offer."""
+        raise NotImplementedError
