@@ -99,6 +99,7 @@ def test_watch_tells_of_readers(endpoint: tr.Endpoint, monkeypatch: pytest.Monke
     assert "127.0.0.1 has read step 5" in lines
 
 
+@pytest.mark.slow  # docs/cli.md has a server in the suite; this one waits for a second step
 @pytest.mark.timeout(180)
 def test_serve_follows_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHRELAY_TOKEN", raising=False)
