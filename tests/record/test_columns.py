@@ -637,7 +637,7 @@ def test_a_nested_tensor_does_not_end_the_process() -> None:
         with pytest.raises(tr.UnsupportedLeafError) as caught:
             capture(state, like=like)
         assert caught.value.path == "['7']"
-    assert 7 not in prepare(state).plan.plain_leaves
+    assert 7 not in prepare(state).plan
 
 
 # What is written down

@@ -60,14 +60,13 @@ class PlainLayout:
         places = self.plains.leaves
         return lows.tolist(), highs.tolist(), [places[n] for n in order.tolist()]
 
-    @cached_property
-    def plain_leaves(self) -> Container[int]:
-        return range(self.plains.count) if self.whole else set(self.plains.leaves)
+    def __contains__(self, leaf: object) -> bool:
+        return leaf in self._leaves
 
-    @property
-    def whole(self) -> bool:
-        """Whether every leaf is a plain tensor."""
-        return len(self.plains) == self.plains.count
+    @cached_property
+    def _leaves(self) -> Container[object]:
+        plains = self.plains
+        return range(plains.count) if len(plains) == plains.count else set(plains.leaves)
 
 
 def _apart(lows: Column, highs: Column) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -190,8 +189,7 @@ def split(
     fits = _fitting(plains, here, table, there)
     if late:
         fits &= ~np.isin(table.rows[there], list(late))
-    taken = set(numbers[fits].tolist())
-    here, there = here[fits], there[fits]
+    here, there, numbers = here[fits], there[fits], numbers[fits]
     if matched.tree is None and len(here):  # a tied tensor is there more than once
         _, once = np.unique(here * len(table.rows) + there, return_index=True)
         here, there = here[once], there[once]
@@ -211,8 +209,9 @@ def split(
     )
     if (pieces.at[1:] < pieces.at[:-1] + pieces.nbytes[:-1]).any():
         return Split(Straight.none(), matched.pairs)
-    if len(taken) == len(manifest.leaves) and matched.tree is not None:
+    if matched.tree is not None and len(here) == len(manifest.leaves):
         return Split(pieces, [])
+    taken = set(numbers.tolist())
     if matched.tree is not None:
         return Split(pieces, matched.some(set(range(len(manifest.leaves))) - taken))
     return Split(pieces, [pair for n, pair in enumerate(matched.pairs) if n not in taken])

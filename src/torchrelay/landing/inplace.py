@@ -70,8 +70,7 @@ class ExistingTensors:
         if filled:
             matched = Matched([*matched.pairs, *filled], self._missing, self._extra)
         likes = {one.leaf: one.like for one in reversed(news)}
-        plain_leaves = into.plan.plain_leaves
-        manifest, matched, late = offer.beside(into.flat.leaves, plain_leaves, matched, likes)
+        manifest, matched, late = offer.beside(into.flat.leaves, into.plan, matched, likes)
         self._manifest = manifest
         self.chunks = chunks_of(manifest)
         self._anew = Anew(manifest, terms.rank, terms.device, terms.shards)
