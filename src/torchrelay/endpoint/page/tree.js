@@ -77,9 +77,9 @@ function treeRow({ node, name, depth }) {
     h("span", { class: "twist" }, node.below.size ? (opened ? "▾" : "▸") : ""),
     h("span", { class: "name", title: node.path }, name),
     isLeaf ? h("span", { class: "kind" }, node.leaf.dtype) : null,
-    h("span", { class: "shape" }, isLeaf ? node.leaf.shape.join("×") || "()" : node.text !== null ? node.text : plural(node.tensors, "tensor")),
-    node.text === null ? h("span", { class: "size" }, bytes(node.bytes)) : null,
-    node.text === null ? h("span", { class: "weight" }, weight) : null);
+    h("span", { class: "shape" }, isLeaf ? node.leaf.shape.join("×") || "()" : node.text !== null ? node.text : node.tensors ? plural(node.tensors, "tensor") : ""),
+    node.tensors ? h("span", { class: "size" }, bytes(node.bytes)) : null,
+    node.tensors ? h("span", { class: "weight" }, weight) : null);
   row.style.paddingLeft = `${10 + depth * 16}px`;
   return row;
 }
