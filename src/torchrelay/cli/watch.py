@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from torchrelay.cli.access import token_file
 from torchrelay.cli.output import end_when_told, fail, one_line_errors, plain, size
-from torchrelay.cli.watched import WatchedPlaces
 from torchrelay.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torchrelay.cli.watched import WatchedPlaces
 
 INTERVAL = 2.0
 WHERE = typer.Argument(help="Places with steps, or the URL of an endpoint.")
@@ -39,6 +40,8 @@ def _watch(
     as_json: bool = typer.Option(False, "--json", help="Print a line of JSON for each event."),
 ) -> None:
     """Tell of steps and transfers as they come and go, from now on. Ctrl-C ends it."""
+    from torchrelay.cli.watched import WatchedPlaces
+
     with one_line_errors():
         watched = WatchedPlaces(where)
         try:
@@ -63,6 +66,8 @@ def _watch(
 
 
 def _serve_page(watched: WatchedPlaces, address: str) -> None:
+    import asyncio
+
     from torchrelay.endpoint.page.site import serve_page
     from torchrelay.endpoint.security import Address, check_listening, find_token
 
