@@ -28,11 +28,15 @@ TOKEN = "a-token-of-the-benchmark"
 _made: dict[str, Any] = {}
 
 
+def pattern(nbytes: int) -> torch.Tensor:
+    return torch.arange(251, dtype=torch.uint8).repeat(nbytes // 251 + 1)[:nbytes]
+
+
 def serve_at(rank: int, nbytes: int) -> str:
     """The first host serves a state at its own address; every host hears the URL."""
     told: list[Any] = [None]
     if rank == 0:
-        state = {"w": (torch.arange(nbytes) % 251).to(torch.uint8)}
+        state = {"w": pattern(nbytes)}
         options: dict[str, Any] = {"address": f"{Switch.address(0)}:0", "token": TOKEN}
         _made["endpoint"] = tr.serve(state, step=1, group=False, **options)
         told = [_made["endpoint"].url]
@@ -48,12 +52,13 @@ def pull_at(rank: int, pullers: int, reshare: bool) -> tuple[float, bool, int]:
     begun = time.monotonic()
     right = True
     if 0 < rank <= pullers:
-        got = tr.pull(_made["url"], token=TOKEN, reshare=reshare, same_host=False, timeout=60)
-        right = bool((got.state["w"] == torch.arange(len(got.state["w"])) % 251).all())
+        got = tr.pull(_made["url"], token=TOKEN, reshare=reshare, same_host=False, timeout=110)
     spent = time.monotonic() - begun
     dist.barrier()
-    if 0 < rank <= pullers and got.seed is not None:
-        got.seed.close()
+    if 0 < rank <= pullers:
+        right = torch.equal(got.state["w"], pattern(len(got.state["w"])))
+        if got.seed is not None:
+            got.seed.close()
     if rank == 0:
         sent = _made["endpoint"].status()["sent_bytes"] - sent
     return spent, right, sent
@@ -70,7 +75,7 @@ def run(pullers: int, nbytes: int, laps: int, tell: Callable[[str], None]) -> di
         hosts.run(serve_at, nbytes)
         for number in range(laps):
             for count, reshare in ((1, False), (pullers, True)):
-                found = hosts.run(pull_at, count, reshare)
+                found = hosts.run(pull_at, count, reshare, timeout=120)
                 exact = exact and all(right for _, right, _ in found)
                 slowest = max(seconds for seconds, _, _ in found[1:])
                 (together if reshare else alone).append(slowest)
