@@ -29,9 +29,9 @@ from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import described_mesh
 from torchrelay.stores.box_reads import by_name
-from torchrelay.stores.drafting import Share, Written, commit_record, sealed
-from torchrelay.stores.planning import RulePlanning
 from torchrelay.stores.records import Checkpoint, decode
+from torchrelay.stores.shares.drafting import Share, Written, commit_record, sealed
+from torchrelay.stores.shares.planning import RulePlanning
 
 RESULT = Path(__file__).parent / "results" / "scale.json"
 PLAIN = 10  # of the tensors of each rank, one of them its own

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.checkpointer import staging
+from torchrelay.checkpointer.saves import staging
 from torchrelay.stores import device_reading
 from torchrelay.stores.device_reading import DeviceFetch
 

@@ -19,8 +19,8 @@ from tests.support.cuts import stores_with
 from tests.support.forks import servers
 from tests.support.ranks import Exited, RankPool, run_ranks
 from tests.support.saved import equal
-from torchrelay.checkpointer import stopping
-from torchrelay.checkpointer.stopping import Stopping
+from torchrelay.checkpointer.saves import stopping
+from torchrelay.checkpointer.saves.stopping import Stopping
 from torchrelay.stores.local.files import Files
 
 SEED = 9

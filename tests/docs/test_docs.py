@@ -43,9 +43,10 @@ from torchrelay.plan import outline
 from torchrelay.plan.snapshot import capture
 from torchrelay.record import codec, manifest, meshes, validation
 from torchrelay.record.digest import digest
-from torchrelay.stores import dcp, layout, seam
+from torchrelay.stores import dcp, seam
 from torchrelay.stores import records as commit
 from torchrelay.stores.objects import store as objects
+from torchrelay.stores.shares import layout
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes import channels, cuda_ipc, host, ipc_handles, ring
 

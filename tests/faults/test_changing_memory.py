@@ -12,12 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
-from torchrelay.checkpointer.staging import Pipeline
+from torchrelay.checkpointer.saves.staging import Pipeline
 from torchrelay.plan.stream import Stream
 from torchrelay.record.digest import digest
-from torchrelay.stores import drafting
 from torchrelay.stores.dcp import Writer
 from torchrelay.stores.local.files import Files
+from torchrelay.stores.shares import drafting
 from torchrelay.stores.writer.ranges import FileSpec
 
 

@@ -29,8 +29,9 @@ import torchrelay as tr
 from tests.support.forge import body_of, change, flip, forged, forged_bytes, kept, little_memory
 from tests.support.rounds import rounds
 from tests.support.saved import equal, state, which
-from torchrelay.stores import blobs, records
+from torchrelay.stores import records
 from torchrelay.stores.reading import leaves_in
+from torchrelay.stores.shares import blobs
 
 SEED = 20261115
 

@@ -21,7 +21,7 @@ from torchrelay.dropin.stock_dcp import read_stock, write_stock
 from torchrelay.errors import CheckpointError
 from torchrelay.plan.outline import outline
 from torchrelay.stores.dcp import Reader, Writer
-from torchrelay.stores.drafting import sealed
+from torchrelay.stores.shares.drafting import sealed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -16,7 +16,8 @@ import torchrelay as tr
 from tests.support.cuts import stores_with
 from tests.support.ranks import RankPool
 from tests.support.saved import equal, state, training, which
-from torchrelay.checkpointer import saving, staging
+from torchrelay.checkpointer.saves import saver as saving
+from torchrelay.checkpointer.saves import staging
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.seam import MANIFEST
 

@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from torchrelay.checkpointer import agreement
+from torchrelay.checkpointer.saves import agreement
 from torchrelay.errors import CheckpointError, ManifestError, RelayError
 from torchrelay.plan.outline import outline
 from torchrelay.resharding import record
 from torchrelay.resharding.owners import whole_of
 from torchrelay.resharding.record import RankBox, RankRecord
-from torchrelay.stores import plan_limits
-from torchrelay.stores.given_planner import PlannerPlanning, local_plan
-from torchrelay.stores.plans import Item, Told, merge_outlines
+from torchrelay.stores.shares import plan_limits
+from torchrelay.stores.shares.given_planner import PlannerPlanning, local_plan
+from torchrelay.stores.shares.plans import Item, Told, merge_outlines
 
 SECONDS = 2.0  # of the processor, for any input of 2 MB
 ROWS = 4000

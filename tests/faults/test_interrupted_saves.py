@@ -17,7 +17,7 @@ import torchrelay as tr
 from tests.support.interrupts import Line, interrupted, lines_of
 from tests.support.ranks import RankPool
 from tests.support.saved import equal, state
-from torchrelay.stores.planning import RulePlanning
+from torchrelay.stores.shares.planning import RulePlanning
 
 PARTS = ("checkpointer", "stores", "transports/group/assembly.py", "memory/arena.py")
 SEED = 20
@@ -82,7 +82,11 @@ def test_a_save_interrupted_at_any_line_leaves_the_next_ones_right(
     lines = learner.lines()
     learner.checkpointer.close()
     assert len(lines) > 150
-    keeping = ("stores/planning.py", "checkpointer/saving.py", "stores/writer/client.py")
+    keeping = (
+        "stores/shares/planning.py",
+        "checkpointer/saves/saver.py",
+        "stores/writer/client.py",
+    )
     some = random.Random(SEED)
     chosen = some.sample([line for line in lines if line[0] in keeping], 25)
     check_lines(tmp_path, kind, chosen + some.sample(lines, 5), first=False)
@@ -111,7 +115,7 @@ def interrupt_ranks(rank: int, group: Any, root: str) -> list[str]:
     job.save(state)
     found = []
     for victim, number in product(range(group.size()), late):
-        line = ("stores/planning.py", number)
+        line = ("stores/shares/planning.py", number)
         hit = True
         if rank == victim:
             hit = interrupted(lambda: job.save(other, 1.5), PARTS, line)

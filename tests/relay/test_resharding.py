@@ -33,7 +33,7 @@ from torchrelay.resharding import record as records
 from torchrelay.resharding.holding import Holding
 from torchrelay.resharding.owners import whole_of
 from torchrelay.resharding.record import RankBox, RankRecord
-from torchrelay.stores.plans import Told
+from torchrelay.stores.shares.plans import Told
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.parts import Branch
 from torchrelay.transports.protocol.peers import Peer

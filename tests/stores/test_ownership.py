@@ -17,9 +17,9 @@ import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay.errors import CheckpointError
 from torchrelay.plan.outline import outline
-from torchrelay.stores import ownership
-from torchrelay.stores.ownership import Details, HeldTensor, Row, Statement
-from torchrelay.stores.planning import RulePlanning
+from torchrelay.stores.shares import ownership
+from torchrelay.stores.shares.ownership import Details, HeldTensor, Row, Statement
+from torchrelay.stores.shares.planning import RulePlanning
 
 SEED = 11
 

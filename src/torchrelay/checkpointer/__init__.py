@@ -3,7 +3,7 @@
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep, KeepAll, KeepEvery, KeepLast
 from torchrelay.checkpointer.loader import Loaded, LoadReport
-from torchrelay.checkpointer.pending import Pending, Saved
+from torchrelay.checkpointer.saves.pending import Pending, Saved
 
 __all__ = [
     "Checkpointer",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from torchrelay.checkpointer.keep import Keep, KeepAll
-from torchrelay.checkpointer.pending import logger
+from torchrelay.checkpointer.saves.pending import logger
 from torchrelay.errors import (
     CheckpointError,
     DamagedError,

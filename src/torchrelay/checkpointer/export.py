@@ -10,11 +10,11 @@ import torch
 
 from torchrelay.errors import CheckpointError, MismatchError, UsageError
 from torchrelay.state import tensors as t
-from torchrelay.stores.drafting import Share
-from torchrelay.stores.layout import Entry, arrange
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.store import LocalSink, token
-from torchrelay.stores.plans import Drafted
+from torchrelay.stores.shares.drafting import Share
+from torchrelay.stores.shares.layout import Entry, arrange
+from torchrelay.stores.shares.plans import Drafted
 from torchrelay.stores.writer.ranges import Writing
 
 SHARD_BYTES = 5_000_000_000  # what Hugging Face's own tools split at

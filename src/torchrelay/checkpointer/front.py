@@ -18,22 +18,22 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torchrelay.checkpointer.catalog import Catalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, policy
-from torchrelay.checkpointer.last_save import LastSave, agreed_step
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted, patience
 from torchrelay.checkpointer.owner import Owner, enrol
-from torchrelay.checkpointer.pending import Pending, Saved, logger
 from torchrelay.checkpointer.planners import planners
-from torchrelay.checkpointer.saving import Save, Saver
-from torchrelay.checkpointer.step_draft import GRACE
+from torchrelay.checkpointer.saves.last_save import LastSave, agreed_step
+from torchrelay.checkpointer.saves.pending import Pending, Saved, logger
+from torchrelay.checkpointer.saves.saver import Save, Saver
+from torchrelay.checkpointer.saves.step_draft import GRACE
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.progress import ProgressCallback
 from torchrelay.steps import check_step
-from torchrelay.stores.layout import FILE_BYTES
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import Store
+from torchrelay.stores.shares.layout import FILE_BYTES
 from torchrelay.transports.group.assembly import Assembly
 from torchrelay.version import __version__
 

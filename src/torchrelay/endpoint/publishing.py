@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torchrelay.checkpointer.agreement import agree
+from torchrelay.checkpointer.saves.agreement import agree
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.process import ServerProcess
 from torchrelay.endpoint.server import messages as m
@@ -24,11 +24,11 @@ from torchrelay.memory.side import settle
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.validation import itemsize
-from torchrelay.stores import plan_limits, plans
-from torchrelay.stores.drafting import Share, Written, commit_record
-from torchrelay.stores.layout import DTYPES
-from torchrelay.stores.planning import RulePlanning
 from torchrelay.stores.records import Checkpoint, content_digest, encode
+from torchrelay.stores.shares import plan_limits, plans
+from torchrelay.stores.shares.drafting import Share, Written, commit_record
+from torchrelay.stores.shares.layout import DTYPES
+from torchrelay.stores.shares.planning import RulePlanning
 from torchrelay.stores.writer.ranges import WORKERS
 from torchrelay.transports.group.assembly import COORDINATOR, Assembly, Call
 from torchrelay.version import __version__

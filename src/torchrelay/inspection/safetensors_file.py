@@ -16,8 +16,8 @@ from torchrelay.inspection.slabs import slabs
 from torchrelay.progress import Progress, ProgressCallback
 from torchrelay.record.dtypes import itemsize
 from torchrelay.state.tensors import dtype_named
-from torchrelay.stores.layout import Entry, arrange
 from torchrelay.stores.local.store import token
+from torchrelay.stores.shares.layout import Entry, arrange
 
 
 def write_safetensors(

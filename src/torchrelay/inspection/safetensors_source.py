@@ -14,7 +14,7 @@ from torchrelay.inspection.seam import Contents, VolumeFacts
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.stored import Shard, StoredTensor
-from torchrelay.stores.layout import DTYPES, METADATA
+from torchrelay.stores.shares.layout import DTYPES, METADATA
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _MAX_DIMS = 64

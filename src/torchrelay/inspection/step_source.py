@@ -12,10 +12,10 @@ from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened
 from torchrelay.state.leaves import parts
 from torchrelay.state.tree import slots
-from torchrelay.stores.layout import rank_of
 from torchrelay.stores.reading import Fetch, Task, everything, opened, unread
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import DataReader
+from torchrelay.stores.shares.layout import rank_of
 
 LONGEST = 80  # characters of a value that are shown
 

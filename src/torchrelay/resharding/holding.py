@@ -11,8 +11,8 @@ from torchrelay.plan.outline import outline
 from torchrelay.resharding.record import RankBox, RankRecord, encode
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut, local_parts
-from torchrelay.stores.plans import Told
-from torchrelay.stores.replicas import replicas_of
+from torchrelay.stores.shares.plans import Told
+from torchrelay.stores.shares.replicas import replicas_of
 from torchrelay.transports.protocol.wire import Cut
 
 

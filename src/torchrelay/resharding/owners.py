@@ -17,8 +17,8 @@ from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.record.validation import itemsize
 from torchrelay.resharding.record import RankRecord
 from torchrelay.stores.file_places import ALIGN
-from torchrelay.stores.plans import LocalPlan, merge_outlines, renames
 from torchrelay.stores.records import Checkpoint, DataFile, check
+from torchrelay.stores.shares.plans import LocalPlan, merge_outlines, renames
 
 
 class Whole(NamedTuple):

@@ -14,7 +14,7 @@ from torchrelay.errors import ManifestError
 from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES
 from torchrelay.record.pause import gc_paused
 from torchrelay.steps import MAX_STEP
-from torchrelay.stores.plans import Told
+from torchrelay.stores.shares.plans import Told
 
 
 class RankBox(msgspec.Struct, array_like=True, frozen=True, gc=False):

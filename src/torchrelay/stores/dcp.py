@@ -46,11 +46,8 @@ from torchrelay.landing.packed import unpack
 from torchrelay.memory.bounded import bounded
 from torchrelay.plan.outline import outline
 from torchrelay.plan.region import Region
-from torchrelay.stores import blobs, plans
 from torchrelay.stores.box_reads import Wave, asked_for, waves
-from torchrelay.stores.drafting import Share, Written, check_files, commit_record, sealed
 from torchrelay.stores.flattened import outline_of
-from torchrelay.stores.layout import FILE_BYTES, arrange
 from torchrelay.stores.local.store import token
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.metadata import AsPlanned, Unknown, as_planned
@@ -58,6 +55,9 @@ from torchrelay.stores.opening import OpenedStep, open_newest, open_step
 from torchrelay.stores.reading import Fetch
 from torchrelay.stores.records import Blob, Checkpoint
 from torchrelay.stores.seam import Draft, Store
+from torchrelay.stores.shares import blobs, plans
+from torchrelay.stores.shares.drafting import Share, Written, check_files, commit_record, sealed
+from torchrelay.stores.shares.layout import FILE_BYTES, arrange
 from torchrelay.stores.writer.ranges import Writing
 from torchrelay.version import __version__
 

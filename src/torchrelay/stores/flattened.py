@@ -20,8 +20,8 @@ from torchrelay.plan.pathtree import Key, tree_of_paths
 from torchrelay.record import manifest as m
 from torchrelay.state.paths import Path
 from torchrelay.state.tensors import NAMES
-from torchrelay.stores.drafting import Written
-from torchrelay.stores.plans import Told
+from torchrelay.stores.shares.drafting import Written
+from torchrelay.stores.shares.plans import Told
 
 GROUPS, PARAMS, STATE = "param_groups", "params", "state"
 _NOTHING = m.DictNode("dict", (), ())

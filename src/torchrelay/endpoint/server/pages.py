@@ -17,7 +17,7 @@ from torchrelay.errors import EndpointError
 from torchrelay.inspection.seam import Contents, VolumeFacts
 from torchrelay.record.stored import StoredTensor
 from torchrelay.sources.connection import Answered, Host
-from torchrelay.stores.layout import rank_of
+from torchrelay.stores.shares.layout import rank_of
 
 KEPT = 8  # steps whose contents are remembered, to say what changed
 READ_SECONDS = 60.0  # that another rank may take to give some bytes

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from torchrelay.checkpointer.owner import Owner
-from torchrelay.checkpointer.pending import logger
+from torchrelay.checkpointer.saves.pending import logger
 from torchrelay.errors import UsageError
 
 

@@ -15,9 +15,6 @@ from torchrelay.plan.stream import Stream
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf
 from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state.leaves import parts
-from torchrelay.stores.device_hashing import hashed_on_devices
-from torchrelay.stores.layout import FileLayout
-from torchrelay.stores.plans import Drafted, Outlines, Told, with_objects
 from torchrelay.stores.records import (
     Blob,
     Checkpoint,
@@ -27,6 +24,9 @@ from torchrelay.stores.records import (
     encode,
 )
 from torchrelay.stores.seam import Draft
+from torchrelay.stores.shares.device_hashing import hashed_on_devices
+from torchrelay.stores.shares.layout import FileLayout
+from torchrelay.stores.shares.plans import Drafted, Outlines, Told, with_objects
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged
 
 PASS_BYTES = 64 << 20

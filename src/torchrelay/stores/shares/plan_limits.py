@@ -16,7 +16,7 @@ import msgspec
 from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.geometry.boxes import Box, Comparisons
 from torchrelay.record.manifest import MAX_STREAM_BYTES
-from torchrelay.stores.plans import Item
+from torchrelay.stores.shares.plans import Item
 
 MAX_PAIRS = 1 << 18  # boxes of one tensor, each with each, of all tensors of a rank
 

@@ -19,11 +19,11 @@ from torchrelay.plan.outline import Named, Outline
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import mesh_record
-from torchrelay.stores import ownership, plan_limits
-from torchrelay.stores.layout import Entry, FileLayout, arrange
-from torchrelay.stores.ownership import Details, HeldTensor, Question, Row, Ruling, Statement
-from torchrelay.stores.plans import Drafted, Outlines, Told
-from torchrelay.stores.replicas import facts_of
+from torchrelay.stores.shares import ownership, plan_limits
+from torchrelay.stores.shares.layout import Entry, FileLayout, arrange
+from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling, Statement
+from torchrelay.stores.shares.plans import Drafted, Outlines, Told
+from torchrelay.stores.shares.replicas import facts_of
 
 Signature = list[tuple[object, ...]]
 

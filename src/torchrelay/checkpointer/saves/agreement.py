@@ -9,8 +9,8 @@ import msgspec
 from torchrelay.deadlines import Deadline
 from torchrelay.plan.outline import outline
 from torchrelay.state.objects import unwrap
-from torchrelay.stores import plan_limits
-from torchrelay.stores.planning import Planning
+from torchrelay.stores.shares import plan_limits
+from torchrelay.stores.shares.planning import Planning
 from torchrelay.transports.group.assembly import COORDINATOR, Call
 
 

@@ -17,8 +17,8 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.plan.stream import Stream
 from torchrelay.progress import Bar
-from torchrelay.stores.drafting import Share
 from torchrelay.stores.seam import DataFiles
+from torchrelay.stores.shares.drafting import Share
 from torchrelay.stores.writer.client import WriterProcess
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from torchrelay.checkpointer.pending import logger
+from torchrelay.checkpointer.saves.pending import logger
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError, StepExistsError, StorageTimeoutError
 from torchrelay.memory.bounded import bounded
-from torchrelay.stores.drafting import check_files, sealed
 from torchrelay.stores.local.final_act import unknown
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import Draft, Store
+from torchrelay.stores.shares.drafting import check_files, sealed
 
 HEADROOM = 1 << 20  # bytes kept free beside the data: commit record, directory
 GRACE = 0.5  # seconds past the deadline for a look, or for cleaning up

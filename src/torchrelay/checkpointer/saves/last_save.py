@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from torchrelay.checkpointer.signals import SaveOnSignal
-from torchrelay.checkpointer.stopping import Stopping
+from torchrelay.checkpointer.saves.signals import SaveOnSignal
+from torchrelay.checkpointer.saves.stopping import Stopping
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError, UsageError
 from torchrelay.transports.group.assembly import Assembly

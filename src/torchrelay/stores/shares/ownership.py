@@ -21,8 +21,8 @@ from torchrelay.errors import CheckpointError
 from torchrelay.plan.outline import Outline
 from torchrelay.record.digest import DIGEST_BYTES
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf
-from torchrelay.stores.plans import Outlines, Told
 from torchrelay.stores.records import Own
+from torchrelay.stores.shares.plans import Outlines, Told
 
 BUCKETS = 64
 _Buckets = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)], ...], msgspec.Meta()]

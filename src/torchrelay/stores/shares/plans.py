@@ -37,9 +37,9 @@ from torchrelay.plan.outline import Outline
 from torchrelay.record.keys import check_keys
 from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES, Leaf, Node
 from torchrelay.state import tensors as t
-from torchrelay.stores import blobs
-from torchrelay.stores.layout import Entry
 from torchrelay.stores.records import Own
+from torchrelay.stores.shares import blobs
+from torchrelay.stores.shares.layout import Entry
 
 Kind = Literal["TENSOR", "SHARD", "BYTE_IO"]  # names of `WriteItemType`
 _Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_STREAM_BYTES)]

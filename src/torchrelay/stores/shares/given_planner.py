@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torchrelay.landing.packed import pack
 from torchrelay.plan.outline import Named
 from torchrelay.state import tensors as t
-from torchrelay.stores import plan_limits, plans
-from torchrelay.stores.layout import FileLayout, arrange
-from torchrelay.stores.planning import Decision
-from torchrelay.stores.plans import Drafted, FinalPlan, LocalPlan, Outlines, Told
-from torchrelay.stores.replicas import replicas_of
+from torchrelay.stores.shares import plan_limits, plans
+from torchrelay.stores.shares.layout import FileLayout, arrange
+from torchrelay.stores.shares.planning import Decision
+from torchrelay.stores.shares.plans import Drafted, FinalPlan, LocalPlan, Outlines, Told
+from torchrelay.stores.shares.replicas import replicas_of
 
 _local = msgspec.msgpack.Decoder(LocalPlan)
 _final = msgspec.msgpack.Decoder(FinalPlan)

@@ -24,16 +24,16 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from torchrelay.checkpointer.agreement import agree
-from torchrelay.checkpointer.pending import Pending, Saved, logger
-from torchrelay.checkpointer.staging import (
+from torchrelay.checkpointer.saves.agreement import agree
+from torchrelay.checkpointer.saves.pending import Pending, Saved, logger
+from torchrelay.checkpointer.saves.staging import (
     HereTarget,
     Pipeline,
     ProcessTarget,
     arena_bytes,
     in_parts,
 )
-from torchrelay.checkpointer.step_draft import StepDraft
+from torchrelay.checkpointer.saves.step_draft import StepDraft
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
@@ -42,12 +42,12 @@ from torchrelay.memory.pool import cores
 from torchrelay.memory.side import settle
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.pause import gc_paused
-from torchrelay.stores import plan_limits, plans
-from torchrelay.stores.drafting import Share, Written, commit_record
-from torchrelay.stores.given_planner import PlannerPlanning
 from torchrelay.stores.local.store import token
-from torchrelay.stores.planning import Planning, RulePlanning
 from torchrelay.stores.seam import Store
+from torchrelay.stores.shares import plan_limits, plans
+from torchrelay.stores.shares.drafting import Share, Written, commit_record
+from torchrelay.stores.shares.given_planner import PlannerPlanning
+from torchrelay.stores.shares.planning import Planning, RulePlanning
 from torchrelay.stores.writer.client import WriterProcess
 from torchrelay.stores.writer.ranges import WORKERS
 from torchrelay.transports.group.assembly import Assembly, Call
