@@ -216,7 +216,7 @@ def test_a_receiver_does_not_read_a_third_process_on_a_senders_word(
 
 def test_no_receiver_tells_where_its_memory_is() -> None:
     """Before it knows who asks: joining says a nonce, which is good for being read by others."""
-    assert wire.Join.__struct_fields__ == ("step", "place", "nonce", "fd", "knows")
+    assert wire.Join.__struct_fields__ == ("step", "place", "nonce", "fd")
     assert not any("token" in name or "beacon" in name for name in wire.Join.__struct_fields__)
 
 

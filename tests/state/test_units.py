@@ -46,10 +46,11 @@ from torchrelay.record import codec
 from torchrelay.record import manifest as m
 from torchrelay.record.arrays import dtype_from_text, dtype_to_text
 from torchrelay.record.digest import DIGEST_BYTES, digest
-from torchrelay.record.validation import MAX_SIZE, check
+from torchrelay.record.validation import check
 from torchrelay.record.values import decode_key, decode_value, encode_key, encode_value
 from torchrelay.state.registry import codec_named, codec_of, register
 from torchrelay.state.tree import flatten, show, slots, unflatten
+from torchrelay.steps import MAX_STEP
 
 # torch warns about quantized, sparse and complex32 tensors as such.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -828,7 +829,7 @@ def _array(**changes: Any) -> dict[str, Any]:
     "changes",
     [
         {"step": -1},
-        {"step": MAX_SIZE},
+        {"step": MAX_STEP + 1},
         {"leaves": ()},
         {"tree": 7},
         {"chunks": ()},

@@ -65,6 +65,7 @@ class _Shelf:
 
     def __init__(self, source: EndpointSource, deadline: Deadline, newer_than: int | None) -> None:
         self._source, self._deadline, self._newer_than = source, deadline, newer_than
+        self.waits = newer_than is not None  # for a step that is not there yet
 
     @property
     def url(self) -> str:
@@ -76,11 +77,15 @@ class _Shelf:
             return list(found)
         newer = [step for step in found if step > self._newer_than]
         if not newer:
-            raise TransferTimeoutError(
-                f"no step above {self._newer_than} at {self.url} in {self._deadline.seconds:g} s",
-                phase="wait",
-            )
+            raise self.in_vain()
+        self.waits = False
         return newer
+
+    def in_vain(self) -> TransferTimeoutError:
+        return TransferTimeoutError(
+            f"no step above {self._newer_than} at {self.url} in {self._deadline.seconds:g} s",
+            phase="wait",
+        )
 
     def open(self, step: int, patience: Retry = ONCE) -> OpenedEndpoint:
         return self._source.open(step, self._deadline)
@@ -205,6 +210,8 @@ def pull(
         reason = ""
     except StorageTimeoutError as fault:
         reason = "it took too long"
+        if shelf.waits:
+            raise shelf.in_vain() from fault
         raise TransferTimeoutError(
             f"{source.name} did not give the state in {deadline.seconds:g} s; it gave "
             f"{sum(source.supplied.values())} bytes",
