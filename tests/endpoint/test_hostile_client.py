@@ -30,6 +30,10 @@ STATE = {"w": torch.arange(16_000_000.0)}
 def endpoint() -> Iterator[tr.Endpoint]:
     options = {"stall": STALL, "hold": 2.0, "connections": 12, "timeout": 60}
     with tr.serve(STATE, step=1, token=TOKEN, **options) as made:  # type: ignore[arg-type]
+        end = time.monotonic() + 60
+        while made.status()["step"] is None:  # it is staged, and shown a moment later
+            assert time.monotonic() < end
+            time.sleep(0.01)
         yield made
 
 
