@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -156,8 +157,12 @@ def test_a_reader_in_the_middle_of_a_step_keeps_it_and_the_trainer_goes_on(
     with subprocess.Popen(command) as reader:
         while not any(one["bytes"] for one in stage.endpoint.status()["transfers"]):
             assert reader.poll() is None
-        stage.show(_state(9, 20_000))
-        skipped = stage.endpoint.publish(_state(10, 20_000), step=10_000)
+        reader.send_signal(signal.SIGSTOP)  # it is in the middle, however long that takes
+        try:
+            stage.show(_state(9, 20_000))
+            skipped = stage.endpoint.publish(_state(10, 20_000), step=10_000)
+        finally:
+            reader.send_signal(signal.SIGCONT)
         assert skipped.skipped is not None and "is read by 127.0.0.1" in skipped.skipped
         assert skipped.done()
         assert reader.wait(60) == 0
