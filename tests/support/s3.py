@@ -134,7 +134,13 @@ def moto_server() -> Iterator[tuple[str, int]]:
 def s3(moto_server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     """A server with one empty bucket, and the environment of a user who works with it."""
     door = S3(moto_server)
-    door.ask("POST", "/moto-api/reset")
+    for attempt in range(3):  # a connection of the test before may take this one down with it
+        try:
+            door.ask("POST", "/moto-api/reset")
+            break
+        except ConnectionError:
+            if attempt == 2:
+                raise
     assert door.ask("PUT", f"/{BUCKET}")[0] == 200
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ALLOW_HTTP", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
