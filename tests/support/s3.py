@@ -41,7 +41,7 @@ class S3:
         self.hook: Hook | None = None
         self._door = _Door(("127.0.0.1", 0), _Handler)
         self._door.s3 = self
-        self._thread = threading.Thread(target=self._door.serve_forever, args=(0.02,))
+        self._thread = threading.Thread(target=self._door.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
         self.endpoint = f"http://127.0.0.1:{self._door.server_port}"
 
