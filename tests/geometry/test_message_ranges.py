@@ -143,7 +143,8 @@ def exchange(rank: int, group: Any, liar: int) -> list[tuple[str, Outcome]]:
 def test_no_number_ends_or_hangs_the_other_side(pool2: Any, liar: int) -> None:
     results = pool2.run(exchange, liar, timeout=50, fresh_group=True)
     *scenes, (_, after) = results[1 - liar]
-    assert len(scenes) >= 10 and after.error is None
+    said = wire.ToReceiver if liar == 0 else wire.ToSender
+    assert len(scenes) == len(list(cases(said))) >= 10 and after.error is None
     for name, outcome in scenes:
         assert outcome.error == ("RemoteProtocolError", "PeerLostError")[liar], (name, outcome)
         assert outcome.seconds < TIMEOUT / 2, (name, outcome)
