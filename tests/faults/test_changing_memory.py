@@ -91,15 +91,20 @@ def test_a_thread_that_trains_on_beside_a_save(tmp_path: Path) -> None:
         trainer.join(30)
 
 
-def hashed_as_by_a_gpu(files: Sequence[FileSpec], streams: Sequence[Stream]) -> list[FileSpec]:
-    """Digests of all chunks, made of live memory before it is copied."""
-    found = []
-    for file, stream in zip(files, streams, strict=True):
-        whole = torch.empty(file.nbytes, dtype=torch.uint8)
-        stream.read(0, file.nbytes, whole)
-        chunks = whole.split(file.chunk_bytes)
-        found.append(file._replace(digests=b"".join(map(digest, chunks))))
-    return found
+class HashingOnHost:
+    """Digests of all chunks, made of live memory before it is copied, as by a GPU."""
+
+    def __init__(self, files: Sequence[FileSpec], streams: Sequence[Stream]) -> None:
+        self._parts = list(zip(files, streams, strict=True))
+
+    def hashed(self) -> list[FileSpec]:
+        found = []
+        for file, stream in self._parts:
+            whole = torch.empty(file.nbytes, dtype=torch.uint8)
+            stream.read(0, file.nbytes, whole)
+            chunks = whole.split(file.chunk_bytes)
+            found.append(file._replace(digests=b"".join(map(digest, chunks))))
+        return found
 
 
 @pytest.mark.parametrize("way", ["save", "save_async"])
@@ -117,7 +122,7 @@ def test_memory_that_changes_after_a_gpu_has_hashed_it_is_not_committed(
             tensor[changes.pop()] += 1
         stage(self, workers)
 
-    monkeypatch.setattr(drafting, "hashed_on_devices", hashed_as_by_a_gpu)
+    monkeypatch.setattr(drafting, "DeviceHashing", HashingOnHost)
     monkeypatch.setattr(Pipeline, "stage", changing)
     with tr.Checkpointer(tmp_path, stage="host") as ckpt:
 

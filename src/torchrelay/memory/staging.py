@@ -27,8 +27,10 @@ class Copy(NamedTuple):
 def stage(copies: Sequence[Copy], arena: torch.Tensor, *, threads: int = 2) -> None:
     """Copy everything; returns when the sources may change.
 
-    GPUs are asked for all of their copies at once, beside what their default streams do. Whoever
-    calls has waited for work that was begun on the memory.
+    GPUs are asked for all of their copies at once, beside what their default streams do: by one
+    thread and a call for each tensor, since many small calls would leave the link idle between
+    them. Meanwhile threads copy host memory. Whoever calls has waited for work that was begun on
+    the memory.
     """
     pieces = [
         (copy, low, min(low + PIECE, copy.stop))
@@ -44,12 +46,14 @@ def stage(copies: Sequence[Copy], arena: torch.Tensor, *, threads: int = 2) -> N
     def copy_piece(piece: tuple[Copy, int, int]) -> None:
         copy, low, high = piece
         out = arena[copy.at + low - copy.start :]
+        copy.stream.read(low, high, out, vectors.copy, devices=False)
+
+    try:
         with ExitStack() as inside:
             for stream in streams:
                 inside.enter_context(torch.cuda.stream(stream))
-            copy.stream.read(low, high, out, vectors.copy, wait=False)
-
-    try:
+            for copy in copies if streams else ():
+                copy.stream.ask_devices(copy.start, copy.stop, arena[copy.at :])
         share_out(pieces, lambda: copy_piece, threads)
     finally:
         for stream in streams:

@@ -88,13 +88,12 @@ class Stream:
         out: torch.Tensor,
         copy: Copy | None = None,
         *,
-        wait: bool = True,
+        devices: bool = True,
     ) -> None:
         """Copy bytes [start, stop) to the buffer `out`, on the host or a device.
 
         `copy` is used for host memory, if there is a better way than one piece after the other.
-        Without `wait`, what comes from a GPU to pinned memory is there when the current stream of
-        that GPU has got so far.
+        Without `devices`, what lies on GPUs is left out: `ask_devices` brings that.
         """
         base = out.data_ptr()
         if out.is_cpu:
@@ -105,7 +104,8 @@ class Stream:
             out.copy_(host)
             return
         for low, high, at, region in self.pieces(start, stop):
-            region.read(low - at, high - at, out[low - start :], wait=wait)
+            if devices or not region.keep.is_cuda:
+                region.read(low - at, high - at, out[low - start :])
         first = bisect_right(self._gaps, start, key=itemgetter(1))
         for low, high in islice(self._gaps, first, None):
             if low >= stop:
@@ -115,6 +115,13 @@ class Stream:
                 ctypes.memset(base + low - start, 0, high - low)
             else:
                 out[low - start : high - start].zero_()
+
+    def ask_devices(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Ask GPUs to copy what they have of [start, stop) to the pinned buffer `out`. It is there
+        when the current stream of each has got so far."""
+        for low, high, at, region in self.pieces(start, stop):
+            if region.keep.is_cuda:
+                region.read(low - at, high - at, out[low - start :], wait=False)
 
     def write(self, start: int, stop: int, data: torch.Tensor) -> None:
         """Copy the host buffer `data` to bytes [start, stop)."""

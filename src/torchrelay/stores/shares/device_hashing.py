@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,16 +26,34 @@ from torchrelay.stores.writer.ranges import FileSpec
 _Marks = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def hashed_on_devices(files: Sequence[FileSpec], streams: Sequence[Stream]) -> list[FileSpec]:
-    """The files, with the digests of chunks that a GPU can make. Work that was begun on the memory
-    is over. All files are hashed at once, as if they were one behind the other."""
-    line = _Line()
-    for file, stream in zip(files, streams, strict=True):
-        line.add(file, stream)
-    if not line.device:
-        return list(files)
-    found = iter(line.digests())
-    return [file._replace(digests=next(found)) for file in files]
+class DeviceHashing:
+    """The digests of files that GPUs can make. What is worked out for them is kept, so that they
+    can be made a second time for little. Whoever asks has waited for work that was begun on the
+    memory.
+    """
+
+    def __init__(self, files: Sequence[FileSpec], streams: Sequence[Stream]) -> None:
+        self._files = files
+        self._line = _Line()
+        for file, stream in zip(files, streams, strict=True):
+            self._line.add(file, stream)
+
+    def hashed(self) -> list[FileSpec]:
+        """The files, with the digests of chunks that a GPU has alone. All files are hashed at once,
+        as if they were one behind the other."""
+        if not self._line.device:
+            return list(self._files)
+        found = iter(self._line.digests())
+        return [file._replace(digests=next(found)) for file in self._files]
+
+
+class _OnDevice(NamedTuple):
+    """Chunks that one GPU hashes."""
+
+    device: int
+    chosen: np.ndarray[Any, np.dtype[np.intp]]  # which of all chunks
+    beside: _Brought
+    table: ChunkTable
 
 
 class _Line:
@@ -47,6 +66,7 @@ class _Line:
         self._starts: list[Column] = []
         self._stops: list[Column] = []
         self._end = 0
+        self._tables = Tables()
 
     def add(self, file: FileSpec, stream: Stream) -> None:
         base = self._end
@@ -65,22 +85,30 @@ class _Line:
         self._stops.append(stops + skip)
         self._end += len(starts) * file.chunk_bytes
 
-    def digests(self) -> list[bytes]:
-        """Those of each file's chunks; zeros for chunks that no GPU has alone."""
+    @cached_property
+    def _by_device(self) -> list[_OnDevice]:
         starts, stops = np.concatenate(self._starts), np.concatenate(self._stops)
         memory = {device: Runs.of(rows) for device, rows in self.device.items()}
         touched = {device: _reached(starts, runs) for device, runs in memory.items()}
         shared = np.sum([*touched.values(), _reached(starts, Runs.of(self._strays))], axis=0) > 1
-        found = np.zeros((len(starts), DIGEST_BYTES), np.uint8)
         host = Runs.merged(*self._host)
+        found = []
         for device, runs in memory.items():
             chosen = np.flatnonzero(touched[device] & ~shared)
             some = starts[chosen], stops[chosen]
+            beside = _Brought(host, *some, device)
+            table = ChunkTable.of(Runs.merged(runs, beside.runs), *some)
+            found.append(_OnDevice(device, chosen, beside, table))
+        return found
+
+    def digests(self) -> list[bytes]:
+        """Those of each file's chunks; zeros for chunks that no GPU has alone."""
+        count = sum(map(len, self._starts))
+        found = np.zeros((count, DIGEST_BYTES), np.uint8)
+        for device, chosen, beside, table in self._by_device:
             with suppress(CudaError), torch.cuda.device(device), on_side_stream():
-                beside, keep = _brought(host, *some)
-                hashed = ChunkTable.of(Runs.merged(runs, beside), *some)
-                found[chosen] = kernels.digests(hashed, device, Tables()).cpu().numpy()
-                del keep  # what was brought has been read
+                beside.bring()
+                found[chosen] = kernels.digests(table, device, self._tables).cpu().numpy()
         ends = np.cumsum([len(column) for column in self._starts])
         return [part.tobytes() for part in np.split(found, ends[:-1])]
 
@@ -92,13 +120,20 @@ def _reached(starts: Column, memory: Runs) -> _Marks:
     return reached(first, last, len(starts))
 
 
-def _brought(host: Runs, starts: Column, stops: Column) -> tuple[Runs, torch.Tensor]:
-    """What chunks have in host memory, on the current device; the tensor that it lies in."""
-    found = moves(host, Runs(starts, starts, stops - starts))
-    ends = np.cumsum(found.nbytes)
-    buffer = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8, device="cpu")
-    places = ends - found.nbytes
-    source = Runs(places, found.sources, found.nbytes)
-    source.gather(0, buffer.numel(), buffer.data_ptr())
-    there = buffer.to("cuda")
-    return Runs(found.positions, places + np.uint64(there.data_ptr()), found.nbytes), there
+class _Brought:
+    """What chunks have in host memory, brought to a device each time that it is hashed."""
+
+    def __init__(self, host: Runs, starts: Column, stops: Column, device: int) -> None:
+        found = moves(host, Runs(starts, starts, stops - starts))
+        ends = np.cumsum(found.nbytes)
+        nbytes = int(ends[-1]) if len(ends) else 0
+        self._here = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._there = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+        places = ends - found.nbytes
+        self._source = Runs(places, found.sources, found.nbytes)
+        addresses = places + np.uint64(self._there.data_ptr())
+        self.runs = Runs(found.positions, addresses, found.nbytes)
+
+    def bring(self) -> None:
+        self._source.gather(0, self._here.numel(), self._here.data_ptr())
+        self._there.copy_(self._here)

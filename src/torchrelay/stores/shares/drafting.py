@@ -24,7 +24,7 @@ from torchrelay.stores.records import (
     encode,
 )
 from torchrelay.stores.seam import Draft
-from torchrelay.stores.shares.device_hashing import hashed_on_devices
+from torchrelay.stores.shares.device_hashing import DeviceHashing
 from torchrelay.stores.shares.layout import FileLayout
 from torchrelay.stores.shares.plans import Drafted, Outlines, Told, with_objects
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged
@@ -70,6 +70,7 @@ class Share:
         self._keep: list[object] = []
         self._boxes: list[WrittenBox] = []
         self._blobs: list[Blob] = []
+        self._hashing: DeviceHashing | None = None
         for number, layout in enumerate(layouts):
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
             placed = [(0, Region.row_major(head))]
@@ -102,15 +103,15 @@ class Share:
 
     def hash_on_devices(self) -> None:
         """Have GPUs make the digests that they can: what is written need not be hashed again."""
-        self.files = hashed_on_devices(self.files, self.streams)
+        self._hashing = DeviceHashing(self.files, self.streams)
+        self.files = self._hashing.hashed()
 
     def check_unchanged(self) -> None:
         """Called when everything has been copied: `CheckpointError` where memory of a GPU is not
         what its digests were made of, so that they might not be those of what is written."""
-        if not any(file.digests for file in self.files):
+        if self._hashing is None or not any(file.digests for file in self.files):
             return
-        bare = [file._replace(digests=b"") for file in self.files]
-        for before, now in zip(self.files, hashed_on_devices(bare, self.streams), strict=True):
+        for before, now in zip(self.files, self._hashing.hashed(), strict=True):
             if before.digests != now.digests:
                 raise CheckpointError(
                     "the state was changed while it was saved, and is not committed: save it "

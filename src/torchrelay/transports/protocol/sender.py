@@ -184,6 +184,8 @@ class Sending:
             0 if len(self.peers) > 1 else cores(),
         )
         self._lines[rank].send(offer)
+        for server in self.servers.values():
+            server.offered()
 
     def _transfer(self) -> None:
         for peer in self._in(Stage.ACCEPTED):

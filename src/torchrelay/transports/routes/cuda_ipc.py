@@ -61,13 +61,13 @@ class CudaServer(HostServer):
         super().__init__(outgoing)
         self._exports = outgoing.resources.of(Exports)
         self._hash_devices = outgoing.options.verify is not False
+        self._hash_early = False  # a receiver that has a GPU was told of this one
         self._digests: DeviceDigests | None = None
         self._exported: Exported | str | None = None
 
     def get_ready(self) -> None:
         if self._exports.taken:
-            self._start_digests()  # they will be asked for again: the device hashes meanwhile
-            self._export()
+            self._export()  # it will be asked for again
 
     def _export(self) -> Exported | str:
         """Device memory for receivers to open, or why there is none."""
@@ -94,13 +94,16 @@ class CudaServer(HostServer):
         if isinstance(found, str):
             told = DeviceMemory(memory, no_exports=found)
             return wire.RouteOffer(msgspec.msgpack.encode(told))
-        if join.place.devices:
-            self._start_digests()  # while the receiver looks at the offer
+        self._hash_early = self._hash_early or bool(join.place.devices)
         memory = self.memory(join, line)
         tables = DeviceTables(memory.host, found.device)
         memory = msgspec.structs.replace(memory, host=b"")
         told = DeviceMemory(memory, self._hash_devices, found.exports, self._layout.strays)
         return wire.RouteOffer(msgspec.msgpack.encode(told), msgspec.msgpack.encode(tables))
+
+    def offered(self) -> None:
+        if self._hash_early:
+            self._start_digests()
 
     def begin(self, rank: int) -> bytes | Unavailable:
         self._start_digests()

@@ -82,6 +82,9 @@ class Server:
         """What a receiver that has joined is told. Unavailable: nothing."""
         return Unavailable("")
 
+    def offered(self) -> None:
+        """An offer is on its way: begin what the receiver will ask for while it looks at it."""
+
     def answer(self, rank: int, taken: str, word: bytes, deadline: Deadline) -> None:
         """The receiver takes route `taken`; `word` is its answer if that is this one."""
 
