@@ -41,8 +41,10 @@ from torchrelay.transports.routes.channels import MOST_CONNECTIONS, usual_connec
 from torchrelay.transports.routes.choice import check_route
 
 if TYPE_CHECKING:
+    from torchrelay.endpoint.share import SharedState
     from torchrelay.resharding.gather import Destination
     from torchrelay.resharding.holding import Holding
+    from torchrelay.sources.peer import PeerSource
 
 __all__ = ["Progress", "Received", "Relay", "Report"]
 
@@ -317,6 +319,24 @@ class Relay:
         report = gathered.report(self.rank, call.watch)
         return Received(gathered.landed.state, gathered.step, report)
 
+    def share(self, state: object, *, step: int) -> SharedState:
+        """Let other ranks recover this rank's state while it goes on: see `peer`.
+
+        The state is copied, to memory that a process beside this one serves; it may change when
+        this returns. `publish` of what is returned shares a later step, `close` ends it.
+        """
+        from torchrelay.endpoint.share import SharedState  # as above
+
+        self._check_open()
+        return SharedState(self._group, state, step, self._timeout)
+
+    def peer(self, rank: int) -> PeerSource:
+        """What a rank of the group shares by `share`, as a source of `recover`."""
+        from torchrelay.sources.peer import PeerNotes, PeerSource
+
+        self._check_in_group(rank)
+        return PeerSource(PeerNotes(self._group), rank)
+
     def receive_from(
         self,
         source: int,
@@ -388,11 +408,17 @@ class Relay:
                 raise UsageError(f"rank {rank} is listed twice: {ranks}")
         return ranks
 
-    def _check_rank(self, rank: int) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this relay is closed")
+
+    def _check_in_group(self, rank: int) -> None:
+        self._check_open()
         size = self._group_lines.group.size()
         if type(rank) is not int or not 0 <= rank < size:
             raise UsageError(f"rank {rank!r} is not in a group of {size}")
+
+    def _check_rank(self, rank: int) -> None:
+        self._check_in_group(rank)
         if rank == self.rank:
             raise UsageError(f"rank {rank} is this rank itself")

@@ -10,12 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import torchrelay as tr
 from tests.support.forge import flip
-from tests.support.ranks import RankPool
 from torchrelay.stores.records import decode, encode
 
 
@@ -127,7 +125,7 @@ def test_memory_is_nearer_than_a_disk(tmp_path: Path) -> None:
     with tr.serve(job.state(), step=0, group=False, timeout=60) as peer:
         got = tr.recover(sources=[tmp_path, peer.url], timeout=60)
     assert got.report.source == peer.url
-    assert "another source is nearer" in got.report.explain()
+    assert "another source is nearer or faster" in got.report.explain()
 
 
 def test_what_is_too_old_is_not_taken(tmp_path: Path) -> None:
@@ -155,31 +153,3 @@ def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> No
 def test_bad_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(tr.UsageError):
         tr.recover(**wrong)
-
-
-def apart(rank: int, group: Any, root: str) -> tuple[int, str, list[float]]:
-    """Each rank has a place of its own. Rank 1's newest step is damaged, and rank 0 has one that
-    nobody else has; both have step 2, which rank 1 finds in another place."""
-    job = Job()
-    mine = Path(root) / str(rank)
-    for step in (1, 2, 3, 4):
-        job.train(1)
-        if step < 4 or rank == 0:
-            saved(mine, job)
-        if step == 2 and rank == 0:
-            saved(Path(root) / "shared", job)
-    if rank == 1:
-        damage(mine, 3)
-        damage(mine, 2)
-    dist.barrier(group)
-    again = Job()
-    sources = [mine, Path(root) / "shared"]
-    got = tr.recover(into=again.state(), sources=sources, group=group, timeout=60)
-    again.take(got)
-    return got.step, Path(got.report.source).name, again.train(3)
-
-
-def test_ranks_agree_on_the_newest_step_that_each_can_get(pool2: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
-    losses = losses_of_an_undisturbed_run(5)[2:]
-    assert pool2.run(apart, str(tmp_path)) == [(2, "0", losses), (2, "shared", losses)]

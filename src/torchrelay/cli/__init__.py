@@ -29,6 +29,7 @@ def main() -> None:
         contents,
         conversion,
         differences,
+        planning,
         steps,
         transfer,
         watch,
@@ -66,6 +67,15 @@ def main() -> None:
 
         raise typer.Exit(run(small=small))
 
-    for commands in (steps, contents, differences, transfer, watch, conversion, bench):
+    for commands in (
+        steps,
+        contents,
+        differences,
+        transfer,
+        watch,
+        conversion,
+        planning,
+        bench,
+    ):
         commands.add_to(app)
     app(prog_name="torchrelay")

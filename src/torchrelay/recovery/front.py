@@ -24,6 +24,7 @@ from torchrelay.progress import ProgressCallback
 from torchrelay.recovery.candidates import Candidates
 from torchrelay.recovery.report import Recovered, RecoveryReport
 from torchrelay.sources.endpoint import EndpointSource
+from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.seam import Source
 from torchrelay.sources.store import StoreSource
 from torchrelay.steps import check_step
@@ -54,11 +55,13 @@ def recover(
 
     All sources are asked at once what they have. The newest step is taken, from the nearest source
     that has it: memory of this machine, then a network, a file system, a bucket; of several, the
-    one that was given first. What turns out damaged, gone or too old is passed over for the next,
-    and `report.explain()` says so.
+    one that was given first. A little is read from each, and one that would take less than half the
+    time is preferred. Chunks that the source does not give, or gives wrong, come from others that
+    have the same bytes. Where that cannot be, the next source or the next step is tried.
+    `report.explain()` says what came of each.
 
-    - `sources`: URLs of endpoints, checkpoint places or `Checkpointer`s, or what has a `Source`'s
-      methods.
+    - `sources`: URLs of endpoints, checkpoint places or `Checkpointer`s, ranks that share their
+      state (`Relay.peer`), or what has a `Source`'s methods.
     - `into`, `strict`, `atomic`, `device`, `progress`: as for `Checkpointer.load`.
     - `min_step`, `max_age` (seconds): nothing below, nothing older.
     - `token`, `token_file`: for all endpoints, as for `pull`.
@@ -90,7 +93,7 @@ def recover(
         return recovery.run()
     finally:
         for source in found:
-            if isinstance(source, EndpointSource):
+            if isinstance(source, (EndpointSource, PeerSource)):
                 source.end(recovery.reason)
 
 
@@ -121,6 +124,8 @@ class _Recovery:
 
     def run(self) -> Recovered:
         call = self._all.call("recover")
+        # What a rank shares with the others is there once it has come here.
+        call.round("gather", lambda: b"", lambda said: said, self._deadline)
         with self._watch("ask"):
             self._candidates.ask(self._deadline)
         while True:
@@ -172,22 +177,22 @@ class _Recovery:
         return int(msgspec.msgpack.decode(heard, type=int))
 
     def _try(self, call: Call, step: int) -> Loaded:
-        left = self._deadline.left()
-        several = len(self._candidates.steps()) > 1 or self._candidates.others(step)
-        attempt = Deadline(left * SHARE if several else left)
+        with self._watch("ask"):
+            self._candidates.choose(step, self._deadline)
+        left = max(self._deadline.left(), 0.01)
+        attempt = Deadline(left * SHARE if self._candidates.several(step) else left)
         loader = Loader(self._candidates.shelf(step, attempt), self._all, None)
         wanted = self._wanted._replace(step=step)
         with self._watch("take"):
             return loader.load(call, wanted, attempt)
 
     def _recovered(self, step: int, loaded: Loaded) -> Recovered:
-        accounts = self._candidates.accounts(step)
-        place = self._candidates.place_of(step)
         report = RecoveryReport(
-            accounts[place].name,
+            self._candidates.source_of(step),
             loaded.report.bytes,
+            self._candidates.supplied(loaded.report.bytes),
             {**self._watch.seconds, **loaded.report.seconds},
-            accounts,
+            self._candidates.accounts(step),
             loaded.report.missing,
             loaded.report.extra,
         )

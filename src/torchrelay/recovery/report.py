@@ -8,23 +8,26 @@ from typing import Any, NamedTuple
 
 class SourceAccount(NamedTuple):
     """What came of one source on this rank: its newest step, if it has one, and why it was taken
-    or not."""
+    or not. `estimated`: seconds that it would take, where several had the step."""
 
     name: str
     newest: int | None
     outcome: str
+    estimated: float | None = None
 
     def __str__(self) -> str:
         step = "no step" if self.newest is None else f"step {self.newest}"
-        return f"{self.name}: {step}; {self.outcome}"
+        spent = "" if self.estimated is None else f", about {self.estimated:.2g} s"
+        return f"{self.name}: {step}{spent}; {self.outcome}"
 
 
 @dataclass(frozen=True)
 class RecoveryReport:
     """How a recovery went on this rank."""
 
-    source: str  # that the state came from
+    source: str  # that the state came from, or most of it
     bytes: int
+    sources: dict[str, int]  # bytes by source
     seconds: dict[str, float] = field(default_factory=dict)
     accounts: tuple[SourceAccount, ...] = ()
     missing: tuple[str, ...] = ()  # stored, not in the destination (strict=False)

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from torchrelay.errors import CheckpointError, DamagedError
+from torchrelay.errors import CheckpointError, DamagedError, RelayError
 from torchrelay.memory.crew import share_out
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
 from torchrelay.stores.local.reader import PAGE
 from torchrelay.stores.records import Checkpoint, DataFile
 from torchrelay.stores.retry import is_wrong
-from torchrelay.stores.seam import DataReader, OpenStep
+from torchrelay.stores.seam import DataReader, MendableStep, OpenStep
 from torchrelay.stores.writer.ranges import WORKERS, host_view
 
 PIECE = 1 << 18  # bytes read and hashed at once: they stay in the processor's cache
@@ -143,7 +143,12 @@ class Fetch:
             buffer = _Buffer(self._pinned)
 
             def do(task: Task) -> None:
-                act(task, readers[task.file], buffer)
+                try:
+                    act(task, readers[task.file], buffer)
+                except RelayError as fault:
+                    if not self._mended(task, fault):
+                        raise
+                    act(task, readers[task.file], buffer)
                 self._progress(task.stop - task.start)
 
             return do
@@ -154,6 +159,13 @@ class Fetch:
         finally:
             for reader in readers.values():
                 reader.close()
+
+    def _mended(self, task: Task, fault: RelayError) -> bool:
+        """Whether a range that was read in vain can be had from elsewhere."""
+        if not isinstance(self._store, MendableStep):
+            return False
+        name = self._checkpoint.files[task.file].name
+        return self._store.mend(name, task.start, task.stop, fault.message)
 
     def _check_chunks(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
         if self._is_batched(reader):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torchrelay.stores.retry import ONCE, Retry
 
@@ -116,6 +116,15 @@ class OpenStep(Protocol):
         """A data file that is read once, or again soon (`once=False`)."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class MendableStep(Protocol):
+    """An `OpenStep` that can get chunks from elsewhere."""
+
+    def mend(self, name: str, start: int, stop: int, why: str) -> bool:
+        """A range of a file could not be read, or has other digests: have it right when it is read
+        next. Whether that can be."""
 
 
 class Store(Protocol):
