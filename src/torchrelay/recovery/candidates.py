@@ -18,7 +18,7 @@ from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.retry import ONCE, Retry
 
 ASK_SECONDS = 10.0  # that a source may take to say what it has
-GAIN_SECONDS = 0.25  # and half the time: what makes a farther source worth while
+GAIN_SECONDS = 1.0  # and half the time: what makes a farther source worth while
 FIRST_SHARE = 0.6  # of the time of an attempt, which its first source may take
 
 
@@ -136,11 +136,10 @@ class Candidates:
     def source_of(self, step: int) -> str:
         return self._sources[self._places(step)[0]].name
 
-    def supplied(self, nbytes: int) -> dict[str, int]:
+    def supplied(self, step: int, nbytes: int) -> dict[str, int]:
         """Bytes of the step that was taken, by the source that they came from."""
-        assert self._given is not None
-        mended = self._given.mended
-        first = {self._given.url: max(0, nbytes - sum(mended.values()))}
+        mended = {} if self._given is None else self._given.mended
+        first = {self.source_of(step): max(0, nbytes - sum(mended.values()))}
         return {name: some for name, some in {**first, **mended}.items() if some}
 
     def accounts(self, taken: int | None = None) -> tuple[SourceAccount, ...]:

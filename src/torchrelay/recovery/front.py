@@ -190,7 +190,7 @@ class _Recovery:
         report = RecoveryReport(
             self._candidates.source_of(step),
             loaded.report.bytes,
-            self._candidates.supplied(loaded.report.bytes),
+            self._candidates.supplied(step, loaded.report.bytes),
             {**self._watch.seconds, **loaded.report.seconds},
             self._candidates.accounts(step),
             loaded.report.missing,

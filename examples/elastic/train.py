@@ -1,0 +1,88 @@
+"""Train a small GPT (FSDP2) that survives the death of its workers.
+
+torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic/train.py --folder run
+
+torchrun ends all workers when one dies, and starts them again. The lines between the two marks are
+all that recovery takes. On several hosts give `--nnodes 1:4`, a rendezvous and a folder that all of
+them see; the number of workers may change between two starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, RandomNumbers, Text
+from torch.distributed.fsdp import fully_shard
+
+import torchrelay as tr
+
+
+def join() -> tuple[int, int]:
+    """A rendezvous of its own for each start: torchrun's store has the addresses of the last."""
+    rank, world, port = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    start = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{world}"
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    store = dist.PrefixStore(f"start-{start}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return rank, world
+
+
+def train(rank: int, world: int, folder: str, steps: int, save_every: int, die_at: int) -> None:
+    torch.manual_seed(0)
+    model = GPT()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text = Text(rank, world)
+    torch.manual_seed(1 + rank)
+
+    # -- recovery --------------------------------------------------------------------------------
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "text": text,
+        "random": RandomNumbers(),
+        "step": 0,
+    }
+    checkpointer = tr.Checkpointer(folder, keep=tr.KeepLast(2))
+    recovered = True
+    try:
+        got = tr.recover(into=state, sources=[checkpointer], group=dist.group.WORLD)
+        state = got.state
+        if rank == 0:
+            print(got.report.explain(), flush=True)
+    except tr.NothingToRecoverError:
+        recovered = False  # the first start
+
+    def keep(step: int) -> None:
+        state["step"] = step
+        if step % save_every == 0:
+            checkpointer.save_async(step, state)
+
+    # -- training, as ever -----------------------------------------------------------------------
+    for step in range(state["step"] + 1, steps + 1):
+        loss = model(text.batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"rank {rank} step {step} loss {loss.item()!r}\n", end="", flush=True)
+        keep(step)
+        if step == die_at and rank == world - 1 and not recovered:
+            os.kill(os.getpid(), signal.SIGKILL)
+    checkpointer.close()
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--folder", required=True, help="where steps are saved")
+    options.add_argument("--steps", type=int, default=200)
+    options.add_argument("--save-every", type=int, default=20)
+    options.add_argument("--die-at", type=int, default=0, help="the last rank kills itself there")
+    given = options.parse_args()
+    train(*join(), given.folder, given.steps, given.save_every, given.die_at)
+    dist.destroy_process_group()

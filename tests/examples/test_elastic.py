@@ -1,0 +1,58 @@
+"""`examples/elastic`: killed once, started again by torchrun, it goes on with the same losses."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import RankPool
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "elastic"
+STEPS, SAVE_EVERY, DIE_AT = 10, 3, 8
+
+Losses = dict[tuple[int, int], set[str]]
+
+
+def losses_in(output: str) -> Losses:
+    """What each rank printed for each step, as often as it came there."""
+    found: Losses = {}
+    for rank, step, loss in re.findall(r"rank (\d+) step (\d+) loss (\S+)", output):
+        found.setdefault((int(rank), int(step)), set()).add(loss)
+    return found
+
+
+def undisturbed(rank: int, group: Any, folder: str) -> str:
+    sys.path.insert(0, str(EXAMPLE))
+    train = importlib.import_module("train")
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        train.train(rank, 2, folder, STEPS, SAVE_EVERY, 0)
+    return output.getvalue()
+
+
+def test_a_worker_is_killed_and_the_losses_are_those_of_an_undisturbed_run(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc-per-node", "2", "--max-restarts", "2", str(EXAMPLE / "train.py")]
+    options = ["--folder", str(tmp_path / "killed"), "--steps", str(STEPS)]
+    options += ["--save-every", str(SAVE_EVERY), "--die-at", str(DIE_AT)]
+    done = subprocess.run(
+        launch + options,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "was taken" in done.stdout, "it recovered"
+    found = losses_in(done.stdout)
+    expected = losses_in("\n".join(pool2.run(undisturbed, str(tmp_path / "calm"), timeout=100)))
+    assert set(expected) == {(rank, step) for rank in (0, 1) for step in range(1, STEPS + 1)}
+    assert found == expected, "also the steps that were done twice have one loss"
