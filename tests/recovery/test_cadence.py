@@ -7,7 +7,7 @@ from math import inf, isclose
 import pytest
 
 import torchrelay as tr
-from torchrelay.recovery.cadence import Copy, cadence, cost, daly, failures, young
+from torchrelay.recovery.cadence import KeptCopy, cadence, cost, daly, failures, young
 
 
 def test_young_and_daly() -> None:
@@ -22,16 +22,18 @@ def test_young_and_daly() -> None:
 @pytest.mark.parametrize("stall", [0.05, 1.0, 20.0])
 @pytest.mark.parametrize("mtbf", [3_600.0, 86_400.0, 1e6])
 def test_hardly_any_other_number_of_steps_costs_less(stall: float, mtbf: float) -> None:
-    copy = Copy(stall, mtbf, restore=30.0)
+    copy = KeptCopy(stall, mtbf, restore=30.0)
     chosen = cadence(copy, step_seconds=0.5)
     best = min(cost(copy, 0.5, steps).lost for steps in range(1, 4 * chosen.steps + 2))
     assert chosen.lost <= best * 1.01
 
 
 def test_limits() -> None:
-    assert cadence(Copy(0.0, 3_600.0, 1.0), 0.5).steps == 1, "what costs nothing is done each step"
-    assert cadence(Copy(0.1, 3_600.0, 1.0, shortest=100.0), 0.5).interval == 100.0
-    never = cadence(Copy(1.0, inf, 1.0), 0.5)
+    assert cadence(KeptCopy(0.0, 3_600.0, 1.0), 0.5).steps == 1, (
+        "what costs nothing is done each step"
+    )
+    assert cadence(KeptCopy(0.1, 3_600.0, 1.0, shortest=100.0), 0.5).interval == 100.0
+    never = cadence(KeptCopy(1.0, inf, 1.0), 0.5)
     assert never.interval == inf and never.lost == 0
 
 
@@ -43,9 +45,9 @@ def test_failures_of_a_job() -> None:
 
 
 @pytest.mark.parametrize(
-    "copy", [Copy(-1.0, 1.0, 1.0), Copy(1.0, 0.0, 1.0), Copy(1.0, 1.0, float("nan"))]
+    "copy", [KeptCopy(-1.0, 1.0, 1.0), KeptCopy(1.0, 0.0, 1.0), KeptCopy(1.0, 1.0, float("nan"))]
 )
-def test_what_cannot_be_is_refused(copy: Copy) -> None:
+def test_what_cannot_be_is_refused(copy: KeptCopy) -> None:
     with pytest.raises(tr.UsageError):
         cadence(copy, 0.5)
     with pytest.raises(tr.UsageError):

@@ -7,7 +7,7 @@ from math import isfinite
 import typer
 
 from torchrelay.cli.output import JSON, one_line_errors, print_json, print_table
-from torchrelay.recovery.cadence import Cadence, Copy, cadence, cost, failures
+from torchrelay.recovery.cadence import Cadence, KeptCopy, cadence, cost, failures
 
 HOUR, DAY = 3600.0, 86400.0
 
@@ -47,11 +47,11 @@ def _plan(
     """How often to stage into memory and to save to disk, and what failures cost then."""
     with one_line_errors():
         often = failures(hosts, mtbf * DAY, beyond)
-        memory = cadence(Copy(stage_stall, often.survived, stage_back, stage_busy), step)
-        disk_copy = Copy(save_stall, often.lost, save_back, save_busy)
+        memory = cadence(KeptCopy(stage_stall, often.survived, stage_back, stage_busy), step)
+        disk_copy = KeptCopy(save_stall, often.lost, save_back, save_busy)
         disk = cadence(disk_copy, step)
         # Without copies in memory every failure goes back to the disk.
-        alone = Copy(save_stall, mtbf * DAY / hosts, save_back, save_busy)
+        alone = KeptCopy(save_stall, mtbf * DAY / hosts, save_back, save_busy)
         disk_alone = cadence(alone, step)
         rows = [
             ("stage into memory", memory),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torchrelay.errors import UsageError
 
 
-class Copy(NamedTuple):
+class KeptCopy(NamedTuple):
     """A way to keep a copy: what it stalls training by, what failures it is for, how it is
     restored. Seconds."""
 
@@ -50,7 +50,7 @@ def daly(stall: float, mtbf: float) -> float:
     return young(stall, mtbf) * (1 + part / 3 + part * part / 9) - stall
 
 
-def cadence(copy: Copy, step_seconds: float) -> Cadence:
+def cadence(copy: KeptCopy, step_seconds: float) -> Cadence:
     """The best whole number of steps between two copies, at least one."""
     for name, value in (("mtbf", copy.mtbf), ("a step's seconds", step_seconds)):
         if not value > 0:
@@ -67,7 +67,7 @@ def cadence(copy: Copy, step_seconds: float) -> Cadence:
     return cost(copy, step_seconds, steps)
 
 
-def cost(copy: Copy, step_seconds: float, steps: int) -> Cadence:
+def cost(copy: KeptCopy, step_seconds: float, steps: int) -> Cadence:
     """What a copy every so many steps costs."""
     interval = steps * step_seconds
     return Cadence(
