@@ -28,7 +28,7 @@ def pool2() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
+    with RankPool(4, forks=True) as pool:
         yield pool
 
 

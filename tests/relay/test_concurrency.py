@@ -21,7 +21,7 @@ STEPS = range(6)
 
 def by_step(rank: int, group: Any) -> list[int]:
     """Six sends from six threads; six receives, each for one step, in another order."""
-    relay = tr.Relay(group, timeout=20)
+    relay = tr.Relay(group, timeout=60)
     got: dict[int, float] = {}
 
     def one(step: int) -> None:
@@ -35,13 +35,13 @@ def by_step(rank: int, group: Any) -> list[int]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(70)
     return sorted(got) if all(step == value for step, value in got.items()) else []
 
 
 @every_way
 def test_each_receive_gets_its_step(pool2: Any, way: str) -> None:
-    assert pool2.run(by, way, by_step, timeout=60) == [[], list(STEPS)]
+    assert pool2.run(by, way, by_step, timeout=90) == [[], list(STEPS)]
 
 
 def nobody_has_it(rank: int, group: Any) -> float:

@@ -3,6 +3,7 @@
 import hypothesis  # noqa: F401
 import numpy.lib.recfunctions  # noqa: F401
 import pytest  # noqa: F401
+import torch._dynamo  # the first DTensor imports it
 import torch.distributed._shard.sharded_tensor
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.device_mesh
@@ -14,4 +15,5 @@ import tests.support.faults
 import tests.support.loop
 import tests.support.saver
 import tests.support.ways  # noqa: F401
-import torchrelay.dropin  # noqa: F401
+import torchrelay.dropin
+import torchrelay.stores.dcp  # noqa: F401

@@ -113,11 +113,12 @@ def test_pool_survives_failure_hang_and_bad_result():
         assert [total for _, total, _ in pool.run(_sum, 2)] == [5, 5]
 
 
-def test_a_dead_worker_is_replaced(pool2):
-    before = [pid for _, _, pid in pool2.run(_sum, 0)]
-    with pytest.raises(RankFailed, match="exit code 7"):
-        pool2.run(_leave_on_purpose)
-    assert not set(before) & {pid for _, _, pid in pool2.run(_sum, 0)}
+def test_a_dead_worker_is_replaced():
+    with RankPool(2, forks=True) as pool:
+        before = [pid for _, _, pid in pool.run(_sum, 0)]
+        with pytest.raises(RankFailed, match="exit code 7"):
+            pool.run(_leave_on_purpose)
+        assert not set(before) & {pid for _, _, pid in pool.run(_sum, 0)}
 
 
 def test_fresh_group_is_apart_from_the_others(pool2):
