@@ -111,13 +111,25 @@ NOT_RUN = [block for block in BLOCKS if "norun" in block.info]
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: block.where)
 def test_script_runs(block: Block, tmp_path: Path) -> None:
-    script = written(block, tmp_path)
-    if block.page == "README.md":  # what a user tries first is run as a user would
-        check_script(block, run([sys.executable, str(script)], tmp_path))
-    else:
-        check_script(block, run_program(str(script), folder=tmp_path, seconds=SCRIPT_SECONDS))
+    script = str(written(block, tmp_path))
+    check_script(block, run_program(script, folder=tmp_path, seconds=SCRIPT_SECONDS))
 
 
+@pytest.mark.parametrize("block", LAUNCHED, ids=lambda block: block.where)
+def test_script_runs_under_torchs_agent(block: Block, tmp_path: Path) -> None:
+    """The agent that torchrun runs, with workers that are forked."""
+    agent, script = ROOT / "tests" / "support" / "agent.py", written(block, tmp_path)
+    done = run_program(str(agent), str(script), folder=tmp_path, seconds=SCRIPT_SECONDS)
+    check_script(block, done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: block.where)
+def test_script_runs_as_a_user_starts_it(block: Block, tmp_path: Path) -> None:
+    check_script(block, run([sys.executable, str(written(block, tmp_path))], tmp_path))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("block", LAUNCHED, ids=lambda block: block.where)
 def test_script_runs_under_torchrun(block: Block, tmp_path: Path) -> None:
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
