@@ -7,6 +7,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,23 @@ import pytest
 import torch
 
 import torchrelay as tr
-from tests.support.ways import by, every_way
+from tests.support.ways import by, every_way, patched
+from torchrelay.transports.protocol.exchange import OfferExchange
 
 STEPS = range(6)
 
 
 def by_step(rank: int, group: Any) -> list[int]:
-    """Six sends from six threads; six receives, each for one step, in another order."""
+    """Six sends from six threads, once six receives wait, each for one step, in another order."""
+    begun = threading.Semaphore(0)
+    original = OfferExchange.call
+
+    @contextmanager
+    def call(self: OfferExchange, sender: int) -> Iterator[None]:
+        with original(self, sender):
+            begun.release()
+            yield
+
     relay = tr.Relay(group, timeout=60)
     got: dict[int, float] = {}
 
@@ -32,10 +44,16 @@ def by_step(rank: int, group: Any) -> list[int]:
 
     order = list(STEPS) if rank == 0 else [3, 0, 5, 1, 4, 2]
     threads = [threading.Thread(target=one, args=(step,)) for step in order]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(70)
+    with patched(OfferExchange, call=call):
+        if rank == 0:
+            torch.distributed.barrier(group)
+        for thread in threads:
+            thread.start()
+        if rank == 1:
+            assert all(begun.acquire(timeout=60) for _ in STEPS)
+            torch.distributed.barrier(group)
+        for thread in threads:
+            thread.join(70)
     return sorted(got) if all(step == value for step, value in got.items()) else []
 
 
@@ -73,8 +91,8 @@ def test_a_step_nobody_has_is_refused(pool2: Any) -> None:
 
 
 SCRIPT = """
-    import sys, tempfile, time
-    import torch, torch.distributed as dist, torch.multiprocessing as mp
+    import sys
+    import torch, torch.distributed as dist
     import torchrelay as tr
 
     def main(rank, folder, fails, destroys):
@@ -96,8 +114,8 @@ SCRIPT = """
             dist.destroy_process_group()
 
     if __name__ == "__main__":
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(main, (folder, sys.argv[1] == "fails", sys.argv[2] == "destroys"), nprocs=2)
+        rank, folder, fails, ends = sys.argv[1:]
+        main(int(rank), folder, fails == "fails", ends == "destroys")
 """
 
 
@@ -114,4 +132,10 @@ def test_processes_exit_cleanly(tmp_path: Path, fails: str, ends: str) -> None:
     """A thread that still waits in the backend must not abort the interpreter's exit."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    subprocess.run([sys.executable, str(script), fails, ends], check=True, timeout=60)
+    command = [sys.executable, str(script)]
+    ranks = [subprocess.Popen([*command, str(n), str(tmp_path), fails, ends]) for n in range(2)]
+    try:
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
