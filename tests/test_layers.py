@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"memory"},
     {"transports", "stores"},
     {"sources"},
-    {"relay", "endpoint", "checkpointer", "resharding", "inspection"},
+    {"relay", "endpoint", "keeper", "checkpointer", "resharding", "inspection"},
     {"dropin", "integrations"},
     {"recovery"},
     {"cli", "demo", "__main__"},

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         UnsupportedLeafError,
         UsageError,
     )
+    from torchrelay.keeper.front import Keeper
     from torchrelay.recovery.front import recover
     from torchrelay.recovery.report import Recovered, RecoveryReport
     from torchrelay.relay import Progress, Received, Relay, Report
@@ -69,6 +70,7 @@ __all__ = [
     "KeepAll",
     "KeepEvery",
     "KeepLast",
+    "Keeper",
     "LoadReport",
     "Loaded",
     "ManifestError",
@@ -124,6 +126,7 @@ _HOMES = {
     "torchrelay.endpoint.front": ("Endpoint", "serve"),
     "torchrelay.endpoint.publishing": ("Published",),
     "torchrelay.endpoint.pull": ("PullReport", "PullResult", "pull"),
+    "torchrelay.keeper.front": ("Keeper",),
     "torchrelay.recovery.front": ("recover",),
     "torchrelay.recovery.report": ("Recovered", "RecoveryReport"),
     "torchrelay.relay": ("Progress", "Received", "Relay", "Report"),

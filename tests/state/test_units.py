@@ -32,7 +32,7 @@ from tests.support.states import (
 from tests.support.trips import chunk_of, trip
 from torchrelay.errors import ManifestError, MismatchError, UnsupportedLeafError, UsageError
 from torchrelay.geometry import chunks as plan
-from torchrelay.geometry.chunks import ALIGN, MAX_CHUNK_BYTES, aligned
+from torchrelay.geometry.chunks import ALIGN, DIGEST_BYTES, MAX_CHUNK_BYTES, aligned
 from torchrelay.geometry.strides import (
     contiguous_strides,
     extent,
@@ -45,7 +45,7 @@ from torchrelay.plan.snapshot import capture
 from torchrelay.record import codec
 from torchrelay.record import manifest as m
 from torchrelay.record.arrays import dtype_from_text, dtype_to_text
-from torchrelay.record.digest import DIGEST_BYTES, digest
+from torchrelay.record.digest import digest
 from torchrelay.record.validation import check
 from torchrelay.record.values import decode_key, decode_value, encode_key, encode_value
 from torchrelay.state.registry import codec_named, codec_of, register

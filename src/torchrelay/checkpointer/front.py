@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from torchrelay.checkpointer.arguments import check_sizes, checked_retries
 from torchrelay.checkpointer.catalog import Catalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, policy
@@ -37,8 +38,9 @@ from torchrelay.stores.shares.layout import FILE_BYTES
 from torchrelay.transports.group.assembly import Assembly
 from torchrelay.version import __version__
 
-_MIN_BUDGET = 16 << 20
-RETRIES = 2  # of an asynchronous save whose failure stops nothing
+if TYPE_CHECKING:
+    from torchrelay.endpoint.publishing import Published
+    from torchrelay.keeper.front import Keeper
 
 Result = TypeVar("Result")
 
@@ -69,6 +71,7 @@ class Checkpointer:
       it at once, ranks of a group at the `tick`, `save` or `save_async` that they agree on.
     - `read_only`: nothing is cleaned up at the start, and saving and deleting are refused.
     - `file_bytes`: how large a data file may get before tensors go to another; None: any size.
+    - `keeper`: where `stage` keeps states in memory, between those that are saved.
 
     A context manager; `close` ends the writer process and frees the arena.
     """
@@ -90,6 +93,7 @@ class Checkpointer:
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM,),
         file_bytes: int | None = FILE_BYTES,
         read_only: bool = False,
+        keeper: Keeper | None = None,
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -98,23 +102,10 @@ class Checkpointer:
         self._all = Assembly(group, "checkpointer")
         with self._all.joining():
             self._timeout = seconds_of(timeout)
-            if on_busy not in ("wait", "skip"):
-                raise UsageError(f"on_busy is 'wait' or 'skip', not {on_busy!r}")
-            if on_error not in ("raise", "warn"):
-                raise UsageError(f"on_error is 'raise' or 'warn', not {on_error!r}")
-            if retries is None:
-                retries = RETRIES if on_error == "warn" else 0
-            if type(retries) is not int or retries < 0:
-                raise UsageError(f"retries is a number from 0, not {retries!r}")
-            if stage not in ("auto", "host", "device"):
-                raise UsageError(f"stage is 'auto', 'host' or 'device', not {stage!r}")
-            if memory_budget is not None and memory_budget < _MIN_BUDGET:
-                raise UsageError(
-                    f"memory_budget is at least {_MIN_BUDGET} bytes, not {memory_budget}"
-                )
-            if file_bytes is not None and file_bytes < 1:
-                raise UsageError(f"file_bytes is a positive number or None, not {file_bytes}")
+            retries = checked_retries(retries, on_busy, on_error, stage)
+            check_sizes(memory_budget, file_bytes)
             self._owner = Owner("Checkpointer")
+            self._keeper = keeper
             self._on_busy = on_busy
             self._on_error = on_error
             self._store: Store = open_store(root, timeout=self._timeout)
@@ -193,6 +184,12 @@ class Checkpointer:
             with self._last.after(last):
                 self._saver.save_async(save, state, pending, lambda: self._prune(save))
             return pending
+
+    def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Published:
+        """Keep a state in the memory of the keeper, and write nothing: see `Keeper.stage`."""
+        if self._keeper is None:
+            raise UsageError("stage needs a keeper: Checkpointer(..., keeper=tr.Keeper(job))")
+        return self._keeper.stage(step, state, timeout=timeout)
 
     def prepare(self, state: object) -> int:
         """Allocate and touch the memory that `save_async` of such a state needs, and start the

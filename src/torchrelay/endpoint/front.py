@@ -88,7 +88,7 @@ class Endpoint:
     @property
     def url(self) -> str:
         """Where to read all of it. Ranks of a group name the URL of the first."""
-        return self._publisher.front or self._own_url()
+        return self._publisher.urls[0] if self._publisher.urls else self._own_url()
 
     def publish(self, state: object, *, step: int, timeout: Timeout | None = None) -> Published:
         """Stage a state and return; a process beside this one shows it to readers.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -19,84 +20,128 @@ Kind = TypeVar("Kind")
 _answer = msgspec.msgpack.Decoder(m.ServerAnswer)
 
 
-class ServerProcess:
-    """A server process. One that was lost is started again, at the port it had."""
+class OtherProcess(Protocol):
+    """How another process is reached: `Companion` says what each of these does."""
 
-    def __init__(self, listen: m.Listen) -> None:
-        if find_spec("aiohttp") is None:
-            raise UsageError("serving needs aiohttp: pip install 'torchrelay[serve]'")
-        self._listen = listen
-        self._server = Companion("torchrelay.endpoint.server.program")
+    generation: int
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def exit_status(self) -> int | None: ...
+    def start(self) -> bool: ...
+    def exchange(self, request: bytes, timeout: float, fds: Sequence[int] = ()) -> bytes: ...
+    def drop(self) -> None: ...
+    def forsake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class StepProcess:
+    """A process that serves steps which are staged here, as whoever stages them sees it.
+
+    What is said to it when it was started is for those who know which process it is: see `start`.
+    """
+
+    noun = "the server process"
+
+    def __init__(self, process: OtherProcess, answers: msgspec.msgpack.Decoder[Any]) -> None:
+        self._process = process
+        self._answers = answers
         self._lock = threading.Lock()
         self._attached: dict[int, tuple[int, int]] = {}  # by slot, which process has which arena
-        self.port = listen.port
-        self.restarts = -1
 
     @property
     def pid(self) -> int | None:
-        return self._server.pid
+        return self._process.pid
 
     def start(self) -> bool:
-        """Have it run; whether it had to be started."""
+        """Have it run; whether it had to be started, or was met for the first time."""
         with self._lock:
-            if not self._server.start():
+            if not self._process.start():
                 return False
-            self._listen.port = self.port
-            answer = self._ask(self._listen, _START_SECONDS)
-            if not isinstance(answer, m.Listening):
-                self._server.drop()
-                why = answer.message if isinstance(answer, m.Refused) else "no answer to that"
-                raise EndpointError(
-                    f"cannot listen at {self._listen.host}:{self._listen.port}: {why}"
-                )
-            self.port = answer.port
-            self.restarts += 1
+            self._attached.clear()
+            self._greet()
             return True
+
+    def _greet(self) -> None:
+        raise NotImplementedError
 
     def attach(self, slot: int, fd: int, nbytes: int, timeout: float) -> None:
         """Show it the arena of a slot, unless it has it."""
         with self._lock:
-            arena = self._server.generation, os.fstat(fd).st_ino
+            arena = self._process.generation, os.fstat(fd).st_ino
             if self._attached.get(slot) == arena:
                 return
             self._checked(m.AttachSlot(slot, nbytes), m.Obeyed, timeout, fd)
             self._attached[slot] = arena
 
-    def ask(self, request: m.ServerRequest, kind: type[Kind], timeout: float) -> Kind:
+    def ask(self, request: object, kind: type[Kind], timeout: float) -> Kind:
         """Its answer, of a kind; `EndpointError` where it is gone, refuses or takes too long."""
         with self._lock:
             return self._checked(request, kind, timeout)
 
-    def _checked(
-        self, request: m.ServerRequest, kind: type[Kind], timeout: float, fd: int = -1
-    ) -> Kind:
-        answer = self._ask(request, timeout, fd)
+    def forward(self, request: bytes, kind: type[Kind], timeout: float) -> Kind:
+        """The same for a request that another process has encoded."""
+        with self._lock:
+            return self._kind(self._exchange(request, timeout), kind)
+
+    def _checked(self, request: object, kind: type[Kind], timeout: float, fd: int = -1) -> Kind:
+        return self._kind(self._ask(request, timeout, fd), kind)
+
+    def _kind(self, answer: object, kind: type[Kind]) -> Kind:
         if isinstance(answer, m.Refused):
-            raise EndpointError(f"the server process refused: {answer.message}")
+            raise EndpointError(f"{self.noun} refused: {answer.message}")
         if not isinstance(answer, kind):
-            self._server.drop()
-            raise EndpointError("the server process answered something else")
+            self._process.drop()
+            raise EndpointError(f"{self.noun} answered something else")
         return answer
 
-    def _ask(self, request: m.ServerRequest, timeout: float, fd: int = -1) -> m.ServerAnswer:
+    def _ask(self, request: object, timeout: float, fd: int = -1) -> object:
+        return self._exchange(msgspec.msgpack.encode(request), timeout, fd)
+
+    def _exchange(self, request: bytes, timeout: float, fd: int = -1) -> object:
         try:
-            data = self._server.exchange(
-                msgspec.msgpack.encode(request), timeout, [fd] if fd >= 0 else ()
-            )
+            data = self._process.exchange(request, timeout, [fd] if fd >= 0 else ())
         except BaseException as fault:
-            code = self._server.exit_status
-            self._server.drop()
+            status = self._process.exit_status
+            code = "" if status is None else f" (exit status {status})"
+            self._process.drop()
             if isinstance(fault, TimeoutError):
-                raise EndpointError("the server process did not answer in time") from None
+                raise EndpointError(f"{self.noun} did not answer in time") from None
             if isinstance(fault, (OSError, EOFError)):
-                raise EndpointError(f"the server process was lost (exit status {code})") from None
+                raise EndpointError(f"{self.noun} was lost{code}") from None
             raise
-        answer: m.ServerAnswer = _answer.decode(data)
-        return answer
+        return self._answers.decode(data)
 
     def forsake(self) -> None:
         """In a child of a fork: let go of what is the parent's, which stays as it is."""
-        self._server.forsake()
+        self._process.forsake()
 
     def close(self) -> None:
-        self._server.close()
+        self._process.close()
+
+
+class ServerProcess(StepProcess):
+    """A server process. One that was lost is started again, at the port it had."""
+
+    def __init__(self, listen: m.Listen) -> None:
+        check_aiohttp()
+        super().__init__(Companion("torchrelay.endpoint.server.program"), _answer)
+        self._listen = listen
+        self.port = listen.port
+        self.restarts = -1
+
+    def _greet(self) -> None:
+        self._listen.port = self.port
+        answer = self._ask(self._listen, _START_SECONDS)
+        if not isinstance(answer, m.Listening):
+            self._process.drop()
+            why = answer.message if isinstance(answer, m.Refused) else "no answer to that"
+            raise EndpointError(f"cannot listen at {self._listen.host}:{self._listen.port}: {why}")
+        self.port = answer.port
+        self.restarts += 1
+
+
+def check_aiohttp() -> None:
+    if find_spec("aiohttp") is None:
+        raise UsageError("serving needs aiohttp: pip install 'torchrelay[serve]'")

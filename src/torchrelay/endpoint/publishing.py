@@ -17,8 +17,9 @@ import msgspec
 
 from torchrelay.checkpointer.saves.agreement import agree
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
-from torchrelay.endpoint.process import ServerProcess
+from torchrelay.endpoint.process import StepProcess
 from torchrelay.endpoint.server import messages as m
+from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.side import settle
 from torchrelay.memory.staging import Copy, stage
@@ -81,15 +82,31 @@ class _Offered(msgspec.Struct, array_like=True):
 
 
 class _Answered(msgspec.Struct, array_like=True):
-    """The coordinator's answer: where all parts are listed, or why the step is skipped."""
+    """The coordinator's answer: where the ranks show their parts, each place once and the one that
+    lists them all first; or why the step is skipped."""
 
-    url: str
+    urls: list[str]
     left: float
     skipped: str = ""
 
 
+class _Recorded(msgspec.Struct, array_like=True):
+    """The record that all parts add up to: by its digest, and for ranks that show it too."""
+
+    snapshot: str
+    whole: bytes = b""
+
+
+class RoomOffer(msgspec.Struct, array_like=True):
+    """The slot that a rank has for its part, or why it has none."""
+
+    slot: int
+    why: str = ""
+
+
 _offered = msgspec.msgpack.Decoder(_Offered)
 _answered = msgspec.msgpack.Decoder(_Answered)
+_recorded = msgspec.msgpack.Decoder(_Recorded)
 _written = msgspec.msgpack.Decoder(Written)
 
 
@@ -108,27 +125,27 @@ class _StagedStep(NamedTuple):
 class Publisher:
     """Publishes the states of one rank, one at a time."""
 
-    def __init__(self, assembly: Assembly, server: ServerProcess, url: Callable[[], str]) -> None:
+    def __init__(self, assembly: Assembly, server: StepProcess, url: Callable[[], str]) -> None:
         self._all = assembly
         self._server = server
         self._url = url
         self._planning = RulePlanning(assembly.rank, assembly.world, None)
-        self._arenas: list[Arena | None] = [None, None]
+        self._arenas: dict[int, Arena] = {}  # by slot
         self._newest = 1  # the slot that has the newest step
         self._last: Published | None = None
-        self.front = ""  # the URL that lists all ranks
+        self.urls: list[str] = []  # where the ranks show their parts; the first lists them all
 
     def publish(self, state: object, step: int, deadline: Deadline) -> Published:
         call = self._all.call(f"publish {step}")
         if self._last is not None and not self._last._ended.wait(deadline.left()):
             raise TimeoutError(f"step {self._last.step} is still being published")
         begun = time.monotonic()
-        if self._server.start():
-            self._newest = 1
-        slot = 1 - self._newest
-        self._server.ask(m.Expect(True), m.Obeyed, deadline.left())
         try:
-            staged = self._stage(call, state, step, slot, deadline, begun)
+            self._begin(deadline)
+        except EndpointError:  # it was lost just now
+            self._begin(deadline)
+        try:
+            staged = self._stage(call, state, step, deadline, begun)
         except BaseException:
             self._planning.forget()
             self._server.ask(m.Expect(False), m.Obeyed, deadline.left() + 1)
@@ -146,16 +163,50 @@ class Publisher:
         ).start()
         return published
 
+    def _begin(self, deadline: Deadline) -> None:
+        """Have the process that serves, and tell it that a step comes."""
+        if self._server.start():
+            self._begin_anew()
+        self._server.ask(m.Expect(True), m.Obeyed, deadline.left())
+
+    # What an endpoint and a keeper do in ways of their own.
+
+    def _begin_anew(self) -> None:
+        """The process that serves was started: it has nothing yet."""
+        self._newest = 1
+
+    def _busy(self, deadline: Deadline) -> str:
+        """Why a step cannot be taken on now, before anything is planned."""
+        asked = self._server.ask(
+            m.Reclaim(1 - self._newest, ask=True), m.Reclaimed, deadline.left()
+        )
+        return "" if asked.free else asked.why or "it is read"
+
+    def _meet(self, urls: list[str], deadline: Deadline) -> None:
+        """All ranks said where they show their parts."""
+        self.urls = urls
+
+    def _room(self, call: Call, nbytes: int, deadline: Deadline) -> RoomOffer:
+        """A slot for so many bytes. All ranks have one, or none does."""
+        slot = 1 - self._newest
+        freed = self._server.ask(m.Reclaim(slot, ask=False), m.Reclaimed, deadline.left())
+        if freed.mapped:  # others have its memory, and are to keep what is in it
+            self._drop_arena(slot)
+        return RoomOffer(slot)
+
+    def _listing(self, urls: list[str]) -> set[int]:
+        """The ranks, beside the coordinator, whose processes get the record of all parts."""
+        return set()
+
     # Plan and stage, while the caller waits.
 
     def _stage(
-        self, call: Call, state: object, step: int, slot: int, deadline: Deadline, begun: float
+        self, call: Call, state: object, step: int, deadline: Deadline, begun: float
     ) -> _StagedStep | str:
         urls: list[str] = []
 
         def mine() -> bytes:
-            asked = self._server.ask(m.Reclaim(slot, ask=True), m.Reclaimed, deadline.left())
-            busy = "" if asked.free else asked.why or "it is read"
+            busy = self._busy(deadline)
             return msgspec.msgpack.encode(_Offered(self._url(), deadline.left(), busy))
 
         def decide(said: list[bytes]) -> list[bytes]:
@@ -163,15 +214,15 @@ class Publisher:
             deadline.hasten(min(offer.left for offer in offers))
             urls.extend(offer.url for offer in offers)
             busy = next((offer.busy for offer in offers if offer.busy), "")
-            answer = _Answered(urls[COORDINATOR], deadline.left(), busy)
+            answer = _Answered(list(dict.fromkeys(urls)), deadline.left(), busy)
             return [msgspec.msgpack.encode(answer)] * len(said)
 
         call.at("planning a publish")
         answer = plan_limits.read(
             _answered, call.round("plan", mine, decide, deadline), COORDINATOR
         )
-        self.front = answer.url
         deadline.hasten(answer.left)
+        self._meet(answer.urls, deadline)
         if answer.skipped:
             return answer.skipped
         with gc_paused():
@@ -179,20 +230,23 @@ class Publisher:
             share = Share(*self._planning.resolve(agreed.plan))
         outlines = self._planning.outlines if self._all.coordinates else None
         call.at("staging")
+        nbytes = max(PAGE, sum(-(-file.nbytes // PAGE) * PAGE for file in share.files))
+        room = self._room(call, nbytes, deadline)
+        if room.why:
+            return room.why
         settle()
-        volumes = self._copy(share, slot, deadline)
+        volumes = self._copy(share, room.slot, nbytes, deadline)
         seconds = time.monotonic() - begun
-        return _StagedStep(step, slot, share, volumes, outlines, urls, seconds)
+        return _StagedStep(step, room.slot, share, volumes, outlines, urls, seconds)
 
-    def _copy(self, share: Share, slot: int, deadline: Deadline) -> list[m.Volume]:
+    def _copy(self, share: Share, slot: int, nbytes: int, deadline: Deadline) -> list[m.Volume]:
         """Copy a share into its slot; where in it each of its volumes lies."""
-        freed = self._server.ask(m.Reclaim(slot, ask=False), m.Reclaimed, deadline.left())
         volumes, end = [], 0
         share.hash_on_devices()
         for file in share.files:
             volumes.append(m.Volume(file.name, end, file.nbytes, file.chunk_bytes, file.digests))
             end += -(-file.nbytes // PAGE) * PAGE
-        arena = self._arena(slot, end, share, mapped=freed.mapped)
+        arena = self._arena(slot, nbytes, share)
         copies = [
             Copy(stream, 0, volume.nbytes, volume.start)
             for stream, volume in zip(share.streams, volumes, strict=True)
@@ -202,21 +256,21 @@ class Publisher:
         self._server.attach(slot, arena.fd, arena.nbytes, deadline.left())
         return volumes
 
-    def _arena(self, slot: int, nbytes: int, share: Share, *, mapped: bool) -> Arena:
-        """The memory of a slot: what it had, unless that is too small, or others have it mapped
-        and are to keep what is in it."""
+    def _arena(self, slot: int, nbytes: int, share: Share) -> Arena:
+        """The memory of a slot: what it had, unless that is too small."""
         pinned = any(
             region.keep.is_cuda for stream in share.streams for _, region in stream.elsewhere
         )
-        arena = self._arenas[slot]
-        if arena is not None and (mapped or arena.nbytes < nbytes or (pinned > arena.pinned)):
-            self._arenas[slot] = None
+        arena = self._arenas.get(slot)
+        if arena is not None and (arena.nbytes < nbytes or (pinned > arena.pinned)):
+            self._drop_arena(slot)
+        if slot not in self._arenas:
+            self._arenas[slot] = Arena(nbytes, pinned=pinned)
+        return self._arenas[slot]
+
+    def _drop_arena(self, slot: int) -> None:
+        if arena := self._arenas.pop(slot, None):
             arena.close()
-            arena = None
-        if arena is None:
-            arena = Arena(max(PAGE, nbytes), pinned=pinned)
-            self._arenas[slot] = arena
-        return arena
 
     # Hash and show, on a thread.
 
@@ -248,58 +302,41 @@ class Publisher:
         )
 
     def _show(self, call: Call, staged: _StagedStep, written: Written, deadline: Deadline) -> None:
-        """Every rank shows its volumes; the coordinator then shows the record of them all."""
-        records: list[tuple[Checkpoint, list[int]]] = []
+        """Every rank shows its volumes; the record of them all is shown by the coordinator when
+        all are there, and by the other ranks that list them."""
+        listing = self._listing(staged.urls)
 
         def decide(said: list[bytes]) -> list[bytes]:
             shares = [plan_limits.read(_written, data, rank) for rank, data in enumerate(said)]
             assert staged.outlines is not None
             record = commit_record(staged.step, shares, staged.outlines, __version__)
             places = [rank for rank, share in enumerate(shares) for _ in share.files]
-            records.append((record, places))
-            return [content_digest(record).encode()] * len(said)
+            snapshot = content_digest(record)
+            whole = msgspec.msgpack.encode(_whole(record, snapshot, staged.urls, places))
+            brief = msgspec.msgpack.encode(_Recorded(snapshot))
+            full = msgspec.msgpack.encode(_Recorded(snapshot, whole))
+            return [full if rank in (COORDINATOR, *listing) else brief for rank in range(len(said))]
 
         payload = msgspec.msgpack.encode(written)
-        snapshot = call.round("write", lambda: payload, decide, deadline).decode()
-        digests = [file.digests for file in written.files]
+        heard = call.round("write", lambda: payload, decide, deadline)
+        found = plan_limits.read(_recorded, heard, COORDINATOR)
         own = [
-            msgspec.structs.replace(volume, digests=known)
-            for volume, known in zip(staged.volumes, digests, strict=True)
+            msgspec.structs.replace(volume, digests=file.digests)
+            for volume, file in zip(staged.volumes, written.files, strict=True)
         ]
-        shown = m.Show(staged.slot, staged.step, snapshot, b"", own, places=[0] * len(own))
-        if self._all.world == 1:
-            self._show_all(shown, *records[0], staged.urls, deadline)
-            return
+        shown = m.Show(staged.slot, staged.step, found.snapshot, b"", own, places=[0] * len(own))
 
         def mine() -> bytes:
-            if not self._all.coordinates:
-                self._server.ask(shown, m.Obeyed, deadline.left())
+            self._server.ask(shown, m.Obeyed, deadline.left())
+            if found.whole and not self._all.coordinates:
+                self._server.forward(found.whole, m.Obeyed, deadline.left())
             return b""
 
         def last(said: list[bytes]) -> list[bytes]:
-            self._show_all(shown, *records[0], staged.urls, deadline)
+            self._server.forward(found.whole, m.Obeyed, deadline.left())
             return said
 
         call.round("show", mine, last, deadline)
-
-    def _show_all(
-        self,
-        shown: m.Show,
-        record: Checkpoint,
-        places: list[int],
-        urls: list[str],
-        deadline: Deadline,
-    ) -> None:
-        own = {volume.name: volume for volume in shown.volumes}
-        shown.record = encode(record)
-        shown.volumes = [
-            own.get(file.name)
-            or m.Volume(file.name, -1, file.nbytes, file.chunk_bytes, file.digests)
-            for file in record.files
-        ]
-        shown.tensors = list(map(_volume_tensor, record.tensors))
-        shown.ranks, shown.places = urls, places
-        self._server.ask(shown, m.Obeyed, deadline.left())
 
     def _note(
         self, step: int, nbytes: int, staging: float, hashing: float, skipped: str | None
@@ -312,13 +349,29 @@ class Publisher:
             self._last._ended.wait(seconds)
 
     def forsake(self) -> None:
-        for arena in filter(None, self._arenas):
+        for arena in self._arenas.values():
             arena.forsake()
 
     def close(self) -> None:
-        for arena in filter(None, self._arenas):
-            arena.close()
-        self._arenas = [None, None]
+        for slot in list(self._arenas):
+            self._drop_arena(slot)
+
+
+def _whole(record: Checkpoint, snapshot: str, urls: list[str], places: list[int]) -> m.Show:
+    """A record with everything that it lists, wherever that is."""
+    return m.Show(
+        -1,
+        record.step,
+        snapshot,
+        encode(record),
+        [
+            m.Volume(file.name, -1, file.nbytes, file.chunk_bytes, file.digests)
+            for file in record.files
+        ],
+        list(map(_volume_tensor, record.tensors)),
+        urls,
+        places,
+    )
 
 
 def _volume_tensor(stored: Any) -> m.VolumeTensor:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Moves, Runs, holding
-from torchrelay.record.digest import DIGEST_BYTES, running_digest
+from torchrelay.record.digest import running_digest
 
 TILE = 2 << 20  # bytes that one block copies at a time
 COPY_THREADS = 512

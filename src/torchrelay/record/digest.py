@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import xxhash
 
-DIGEST_BYTES = 16
-
 
 def digest(chunk: torch.Tensor) -> bytes:
     """Digest of a uint8 tensor; a tensor on a device is copied to the host for it."""

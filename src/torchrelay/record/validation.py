@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from torchrelay.errors import ManifestError
-from torchrelay.geometry.chunks import ALIGN, MAX_CHUNK_BYTES, stream_bytes
+from torchrelay.geometry.chunks import ALIGN, DIGEST_BYTES, MAX_CHUNK_BYTES, stream_bytes
 from torchrelay.geometry.memo import remembered
 from torchrelay.geometry.strides import contiguous_strides, extent
 from torchrelay.record import manifest as m
 from torchrelay.record.arrays import dtype_from_text
 from torchrelay.record.columns import Numbers, Table, devices_of, others_of, sizes_of, table_of
-from torchrelay.record.digest import DIGEST_BYTES
 from torchrelay.record.dtypes import ITEM_SIZES as ITEM_SIZES  # noqa: PLC0414
 from torchrelay.record.dtypes import itemsize as itemsize  # noqa: PLC0414
 from torchrelay.record.keys import check_keys

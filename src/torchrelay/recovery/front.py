@@ -20,6 +20,7 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
+from torchrelay.keeper.front import Keeper
 from torchrelay.progress import ProgressCallback
 from torchrelay.recovery.candidates import Candidates
 from torchrelay.recovery.report import Recovered, RecoveryReport
@@ -32,7 +33,7 @@ from torchrelay.transports.group.assembly import Assembly, Call
 
 SHARE = 0.6  # of the time that is left, which an attempt may take where there are others
 
-Place = str | os.PathLike[str] | Checkpointer | Source
+Place = str | os.PathLike[str] | Checkpointer | Keeper | Source
 _said = msgspec.msgpack.Decoder(tuple[list[int], str])
 
 
@@ -60,8 +61,8 @@ def recover(
     have the same bytes. Where that cannot be, the next source or the next step is tried.
     `report.explain()` says what came of each.
 
-    - `sources`: URLs of endpoints, checkpoint places or `Checkpointer`s, ranks that share their
-      state (`Relay.peer`), or what has a `Source`'s methods.
+    - `sources`: URLs of endpoints, checkpoint places, `Checkpointer`s, `Keeper`s, ranks that share
+      their state (`Relay.peer`), or what has a `Source`'s methods.
     - `into`, `strict`, `atomic`, `device`, `progress`: as for `Checkpointer.load`.
     - `min_step`, `max_age` (seconds): nothing below, nothing older.
     - `token`, `token_file`: for all endpoints, as for `pull`.
@@ -100,6 +101,8 @@ def recover(
 def _source(place: Place, token: str | None) -> Source:
     if isinstance(place, Checkpointer):
         return StoreSource(place.url)
+    if isinstance(place, Keeper):
+        return place.source()
     if isinstance(place, (str, os.PathLike)):
         name = os.fspath(place)
         if name.startswith(("http://", "https://")):

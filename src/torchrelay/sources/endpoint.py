@@ -44,6 +44,8 @@ class StepFacts(msgspec.Struct):
     step: int
     snapshot: str
     bytes: int
+    volumes: int = 0  # of how many volumes it is
+    here: list[str] = []  # those that the endpoint has itself
 
 
 class _StepList(msgspec.Struct):
@@ -82,6 +84,8 @@ class EndpointSource:
     false; `instead` says why it is not. `verify`: digests are checked there too.
     """
 
+    most = MAX_URLS
+
     def __init__(
         self,
         urls: str | Iterable[str],
@@ -95,8 +99,8 @@ class EndpointSource:
         self.mapped = False  # whether the step that was opened is in memory of this host
         self.instead: dict[str, str] = {}
         listed = [urls] if isinstance(urls, str) else list(urls)
-        if not 0 < len(listed) <= MAX_URLS:
-            raise UsageError(f"1 to {MAX_URLS} URLs, not {len(listed)}")
+        if not 0 < len(listed) <= self.most:
+            raise UsageError(f"1 to {self.most} URLs, not {len(listed)}")
         self._token, self._context = token, context
         self.reader = secrets.token_hex(16)
         self.hosts = [self.host(url) for url in dict.fromkeys(listed)]
@@ -216,12 +220,21 @@ class EndpointSource:
         suppliers = self._suppliers(hosts, record, snapshot, deadline)
         remote = RemoteStep(self.name, reply.body, record, snapshot, suppliers, deadline)
         self._opened.append(remote)
+        return OpenedEndpoint(record, self._nearest(remote, record, snapshot), snapshot)
+
+    def _nearest(
+        self, remote: RemoteStep, record: Checkpoint, snapshot: str
+    ) -> RemoteStep | MappedStep:
+        """The step in memory of this host, where it is there."""
         found = self._mapped(remote, record, snapshot)
         self.mapped = isinstance(found, MappedStep)
         if isinstance(found, Absent):
             self.instead["mapped"] = found.reason
-            return OpenedEndpoint(record, remote, snapshot)
-        return OpenedEndpoint(record, found, snapshot)
+            return remote
+        return found
+
+    def _local_facts(self, host: Host, seconds: float) -> LocalFacts:
+        return _decoded(host, _local, host.get("/local.json", seconds=seconds))
 
     def _mapped(self, remote: RemoteStep, record: Checkpoint, snapshot: str) -> MappedStep | Absent:
         """The step in memory of this host, or why not."""
@@ -230,9 +243,8 @@ class EndpointSource:
         memories: list[LentMemory] = []
         try:
             for supplier in remote.suppliers.all:
-                host = supplier.host
-                answer = host.get("/local.json", seconds=ASK_SECONDS)
-                memories.append(LentMemory(_decoded(host, _local, answer), snapshot, self.reader))
+                facts = self._local_facts(supplier.host, ASK_SECONDS)
+                memories += LentMemory.all(facts, snapshot, self.reader)
             found = MappedStep.of(
                 self.name, remote.manifest(), record, memories, trusted=not self._verify
             )

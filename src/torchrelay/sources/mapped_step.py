@@ -11,14 +11,16 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
 from torchrelay.sources.lease import LocalFacts, MemoryLease, Wish, machine
 from torchrelay.sources.seam import Absent
-from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.writer.frames import receive_frame, send_frame
+
+if TYPE_CHECKING:
+    from torchrelay.stores.records import Checkpoint
 
 ASK_SECONDS = 5.0
 _IOV_MAX = 1024
@@ -29,7 +31,19 @@ _lease = msgspec.msgpack.Decoder(MemoryLease)
 class LentMemory:
     """Memory that an endpoint has lent: a descriptor, and the connection that keeps it so."""
 
-    def __init__(self, facts: LocalFacts, snapshot: str, reader: str) -> None:
+    @classmethod
+    def all(cls, facts: LocalFacts, snapshot: str, reader: str) -> list[LentMemory]:
+        """All that an endpoint has of a step; `OSError` where it is not lent."""
+        found = [cls(facts, snapshot, reader)]
+        try:
+            found += [cls(facts, snapshot, reader, part) for part in range(1, found[0].parts)]
+        except BaseException:
+            for memory in found:
+                memory.close()
+            raise
+        return found
+
+    def __init__(self, facts: LocalFacts, snapshot: str, reader: str, part: int = 0) -> None:
         """`OSError` where it is not lent."""
         if facts.machine != machine() or not facts.machine:
             raise OSError("the endpoint is on another machine")
@@ -38,7 +52,7 @@ class LentMemory:
         try:
             self._line.settimeout(ASK_SECONDS)
             self._line.connect(f"\0{facts.socket}")
-            send_frame(self._line, msgspec.msgpack.encode(Wish(snapshot, reader)))
+            send_frame(self._line, msgspec.msgpack.encode(Wish(snapshot, reader, part)))
             lease = _lease.decode(receive_frame(self._line))
             if lease.why:
                 raise OSError(lease.why)
@@ -52,7 +66,7 @@ class LentMemory:
             if isinstance(fault, (EOFError, msgspec.MsgspecError)):
                 raise OSError(f"the endpoint's socket answers otherwise: {fault}") from None
             raise
-        self.volumes = lease.volumes
+        self.volumes, self.parts = lease.volumes, lease.parts
 
     def _check(self, lease: MemoryLease) -> None:
         """The memory is as large as was said, and stays so."""

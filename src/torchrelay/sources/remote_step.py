@@ -9,25 +9,38 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote
 
 import xxhash
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError
-from torchrelay.record.digest import DIGEST_BYTES
+from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.sources.connection import Answered
 from torchrelay.sources.suppliers import Supplier, Suppliers
-from torchrelay.stores.records import Checkpoint, DataFile
+
+if TYPE_CHECKING:  # a keeper reads from others too, and has no torch
+    from torchrelay.stores.records import Checkpoint
 
 _PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others later
 
 
+class ChunkedVolume(Protocol):
+    """A volume, and the digests of its chunks: a `DataFile` of a record, or what stands for it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def chunk_bytes(self) -> int: ...
+    @property
+    def digests(self) -> bytes: ...
+
+
 class RemoteStep:
     """See `seam.OpenStep`."""
-
-    costly_reads = True
-    trusted = True
 
     def __init__(
         self,
@@ -40,8 +53,14 @@ class RemoteStep:
     ) -> None:
         self.url = url
         self.suppliers = suppliers
+        self.costly_reads = self.trusted = True
         self._data, self._snapshot, self._deadline = data, snapshot, deadline
         self._files = {file.name: file for file in record.files}
+
+    def look_near(self) -> None:
+        """Suppliers have memory on this host: where all of the step is in it, it is read twice, to
+        be checked and to be landed, which needs no memory of its own."""
+        self.costly_reads = self.trusted = not self.suppliers.all_near
 
     def manifest(self) -> bytes:
         return self._data
@@ -64,7 +83,7 @@ class RemoteReader:
     batched = False
 
     def __init__(
-        self, file: DataFile, snapshot: str, suppliers: Suppliers, deadline: Deadline
+        self, file: ChunkedVolume, snapshot: str, suppliers: Suppliers, deadline: Deadline
     ) -> None:
         self._file = file
         self.nbytes = file.nbytes
@@ -117,8 +136,8 @@ class RemoteReader:
     def _stream(
         self, supplier: Supplier, start: int, views: list[memoryview], chunks: ArrivingChunks
     ) -> None:
-        seconds = max(self._deadline.left(), 0.01)
-        for nbytes in supplier.host.read(self._path, start, views, seconds=seconds):
+        seconds, name = max(self._deadline.left(), 0.01), self._file.name
+        for nbytes in supplier.read(name, self._path, start, views, seconds=seconds):
             if self._suppliers.stopped.is_set():
                 return
             if not chunks.add(nbytes):
@@ -147,7 +166,8 @@ class RemoteReader:
         self._suppliers.drop(supplier, str(answer))
 
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        return False
+        near = self._suppliers.near(self._file.name)
+        return near is not None and near.read_cached(position, buffers)
 
     def unchanged(self) -> bool:
         return True
@@ -159,7 +179,7 @@ class RemoteReader:
 class ArrivingChunks:
     """Hashes bytes as they come to their places. `at`: up to where whole chunks hold."""
 
-    def __init__(self, file: DataFile, start: int, views: list[memoryview]) -> None:
+    def __init__(self, file: ChunkedVolume, start: int, views: list[memoryview]) -> None:
         self._file, self.at = file, start
         self._views = list(views)
         self._hasher = xxhash.xxh3_128()

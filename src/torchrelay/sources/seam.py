@@ -7,11 +7,13 @@ a step of any source is planned and landed by the same code.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchrelay.deadlines import Deadline
-from torchrelay.stores.records import Checkpoint
-from torchrelay.stores.seam import OpenStep
+
+if TYPE_CHECKING:
+    from torchrelay.stores.records import Checkpoint
+    from torchrelay.stores.seam import OpenStep
 
 
 class Newest(NamedTuple):

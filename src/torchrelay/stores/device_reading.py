@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory import kernels
 from torchrelay.memory.crew import share_out
@@ -27,7 +28,6 @@ from torchrelay.memory.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.pinned import PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.side import on_side_stream
 from torchrelay.plan.region import Region
-from torchrelay.record.digest import DIGEST_BYTES
 from torchrelay.stores.reading import Fetch, Placed, Task, damaged, merged, opened, unread
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import DataReader, OpenStep

@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from torchrelay.errors import ManifestError
+from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.geometry.strides import extent, packed
 from torchrelay.plan.outline import Outline
 from torchrelay.record.keys import check_keys
@@ -29,7 +30,6 @@ from torchrelay.stores.file_places import FilePlaces
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES
 
 FORMAT = (1, 0)
-DIGEST_BYTES = 16
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 

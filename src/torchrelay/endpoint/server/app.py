@@ -81,6 +81,11 @@ class App:
             "/metrics": ("GET", self._metrics),
         }
 
+    def take_token(self, token: str) -> None:
+        """What readers have to know from here on."""
+        self._token = token
+        self._answers = PageAnswers(ServedWatch(self.service, token))
+
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; whatever is wrong with it is said in a line."""
         try:
@@ -165,7 +170,7 @@ class App:
         snapshot = self._by_id(request.query.get("snapshot", ""))
         volumes = {
             # An empty text stands for the URL that was asked, by whichever name that was.
-            volume.name: ["" if volume.start >= 0 else snapshot.ranks[place]]
+            volume.name: ["" if snapshot.place(volume.name) else snapshot.ranks[place]]
             for volume, place in zip(snapshot.order, snapshot.places, strict=True)
         }
         facts = {"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes}
@@ -203,15 +208,16 @@ class App:
         if len(parts) != 4:
             raise Failure(404, "volumes are asked for as /volumes/SNAPSHOT/NAME")
         snapshot = self._by_id(parts[2])
-        volume = snapshot.volumes.get(parts[3])
-        if volume is None or volume.start < 0:
+        place = snapshot.place(parts[3])
+        if place is None:
             raise Failure(404, "that volume is not here: /places.json says where it is")
+        slot, volume = place
         extent = self._extent(request, volume.nbytes, snapshot.etag)
         if not snapshot.has(volume, extent.start, extent.stop):
             raise Failure(404, "these bytes have not arrived here yet: /marks says which have")
         transfer = self._transfer(request, snapshot, "http", snapshot.nbytes)
         act = copied if self._tls else volume_pieces
-        pieces = act(snapshot, volume, extent.start, extent.stop)
+        pieces = act(slot, volume, extent.start, extent.stop)
         return await self._send(request, transfer, extent, snapshot.etag, pieces)
 
     async def _file(self, request: web.BaseRequest) -> web.StreamResponse:

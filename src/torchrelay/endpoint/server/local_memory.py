@@ -93,8 +93,12 @@ class LocalMemory:
         snapshot = service.snapshots.by_id(wish.snapshot)
         if snapshot is None:
             return None, MemoryLease(0, {}, "the step is gone"), None
-        volumes = {v.name: (v.start, v.nbytes) for v in snapshot.order if v.start >= 0}
-        snapshot.slot.mapped += 1
+        parts = list(snapshot.parts.values())
+        if not 0 <= wish.part < len(parts):
+            return None, MemoryLease(0, {}, "the step has no such part"), None
+        slot, held = parts[wish.part]
+        volumes = {name: (volume.start, volume.nbytes) for name, volume in held.items()}
+        slot.mapped += 1
         service.ledger.mapped += 1
         total = sum(nbytes for _, nbytes in volumes.values())
         transfer = service.ledger.of(
@@ -103,7 +107,7 @@ class LocalMemory:
         if transfer is not None:
             transfer.kind = "mapped"  # it asked for the record by HTTP
             transfer.moved(total)
-        return snapshot.slot, MemoryLease(snapshot.slot.nbytes, volumes), transfer
+        return slot, MemoryLease(slot.nbytes, volumes, parts=len(parts)), transfer
 
     def _give_back(self, line: socket.socket) -> None:
         slot, transfer = self._leases.pop(line)

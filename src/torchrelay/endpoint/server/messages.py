@@ -68,8 +68,9 @@ class Hash(msgspec.Struct, tag="hash"):
 class Show(msgspec.Struct, tag="show"):
     """A step that is in a slot is there to be read from here on.
 
-    `record` is empty on a rank that serves its own volumes alone. `ranks`: the URL of each, and
-    `places` the index in it for each volume. `marks`: where in the slot there is a byte for each
+    A rank shows its own volumes, with no `record`. Who lists the step is also shown the record of
+    all volumes, in no slot (-1). `ranks`: the URL of each, and `places` the index in it for each
+    volume. `marks`: where in the slot there is a byte for each
     chunk that says whether it is here; -1 where all of them are.
     """
 

@@ -103,20 +103,25 @@ class ServedSource:
     def __init__(self, step: ServedStep, contents: Contents, token: str | None) -> None:
         self.contents = contents
         self._step, self._token = step, token
-        # A descriptor of its own: the slot may be given back while this reads.
-        self._fd = os.dup(step.slot.file.fileno())
+        # Descriptors of its own: a slot may be given back while this reads.
+        self._files = {
+            name: (os.dup(part.slot.file.fileno()), volume.start)
+            for part in step.parts.values()
+            for name, volume in part.volumes.items()
+        }
         self._hosts: dict[int, Host] = {}
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
-        found = self._step.order[volume]
-        if found.start < 0:
+        name = self._step.order[volume].name
+        if name not in self._files:
             self._fetch(volume, start, view)
             return
+        fd, first = self._files[name]
         done = 0
         while done < view.nbytes:
-            count = os.preadv(self._fd, [view[done:]], found.start + start + done)
+            count = os.preadv(fd, [view[done:]], first + start + done)
             if count == 0:
-                raise EndpointError(f"{found.name} ends before byte {start + view.nbytes}")
+                raise EndpointError(f"{name} ends before byte {start + view.nbytes}")
             done += count
 
     def _fetch(self, volume: int, start: int, view: memoryview) -> None:
@@ -135,6 +140,8 @@ class ServedSource:
             ) from fault
 
     def close(self) -> None:
-        os.close(self._fd)
+        for fd, _ in self._files.values():
+            os.close(fd)
+        self._files.clear()
         for host in self._hosts.values():
             host.close()

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import xxhash
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from torchrelay.endpoint.server.messages import Volume
-from torchrelay.endpoint.server.snapshots import DIGEST_BYTES, ServedStep
+from torchrelay.endpoint.server.snapshots import ServedStep, Slot
 from torchrelay.endpoint.server.transfers import Ledger, Transfer
 from torchrelay.endpoint.server.whole_file import Band, Run, WholeFile
+from torchrelay.geometry.chunks import DIGEST_BYTES
 
 SENDFILE_BYTES = 2 << 20
 COPY_BYTES = 1 << 20
@@ -27,8 +28,9 @@ REMOTE_SECONDS = 30.0
 
 
 class Span(NamedTuple):
-    """Bytes of the arena's file, to be sent from where they lie."""
+    """Bytes of an arena's file, to be sent from where they lie."""
 
+    file: BinaryIO
     offset: int
     nbytes: int
 
@@ -36,14 +38,18 @@ class Span(NamedTuple):
 Pieces = AsyncIterator["bytes | Span"]
 
 
-async def volume_pieces(snapshot: ServedStep, volume: Volume, start: int, stop: int) -> Pieces:
+async def volume_pieces(slot: Slot, volume: Volume, start: int, stop: int) -> Pieces:
     for at in range(start, stop, SENDFILE_BYTES):
-        yield Span(volume.start + at, min(SENDFILE_BYTES, stop - at))
+        yield Span(slot.file, volume.start + at, min(SENDFILE_BYTES, stop - at))
 
 
-async def copied(snapshot: ServedStep, volume: Volume, start: int, stop: int) -> Pieces:
+async def copied(slot: Slot, volume: Volume, start: int, stop: int) -> Pieces:
     for at in range(start, stop, COPY_BYTES):
-        yield bytes(snapshot.view(volume, at, min(at + COPY_BYTES, stop)))
+        yield _copy(slot, volume, at, min(at + COPY_BYTES, stop))
+
+
+def _copy(slot: Slot, volume: Volume, start: int, stop: int) -> bytes:
+    return bytes(slot.view[volume.start + start : volume.start + stop])
 
 
 class FileReader:
@@ -66,7 +72,7 @@ class FileReader:
 
     async def _run(self, run: Run) -> AsyncIterator[bytes]:
         volume = self._snapshot.order[run.volume]
-        size = COPY_BYTES if volume.start >= 0 else REMOTE_BYTES
+        size = COPY_BYTES if self._snapshot.place(volume.name) else REMOTE_BYTES
         for at in range(run.start, run.stop, size):
             yield await self._read(Run(run.volume, at, min(at + size, run.stop)))
 
@@ -76,8 +82,8 @@ class FileReader:
 
     async def _read(self, run: Run) -> bytes:
         volume = self._snapshot.order[run.volume]
-        if volume.start >= 0:
-            return bytes(self._snapshot.view(volume, run.start, run.stop))
+        if place := self._snapshot.place(volume.name):
+            return _copy(*place, run.start, run.stop)
         url = self._snapshot.ranks[self._snapshot.places[run.volume]]
         size = volume.chunk_bytes
         first, last = run.start // size, -(-run.stop // size)
@@ -134,13 +140,12 @@ async def _send(
     stall: float,
 ) -> None:
     loop = asyncio.get_running_loop()
-    file = transfer.snapshot.slot.file
     async for piece in pieces:
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the reader went away")
         if isinstance(piece, Span):
-            act = loop.sendfile(transport, file, piece.offset, piece.nbytes)
+            act = loop.sendfile(transport, piece.file, piece.offset, piece.nbytes)
             try:
                 await asyncio.wait_for(act, stall)
             except RuntimeError as fault:  # asyncio's word for a transport that was closed

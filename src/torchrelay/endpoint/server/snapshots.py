@@ -6,15 +6,15 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import xxhash
 
 from torchrelay.endpoint.server.messages import Show, Volume
+from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
 
 HASHERS = 2  # threads: the trainer's own go first
-DIGEST_BYTES = 16
 
 
 class Slot:
@@ -33,21 +33,53 @@ class Slot:
         self.file.close()
 
 
-class ServedStep:
-    """A step that is shown. Requests name it by `id`, so that no two are ever mixed."""
+class Part(NamedTuple):
+    """What one slot has of a step: volumes by name."""
 
-    def __init__(self, shown: Show, slot: Slot) -> None:
+    slot: Slot
+    volumes: dict[str, Volume]
+
+
+class ServedStep:
+    """A step that is shown. Requests name it by `id`, so that no two are ever mixed.
+
+    It is in one slot, or in several that were shown one after the other: those of the ranks of a
+    host, and copies of others'.
+    """
+
+    def __init__(self, shown: Show) -> None:
         self.step, self.id, self.record = shown.step, shown.snapshot, shown.record
-        self.volumes = {volume.name: volume for volume in shown.volumes}
         self.order = shown.volumes
         self.tensors = shown.tensors
         self.ranks, self.places = shown.ranks, shown.places
-        self._marks = shown.marks
-        self.slot = slot
-        self.number = shown.slot
+        self.parts: dict[int, Part] = {}  # by the number of the slot
+        self._marks: tuple[Slot, int] | None = None
         self.shown = time.time()
         self.superseded: float | None = None  # by the monotonic clock
         self.wanted_until = 0.0  # for a reader that broke off and may come back
+
+    def add(self, shown: Show, slot: Slot | None) -> None:
+        """A slot has some of its volumes; or here is the record of them all."""
+        if slot is not None:
+            here = {volume.name: volume for volume in shown.volumes if volume.start >= 0}
+            self.parts[shown.slot] = Part(slot, here)
+            if shown.marks >= 0:
+                self._marks = slot, shown.marks
+        if shown.record:
+            self.record, self.order, self.tensors = shown.record, shown.volumes, shown.tensors
+            self.ranks, self.places = shown.ranks, shown.places
+
+    def place(self, name: str) -> tuple[Slot, Volume] | None:
+        """Where a volume lies in this process, if it does."""
+        for part in self.parts.values():
+            if name in part.volumes:
+                return part.slot, part.volumes[name]
+        return None
+
+    @property
+    def here(self) -> list[str]:
+        """The volumes that this process has."""
+        return list(dict.fromkeys(name for part in self.parts.values() for name in part.volumes))
 
     @property
     def nbytes(self) -> int:
@@ -57,29 +89,26 @@ class ServedStep:
     def etag(self) -> str:
         return f"{self.step}-{self.id}"
 
-    def view(self, volume: Volume, start: int, stop: int) -> memoryview:
-        """Bytes of a volume that is in this process's own slot."""
-        return self.slot.view[volume.start + start : volume.start + stop]
-
     def marks(self) -> bytes:
         """A byte for each chunk of all volumes: whether it is here."""
         count = sum(-(-volume.nbytes // volume.chunk_bytes) for volume in self.order)
-        if self._marks < 0:
+        if self._marks is None:
             return b"\1" * count
-        return bytes(self.slot.view[self._marks : self._marks + count])
+        slot, at = self._marks
+        return bytes(slot.view[at : at + count])
 
     def has(self, wanted: Volume, start: int, stop: int) -> bool:
         """Whether all chunks of a range are here."""
-        if self._marks < 0:
+        if self._marks is None:
             return True
         first = 0
         for volume in self.order:
-            if volume is wanted:
+            if volume.name == wanted.name:
                 break
             first += -(-volume.nbytes // volume.chunk_bytes)
         low, high = start // wanted.chunk_bytes, -(-stop // wanted.chunk_bytes)
-        at = self._marks + first
-        return all(self.slot.view[at + low : at + high])
+        slot, at = self._marks
+        return all(slot.view[at + first + low : at + first + high])
 
     def facts(self) -> dict[str, object]:
         return {
@@ -90,6 +119,8 @@ class ServedStep:
             "tensors": len(self.tensors),
             "world": max(1, len(self.ranks)),
             "shown": self.shown,
+            "volumes": len(self.order),
+            "here": self.here,
         }
 
 
@@ -106,15 +137,28 @@ class ServedSteps:
         if before is not None:
             before.close()
 
-    def show(self, shown: Show) -> None:
-        snapshot = ServedStep(shown, self.slots[shown.slot])
-        for other in self.shown:
-            if other.superseded is None:
-                other.superseded = time.monotonic()
-        self.shown.append(snapshot)
+    def detach(self, number: int) -> None:
+        slot = self.slots.pop(number, None)
+        if slot is not None:
+            slot.close()
 
-    def hide(self, snapshot: ServedStep) -> None:
-        self.shown.remove(snapshot)
+    def show(self, shown: Show) -> ServedStep:
+        slot = self.slots[shown.slot] if shown.slot >= 0 else None
+        snapshot = self.by_id(shown.snapshot)
+        if snapshot is None:
+            snapshot = ServedStep(shown)
+            for other in self.shown:
+                if other.superseded is None:
+                    other.superseded = time.monotonic()
+            self.shown.append(snapshot)
+        snapshot.add(shown, slot)
+        return snapshot
+
+    def hide(self, snapshot: ServedStep, number: int) -> None:
+        """A slot has nothing of a step any more."""
+        snapshot.parts.pop(number)
+        if not snapshot.parts:
+            self.shown.remove(snapshot)
 
     @property
     def listed(self) -> Iterator[ServedStep]:
@@ -132,7 +176,7 @@ class ServedSteps:
         return next((one for one in reversed(self.shown) if one.id == snapshot), None)
 
     def in_slot(self, number: int) -> ServedStep | None:
-        return next((one for one in self.shown if one.number == number), None)
+        return next((one for one in self.shown if number in one.parts), None)
 
 
 def digests(slot: Slot, volumes: list[Volume]) -> list[bytes]:

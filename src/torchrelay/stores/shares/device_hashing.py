@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Runs, moves, reached
 from torchrelay.memory import kernels
 from torchrelay.memory.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.side import on_side_stream
 from torchrelay.plan.stream import Stream
-from torchrelay.record.digest import DIGEST_BYTES
 from torchrelay.stores.writer.ranges import FileSpec
 
 _Marks = np.ndarray[Any, np.dtype[np.bool_]]

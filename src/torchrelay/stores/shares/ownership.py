@@ -18,8 +18,8 @@ import msgspec
 import xxhash
 
 from torchrelay.errors import CheckpointError
+from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.plan.outline import Outline
-from torchrelay.record.digest import DIGEST_BYTES
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf
 from torchrelay.stores.records import Own
 from torchrelay.stores.shares.plans import Outlines, Told

@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 
-def launch(program: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run `serve` of a module of this package in an isolated interpreter; our end of the socket."""
+def launch(program: str, *, mute: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run `serve` of a module of this package in an isolated interpreter; our end of the socket.
+
+    `mute`: it has no output, so that nobody who waits for the end of this process's waits for it.
+    """
+    output = subprocess.DEVNULL if mute else None
     ours, theirs = socket.socketpair()
     with theirs:
         package = Path(__file__).resolve().parents[2]
@@ -20,6 +24,8 @@ def launch(program: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
                 [sys.executable, "-I", start, str(theirs.fileno()), str(package), program, *paths],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,  # a Ctrl-C in the trainer's terminal is not for it
             )
         except BaseException:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Moves, Runs, moves, reached
 from torchrelay.memory import kernels
 from torchrelay.memory.kernels import ChunkTable, Tables, by_device, device_bytes
 from torchrelay.memory.side import on_side_stream, side_stream
-from torchrelay.record.digest import DIGEST_BYTES
 
 Sources = dict[int, Runs]  # memory by the device that it is on
 CELL_BYTES = (64 << 10, 1 << 20)  # the least and the most

@@ -1,0 +1,30 @@
+"""Arguments of a `Checkpointer`, checked."""
+
+from __future__ import annotations
+
+from torchrelay.errors import UsageError
+
+_MIN_BUDGET = 16 << 20
+RETRIES = 2  # of an asynchronous save whose failure stops nothing
+
+
+def checked_retries(retries: int | None, on_busy: str, on_error: str, stage: str) -> int:
+    """How often a save is tried again; `UsageError` where a word is none that there is."""
+    if on_busy not in ("wait", "skip"):
+        raise UsageError(f"on_busy is 'wait' or 'skip', not {on_busy!r}")
+    if on_error not in ("raise", "warn"):
+        raise UsageError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+    if stage not in ("auto", "host", "device"):
+        raise UsageError(f"stage is 'auto', 'host' or 'device', not {stage!r}")
+    if retries is None:
+        return RETRIES if on_error == "warn" else 0
+    if type(retries) is not int or retries < 0:
+        raise UsageError(f"retries is a number from 0, not {retries!r}")
+    return retries
+
+
+def check_sizes(memory_budget: int | None, file_bytes: int | None) -> None:
+    if memory_budget is not None and memory_budget < _MIN_BUDGET:
+        raise UsageError(f"memory_budget is at least {_MIN_BUDGET} bytes, not {memory_budget}")
+    if file_bytes is not None and file_bytes < 1:
+        raise UsageError(f"file_bytes is a positive number or None, not {file_bytes}")

@@ -1,0 +1,85 @@
+"""The command for keepers: run one, list them, end one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from torchrelay.cli.access import token_file
+from torchrelay.cli.output import JSON, fail, one_line_errors, print_json, size
+from torchrelay.endpoint.security import Address, check_listening, find_token
+from torchrelay.errors import UsageError
+from torchrelay.keeper import process
+from torchrelay.keeper.server import messages as k
+from torchrelay.version import __version__
+
+JOB = typer.Argument(None, help="The name of the job; without one, all keepers are listed.")
+HOST = typer.Option(None, "--host", help="Which keeper, if not that of this machine's name.")
+STATUS = typer.Option(False, "--status", help="Only say what it has; start none.")
+END = typer.Option(False, "--end", help="End it, and with it all that it has.")
+LEASE = typer.Option(60.0, "--lease", min=0.1, help="Seconds that it goes on without a worker.")
+MEMORY = typer.Option(None, "--memory", min=1, help="Bytes that it has at most.")
+ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:0, where it listens.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("keeper")(_keeper)
+
+
+def _keeper(
+    job: str | None = JOB,
+    host: str | None = HOST,
+    status: bool = STATUS,
+    end: bool = END,
+    lease: float = LEASE,
+    memory: int | None = MEMORY,
+    address: str = ADDRESS,
+    as_json: bool = JSON,
+) -> None:
+    """Run the keeper of a job on this machine, or say what it has.
+
+    It goes on in the background, until no worker has been there for the length of its lease.
+    Workers start one themselves: this is for a keeper that a launcher must not end with them.
+    """
+    with one_line_errors():
+        if job is None:
+            if end:
+                raise UsageError("--end needs the name of a job")
+            names = process.KeeperName.all()
+        else:
+            names = [process.KeeperName.of(job, host)]
+            if end:
+                if process.ask(names[0], k.End()) is None:
+                    fail(f"no keeper of job {job} runs here")
+                return
+            if not status:
+                _run(names[0], lease, memory, Address.parse(address))
+        found = [(name, facts) for name in names if (facts := process.status(name)) is not None]
+        if job is not None and not found:
+            fail(f"no keeper of job {job} runs here")
+        if as_json:
+            print_json([{"job": name.job, "host": name.host, **facts} for name, facts in found])
+            return
+        for name, facts in found:
+            print(_line(name, facts))
+
+
+def _run(name: process.KeeperName, lease: float, memory: int | None, address: Address) -> None:
+    token = find_token(None, token_file())
+    if token is not None:
+        check_listening(address, token)
+    join = k.JoinKeeper(address.host, token or "", memory or 0, process.RATE, 1, lease, __version__)
+    worker = process.KeeperProcess(name, join)
+    worker.start()
+    worker.close()
+
+
+def _line(name: process.KeeperName, facts: dict[str, Any]) -> str:
+    steps = ", ".join(str(one["step"]) for one in facts.get("steps", ())) or "none"
+    limit = "" if facts["memory"] is None else f" of {size(facts['memory'])}"
+    return (
+        f"{name.job} on {name.host}: process {facts['pid']}, {facts['workers']} workers, "
+        f"{size(facts['staged_bytes'])}{limit}, steps: {steps}"
+    )

@@ -1,0 +1,1 @@
+"""Staged steps in the memory of a process that outlives the workers."""

@@ -1,0 +1,254 @@
+"""One worker and its keeper: steps are staged, come back, stay within the budget, and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrelay as tr
+from tests.keeper.jobs import LEASE, TIMEOUT, arenas, descriptors, end_keepers, gone, is_running
+from torchrelay.deadlines import Deadline
+from torchrelay.endpoint.server.messages import Tell
+from torchrelay.keeper import process
+from torchrelay.keeper.process import KeeperName, connect
+
+JOB = f"one-{os.getpid()}"
+
+
+def state_of(value: float, numel: int = 50_000) -> dict[str, Any]:
+    return {"x": torch.full((numel,), float(value)), "step": int(value)}
+
+
+@pytest.fixture
+def keeper() -> Iterator[tr.Keeper]:
+    """A keeper of its own; tests share its process, which is emptied by what they stage."""
+    keeper = tr.Keeper(JOB, group=False, timeout=TIMEOUT, lease=LEASE)
+    yield keeper
+    keeper.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    end_keepers(JOB)
+
+
+def test_a_staged_step_comes_back(keeper: tr.Keeper) -> None:
+    state = state_of(1)
+    for step in (1, 2, 3):
+        state = state_of(step)
+        keeper.stage(step, state).wait(TIMEOUT)
+        state["x"].zero_()  # the caller's again as soon as `stage` has returned
+    got = tr.recover(into=state, sources=[keeper])
+    assert got.step == 3
+    assert torch.equal(state["x"], torch.full_like(state["x"], 3))
+    assert got.report.source == f"keeper {JOB}"
+    status = keeper.status()
+    assert [one["step"] for one in status["steps"]] == [2, 3]
+    assert status["staged_bytes"] <= 2 * (50_000 * 4 + 3 * 4096)
+
+
+def test_a_checkpointer_stages_with_its_keeper(keeper: tr.Keeper, tmp_path: Path) -> None:
+    state = state_of(5)
+    with tr.Checkpointer(tmp_path, group=False, keeper=keeper) as checkpointer:
+        checkpointer.save(4, state_of(4))
+        checkpointer.stage(5, state).wait(TIMEOUT)
+        assert checkpointer.steps() == [4]
+        assert tr.recover(into=state_of(0), sources=[checkpointer, keeper]).step == 5
+    with (
+        tr.Checkpointer(tmp_path, group=False) as alone,
+        pytest.raises(tr.UsageError, match="needs a keeper"),
+    ):
+        alone.stage(6, state)
+
+
+def test_a_worker_that_comes_back_finds_its_steps(keeper: tr.Keeper) -> None:
+    keeper.stage(11, state_of(11)).wait(TIMEOUT)
+    pid = keeper.pid
+    keeper.close()
+    with tr.Keeper(JOB, group=False, timeout=TIMEOUT, lease=LEASE) as again:
+        assert again.pid == pid
+        got = tr.recover(sources=[again])
+        assert got.step == 11
+        assert torch.equal(got.state["x"], state_of(11)["x"])
+        for step in (12, 13):  # what the worker before has staged is freed
+            again.stage(step, state_of(step)).wait(TIMEOUT)
+        assert [one["step"] for one in again.status()["steps"]] == [12, 13]
+        assert again.status()["staged_bytes"] <= 2 * (50_000 * 4 + 3 * 4096)
+    with pytest.raises(tr.UsageError, match="closed"):
+        keeper.stage(14, state_of(14))
+
+
+def test_the_budget_is_kept() -> None:
+    nbytes = 1 << 20
+    with tr.Keeper(JOB, group=False, timeout=TIMEOUT, lease=LEASE, memory=5 * nbytes) as keeper:
+        small, large = state_of(1, nbytes // 4), state_of(2, 3 * nbytes // 4)
+        keeper.stage(20, small).wait(TIMEOUT)
+        keeper.stage(21, small).wait(TIMEOUT)
+        assert keeper.stage(22, large).skipped is None  # one small slot is given up for it
+        skipped = keeper.stage(23, large)
+        assert skipped.skipped is not None and f"budget of {5 * nbytes}" in skipped.skipped
+        assert keeper.status()["staged_bytes"] <= 5 * nbytes
+        assert tr.recover(into=large, sources=[keeper]).step == 22
+        assert keeper.pid is not None
+        held = sum(path.stat().st_size for path in arenas(keeper.pid))
+        assert held <= 5 * nbytes
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_reader_keeps_its_step_while_others_are_staged(keeper: tr.Keeper, near: bool) -> None:
+    keeper.stage(30, state_of(30)).wait(TIMEOUT)
+    source = keeper.source()
+    opened = source.open(30, Deadline(TIMEOUT))
+    if not near:
+        for supplier in opened.files.suppliers.all:  # type: ignore[union-attr]
+            supplier.near.clear()
+    name = opened.record.files[0].name
+    nbytes = opened.record.files[0].nbytes
+    found = bytearray(nbytes)
+    reader = opened.files.reader(name)
+    half = nbytes // opened.record.files[0].chunk_bytes // 2 * opened.record.files[0].chunk_bytes
+    reader.read_into(0, [memoryview(found)[:half]])
+    for step in (31, 32, 33, 34):
+        assert keeper.stage(step, state_of(step)).skipped is None
+    keeper.stage(35, state_of(35)).wait(TIMEOUT)
+    reader.read_into(half, [memoryview(found)[half:]])
+    opened.close()
+    source.end()
+    assert bytes(found).count(torch.tensor([30.0]).numpy().tobytes()) == 50_000
+
+
+def test_a_damaged_step_is_passed_over(keeper: tr.Keeper, tmp_path: Path) -> None:
+    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+        checkpointer.save(39, state_of(39))
+        keeper.stage(40, state_of(40)).wait(TIMEOUT)
+        slot = _slot_of(keeper, 40)
+        with slot.open("r+b") as memory:
+            memory.seek(100_000)
+            memory.write(b"\xff")
+        state = state_of(0)
+        got = tr.recover(into=state, sources=[keeper, checkpointer])
+    assert got.step == 39
+    assert state["x"][0] == 39
+    assert "step 40 was passed over" in got.report.explain()
+
+
+def _slot_of(keeper: tr.Keeper, value: float) -> Path:
+    """The arena that has a state."""
+    wanted = torch.full((10,), float(value)).numpy().tobytes()
+    assert keeper.pid is not None
+    for path in arenas(keeper.pid):
+        if wanted in path.read_bytes():
+            return path
+    raise AssertionError("no arena has it")
+
+
+def test_a_keeper_that_was_killed_is_started_again(keeper: tr.Keeper) -> None:
+    keeper.stage(50, state_of(50)).wait(TIMEOUT)
+    assert keeper.pid is not None
+    os.kill(keeper.pid, signal.SIGKILL)
+    with pytest.raises(tr.NothingToRecoverError, match="does not answer"):
+        tr.recover(into=state_of(0), sources=[keeper])
+    keeper.stage(51, state_of(51)).wait(TIMEOUT)
+    assert tr.recover(into=state_of(0), sources=[keeper]).step == 51
+
+
+def test_strangers_are_refused(keeper: tr.Keeper) -> None:
+    keeper.stage(60, state_of(60)).wait(TIMEOUT)
+    with pytest.raises(tr.UsageError, match="another token"):
+        tr.Keeper(JOB, group=False, token="not-the-token-of-this-job", timeout=TIMEOUT)
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        request = urllib.request.Request(f"{keeper.url}/steps.json", headers=headers)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(request, timeout=TIMEOUT)
+    with pytest.raises(tr.NothingToRecoverError, match="does not take this token"):
+        tr.recover(into=state_of(0), sources=[keeper.url], token="wrong")
+    with pytest.raises(tr.UsageError, match="can be guessed"):
+        tr.Keeper(JOB, group=False, address="0.0.0.0:0", token="short")
+    with pytest.raises(tr.UsageError, match="named by"):
+        tr.Keeper("a/b", group=False)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_another_user_gets_nothing(keeper: tr.Keeper) -> None:
+    """The kernel says who connects: the keeper hangs up without a word."""
+    program = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+        "s.settimeout(60); s.connect('\\0' + sys.argv[1]); print(s.recv(1))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, KeeperName.of(JOB, None).address],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert found.stdout == "b''\n", found
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_a_name_that_another_user_has_is_not_trusted() -> None:
+    name = KeeperName.of(f"{JOB}-theirs", None)
+    program = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+        "s.bind('\\0' + sys.argv[1]); s.listen(); print('there', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, name.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdin is not None and other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(tr.EndpointError, match="taken by user 65534"):
+            tr.Keeper(f"{JOB}-theirs", group=False)
+        other.stdin.close()
+        other.wait(TIMEOUT)
+
+
+def test_the_lease_ends_it_and_nothing_is_left() -> None:
+    name = KeeperName.of(f"{JOB}-lease", None)
+    before = set(Path("/dev/shm").iterdir())
+    keeper = tr.Keeper(name.job, group=False, timeout=TIMEOUT, lease=0.3)
+    keeper.stage(1, state_of(1)).wait(TIMEOUT)
+    pid = keeper.pid
+    assert pid is not None
+    assert arenas(pid)
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    assert int(fields[3]) != os.getsid(0)  # a session of its own
+    ours = descriptors(os.getpid())
+    outputs = {ours[Path(f"/proc/{os.getpid()}/fd/{number}")] for number in (0, 1, 2)}
+    assert not (outputs - {"/dev/null"}) & set(
+        descriptors(pid).values()
+    )  # nobody who waits for our output waits for it
+    keeper.close()
+    gone(name)
+    assert not is_running(pid)
+    assert set(Path("/dev/shm").iterdir()) <= before
+    assert connect(name) is None
+
+
+def test_a_request_before_joining_is_refused(keeper: tr.Keeper) -> None:
+    name = KeeperName.of(JOB, None)
+    from torchrelay.keeper.server.messages import RoomWanted
+
+    answer = process.ask(name, RoomWanted(10))
+    assert "join first" in str(answer)
+    assert process.ask(name, Tell()) is not None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:  # nonsense ends that line only
+        line.settimeout(TIMEOUT)
+        line.connect(f"\0{name.address}")
+        line.sendall(b"\xff" * 8)
+        assert line.recv(1) == b""
+    assert process.status(name) is not None
