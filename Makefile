@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
+# Much of a test is waiting, for processes to start and for deadlines to pass.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := test
 .PHONY: demo test test-slow lint bench clean
@@ -25,7 +27,7 @@ lint: $(STAMP)
 	$(BIN)/mypy --strict src/torchrelay
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: $(STAMP)
 	TEST_ROUNDS=all $(BIN)/python -m pytest -m "slow or rounds"

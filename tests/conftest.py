@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and "rounds" in vars(item.module):
             item.add_marker("rounds")
+
+
+def pytest_collection_finish() -> None:
+    """A collection during a test looks at what the tests made, not at all that they imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ MB = 1_000_000
 def asynchronous(options: Options, crew: MakeCrew) -> Iterator[Row]:
     options.tell("save_async: preparing")
     folder = options.places.disk / "async"
-    laps: dict[str, list[Any]] = {name: [] for name in (THREAD, PROCESS, STAGER, OURS)}
+    others = (STAGER,) if options.small else (PROCESS, STAGER)
+    laps: dict[str, list[Any]] = {name: [] for name in (THREAD, *others, OURS)}
     copies: list[float] = []
 
     def call(ranks: Crew, name: str, repeat: int) -> None:
@@ -37,7 +38,7 @@ def asynchronous(options: Options, crew: MakeCrew) -> Iterator[Row]:
             copies.append(stock.run(tasks.copy_twice)[0].seconds)
         finish(stock, ours)
     # These keep a copy of the state or two between calls: all of them at once would not fit.
-    for name in (PROCESS, STAGER):
+    for name in others:
         with ExitStack() as own:
             alone = crew(own, 1)
             prepare(options, alone, alone)

@@ -27,8 +27,8 @@ the number of ranks changes, they are compared with a job that got its values by
 `full_tensor` and `redistribute`, because sums over another number of ranks are rounded otherwise.
 
 `python -m tests.conformance` runs the matrix and writes this page. The test suite runs every door
-with every job on a choice of ranks (`tests/conformance/test_conformance.py`), `make test-slow`
-all of it.
+with a third of the jobs (`tests/conformance/test_conformance.py`), `make test-slow` with all of
+them, on every number of ranks.
 """
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.links import SIDES, STATE_BYTES, measure
+from benchmarks.links import SIDES, STATE_BYTES, Row, measure
 from tests.support import netns
 from tests.support.forks import run_program
 from tests.support.netns import HostFailed, Hosts, Switch, Unavailable
@@ -36,16 +36,28 @@ def network() -> Iterator[Switch]:
         yield switch
 
 
-def test_three_receivers_take_as_long_as_one() -> None:
-    stock, ours = measure([("torch", IN_PLACE), ("torchrelay", IN_PLACE)], STATE_BYTES, 3)
+def measured(repeats: int) -> tuple[Row, Row]:
+    """torch's and ours, to one receiver and to three."""
+    stock, ours = measure([("torch", IN_PLACE), ("torchrelay", IN_PLACE)], STATE_BYTES, repeats)
     assert stock.exact and ours.exact
     link = STATE_BYTES * 8 / netns.GIGABIT
     assert min(ours.one.laps + stock.one.laps) >= link  # else these are no slow links
-    assert ours.ratio <= 1.1, (ours.one.laps, ours.all.laps)
-    assert stock.ratio > 2, (stock.one.laps, stock.all.laps)
+    return stock, ours
+
+
+def test_a_state_leaves_its_sender_once_for_three_receivers() -> None:
+    """At this link's speed that is what the seconds come from, on a machine that is busy too."""
+    stock, ours = measured(1)
     # What a port counts has headers and what is sent again, too.
     assert min(ours.all.sent) >= STATE_BYTES and max(ours.all.sent) <= 1.1 * STATE_BYTES
     assert min(stock.all.sent) >= 3 * STATE_BYTES
+
+
+@pytest.mark.slow  # it measures seconds, for which the machine has to be quiet
+def test_three_receivers_take_as_long_as_one() -> None:
+    stock, ours = measured(3)
+    assert ours.ratio <= 1.1, (ours.one.laps, ours.all.laps)
+    assert stock.ratio > 2, (stock.one.laps, stock.all.laps)
 
 
 @pytest.fixture(scope="module")
