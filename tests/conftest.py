@@ -34,6 +34,12 @@ def pool2() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def pool3() -> Iterator[RankPool]:
+    with RankPool(3, forks=True) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def pool4() -> Iterator[RankPool]:
     with RankPool(4, forks=True) as pool:
         yield pool

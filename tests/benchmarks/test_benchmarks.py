@@ -272,6 +272,7 @@ def test_gpu_benchmark_runs_small() -> None:
     subprocess.run(command, check=True, timeout=110)
 
 
+@pytest.mark.slow  # the ranks of each commit are interpreters of their own
 def test_two_commits_run_side_by_side(tmp_path: Path) -> None:
     """Here the tree beside itself: what is measured is the same on either side."""
     out = tmp_path / "commits.json"

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture(scope="module")
-def pools(pool2: Any, pool4: Any, pool8: Any) -> Iterator[dict[int, Any]]:
-    with RankPool(1, forks=True) as pool1, RankPool(3, forks=True) as pool3:
+def pools(pool2: Any, pool3: Any, pool4: Any, pool8: Any) -> Iterator[dict[int, Any]]:
+    with RankPool(1, forks=True) as pool1:
         yield {1: pool1, 2: pool2, 3: pool3, 4: pool4, 8: pool8}
 
 
