@@ -6,6 +6,7 @@ Commands import what they need when they run: `torchrelay --help` imports no tor
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 NEEDS_TYPER = "the torchrelay command needs typer and rich: pip install 'torchrelay[cli]'"
 
@@ -61,12 +62,15 @@ def main() -> None:
 
     @app.command()
     def demo(
-        small: bool = typer.Option(False, "--small", help="A tiny model, fewer repeats."),
+        small: bool = typer.Option(False, "--small", help="A tiny model, fewer steps."),
+        picture: str = typer.Option(
+            "torchrelay-demo.png", "--picture", help="Where the picture goes (PNG)."
+        ),
     ) -> None:
-        """Four processes pass a training job's state on, beside torch's own transport."""
+        """Workers and a host of a training job are killed, and training goes on."""
         from torchrelay.demo.__main__ import run
 
-        raise typer.Exit(run(small=small))
+        raise typer.Exit(run(small=small, picture=Path(picture)))
 
     for commands in (
         steps,

@@ -1,16 +1,20 @@
-"""`python -m torchrelay.demo [--small]`"""
+"""`python -m torchrelay.demo [--small] [--picture FILE]`"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from torchrelay.demo.job import SMALL, Settings
 
 NEEDS_RICH = "the demo needs rich: pip install 'torchrelay[cli]'"
 
 
-def run(*, small: bool = False) -> int:
+PICTURE = Path("torchrelay-demo.png")
+
+
+def run(*, small: bool = False, picture: Path = PICTURE) -> int:
     """Run the demo on this terminal; returns the exit code."""
     try:
         from rich.console import Console
@@ -22,15 +26,17 @@ def run(*, small: bool = False) -> int:
         print(NEEDS_RICH, file=sys.stderr)
         return 2
     try:
-        return play(SMALL if small else Settings(), Console())
+        return play(SMALL if small else Settings(), Console(), picture)
     except KeyboardInterrupt:
         return 130
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m torchrelay.demo", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a tiny model, fewer repeats")
-    return run(small=parser.parse_args().small)
+    parser.add_argument("--small", action="store_true", help="a tiny model, fewer steps")
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="where the PNG goes")
+    given = parser.parse_args()
+    return run(small=given.small, picture=given.picture)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,16 @@ class Settings:
     vocabulary: int = 1024
     tokens: int = 32
     batch: int = 4
-    steps_before: int = 6
-    steps_after: int = 3
-    rounds: int = 5  # of the comparison, after one that is not counted
-    seconds: float = 150.0  # after which the demo gives up
+    steps: int = 24
+    save_every: int = 5  # steps, on disk; each one is staged in memory
+    worker_dies: int = 8  # at this step
+    host_dies: int = 17
+    seconds: float = 300.0  # after which the demo gives up
 
 
-SMALL = Settings(width=64, layers=2, vocabulary=256, tokens=16, steps_before=2, rounds=2)
+SMALL = Settings(
+    width=64, layers=2, vocabulary=256, tokens=16, steps=9, save_every=2, worker_dies=3, host_dies=6
+)
 
 
 class _Model(nn.Module):
@@ -54,22 +57,22 @@ class DemoJob:
     def __init__(self, settings: Settings, seed: int) -> None:
         torch.manual_seed(seed)
         self._settings = settings
-        self._model = _Model(settings)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
+        self.model = _Model(settings)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.position = 0
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on. The tensors are the live ones."""
         return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
             "position": self.position,
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
         self.position = state["position"]
 
@@ -79,17 +82,20 @@ class DemoJob:
 
     def _step(self) -> float:
         settings = self._settings
-        data = torch.Generator().manual_seed(self.position)
+        data = torch.Generator().manual_seed(self._seed_of(self.position))
         # Each row counts up from a random number: something that can be learned.
         first = torch.randint(settings.vocabulary, (settings.batch, 1), generator=data)
         batch = (first + torch.arange(settings.tokens + 1)) % settings.vocabulary
-        scores = self._model(batch[:, :-1])
+        scores = self.model(batch[:, :-1])
         loss = nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         torch.autograd.backward(loss)
-        self._optimizer.step()
+        self.optimizer.step()
         self.position += 1
         return loss.item()
+
+    def _seed_of(self, position: int) -> int:
+        return position
 
 
 def leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:

@@ -1,0 +1,121 @@
+"""A launcher of training workers on pretended hosts. As torchrun does, it ends all workers when one
+dies, and starts all of them again.
+
+Workers are forked off a process that has imported torch: a start takes a moment, not seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any, NamedTuple
+
+from torchrelay.demo import worker
+from torchrelay.demo.worker import Plan, Post
+
+_forks = get_context("forkserver")
+_forks.set_forkserver_preload(["torchrelay.demo.preloaded"])
+
+
+class LaunchError(Exception):
+    """The job did not come to its end in time, or failed again and again."""
+
+
+class Heard(NamedTuple):
+    """What a worker said, and when; `ended` if its process has."""
+
+    rank: int
+    word: str
+    time: float
+    value: Any
+
+
+class Launcher:
+    """Workers of one start after the other; `hosts` has the name of each worker's host."""
+
+    def __init__(self, plan: Plan, hosts: list[str]) -> None:
+        self._plan = plan
+        self.hosts = hosts
+        self.starts = 0
+        self._processes: list[ForkServerProcess] = []
+        self._conns: list[Connection] = []
+        self.keepers: dict[str, int] = {}  # by host
+        self._ended: set[int] = set()
+
+    def start(self) -> None:
+        """Start a worker for each place."""
+        self._ended.clear()
+        for rank, host in enumerate(self.hosts):
+            ours, theirs = _forks.Pipe()
+            post = Post(rank, len(self.hosts), host, self.starts)
+            process = _forks.Process(target=worker.main, args=(theirs, self._plan, post))
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._conns.append(ours)
+        self.starts += 1
+
+    def hear(self, seconds: float) -> list[Heard]:
+        """What workers say within so many seconds; returns as soon as there is something."""
+        alive = {conn: rank for rank, conn in enumerate(self._conns) if rank not in self._ended}
+        found = []
+        for ready in connection.wait(list(alive), timeout=max(0.0, seconds)):
+            rank = alive[ready]  # type: ignore[index]
+            try:
+                word, when, value = self._conns[rank].recv()
+            except (EOFError, OSError):
+                self._ended.add(rank)
+                found.append(Heard(rank, "ended", time.monotonic(), None))
+                continue
+            if word == "keeper":
+                self.keepers[self.hosts[rank]] = value
+            else:
+                found.append(Heard(rank, word, when, value))
+        return found
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a worker a signal."""
+        pid = self._processes[rank].pid
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill_keeper(self, host: str) -> None:
+        if host in self.keepers:
+            with suppress(ProcessLookupError):
+                os.kill(self.keepers.pop(host), signal.SIGKILL)
+
+    def lose_host(self, host: str) -> None:
+        """All that runs on a host is gone at once."""
+        for rank, name in enumerate(self.hosts):
+            if name == host:
+                self.kill(rank)
+        self.kill_keeper(host)
+
+    def stop(self) -> list[Heard]:
+        """End all workers, as a launcher does when one of them has died; what they had still
+        said."""
+        for rank, process in enumerate(self._processes):
+            self.kill(rank)
+            process.join(10)
+        found: list[Heard] = []
+        while len(self._ended) < len(self._conns):
+            found += self.hear(1.0)
+        for conn in self._conns:
+            conn.close()
+        self._processes, self._conns = [], []
+        return found
+
+    def dismiss(self) -> None:
+        """All are done: they may leave."""
+        for conn in self._conns:
+            with suppress(OSError):
+                conn.send("leave")
+        for process in self._processes:
+            process.join(5)
+        self.stop()

@@ -1,0 +1,194 @@
+"""A run of a training job that things happen to, and what is to be known of it afterwards."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from torchrelay.demo.launcher import Heard, Launcher, LaunchError
+from torchrelay.demo.worker import Brought, Plan
+
+PAUSE = 0.05  # seconds between two looks at what happens by time
+FAILURES = 4  # starts that may fail by themselves before it is given up
+
+Phases = dict[str, float]
+PHASES = ("detect", "start", "fetch", "verify", "land", "train")
+
+
+class Kill(NamedTuple):
+    """What is killed when a step is done: a worker, or the host that it is on with its keeper."""
+
+    step: int
+    what: Literal["worker", "host"]
+    rank: int
+
+
+class Comeback(NamedTuple):
+    """How training went on after a kill: seconds by phase, up to the first new step."""
+
+    what: str
+    step: int  # that was done when it came
+    back_at: int  # the step that was brought back
+    phases: Phases
+    told: str
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+
+class Run(NamedTuple):
+    """The losses of each step by rank, and a digest of each rank's weights in the end."""
+
+    losses: dict[int, dict[int, float]]
+    weights: dict[int, str]
+    comebacks: list[Comeback]
+    differing: list[int]  # steps that were done twice, with another loss
+
+    def mean(self, step: int) -> float:
+        return sum(self.losses[step].values()) / len(self.losses[step])
+
+
+class Teller:
+    """Whoever watches a run; does nothing by itself."""
+
+    def step(self, step: int) -> None: ...
+    def event(self, text: str) -> None: ...
+
+
+class _Disturbance:
+    """From a kill to the first new step."""
+
+    def __init__(self, kill: Kill | None, last: int) -> None:
+        self.kill, self.last = kill, last
+        self.killed = self.noticed = time.monotonic()
+        self.ready: dict[int, float] = {}
+        self.brought: dict[int, tuple[float, Brought]] = {}
+
+    def over(self, first_step: float) -> Comeback:
+        back, brought = max(self.brought.values(), key=lambda one: one[0])
+        ready = max(self.ready.values(), default=self.noticed)
+        verify = brought.seconds.get("verify", 0.0)
+        land = brought.seconds.get("land", 0.0) + brought.seconds.get("commit", 0.0)
+        phases = {
+            "detect": self.noticed - self.killed,
+            "start": ready - self.noticed,
+            "fetch": max(0.0, back - ready - verify - land),
+            "verify": verify,
+            "land": land,
+            "train": first_step - back,
+        }
+        what = "a failure" if self.kill is None else f"a {self.kill.what}"
+        return Comeback(what, self.last, brought.step, phases, brought.told)
+
+
+class Story:
+    """One run, from its first start to its end."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        hosts: Sequence[str],
+        kills: Sequence[Kill],
+        teller: Teller | None = None,
+    ) -> None:
+        self._plan, self._kills = plan, list(kills)
+        self._teller = teller or Teller()
+        self.launcher = Launcher(plan, list(hosts))
+        self.run = Run({}, {}, [], [])
+        self._trouble: _Disturbance | None = None
+        self._failures: list[str] = []
+        self._last = 0
+        self.safe = 0  # the newest step that a rank knows to be kept by all
+
+    def play(self, seconds: float) -> Run:
+        """Start the job and see it to its end; `LaunchError` where it does not come there."""
+        end = time.monotonic() + seconds
+        try:
+            self.launcher.start()
+            while len(self.run.weights) < len(self.launcher.hosts):
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise LaunchError(f"not over in {seconds:g} s: {self._failures[-1:]}")
+                ends = [self._is_end(one) for one in self.launcher.hear(min(left, PAUSE))]
+                if any(ends):
+                    self._start_again()
+                self.tick()
+            self.launcher.dismiss()
+        finally:
+            self.launcher.stop()
+        return self.run
+
+    def tick(self) -> None:
+        """Called all the time: for those who make things happen at other times than at steps."""
+
+    def _is_end(self, heard: Heard) -> bool:
+        """Take in what was heard; whether a worker has died."""
+        trouble = self._trouble
+        if heard.word == "ready" and trouble is not None:
+            trouble.ready[heard.rank] = heard.time
+        elif heard.word == "recovered" and trouble is not None:
+            trouble.brought[heard.rank] = heard.time, heard.value
+        elif heard.word == "loss":
+            self._loss(heard)
+        elif heard.word == "kept":
+            self._step(heard)
+        elif heard.word == "done":
+            self.run.weights[heard.rank] = heard.value
+        elif heard.word == "failed":
+            self._failures.append(heard.value)
+        return heard.word in ("ended", "failed") and heard.rank not in self.run.weights
+
+    def _loss(self, heard: Heard) -> None:
+        step, loss = heard.value
+        known = self.run.losses.setdefault(step, {}).setdefault(heard.rank, loss)
+        if known != loss:
+            self.run.differing.append(step)
+
+    def _step(self, heard: Heard) -> None:
+        """A rank has done a step, and kept it."""
+        step, safe = heard.value
+        trouble = self._trouble
+        if trouble is not None and step > trouble.last and trouble.brought:
+            self.run.comebacks.append(trouble.over(heard.time))
+            self._trouble = None
+        self._last = max(self._last, step)
+        self.safe = max(self.safe, safe)
+        self._teller.step(step)
+        if self._kills and self._kills[0].step == step and self._trouble is None:
+            self._disturb(self._kills.pop(0))
+
+    def _disturb(self, kill: Kill) -> None:
+        host = self.launcher.hosts[kill.rank]
+        self._trouble = _Disturbance(kill, self._last)
+        if kill.what == "worker":
+            self._teller.event(
+                f"worker {kill.rank} on host {host} is killed after step {kill.step}"
+            )
+            self.launcher.kill(kill.rank, signal.SIGKILL)
+        else:
+            self._teller.event(f"host {host} is lost after step {kill.step}, keeper and all")
+            self.launcher.lose_host(host)
+            spare = f"{host}-again"
+            self.launcher.hosts = [spare if one == host else one for one in self.launcher.hosts]
+
+    def _start_again(self) -> None:
+        if self._trouble is None:
+            self._fail()
+            self._trouble = _Disturbance(None, self._last)
+        elif self._trouble.brought:  # it came back, and failed once more before a new step
+            self._fail()
+            self._trouble = _Disturbance(self._trouble.kill, self._last)
+        self._trouble.noticed = time.monotonic()
+        for heard in self.launcher.stop():
+            if heard.word == "loss":
+                self._loss(heard)
+        self._teller.event("all workers are ended and started again")
+        self.launcher.start()
+
+    def _fail(self) -> None:
+        """Workers failed, and nobody had killed one."""
+        if self.launcher.starts > FAILURES + len(self.run.comebacks):
+            raise LaunchError(f"workers fail again and again:\n{''.join(self._failures[-1:])}")

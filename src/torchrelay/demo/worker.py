@@ -1,0 +1,194 @@
+"""What a training worker does: recover, train, keep each step, and tell its launcher."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import torchrelay as tr
+from torchrelay.demo.job import Settings
+from torchrelay.demo.sharded import ShardedJob
+from torchrelay.demo.versus import hush_torch
+
+Way = Literal["keeper", "dcp", "nothing"]
+
+
+class Post(NamedTuple):
+    """A worker's place in a start of the job. Ranks are counted over all hosts."""
+
+    rank: int
+    world: int
+    host: str
+    start: int  # the number of this start: each has a rendezvous of its own
+
+
+class Plan(NamedTuple):
+    """What all workers of a job do, at every start."""
+
+    settings: Settings
+    way: Way
+    folder: str
+    job: str  # the name that its keepers go by
+    patience: float = 60.0  # seconds that a worker waits for another, or a call may take
+    pace: float = 0.0  # seconds that a step takes at least
+
+
+class Brought(NamedTuple):
+    """What was brought back: the step, seconds by phase, and what is to be said of it."""
+
+    step: int
+    seconds: dict[str, float]
+    told: str
+
+
+class Memory(Protocol):
+    """How a job keeps its steps and gets one back."""
+
+    def recover(self, job: ShardedJob) -> Brought: ...
+    def keep(self, job: ShardedJob) -> int:
+        """Keep the state; returns the newest step that is safe, or -1."""
+
+    def close(self) -> None: ...
+
+
+class Kept:
+    """Each step in the memory of keepers, some on disk: torchrelay."""
+
+    def __init__(self, plan: Plan, post: Post) -> None:
+        self._plan = plan
+        self.keeper = tr.Keeper(plan.job, host=post.host, timeout=plan.patience, lease=60.0)
+        self._checkpointer = tr.Checkpointer(
+            f"{plan.folder}/steps", keep=tr.KeepLast(2), keeper=self.keeper, timeout=plan.patience
+        )
+
+    def recover(self, job: ShardedJob) -> Brought:
+        try:
+            got = tr.recover(
+                into=job.live_state(),
+                sources=[self.keeper, self._checkpointer],
+                group=dist.group.WORLD,
+                timeout=self._plan.patience,
+            )
+        except tr.NothingToRecoverError as nothing:
+            return Brought(0, {}, nothing.message)
+        job.take(got.state)
+        return Brought(got.step, got.report.seconds, got.report.explain())
+
+    def keep(self, job: ShardedJob) -> int:
+        step, state = job.position, job.live_state()
+        if step % self._plan.settings.save_every == 0:
+            self._checkpointer.save_async(step, state, on_busy="skip")
+        staged = self._checkpointer.stage(step, state)
+        staged.wait(self._plan.patience)
+        return step if staged.skipped is None else -1
+
+    def close(self) -> None:
+        self._checkpointer.close()
+        self.keeper.close()
+
+
+class OnDisk:
+    """Some steps on disk, by torch's own `dcp.save` and `dcp.load`."""
+
+    def __init__(self, plan: Plan, post: Post) -> None:
+        self._plan, self._rank = plan, post.rank
+        self._root = Path(plan.folder) / "dcp"
+
+    def recover(self, job: ShardedJob) -> Brought:
+        begun = time.monotonic()
+        whole = [int(path.parent.name) for path in self._root.glob("*/.metadata")]
+        if not whole:
+            return Brought(0, {}, "nothing is saved")
+        state = job.dcp_state()
+        dcp_load(state, checkpoint_id=str(self._root / str(max(whole))))
+        fetched = time.monotonic()
+        job.take_dcp(state)
+        seconds = {"fetch": fetched - begun, "land": time.monotonic() - fetched}
+        return Brought(max(whole), seconds, f"dcp.load of step {max(whole)}")
+
+    def keep(self, job: ShardedJob) -> int:
+        step = job.position
+        if step % self._plan.settings.save_every:
+            return -1
+        dcp_save(job.dcp_state(), checkpoint_id=str(self._root / str(step)))
+        return step
+
+    def close(self) -> None:
+        """Nothing: all is on disk."""
+
+
+class Nothing:
+    """A run that nothing happens to."""
+
+    def recover(self, job: ShardedJob) -> Brought:
+        return Brought(0, {}, "")
+
+    def keep(self, job: ShardedJob) -> int:
+        return -1
+
+    def close(self) -> None:
+        """Nothing was kept."""
+
+
+def memory_of(plan: Plan, post: Post) -> Memory:
+    if plan.way == "keeper":
+        return Kept(plan, post)
+    return OnDisk(plan, post) if plan.way == "dcp" else Nothing()
+
+
+def main(conn: Connection, plan: Plan, post: Post) -> None:
+    """The whole life of a worker. What it tells: a word, the time, and a value."""
+
+    def tell(word: str, value: Any = None) -> None:
+        conn.send((word, time.monotonic(), value))
+
+    code = 0
+    try:
+        torch.set_num_threads(1)
+        hush_torch()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{Path(plan.folder) / f'start-{post.start}'}",
+            rank=post.rank,
+            world_size=post.world,
+            timeout=timedelta(seconds=plan.patience),
+        )
+        job = ShardedJob(plan.settings, post.rank, post.world)
+        tell("ready")
+        _train(job, memory_of(plan, post), plan, tell)
+        conn.poll(plan.patience)  # one that leaves early breaks connections that others still use
+    except BaseException:
+        code = 1
+        tell("failed", traceback.format_exc())
+    finally:
+        conn.close()
+        os._exit(code)  # skips waiting for connections that a lost peer has left half open
+
+
+def _train(job: ShardedJob, memory: Memory, plan: Plan, tell: Callable[[str, Any], None]) -> None:
+    if isinstance(memory, Kept):
+        tell("keeper", memory.keeper.pid)
+    tell("recovered", memory.recover(job))
+    while job.position < plan.settings.steps:
+        begun = time.monotonic()
+        (loss,) = job.train(1)
+        tell("loss", (job.position, loss))
+        safe = memory.keep(job)
+        if isinstance(memory, Kept):
+            tell("keeper", memory.keeper.pid)  # one that was lost has been started again
+        tell("kept", (job.position, safe))
+        time.sleep(max(0.0, begun + plan.pace - time.monotonic()))
+    tell("done", job.weights())
+    memory.close()

@@ -1,0 +1,137 @@
+"""Random parts of a training job die at random times, and it ends with the weights of a run that
+nothing happened to."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.keeper.jobs import end_keepers
+from torchrelay.demo.job import Settings
+from torchrelay.demo.launcher import Heard
+from torchrelay.demo.story import Run, Story, Teller
+from torchrelay.demo.worker import Plan
+
+HOSTS = ("a", "a", "b", "b")
+PATIENCE = 15.0  # seconds after which a worker gives up on another
+QUIET = (0.0, 0.5)  # seconds from a new step to the next disturbance
+
+
+class Chaos(Story):
+    """Kills something, waits until training goes on, and kills something else."""
+
+    def __init__(self, plan: Plan, kinds: list[str], seed: int) -> None:
+        super().__init__(plan, HOSTS, (), Said(seed))
+        self._random = random.Random(seed)
+        self._kinds = list(kinds)
+        self._random.shuffle(self._kinds)
+        self._due: float | None = None
+        self._struck_at = 0  # the step at which something was last done to the job
+        self.done: Counter[str] = Counter()
+        self.lost: list[str] = []  # comebacks to a step before the last one that was kept
+
+    def tick(self) -> None:
+        if not self._kinds or self._trouble is not None or self._last <= self._struck_at:
+            return
+        now = time.monotonic()
+        if self._due is None:
+            self._due = now + self._random.uniform(*QUIET)
+        if now >= self._due:
+            self._due = None
+            self._struck_at = self._last
+            self._strike(self._kinds.pop())
+
+    def _strike(self, kind: str) -> None:
+        rank = self._random.randrange(len(self.launcher.hosts))
+        host = self.launcher.hosts[rank]
+        self._teller.event(f"{kind}: worker {rank}, host {host}, after step {self._last}")
+        self.done[kind] += 1
+        if kind == "worker":
+            self.launcher.kill(rank)
+        elif kind == "stop":
+            self.launcher.kill(rank, signal.SIGSTOP)
+        elif kind == "keeper":
+            self.launcher.kill_keeper(host)
+        else:
+            self.launcher.lose_host(host)
+
+    def _is_end(self, heard: Heard) -> bool:
+        if heard.word == "recovered" and heard.value.step < self.safe:
+            self.lost.append(f"step {heard.value.step} after {self.safe}: {heard.value.told}")
+        return super()._is_end(heard)
+
+    def _fail(self) -> None:
+        """Workers that die are what this is about."""
+
+
+class Said(Teller):
+    def __init__(self, seed: int) -> None:
+        self._begun = time.monotonic()
+        self.event(f"seed {seed}")
+
+    def event(self, text: str) -> None:
+        print(f"{time.monotonic() - self._begun:7.2f} s  {text}", flush=True)
+
+
+def settings(steps: int) -> Settings:
+    return Settings(
+        width=32, layers=1, vocabulary=64, tokens=8, batch=2, steps=steps, save_every=10**6
+    )
+
+
+def calm(folder: Path, steps: int) -> Run:
+    folder.mkdir()
+    plan = Plan(settings(steps), "nothing", str(folder), "", PATIENCE)
+    return Story(plan, HOSTS, ()).play(300)
+
+
+def disturbed(folder: Path, steps: int, kinds: list[str], seed: int, seconds: float) -> Chaos:
+    folder.mkdir()
+    job = f"chaos-{os.getpid()}-{seed}"
+    chaos = Chaos(Plan(settings(steps), "keeper", str(folder), job, PATIENCE), kinds, seed)
+    try:
+        chaos.play(seconds)
+    finally:
+        end_keepers(job)
+    return chaos
+
+
+def check(chaos: Chaos, expected: Run, kinds: list[str]) -> None:
+    assert sum(chaos.done.values()) == len(kinds), chaos.done
+    assert chaos.run.weights == expected.weights, "the weights are those of an undisturbed run"
+    assert not chaos.lost, "every comeback is at the last step that was kept, or later"
+    assert not chaos.run.differing and chaos.run.losses == expected.losses
+    for one in chaos.run.comebacks:
+        print(one.what, one.step, one.back_at, {k: round(v, 2) for k, v in one.phases.items()})
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").iterdir())
+
+
+def test_a_few_kills(tmp_path: Path) -> None:
+    before = shared_memory()
+    seed = random.SystemRandom().randrange(1 << 32)
+    kinds = ["worker", "keeper", "host"]
+    expected = calm(tmp_path / "calm", 12)
+    chaos = disturbed(tmp_path / "chaos", 12, kinds, seed, 150)
+    check(chaos, expected, kinds)
+    assert shared_memory() <= before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_fifty_kills(tmp_path: Path) -> None:
+    before = shared_memory()
+    seed = random.SystemRandom().randrange(1 << 32)
+    kinds = ["worker"] * 20 + ["keeper"] * 12 + ["host"] * 12 + ["stop"] * 6
+    expected = calm(tmp_path / "calm", 120)
+    chaos = disturbed(tmp_path / "chaos", 120, kinds, seed, 1500)
+    check(chaos, expected, kinds)
+    assert shared_memory() <= before
