@@ -14,7 +14,6 @@ from tests.support.commands import Ended
 from torchrelay import cli
 from torchrelay.demo.__main__ import run
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 200  # a machine that is busy takes long to start four processes
 
 

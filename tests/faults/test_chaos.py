@@ -8,15 +8,17 @@ import random
 import signal
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.keeper.jobs import end_keepers
+from tests.support.netns import Switch, Unavailable, enter_host
 from torchrelay.demo.job import Settings
 from torchrelay.demo.launcher import Heard
 from torchrelay.demo.story import Run, Story, Teller
-from torchrelay.demo.worker import Plan
+from torchrelay.demo.worker import Plan, Site
 
 HOSTS = ("a", "a", "b", "b")
 PATIENCE = 15.0  # seconds after which a worker gives up on another
@@ -33,10 +35,13 @@ class Chaos(Story):
         self._random.shuffle(self._kinds)
         self._due: float | None = None
         self._struck_at = 0  # the step at which something was last done to the job
+        self.switch: Switch | None = None  # that the hosts are at
+        self._cut: tuple[int, float] | None = None  # which of them is cut off, and until when
         self.done: Counter[str] = Counter()
         self.lost: list[str] = []  # comebacks to a step before the last one that was kept
 
     def tick(self) -> None:
+        self._mend()
         if not self._kinds or self._trouble is not None or self._last <= self._struck_at:
             return
         now = time.monotonic()
@@ -58,8 +63,22 @@ class Chaos(Story):
             self.launcher.kill(rank, signal.SIGSTOP)
         elif kind == "keeper":
             self.launcher.kill_keeper(host)
+        elif kind == "cut":
+            self.cut_off(host)
         else:
             self.launcher.lose_host(host)
+
+    def cut_off(self, host: str) -> None:
+        """Pull a host's cable until the others have given it up."""
+        assert self.switch is not None
+        place = sorted(set(HOSTS)).index(host)
+        self.switch.connect(place, up=False)
+        self._cut = place, time.monotonic() + PATIENCE
+
+    def _mend(self) -> None:
+        if self._cut is not None and time.monotonic() > self._cut[1] and self.switch is not None:
+            self.switch.connect(self._cut[0], up=True)
+            self._cut = None
 
     def _is_end(self, heard: Heard) -> bool:
         if heard.word == "recovered" and heard.value.step < self.safe:
@@ -123,6 +142,33 @@ def test_a_few_kills(tmp_path: Path) -> None:
     chaos = disturbed(tmp_path / "chaos", 12, kinds, seed, 150)
     check(chaos, expected, kinds)
     assert shared_memory() <= before
+
+
+@pytest.mark.slow
+def test_a_host_is_cut_off(tmp_path: Path) -> None:
+    """Two hosts in network namespaces; the cable of one is pulled, and plugged in again."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    expected = calm(tmp_path / "calm", 12)
+    folder = tmp_path / "chaos"
+    folder.mkdir()
+    try:
+        switch = Switch(2)
+    except Unavailable as missing:
+        pytest.skip(str(missing))
+    with switch:
+        sites = {
+            host: Site(partial(enter_host, switch.door(place)), f"{switch.address(place)}:0")
+            for place, host in enumerate(("a", "b"))
+        }
+        plan = Plan(settings(12), "keeper", str(folder), f"cut-{seed}", PATIENCE, sites=sites)
+        chaos = Chaos(plan, ["cut", "worker"], seed)
+        chaos.switch = switch
+        try:
+            chaos.play(200)
+        finally:
+            for host in ("a", "b"):
+                chaos.launcher.kill_keeper(host)
+        check(chaos, expected, ["cut", "worker"])
 
 
 @pytest.mark.slow

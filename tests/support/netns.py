@@ -71,6 +71,14 @@ def _enter(namespace: int) -> None:
         raise OSError(ctypes.get_errno(), "setns")
 
 
+def enter_host(path: str) -> None:
+    """Move a process that has no threads yet to a host, by `Switch.door`."""
+    door = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    _enter(door)
+    os.close(door)
+    os.environ["GLOO_SOCKET_IFNAME"] = _PORT
+
+
 class Switch:
     """`hosts` namespaces behind a bridge, `rate` bits a second out of and into each."""
 
@@ -150,6 +158,25 @@ class Switch:
                 raise Unavailable(f"no bridge with shaped ports can be made: {fault}") from fault
             raise
 
+    def connect(self, rank: int, up: bool) -> None:
+        """Plug a host's cable in, or pull it out."""
+
+        def act() -> None:
+            from pyroute2 import IPRoute
+
+            _enter(self._bridge)
+            with IPRoute() as ip:
+                port = ip.link_lookup(ifname=f"port{rank}")[0]
+                ip.link("set", index=port, state="up" if up else "down")
+
+        plug = threading.Thread(target=act, name="netns", daemon=True)
+        plug.start()
+        plug.join(BUILD_SECONDS)
+
+    def door(self, rank: int) -> str:
+        """A host's namespace by a path, for processes of this user."""
+        return f"/proc/{os.getpid()}/fd/{self.namespaces[rank]}"
+
     def _shape(self, ip: Any, index: int) -> None:
         seconds = f"{_QUEUE * 8 * 1000 // self.rate}ms"
         rate = self.rate // 8
@@ -176,10 +203,9 @@ class Hosts:
         self._conns: list[Connection] = []
         self._processes: list[Any] = []
         try:
-            for rank, namespace in enumerate(switch.namespaces):
+            for rank in range(switch.size):
                 ours, theirs = servers.Pipe()
-                door = f"/proc/{os.getpid()}/fd/{namespace}"
-                place = (rank, switch.size, door, switch.address(0), group_timeout)
+                place = (rank, switch.size, switch.door(rank), switch.address(0), group_timeout)
                 process = servers.Process(target=_main, args=(theirs, *place), daemon=True)
                 self._conns.append(ours)
                 self._processes.append(process)
@@ -250,10 +276,7 @@ def _main(
 
     try:
         # Before gloo and the store start threads: those are where the one that starts them is.
-        door = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
-        _enter(door)
-        os.close(door)
-        os.environ["GLOO_SOCKET_IFNAME"] = _PORT
+        enter_host(namespace)
         # The links are to be the limit, not what else runs on the machine.
         with suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)

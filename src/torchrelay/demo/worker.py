@@ -33,6 +33,13 @@ class Post(NamedTuple):
     start: int  # the number of this start: each has a rendezvous of its own
 
 
+class Site(NamedTuple):
+    """Where the workers of a host are: what they call first, and where their keeper listens."""
+
+    enter: Callable[[], None] | None = None
+    address: str = "127.0.0.1:0"
+
+
 class Plan(NamedTuple):
     """What all workers of a job do, at every start."""
 
@@ -42,6 +49,7 @@ class Plan(NamedTuple):
     job: str  # the name that its keepers go by
     patience: float = 60.0  # seconds that a worker waits for another, or a call may take
     pace: float = 0.0  # seconds that a step takes at least
+    sites: dict[str, Site] = {}  # by host, where that is not this one
 
 
 class Brought(NamedTuple):
@@ -67,7 +75,10 @@ class Kept:
 
     def __init__(self, plan: Plan, post: Post) -> None:
         self._plan = plan
-        self.keeper = tr.Keeper(plan.job, host=post.host, timeout=plan.patience, lease=60.0)
+        address = plan.sites.get(post.host, Site()).address
+        self.keeper = tr.Keeper(
+            plan.job, host=post.host, address=address, timeout=plan.patience, lease=60.0
+        )
         self._checkpointer = tr.Checkpointer(
             f"{plan.folder}/steps", keep=tr.KeepLast(2), keeper=self.keeper, timeout=plan.patience
         )
@@ -155,6 +166,9 @@ def main(conn: Connection, plan: Plan, post: Post) -> None:
 
     code = 0
     try:
+        enter = plan.sites.get(post.host, Site()).enter
+        if enter is not None:
+            enter()
         torch.set_num_threads(1)
         hush_torch()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
