@@ -49,7 +49,10 @@ class Plan(NamedTuple):
     job: str  # the name that its keepers go by
     patience: float = 60.0  # seconds that a worker waits for another, or a call may take
     pace: float = 0.0  # seconds that a step takes at least
-    sites: dict[str, Site] = {}  # by host, where that is not this one
+    sites: dict[str, Site] | None = None  # by host, where that is not this one
+
+    def site(self, host: str) -> Site:
+        return (self.sites or {}).get(host, Site())
 
 
 class Brought(NamedTuple):
@@ -75,7 +78,7 @@ class Kept:
 
     def __init__(self, plan: Plan, post: Post) -> None:
         self._plan = plan
-        address = plan.sites.get(post.host, Site()).address
+        address = plan.site(post.host).address
         self.keeper = tr.Keeper(
             plan.job, host=post.host, address=address, timeout=plan.patience, lease=60.0
         )
@@ -166,7 +169,7 @@ def main(conn: Connection, plan: Plan, post: Post) -> None:
 
     code = 0
     try:
-        enter = plan.sites.get(post.host, Site()).enter
+        enter = plan.site(post.host).enter
         if enter is not None:
             enter()
         torch.set_num_threads(1)
