@@ -11,7 +11,7 @@ from torchrelay.demo.launcher import Heard, Launcher, LaunchError
 from torchrelay.demo.worker import Brought, Plan
 
 PAUSE = 0.05  # seconds between two looks at what happens by time
-FAILURES = 4  # starts that may fail by themselves before it is given up
+FAILURES = 4  # starts that may fail, one after the other, before it is given up
 
 Phases = dict[str, float]
 PHASES = ("detect", "start", "fetch", "verify", "land", "train")
@@ -101,6 +101,8 @@ class Story:
         self._trouble: _Disturbance | None = None
         self._failures: list[str] = []
         self._last = 0
+        self._tries = 0  # starts since the last new step
+        self.patience = FAILURES
         self.safe = 0  # the newest step that a rank knows to be kept by all
 
     def play(self, seconds: float) -> Run:
@@ -154,6 +156,7 @@ class Story:
         if trouble is not None and step > trouble.last and trouble.brought:
             self.run.comebacks.append(trouble.over(heard.time))
             self._trouble = None
+        self._tries = 0 if step > self._last else self._tries
         self._last = max(self._last, step)
         self.safe = max(self.safe, safe)
         self._teller.step(step)
@@ -175,20 +178,14 @@ class Story:
             self.launcher.hosts = [spare if one == host else one for one in self.launcher.hosts]
 
     def _start_again(self) -> None:
-        if self._trouble is None:
-            self._fail()
+        self._tries += 1
+        if self._tries > self.patience:
+            raise LaunchError(f"workers fail again and again:\n{''.join(self._failures[-1:])}")
+        if self._trouble is None or self._trouble.brought:
             self._trouble = _Disturbance(None, self._last)
-        elif self._trouble.brought:  # it came back, and failed once more before a new step
-            self._fail()
-            self._trouble = _Disturbance(self._trouble.kill, self._last)
         self._trouble.noticed = time.monotonic()
         for heard in self.launcher.stop():
             if heard.word == "loss":
                 self._loss(heard)
         self._teller.event("all workers are ended and started again")
         self.launcher.start()
-
-    def _fail(self) -> None:
-        """Workers failed, and nobody had killed one."""
-        if self.launcher.starts > FAILURES + len(self.run.comebacks):
-            raise LaunchError(f"workers fail again and again:\n{''.join(self._failures[-1:])}")
