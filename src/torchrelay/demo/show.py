@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -47,8 +48,8 @@ def play(settings: Settings, console: Console, picture: Path) -> int:
     console.print(
         "Four workers on two pretended hosts, a and b, train a transformer by FSDP2. A worker is "
         "killed, then host b with its keeper. As under torchrun, all workers are then started "
-        "again. Every step is staged in the keepers' memory, and every "
-        f"{settings.save_every}th is saved on disk.",
+        "again. Every step is staged in the keepers' memory, and one in "
+        f"{settings.save_every} is saved on disk.",
         highlight=False,
     )
     scratch = Path(tempfile.mkdtemp(prefix="torchrelay-demo-"))
@@ -93,31 +94,32 @@ def _runs(settings: Settings, console: Console, scratch: Path) -> dict[Way, Run]
 
 
 def _show_comebacks(comebacks: dict[str, list[Comeback]], console: Console) -> None:
-    table = Table(title="Seconds from the kill to the first new step", title_justify="left")
-    table.add_column("killed")
-    table.add_column("by")
-    table.add_column("back at", justify="right")
+    title = "Seconds from the kill to the first new step"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1))
+    table.add_column("killed", no_wrap=True)
+    table.add_column("back by", no_wrap=True)
+    table.add_column("at step", justify="right", no_wrap=True)
     for phase in (*PHASES, "in all"):
-        table.add_column(phase, justify="right")
+        table.add_column(phase, justify="right", no_wrap=True)
     for who, some in comebacks.items():
         for one in some:
             spent = [f"{one.phases[phase]:.2f}" for phase in PHASES]
-            back = f"step {one.back_at} of {one.step}"
+            back = f"{one.back_at} of {one.step}"
             table.add_row(one.what, who, back, *spent, f"{one.seconds:.2f}")
     console.print(table)
 
 
 def _check(calm: Run, kept: Run, console: Console) -> bool:
-    """What the demo claims: no step is lost, and no bit is another."""
-    lost = [one.step - one.back_at for one in kept.comebacks]
+    """What the demo claims: training goes on, and no bit is another."""
+    again = sum(one.step - one.back_at for one in kept.comebacks)
     same = calm.losses == kept.losses and not kept.differing
     exact = calm.weights == kept.weights
     claims = [
         (len(kept.comebacks) == 2, "Training went on after both kills."),
-        (not any(lost), "No step was lost: each comeback was at the last one done."),
         (same, "The losses are those of the undisturbed run, bit for bit."),
         (exact, "So are the weights and the optimizer's state in the end."),
     ]
+    console.print(f"Steps that were done again: {again}.", highlight=False)
     for good, text in claims:
         mark = "[green]ok[/green]" if good else "[red]FAILED[/red]"
         console.print(f"{mark} {text}", highlight=False)
