@@ -39,6 +39,7 @@ def draw(path: Path, calm: Run, disturbed: Run, comebacks: dict[str, list[Comeba
             bars.barh(place, spent, left=left, color=COLORS[phase], label=label)
             left += spent
     bars.set_yticks(range(len(rows)), [name for name, _ in reversed(rows)])
+    bars.set_ylim(-0.6, len(rows) + 0.2)  # room for the legend
     bars.set_xlabel("seconds from the kill to the first new step")
     bars.legend(ncols=len(PHASES), fontsize="small")
     for axes in (curves, bars):
