@@ -17,7 +17,7 @@ from tests.keeper.jobs import end_keepers
 from tests.support.netns import Switch, Unavailable, enter_host
 from torchrelay.demo.job import Settings
 from torchrelay.demo.launcher import Heard
-from torchrelay.demo.story import Run, Story, Teller
+from torchrelay.demo.story import Story, Teller, TrainingRun
 from torchrelay.demo.worker import Plan, Site
 
 HOSTS = ("a", "a", "b", "b")
@@ -102,7 +102,7 @@ def settings(steps: int) -> Settings:
     )
 
 
-def calm(folder: Path, steps: int) -> Run:
+def calm(folder: Path, steps: int) -> TrainingRun:
     folder.mkdir()
     plan = Plan(settings(steps), "nothing", str(folder), "", PATIENCE)
     return Story(plan, HOSTS, ()).play(300)
@@ -119,7 +119,7 @@ def disturbed(folder: Path, steps: int, kinds: list[str], seed: int, seconds: fl
     return chaos
 
 
-def check(chaos: Chaos, expected: Run, kinds: list[str]) -> None:
+def check(chaos: Chaos, expected: TrainingRun, kinds: list[str]) -> None:
     assert sum(chaos.done.values()) == len(kinds), chaos.done
     assert chaos.run.weights == expected.weights, "the weights are those of an undisturbed run"
     assert not chaos.lost, "every comeback is at the last step that was kept, or later"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchrelay.demo.story import PHASES, Comeback, Run
+from torchrelay.demo.story import PHASES, Comeback, TrainingRun
 
 COLORS = dict(
     zip(PHASES, ("#b0b0b0", "#7f7f7f", "#2a7f62", "#66a182", "#aed4c0", "#3b6fb6"), strict=True)
 )
 
 
-def draw(path: Path, calm: Run, disturbed: Run, comebacks: dict[str, list[Comeback]]) -> None:
+def draw(
+    path: Path, calm: TrainingRun, disturbed: TrainingRun, comebacks: dict[str, list[Comeback]]
+) -> None:
     """Write a PNG. `ImportError` where there is no matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from torchrelay.demo.job import Settings
 from torchrelay.demo.launcher import LaunchError
-from torchrelay.demo.story import PHASES, Comeback, Kill, Run, Story, Teller
+from torchrelay.demo.story import PHASES, Comeback, Kill, Story, Teller, TrainingRun
 from torchrelay.demo.worker import Plan, Way
 
 HOSTS = ("a", "a", "b", "b")
@@ -68,7 +68,7 @@ def play(settings: Settings, console: Console, picture: Path) -> int:
     return 0 if good else 1
 
 
-def _runs(settings: Settings, console: Console, scratch: Path) -> dict[Way, Run]:
+def _runs(settings: Settings, console: Console, scratch: Path) -> dict[Way, TrainingRun]:
     kills = [Kill(settings.worker_dies, "worker", 1), Kill(settings.host_dies, "host", 3)]
     columns = (
         TextColumn("{task.description:20}"),
@@ -77,7 +77,7 @@ def _runs(settings: Settings, console: Console, scratch: Path) -> dict[Way, Run]
         TextColumn("steps"),
         TimeElapsedColumn(),
     )
-    found: dict[Way, Run] = {}
+    found: dict[Way, TrainingRun] = {}
     with Progress(*columns, console=console) as bars:
         for way, name in RUNS.items():
             folder = scratch / way
@@ -109,7 +109,7 @@ def _show_comebacks(comebacks: dict[str, list[Comeback]], console: Console) -> N
     console.print(table)
 
 
-def _check(calm: Run, kept: Run, console: Console) -> bool:
+def _check(calm: TrainingRun, kept: TrainingRun, console: Console) -> bool:
     """What the demo claims: training goes on, and no bit is another."""
     again = sum(one.step - one.back_at for one in kept.comebacks)
     same = calm.losses == kept.losses and not kept.differing
@@ -127,7 +127,11 @@ def _check(calm: Run, kept: Run, console: Console) -> bool:
 
 
 def _draw(
-    picture: Path, calm: Run, kept: Run, comebacks: dict[str, list[Comeback]], console: Console
+    picture: Path,
+    calm: TrainingRun,
+    kept: TrainingRun,
+    comebacks: dict[str, list[Comeback]],
+    console: Console,
 ) -> None:
     try:
         from torchrelay.demo.picture import draw

@@ -39,7 +39,7 @@ class Comeback(NamedTuple):
         return sum(self.phases.values())
 
 
-class Run(NamedTuple):
+class TrainingRun(NamedTuple):
     """The losses of each step by rank, and a digest of each rank's weights in the end."""
 
     losses: dict[int, dict[int, float]]
@@ -97,7 +97,7 @@ class Story:
         self._plan, self._kills = plan, list(kills)
         self._teller = teller or Teller()
         self.launcher = Launcher(plan, list(hosts))
-        self.run = Run({}, {}, [], [])
+        self.run = TrainingRun({}, {}, [], [])
         self._trouble: _Disturbance | None = None
         self._failures: list[str] = []
         self._last = 0
@@ -105,7 +105,7 @@ class Story:
         self.patience = FAILURES
         self.safe = 0  # the newest step that a rank knows to be kept by all
 
-    def play(self, seconds: float) -> Run:
+    def play(self, seconds: float) -> TrainingRun:
         """Start the job and see it to its end; `LaunchError` where it does not come there."""
         end = time.monotonic() + seconds
         try:

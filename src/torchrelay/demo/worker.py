@@ -63,7 +63,7 @@ class Brought(NamedTuple):
     told: str
 
 
-class Memory(Protocol):
+class Storing(Protocol):
     """How a job keeps its steps and gets one back."""
 
     def recover(self, job: ShardedJob) -> Brought: ...
@@ -73,7 +73,7 @@ class Memory(Protocol):
     def close(self) -> None: ...
 
 
-class Kept:
+class InKeepers:
     """Each step in the memory of keepers, some on disk: torchrelay."""
 
     def __init__(self, plan: Plan, post: Post) -> None:
@@ -155,9 +155,9 @@ class Nothing:
         """Nothing was kept."""
 
 
-def memory_of(plan: Plan, post: Post) -> Memory:
+def memory_of(plan: Plan, post: Post) -> Storing:
     if plan.way == "keeper":
-        return Kept(plan, post)
+        return InKeepers(plan, post)
     return OnDisk(plan, post) if plan.way == "dcp" else Nothing()
 
 
@@ -194,8 +194,8 @@ def main(conn: Connection, plan: Plan, post: Post) -> None:
         os._exit(code)  # skips waiting for connections that a lost peer has left half open
 
 
-def _train(job: ShardedJob, memory: Memory, plan: Plan, tell: Callable[[str, Any], None]) -> None:
-    if isinstance(memory, Kept):
+def _train(job: ShardedJob, memory: Storing, plan: Plan, tell: Callable[[str, Any], None]) -> None:
+    if isinstance(memory, InKeepers):
         tell("keeper", memory.keeper.pid)
     tell("recovered", memory.recover(job))
     while job.position < plan.settings.steps:
@@ -203,7 +203,7 @@ def _train(job: ShardedJob, memory: Memory, plan: Plan, tell: Callable[[str, Any
         (loss,) = job.train(1)
         tell("loss", (job.position, loss))
         safe = memory.keep(job)
-        if isinstance(memory, Kept):
+        if isinstance(memory, InKeepers):
             tell("keeper", memory.keeper.pid)  # one that was lost has been started again
         tell("kept", (job.position, safe))
         time.sleep(max(0.0, begun + plan.pace - time.monotonic()))
