@@ -2,77 +2,87 @@
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import os
+import ssl
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
 
-from torchrelay.endpoint.process import ServerProcess
 from torchrelay.endpoint.security import Address, check_listening
-from torchrelay.endpoint.server import messages as m
+from torchrelay.endpoint.seed_server import SeededStep, SeedServer
 from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.sources.connection import Host
 from torchrelay.sources.mapped_step import VolumePlace
 from torchrelay.stores.records import DataFile
 from torchrelay.stores.writer.ranges import host_view
-from torchrelay.version import __version__
 
 PAGE = 4096
 ANNOUNCE_SECONDS = 3.0
-_SECONDS = 60.0
 
 
 class Seed:
-    """The volumes of a step in memory, served by a process beside this one until `close`.
+    """The volumes of a step in memory, served by threads of this process until `close`.
 
-    Behind the volumes there is a byte for each chunk: the server process sends chunks whose byte
-    is set, and no others.
+    Behind the volumes there is a byte for each chunk: chunks whose byte is set are sent, and no
+    others.
     """
 
-    def __init__(self, host: str, token: str | None, files: Sequence[DataFile]) -> None:
+    def __init__(
+        self,
+        host: str,
+        token: str | None,
+        files: Sequence[DataFile],
+        context: ssl.SSLContext | None = None,
+    ) -> None:
         check_listening(Address(host, 0), token)
         self._closed = threading.Event()
+        self._files = {file.name: file for file in files}
         self._starts: dict[str, int] = {}
-        self._files = list(files)
-        end = 0
+        self._firsts: dict[str, int] = {}  # the mark of a volume's first chunk
+        end = chunks = 0
         for file in files:
-            self._starts[file.name] = end
+            self._starts[file.name], self._firsts[file.name] = end, chunks
             end += -(-file.nbytes // PAGE) * PAGE
-        self._marks = end
-        chunks = sum(-(-file.nbytes // file.chunk_bytes) for file in files)
-        self._arena = Arena(max(PAGE, end + chunks))
-        ctypes.memset(self._arena.address + end, 0, chunks)
-        listen = m.Listen(host, 0, token, None, None, 60.0, 256, 10.0, __version__)
-        self._server = ServerProcess(listen)
-        try:
-            self._server.start()
-        except BaseException:
-            self._arena.close()
-            raise
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._server.port}"
+            chunks += -(-file.nbytes // file.chunk_bytes)
+        self._marks = bytearray(chunks)
+        self._arena = Arena(max(PAGE, end))
+        self._where = host, token, context
+        self._server: SeedServer | None = None
 
     def show(self, step: int, snapshot: str, record: bytes) -> None:
         """Serve what is here of a step, from now on."""
-        self._server.attach(0, self._arena.fd, self._arena.nbytes, _SECONDS)
-        volumes = [
-            m.Volume(f.name, self._starts[f.name], f.nbytes, f.chunk_bytes, f.digests)
-            for f in self._files
-        ]
-        places = [0] * len(volumes)
-        shown = m.Show(0, step, snapshot, record, volumes, places=places, marks=self._marks)
-        self._server.ask(shown, m.Obeyed, _SECONDS)
+        host, token, context = self._where
+        shown = SeededStep(step, snapshot, record, list(self._files.values()))
+        self._server = SeedServer(host, token, self, shown, context)
+
+    @property
+    def url(self) -> str:
+        """Where it serves, once it does."""
+        return "" if self._server is None else self._server.url
+
+    @property
+    def fd(self) -> int:
+        return self._arena.fd
+
+    def start_of(self, name: str) -> int:
+        return self._starts[name]
 
     def view(self, name: str, start: int, stop: int) -> memoryview:
         return host_view(self._arena.address + self._starts[name] + start, stop - start)
 
     def mark(self, first: int, count: int) -> None:
-        ctypes.memset(self._arena.address + self._marks + first, 1, count)
+        self._marks[first : first + count] = b"\1" * count
+
+    def marks(self) -> bytes:
+        return bytes(self._marks)
+
+    def has(self, name: str, start: int, stop: int) -> bool:
+        size, first = self._files[name].chunk_bytes, self._firsts[name]
+        return all(self._marks[first + start // size : first - (-stop // size)])
 
     def place(self, name: str, nbytes: int) -> VolumePlace:
         """Where a volume lies, to be read like memory that was lent."""
@@ -93,9 +103,11 @@ class Seed:
 
     def close(self) -> None:
         """Stop serving, and free the memory."""
+        if self._closed.is_set():
+            return
         self._closed.set()
-        self._server.close()
-        self._arena.close()
+        if self._server is None or self._server.close():
+            self._arena.close()
 
     def __enter__(self) -> Seed:
         return self

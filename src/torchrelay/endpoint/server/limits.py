@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
-import os
 import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from aiohttp import web
+
+from torchrelay.endpoint import admission
 
 KEPT_SECONDS = 75.0  # that one may stay open between requests
 LINE_BYTES = 8190  # of a request line or a header, and
@@ -101,65 +99,15 @@ def cut(transport: asyncio.BaseTransport) -> None:
 
 def refusal(request: web.BaseRequest, token: str | None) -> str:
     """Why somebody may not read here; nothing where they may."""
-    if token is not None:
-        if has_token(request, token):
-            return ""
-        return "this endpoint needs its token: Authorization: Bearer TOKEN"
-    if not is_plain_host(request.headers.get("Host", "")):
-        return "without a token, ask by an address or localhost, not by a name"
-    if not is_own_user(request):
-        return "without a token, only the user who serves may read: give a token"
-    return ""
-
-
-def has_token(request: web.BaseRequest, token: str) -> bool:
-    kind, _, given = request.headers.get("Authorization", "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
-    return same and kind.lower() == "bearer"
-
-
-def is_own_user(request: web.BaseRequest) -> bool:
-    """Whether the other end of a loopback connection is this user's, or root's: the kernel's table
-    of sockets says so. What cannot be found out is nobody's."""
     transport = request.transport
-    if transport in _own_connections:
+
+    def is_own() -> bool:
+        if transport in _own_connections:
+            return True
+        sock = None if transport is None else transport.get_extra_info("socket")
+        if transport is None or sock is None or not admission.is_own_user(sock):
+            return False
+        _own_connections.add(transport)
         return True
-    sock = None if transport is None else transport.get_extra_info("socket")
-    if transport is None or sock is None:
-        return False
-    with suppress(OSError, ValueError, IndexError):
-        here, there = sock.getsockname(), sock.getpeername()
-        table = "/proc/net/tcp6" if sock.family == socket.AF_INET6 else "/proc/net/tcp"
-        wanted = f"{_hexed(there)} {_hexed(here)}"
-        with open(table) as lines:
-            for line in lines:
-                fields = line.split()
-                if f"{fields[1]} {fields[2]}" == wanted:
-                    if int(fields[7]) in (os.getuid(), 0):
-                        _own_connections.add(transport)
-                        return True
-                    return False
-    return False
 
-
-def _hexed(address: Any) -> str:
-    """An address as the kernel's table has it: words of the host's byte order, then the port."""
-    packed = ipaddress.ip_address(address[0]).packed
-    words = [packed[at : at + 4][::-1].hex().upper() for at in range(0, len(packed), 4)]
-    return f"{''.join(words)}:{address[1]:04X}"
-
-
-def is_plain_host(host: str) -> bool:
-    """Whether a `Host` header is an address or `localhost`: a name that a stranger's page was
-    loaded from may stand for this machine too."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    if name == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    return admission.refusal(request.headers, token, is_own)
