@@ -22,14 +22,14 @@ from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.reads import BoxRead, plan_reads
 from torchrelay.plan.share import Portion, RankShare
 from torchrelay.record.pause import gc_paused
-from torchrelay.record.stored import StoredTensor
+from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.state.tree import show
 from torchrelay.stores.box_reads import Wave, arrived, by_name, waves
 from torchrelay.stores.device_reading import DeviceFetch
 from torchrelay.stores.reading import Fetch, opened
 from torchrelay.stores.records import Checkpoint
-from torchrelay.stores.seam import OpenStep
+from torchrelay.stores.seam import LendingStep, OpenStep
 
 
 class Loading:
@@ -75,6 +75,7 @@ class Loading:
                 guessed=checkpoint.planned,
                 converts=planner is not None,
                 look=self._look_at_files,
+                lend=self._lent,
             )
             self._landing = land(
                 self._share,
@@ -106,12 +107,20 @@ class Loading:
                 opened(self._store, self._checkpoint, shard.file).close()
                 self._seen.add(shard.file)
 
+    def _lent(self, shard: Shard, nbytes: int) -> torch.Tensor | None:
+        """A new tensor's bytes, where the step has them in memory that a tensor can keep."""
+        if not isinstance(self._store, LendingStep) or not self._store.trusted:
+            return None
+        name = self._checkpoint.files[shard.file].name
+        return torch.frombuffer(self._store.lend(name, shard.start, nbytes), dtype=torch.uint8)
+
     def _reads(self) -> tuple[list[BoxRead], list[BoxRead]]:
         """What goes to new memory, and what goes to the caller's."""
         portions = self._share.portions
         new = [
             read
             for image, storage, offset in self._landing.held()
+            if image not in self._share.lent
             for read in _all_of(portions[image], portions[image].over(storage, offset))
         ]
         own = [
@@ -136,7 +145,8 @@ class Loading:
 
     @property
     def nbytes(self) -> int:
-        return sum(read.destination.nbytes for read in (*self._new, *self._own))
+        lent = sum(self._share.portions[image].nbytes for image in self._share.lent)
+        return lent + sum(read.destination.nbytes for read in (*self._new, *self._own))
 
     @property
     def touched(self) -> bool:

@@ -16,8 +16,8 @@ import torch
 
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
 from torchrelay.deadlines import Deadline, Timeout
-from torchrelay.endpoint.security import find_token
-from torchrelay.endpoint.seed import Seed
+from torchrelay.endpoint.security import check_certificate, find_token, server_context
+from torchrelay.endpoint.seed import Seed, SeededFiles
 from torchrelay.errors import (
     RelayError,
     StorageTimeoutError,
@@ -25,9 +25,8 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.memory.pool import Pool, Pooled
-from torchrelay.progress import ProgressCallback
+from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.sources.endpoint import EndpointSource, OpenedEndpoint
-from torchrelay.sources.mapped_step import MappedStep
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.sources.swarm import Swarm
 from torchrelay.stores.retry import ONCE, Retry
@@ -103,9 +102,11 @@ class _SeedingShelf(_Shelf):
         deadline: Deadline,
         newer_than: int | None,
         token: str | None,
+        context: ssl.SSLContext | None,
+        progress: ProgressCallback | None,
     ) -> None:
         super().__init__(source, deadline, newer_than)
-        self._token = token
+        self._token, self._context, self._progress = token, context, progress
         self.seed: Seed | None = None
         self.swarm: Swarm | None = None
 
@@ -116,7 +117,7 @@ class _SeedingShelf(_Shelf):
         origin = next(host for host in self._source.hosts if host.url not in self._source.failed)
         self.close()
         snapshot = opened.digest.hex()
-        self.seed = seed = Seed(origin.address, self._token, record.files)
+        self.seed = seed = Seed(origin.address, self._token, record.files, self._context)
         seed.show(step, snapshot, remote.manifest())
         self.swarm = Swarm(
             origin,
@@ -127,11 +128,11 @@ class _SeedingShelf(_Shelf):
             own=seed.url,
             connect=self._source.host,
             deadline=self._deadline,
+            progress=Bar(self._progress, sum(file.nbytes for file in record.files)).add,
         )
         self.swarm.run()
         seed.announce(self._source.host(origin.url), snapshot)
-        places = {file.name: seed.place(file.name, file.nbytes) for file in record.files}
-        files = MappedStep(remote.url, remote.manifest(), places, trusted=True)
+        files = SeededFiles(seed, remote.url, remote.manifest(), record.files)
         return OpenedEndpoint(record, files, snapshot)
 
     def close(self) -> None:
@@ -156,6 +157,8 @@ def pull(
     same_host: bool = True,
     verify: bool | None = None,
     reshare: bool = False,
+    certfile: str | None = None,
+    keyfile: str | None = None,
     timeout: Timeout = 300.0,
     progress: ProgressCallback | None = None,
 ) -> PullResult:
@@ -174,7 +177,9 @@ def pull(
     - `same_host`: whether memory of an endpoint of this host and this user is shared in place of
       reading it over TCP. `verify=True`: digests are checked there too, as they are over TCP.
     - `reshare`: serve what has come while the rest arrives, and take from others who do so too.
-      The whole step is read, into memory beside the state's; `seed` of the result serves it on.
+      The whole step is read, into memory of its own, which new tensors keep; `seed` of the result
+      serves it on. `certfile`, `keyfile`: what it serves by where the endpoint is https; its
+      certificate names the address of this host, and is signed by what others have as `cafile`.
     """
     secret = find_token(token, token_file)
     source = EndpointSource(
@@ -196,11 +201,12 @@ def pull(
         True,
         atomic,
         None if device is None else torch.device(device),
-        progress,
+        None if reshare else progress,  # then it tells of what is fetched, not of what is placed
     )
-    if reshare and any(host.url.startswith("https") for host in source.hosts):
-        raise UsageError("reshare=True is not for https: a seed has no certificate")
-    seeding = _SeedingShelf(source, deadline, newer_than, secret) if reshare else None
+    seeding = None
+    if reshare:
+        context = _own_certificate(source, certfile, keyfile)
+        seeding = _SeedingShelf(source, deadline, newer_than, secret, context, progress)
     shelf = seeding or _Shelf(source, deadline, newer_than)
     # Memory of new tensors is touched by several threads before bytes come, and none is kept.
     loader = Loader(shelf, assembly, None, Pooled(Pool(0)))
@@ -245,6 +251,18 @@ def _pulled(
     )
     seed = None if seeding is None else seeding.seed
     return PullResult(loaded.state, loaded.step, report, seed)
+
+
+def _own_certificate(
+    source: EndpointSource, certfile: str | None, keyfile: str | None
+) -> ssl.SSLContext | None:
+    """What a seed serves by: TLS where the endpoint does."""
+    check_certificate(certfile, keyfile)
+    if not any(host.url.startswith("https") for host in source.hosts):
+        return None
+    if certfile is None:
+        raise UsageError("reshare=True from https needs certfile=: others verify this seed by it")
+    return server_context(certfile, keyfile)
 
 
 def trusted(cafile: str | None) -> ssl.SSLContext | None:

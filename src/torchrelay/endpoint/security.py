@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import ssl
 import stat
 from pathlib import Path
 from typing import NamedTuple
@@ -95,6 +96,16 @@ def check_listening(address: Address, token: str | None) -> None:
             f"a token of {len(token)} characters can be guessed from elsewhere: take at least "
             f"{MIN_TOKEN}, such as secrets.token_urlsafe(32)"
         )
+
+
+def server_context(certfile: str, keyfile: str | None) -> ssl.SSLContext:
+    """What to serve TLS by; `UsageError` where the files hold no certificate with its key."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certfile, keyfile)
+    except (OSError, ssl.SSLError) as fault:
+        raise UsageError(f"no certificate with its key in {certfile}: {fault}") from None
+    return context
 
 
 def check_certificate(certfile: str | None, keyfile: str | None) -> None:

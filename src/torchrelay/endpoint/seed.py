@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import mmap
 import os
 import ssl
 import threading
@@ -11,12 +12,14 @@ from contextlib import suppress
 
 import msgspec
 
+from torchrelay.checkpointer.owner import Owner
 from torchrelay.endpoint.security import Address, check_listening
 from torchrelay.endpoint.seed_server import SeededStep, SeedServer
 from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
+from torchrelay.memory.kept_ranges import KeptRanges
 from torchrelay.sources.connection import Host
-from torchrelay.sources.mapped_step import VolumePlace
+from torchrelay.sources.mapped_step import MappedStep, VolumePlace
 from torchrelay.stores.records import DataFile
 from torchrelay.stores.writer.ranges import host_view
 
@@ -39,6 +42,7 @@ class Seed:
         context: ssl.SSLContext | None = None,
     ) -> None:
         check_listening(Address(host, 0), token)
+        self._owner = Owner("Seed")
         self._closed = threading.Event()
         self._files = {file.name: file for file in files}
         self._starts: dict[str, int] = {}
@@ -50,6 +54,7 @@ class Seed:
             chunks += -(-file.nbytes // file.chunk_bytes)
         self._marks = bytearray(chunks)
         self._arena = Arena(max(PAGE, end))
+        self._kept = KeptRanges(self._arena.fd, self._arena.nbytes)
         self._where = host, token, context
         self._server: SeedServer | None = None
 
@@ -84,6 +89,20 @@ class Seed:
         size, first = self._files[name].chunk_bytes, self._firsts[name]
         return all(self._marks[first + start // size : first - (-stop // size)])
 
+    def lend(self, name: str, start: int, nbytes: int) -> memoryview:
+        """Bytes of a volume, for a tensor that may write to them: what others read stays."""
+        at = self._starts[name] + start
+        first, last = at // PAGE * PAGE, at + nbytes
+        private = mmap.mmap(
+            self._arena.fd,
+            last - first,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=first,
+        )
+        self._kept.add(private, first, last)
+        return memoryview(private)[at - first :]
+
     def place(self, name: str, nbytes: int) -> VolumePlace:
         """Where a volume lies, to be read like memory that was lent."""
         return VolumePlace(_OwnMemory(self._arena.fd), self._starts[name], nbytes)
@@ -103,10 +122,11 @@ class Seed:
 
     def close(self) -> None:
         """Stop serving, and free the memory."""
-        if self._closed.is_set():
+        if self._closed.is_set() or not self._owner.here:
             return
         self._closed.set()
         if self._server is None or self._server.close():
+            self._kept.shrink()
             self._arena.close()
 
     def __enter__(self) -> Seed:
@@ -114,6 +134,19 @@ class Seed:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class SeededFiles(MappedStep):
+    """A step that a seed has whole. New tensors keep its memory, and have it for themselves from
+    the first time that they are written to."""
+
+    def __init__(self, seed: Seed, url: str, record: bytes, files: Sequence[DataFile]) -> None:
+        places = {file.name: seed.place(file.name, file.nbytes) for file in files}
+        super().__init__(url, record, places, trusted=True)
+        self._seed = seed
+
+    def lend(self, name: str, start: int, nbytes: int) -> memoryview:
+        return self._seed.lend(name, start, nbytes)
 
 
 class _OwnMemory:

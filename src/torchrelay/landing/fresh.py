@@ -66,7 +66,7 @@ class NewTensors:
         self._where = where
         self._on_host = {_HOST}.issuperset(where)
         self.on_device = not self._on_host
-        self._rooms = self._large_rooms(means)
+        self._rooms = self._large_rooms(offer, means)
         self._kinds = self._kind_of_each()
         self._whole: set[int] = set()
         self._homes: list[torch.Tensor] = []
@@ -101,11 +101,14 @@ class NewTensors:
                         hosted.add(part.storage)
         return owners, hosted
 
-    def _large_rooms(self, means: Workspace) -> dict[int, torch.Tensor]:
+    def _large_rooms(self, offer: OfferedState, means: Workspace) -> dict[int, torch.Tensor]:
         large = np.flatnonzero(self._sizes >= LARGE_BYTES).tolist()
         large = [index for index in large if self._where[index] == _HOST]
-        rooms = means.room([int(self._sizes[index]) for index in large]) if large else None
-        return {} if rooms is None else dict(zip(large, rooms, strict=True))
+        found = {index: offer.filled(index) for index in large}
+        filled = {index: room for index, room in found.items() if room is not None}
+        empty = [index for index in large if index not in filled]
+        rooms = means.room([int(self._sizes[index]) for index in empty]) if empty else None
+        return filled if rooms is None else {**filled, **dict(zip(empty, rooms, strict=True))}
 
     def _made_by_and_by(self) -> Iterator[Runs]:
         """Make the homes of storages, some at a time; tells of those in host memory."""

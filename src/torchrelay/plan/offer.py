@@ -31,6 +31,9 @@ class OfferedState(Protocol):
     def anew(self) -> m.Manifest:
         """What it consists of where all of it is made anew."""
 
+    def filled(self, image: int) -> torch.Tensor | None:
+        """Memory that has the bytes of an image of `anew` already, to be kept; mostly none has."""
+
     def beside(
         self,
         leaves: Sequence[object],
@@ -54,6 +57,9 @@ class SentState:
 
     def anew(self) -> m.Manifest:
         return self._manifest
+
+    def filled(self, image: int) -> torch.Tensor | None:
+        return None
 
     def beside(
         self,

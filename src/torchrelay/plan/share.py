@@ -23,7 +23,7 @@ from torchrelay.plan.overlay import Overlay, pruned
 from torchrelay.plan.selection import Selection
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import Storages
-from torchrelay.record.stored import StoredTensor
+from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.record.validation import itemsize
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import parts, with_parts
@@ -60,7 +60,8 @@ class RankShare:
     """One rank's share of a recorded state: of its `outlines`, laid over each other, with the
     stored `tensors` by name. `only` chooses leaves by patterns of their paths.
 
-    `look` is called with each stored tensor for which memory is going to be taken.
+    `look` is called with each stored tensor for which memory is going to be taken; `lend` may have
+    memory with so many bytes of a shard in it already. `lent`: images that it had.
     `converts`: whoever reads may convert values to the dtype of their destination.
     """
 
@@ -73,11 +74,13 @@ class RankShare:
         guessed: bool = False,
         converts: bool = False,
         look: Callable[[StoredTensor], None] = lambda stored: None,
+        lend: Callable[[Shard, int], torch.Tensor | None] = lambda shard, nbytes: None,
     ) -> None:
         self._offer = Overlay.of(outlines)
         self._tensors = tensors
         self._converts = converts
-        self._look = look
+        self._look, self._lend = look, lend
+        self.lent: set[int] = set()
         self._numbers: dict[tuple[str, Box, tuple[int, ...]], int] = {}
         self._likes: dict[int, tuple[m.DTensorLeaf, t.DeviceMesh]] = {}
         self._first: dict[object, int] = {}  # by memory, the portion that goes there
@@ -105,6 +108,16 @@ class RankShare:
             tree, _ = pruned(tree, dict.fromkeys(chosen))
         found = [self._made(index) if index in wanted else _NOTHING for index in leaves]
         return self._manifest(tree, [*found, _NOTHING])
+
+    def filled(self, image: int) -> torch.Tensor | None:
+        tensor, box, strides = self.portions[image]
+        shard = tensor.shards[0]
+        if (shard.offsets, shard.sizes) != box or strides != contiguous_strides(box[1]):
+            return None
+        found = self._lend(shard, self.portions[image].nbytes)
+        if found is not None:
+            self.lent.add(image)
+        return found
 
     def beside(
         self,

@@ -103,9 +103,11 @@ class Swarm:
         own: str,
         connect: Callable[[str], Host],
         deadline: Deadline,
+        progress: Callable[[int], None],
     ) -> None:
         self._origin, self._remote, self._snapshot = origin, remote, snapshot
         self._room, self._own, self._connect, self._deadline = room, own, connect, deadline
+        self._progress = progress
         self._pieces = pieces_of(files)
         self._marks = [piece.mark for piece in self._pieces]
         self._chunks = sum(piece.last - piece.first for piece in self._pieces)
@@ -267,6 +269,7 @@ class Swarm:
         elif not self._from_neighbour(piece, giver, view):
             return False
         self._room.mark(piece.mark, piece.last - piece.first)
+        self._progress(stop - start)
         return True
 
     def _from_neighbour(self, piece: Piece, giver: Neighbour, view: memoryview) -> bool:

@@ -127,6 +127,14 @@ class MendableStep(Protocol):
         next. Whether that can be."""
 
 
+@runtime_checkable
+class LendingStep(OpenStep, Protocol):
+    """A step in memory of this process, which new tensors can keep in place of a copy."""
+
+    def lend(self, name: str, start: int, nbytes: int) -> memoryview:
+        """Bytes of a data file. Writing to them changes nothing but this view of them."""
+
+
 class Store(Protocol):
     """A place with checkpoints. Missing steps and files raise `FileNotFoundError`, other failures
     `OSError`, each with the name of the file or object in its message."""
