@@ -1,19 +1,21 @@
 """Eight pullers at once over links of 1 Gbit/s: `python -m benchmarks.seeds` (needs root).
 
 A trainer and its pullers are in network namespaces behind a bridge, every port shaped. One pulls
-alone, then all pull at once with `reshare=True`: how much longer that takes, and how many copies
-of the state the trainer sends.
+alone, then all pull at once with `reshare=True`, and again while one of them gives up midway: how
+much longer that takes, and how many copies of the state the trainer sends. Seconds of a processor
+stand beside: all of them share one machine, which must not be the limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,23 +47,39 @@ def serve_at(rank: int, nbytes: int) -> str:
     return str(told[0])
 
 
-def pull_at(rank: int, pullers: int, reshare: bool) -> tuple[float, bool, int]:
-    """Hosts 1 to `pullers` pull at once: seconds, whether it is right, and bytes that were sent."""
+class Pulled(NamedTuple):
+    """One host's part in a lap: wall and processor seconds, whether it is right, bytes sent."""
+
+    seconds: float
+    processor: float
+    right: bool
+    sent: int
+
+
+def pull_at(rank: int, pullers: int, reshare: bool, gives_up: float | None) -> Pulled:
+    """Hosts 1 to `pullers` pull at once; the last of them has but `gives_up` seconds, if any."""
     sent = _made["endpoint"].status()["sent_bytes"] if rank == 0 else 0
     dist.barrier()
-    begun = time.monotonic()
-    right = True
+    begun, processor = time.monotonic(), sum(os.times()[:2])
+    right, got = True, None
     if 0 < rank <= pullers:
-        got = tr.pull(_made["url"], token=TOKEN, reshare=reshare, same_host=False, timeout=110)
-    spent = time.monotonic() - begun
+        short = rank == pullers and gives_up is not None
+        limit = gives_up if short and gives_up is not None else 110
+        options: dict[str, Any] = {"token": TOKEN, "reshare": reshare, "timeout": limit}
+        try:
+            got = tr.pull(_made["url"], same_host=False, **options)
+            right = not short
+        except tr.TransferTimeoutError:
+            right = short
+    spent, processor = time.monotonic() - begun, sum(os.times()[:2]) - processor
     dist.barrier()
-    if 0 < rank <= pullers:
-        right = torch.equal(got.state["w"], pattern(len(got.state["w"])))
+    if got is not None:
+        right = right and torch.equal(got.state["w"], pattern(len(got.state["w"])))
         if got.seed is not None:
             got.seed.close()
     if rank == 0:
         sent = _made["endpoint"].status()["sent_bytes"] - sent
-    return spent, right, sent
+    return Pulled(spent, processor, right, sent)
 
 
 def close_at(rank: int) -> None:
@@ -70,27 +88,36 @@ def close_at(rank: int) -> None:
 
 
 def run(pullers: int, nbytes: int, laps: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    alone, together, copies, exact = [], [], [], True
+    rows: dict[str, dict[str, list[float]]] = {
+        case: {"seconds": [], "processor": [], "copies": []}
+        for case in ("alone", "all", "one dies")
+    }
+    exact = True
     with Switch(pullers + 1) as switch, Hosts(switch) as hosts:
         hosts.run(serve_at, nbytes)
         for number in range(laps):
-            for count, reshare in ((1, False), (pullers, True)):
-                found = hosts.run(pull_at, count, reshare, timeout=120)
-                exact = exact and all(right for _, right, _ in found)
-                slowest = max(seconds for seconds, _, _ in found[1:])
-                (together if reshare else alone).append(slowest)
-                if reshare:
-                    copies.append(found[0][2] / nbytes)
-            tell(f"lap {number + 1} of {laps}: {alone[-1]:.2f} s alone, {together[-1]:.2f} s all")
+            for case, row in rows.items():
+                count, reshare = (1, False) if case == "alone" else (pullers, True)
+                midway = rows["alone"]["seconds"][-1] / 2 if case == "one dies" else None
+                found = hosts.run(pull_at, count, reshare, midway, timeout=120)
+                exact = exact and all(one.right for one in found)
+                stayed = found[1 : count + 1 - (midway is not None)]
+                row["seconds"].append(max(one.seconds for one in stayed))
+                row["processor"].append(sum(one.processor for one in found[1:]))
+                row["copies"].append(found[0].sent / nbytes)
+            shown = ", ".join(f"{case} {row['seconds'][-1]:.2f} s" for case, row in rows.items())
+            tell(f"lap {number + 1} of {laps}: {shown}")
         hosts.run(close_at)
+    middle = {case: {k: median(v) for k, v in row.items()} for case, row in rows.items()}
     return {
         "machine": machine(),
         "pullers": pullers,
         "bytes": nbytes,
-        "alone_seconds": alone,
-        "together_seconds": together,
-        "ratio": median(together) / median(alone),
-        "copies": median(copies),
+        "laps": rows,
+        "median": middle,
+        "ratio": middle["all"]["seconds"] / middle["alone"]["seconds"],
+        "ratio_one_dies": middle["one dies"]["seconds"] / middle["alone"]["seconds"],
+        "copies": middle["all"]["copies"],
         "exact": exact,
     }
 
@@ -112,9 +139,12 @@ def main() -> int:
     except Unavailable as missing:
         print(f"skipped: {missing}")
         return 0
+    print("case        seconds  processor  copies")
+    for case, row in result["median"].items():
+        print(f"{case:10s} {row['seconds']:8.2f} {row['processor']:10.2f} {row['copies']:7.2f}")
     print(
         f"{options.pullers} at once: {result['ratio']:.2f}x the time of one, the trainer sends "
-        f"{result['copies']:.2f} copies"
+        f"{result['copies']:.2f} copies; {result['ratio_one_dies']:.2f}x where one dies midway"
     )
     save(result, options.out)
     return 0 if result["exact"] else 1

@@ -239,6 +239,16 @@ def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:
         assert torch.equal(got.state["w"], state["w"])
         with pytest.raises(tr.EndpointError, match="certificate"):
             _pull(endpoint.url, token=TOKEN, timeout=30)
+        with pytest.raises(tr.UsageError, match="certfile"):
+            _pull(endpoint.url, token=TOKEN, cafile=cert, reshare=True)
+        own = {"certfile": cert, "keyfile": key, "cafile": cert, "token": TOKEN, "timeout": 60}
+        seeds = [_pull(endpoint.url, reshare=True, **own).seed for _ in range(2)]
+        for seed in seeds:
+            assert seed is not None and seed.url.startswith("https://")
+        late = _pull(seeds[1].url, token=TOKEN, cafile=cert, timeout=60)  # type: ignore[union-attr]
+        assert torch.equal(late.state["w"], state["w"])
+        for seed in seeds:
+            seed.close()  # type: ignore[union-attr]
         plain = endpoint.url.replace("https", "http")
         with pytest.raises(tr.RelayError):
             _pull(plain, token=TOKEN, timeout=5)

@@ -258,8 +258,9 @@ class Loader:
                     progress=bar.add,
                     means=self._means,
                 )
+            left = loading.left
             loading.within = lambda read: bounded(
-                read, deadline.early(), "read the step", file=held.files.url, left=loading.left
+                read, deadline.early(), "read the step", file=held.files.url, left=left
             )
             twice = wanted.checked_first and not once
             bar.total = loading.nbytes * (2 if twice else 1)

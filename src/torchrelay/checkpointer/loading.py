@@ -62,7 +62,7 @@ class Loading:
         self._told = progress
         self._checked, self._staged = False, staged
         self._anew, self._committing = into is None, False
-        self._seen: set[int] = set()  # files that are there, with their sizes
+        self._files = files = _StepFiles(store, checkpoint)
         # How reads are done that may hang; `left` is set where they have been left behind.
         self.within: Callable[[Callable[[], None]], None] = lambda read: read()
         self.left = threading.Event()
@@ -74,8 +74,8 @@ class Loading:
                 only=only,
                 guessed=checkpoint.planned,
                 converts=planner is not None,
-                look=self._look_at_files,
-                lend=self._lent,
+                look=files.look_at,
+                lend=files.lend,
             )
             self._landing = land(
                 self._share,
@@ -97,22 +97,6 @@ class Loading:
                 self._new, self._own = self._planner.reads
         self._planned: tuple[list[Wave], list[Wave]] | None = None
         self._take: Callable[[BoxRead], torch.Tensor] | None = None
-
-    def _look_at_files(self, stored: StoredTensor) -> None:
-        """No memory is taken for a tensor whose files are not as large as the record says."""
-        if self._store is None:
-            return
-        for shard in stored.shards:
-            if shard.file not in self._seen:
-                opened(self._store, self._checkpoint, shard.file).close()
-                self._seen.add(shard.file)
-
-    def _lent(self, shard: Shard, nbytes: int) -> torch.Tensor | None:
-        """A new tensor's bytes, where the step has them in memory that a tensor can keep."""
-        if not isinstance(self._store, LendingStep) or not self._store.trusted:
-            return None
-        name = self._checkpoint.files[shard.file].name
-        return torch.frombuffer(self._store.lend(name, shard.start, nbytes), dtype=torch.uint8)
 
     def _reads(self) -> tuple[list[BoxRead], list[BoxRead]]:
         """What goes to new memory, and what goes to the caller's."""
@@ -192,7 +176,7 @@ class Loading:
                 )
 
     def _bits_of(self, portion: Portion) -> torch.Tensor:
-        self._look_at_files(portion.tensor)
+        self._files.look_at(portion.tensor)
         whole = _empty(portion, "cpu")
         reads = list(_all_of(portion, whole))
         for wave in waves(reads) if self._take is None else [arrived(reads, self._take)]:
@@ -258,6 +242,31 @@ class Loading:
         if self._planner is not None:
             self._planner.tell_own()
         return self._landing.finish()
+
+
+class _StepFiles:
+    """The files of a step, for those who plan with them. It knows nothing of its load: where the
+    two knew each other, memory of a state would wait for the garbage collector."""
+
+    def __init__(self, store: OpenStep | None, checkpoint: Checkpoint) -> None:
+        self._store, self._checkpoint = store, checkpoint
+        self._seen: set[int] = set()  # files that are there, with their sizes
+
+    def look_at(self, stored: StoredTensor) -> None:
+        """No memory is taken for a tensor whose files are not as large as the record says."""
+        if self._store is None:
+            return
+        for shard in stored.shards:
+            if shard.file not in self._seen:
+                opened(self._store, self._checkpoint, shard.file).close()
+                self._seen.add(shard.file)
+
+    def lend(self, shard: Shard, nbytes: int) -> torch.Tensor | None:
+        """A new tensor's bytes, where the step has them in memory that a tensor can keep."""
+        if not isinstance(self._store, LendingStep) or not self._store.trusted:
+            return None
+        name = self._checkpoint.files[shard.file].name
+        return torch.frombuffer(self._store.lend(name, shard.start, nbytes), dtype=torch.uint8)
 
 
 def _all_of(portion: Portion, place: torch.Tensor) -> Iterable[BoxRead]:

@@ -136,6 +136,8 @@ class _SeedingShelf(_Shelf):
         return OpenedEndpoint(record, files, snapshot)
 
     def close(self) -> None:
+        if self.swarm is not None:
+            self.swarm.stop()
         if self.seed is not None:
             self.seed.close()
 

@@ -9,6 +9,7 @@ import ssl
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -21,7 +22,6 @@ from torchrelay.memory.kept_ranges import KeptRanges
 from torchrelay.sources.connection import Host
 from torchrelay.sources.mapped_step import MappedStep, VolumePlace
 from torchrelay.stores.records import DataFile
-from torchrelay.stores.writer.ranges import host_view
 
 PAGE = 4096
 ANNOUNCE_SECONDS = 3.0
@@ -54,6 +54,9 @@ class Seed:
             chunks += -(-file.nbytes // file.chunk_bytes)
         self._marks = bytearray(chunks)
         self._arena = Arena(max(PAGE, end))
+        # Views of it keep it: what is on its way when the seed is closed has where to go.
+        memory: Any = self._arena.tensor.numpy()
+        self._memory = memoryview(memory)
         self._kept = KeptRanges(self._arena.fd, self._arena.nbytes)
         self._where = host, token, context
         self._server: SeedServer | None = None
@@ -77,7 +80,8 @@ class Seed:
         return self._starts[name]
 
     def view(self, name: str, start: int, stop: int) -> memoryview:
-        return host_view(self._arena.address + self._starts[name] + start, stop - start)
+        at = self._starts[name]
+        return self._memory[at + start : at + stop]
 
     def mark(self, first: int, count: int) -> None:
         self._marks[first : first + count] = b"\1" * count
@@ -125,6 +129,7 @@ class Seed:
         if self._closed.is_set() or not self._owner.here:
             return
         self._closed.set()
+        self._memory = memoryview(b"")
         if self._server is None or self._server.close():
             self._kept.shrink()
             self._arena.close()

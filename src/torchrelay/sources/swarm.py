@@ -27,8 +27,8 @@ from torchrelay.sources.remote_step import ArrivingChunks, RemoteStep
 from torchrelay.stores.records import DataFile
 
 PIECE_BYTES = 2 << 20
-LOOK_SECONDS = 0.1  # between two looks at who has what, where too little is known to be had
-LISTEN_SECONDS = 1.0  # between two looks in any case
+LOOK_SECONDS = 0.2  # between two looks at who has what, where too little is known to be had
+LISTEN_SECONDS = 1.0  # between two looks in any case, and two questions who there is
 GRACE_SECONDS = 0.5  # without a piece, after which the endpoint is asked for the share of others
 WORKERS = 6
 FAILURES = 2  # in a row, after which a neighbour is left alone
@@ -124,6 +124,7 @@ class Swarm:
 
     def run(self) -> None:
         watching = threading.Thread(target=self._watch, name="torchrelay-swarm", daemon=True)
+        self._ask_around()
         self._look()
         watching.start()
         try:
@@ -133,6 +134,12 @@ class Swarm:
             watching.join(5)
             for one in self._neighbours.values():
                 one.host.close()
+        if self._left:
+            raise TransferTimeoutError("the step was given up", phase="data")
+
+    def stop(self) -> None:
+        """Fetch no more: `run` raises, unless it is done."""
+        self._over.set()
 
     @property
     def supplied(self) -> dict[str, int]:
@@ -149,10 +156,13 @@ class Swarm:
     # Who has what.
 
     def _watch(self) -> None:
-        looked = time.monotonic()
+        begun = looked = asked = time.monotonic()
         while not self._over.wait(LOOK_SECONDS):
             now = time.monotonic()
-            if self._is_short() or now - looked > LISTEN_SECONDS:
+            if now - asked > LISTEN_SECONDS or now - begun < 2 * LISTEN_SECONDS:
+                self._ask_around()
+                asked = now
+            if now - looked > LISTEN_SECONDS or self._is_short():
                 self._look()
                 looked = now
 
@@ -162,9 +172,10 @@ class Swarm:
             known = np.zeros(len(self._pieces), bool)
             for one in self._alive:
                 known |= one.has
-            return int((known & self._open).sum()) < 3 * WORKERS
+            return int((known & self._open).sum()) < 2 * WORKERS
 
-    def _look(self) -> None:
+    def _ask_around(self) -> None:
+        """Have the endpoint name this one to others, and others to this one."""
         try:
             word = msgspec.json.encode({"url": self._own, "snapshot": self._snapshot})
             answer = self._origin.post("/seeds", word, seconds=5.0)
@@ -173,6 +184,8 @@ class Swarm:
                     self._neighbours[url] = Neighbour(self._connect(url), len(self._pieces))
         except (OSError, http.client.HTTPException, EndpointError, msgspec.MsgspecError):
             pass  # those that are known will do
+
+    def _look(self) -> None:
         Crew(_LOOKS_AT_ONCE).each(self._look_at, [n for n in self._alive if not n.has.all()])
 
     def _look_at(self, one: Neighbour) -> None:
