@@ -121,6 +121,31 @@ class ByExport(ByCheckpointer):
         job.adopt({**plain, job.model_key: painted(model, named)})
 
 
+class ByPull(Durable):
+    """Published by the ranks of a job at one URL, and pulled by those of another, which are in no
+    group with them. A pool of ranks keeps one endpoint for all of its jobs."""
+
+    def __init__(self) -> None:
+        self._endpoint: tr.Endpoint | None = None
+        self._step = 0
+
+    def save(self, root: str, job: Job) -> None:
+        self._step += 1
+        if self._endpoint is None:
+            self._endpoint = tr.serve(job.objects(), step=self._step, timeout=TIMEOUT)
+        else:
+            published = self._endpoint.publish(job.objects(), step=self._step)
+            assert published.skipped is None, published.skipped
+        if dist.get_rank() == 0:
+            (Path(root) / "url").write_text(f"{self._endpoint.url} {self._step}")
+        dist.barrier()
+
+    def load(self, root: str, job: Job) -> None:
+        url, step = (Path(root) / "url").read_text().split()
+        options: dict[str, Any] = {"group": dist.group.WORLD, "timeout": TIMEOUT}
+        job.taken(tr.pull(url, into=job.objects(), newer_than=int(step) - 1, **options).state)
+
+
 DURABLE: dict[str, Durable] = {
     "Checkpointer.save": ByCheckpointer(),
     "Checkpointer.save_async": ByCheckpointerAsync(),
@@ -129,6 +154,7 @@ DURABLE: dict[str, Durable] = {
     "dropin.Checkpointer.save": ByDropin(),
     "dropin.Checkpointer.async_save": ByDropinAsync(),
     "export_hf": ByExport(),
+    "serve, pull": ByPull(),
 }
 
 
