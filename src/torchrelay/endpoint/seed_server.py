@@ -34,7 +34,7 @@ END_SECONDS = 5.0
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})?")
 
 
-class Memory(Protocol):
+class SeedMemory(Protocol):
     """Where a seed has its volumes."""
 
     @property
@@ -82,7 +82,7 @@ class SeedServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self,
         host: str,
         token: str | None,
-        memory: Memory,
+        memory: SeedMemory,
         shown: SeededStep,
         context: ssl.SSLContext | None = None,
     ) -> None:
