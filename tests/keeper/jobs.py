@@ -129,3 +129,62 @@ def arenas(pid: int) -> list[Path]:
     """The memory of staged steps that a process has, each once."""
     paths = [path for path, name in descriptors(pid).items() if "torchrelay-arena" in name]
     return list({path.stat().st_ino: path for path in paths}.values())
+
+
+def wait_for_copies(keeper: tr.Keeper, step: int) -> dict[str, Any]:
+    """Until this rank's keeper has its copies of a step; what it says of them."""
+    end = time.monotonic() + TIMEOUT
+    while True:
+        copies: dict[str, Any] = keeper.status()["copies"]
+        if copies["step"] == step:
+            return copies
+        assert time.monotonic() < end, copies
+        time.sleep(0.01)
+
+
+class Scaled(torch.Tensor):
+    """A subclass that says how to flatten itself."""
+
+    inner: torch.Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, scale: float) -> Scaled:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner, made.scale = inner, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["inner"], {"scale": self.scale}
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Scaled:
+        return Scaled(inner["inner"], context["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].inner, args[0].scale)
+        raise NotImplementedError(func)
+
+
+tr.register(Scaled)
+
+
+def special() -> dict[str, Any]:
+    """Leaves that replicas elsewhere have lost or damaged."""
+    torch.manual_seed(5)
+    tied = torch.arange(12.0).reshape(3, 4)
+    return {
+        "parameter": nn.Parameter(torch.ones(3)),
+        "quantized": torch.quantize_per_tensor(torch.randn(3, 4), 0.1, 3, torch.qint8),
+        "channels": torch.quantize_per_channel(
+            torch.randn(3, 4), torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3), 0, torch.qint8
+        ),
+        "sparse": torch.eye(4).to_sparse(),
+        "conj": torch.randn(3, dtype=torch.complex64).conj(),
+        "bfloat": torch.randn(5).to(torch.bfloat16),
+        "tied": tied,
+        "again": tied,
+        "view": tied[1:],
+    }

@@ -74,11 +74,13 @@ class Published:
 
 
 class _Offered(msgspec.Struct, array_like=True):
-    """Where a rank shows its part; `busy` says why its slot cannot be had."""
+    """Where a rank shows its part; `busy` says why its slot cannot be had; `note` is of who it
+    shows it to, for the coordinator's."""
 
     url: str
     left: float
     busy: str = ""
+    note: bytes = b""
 
 
 class _Answered(msgspec.Struct, array_like=True):
@@ -88,6 +90,7 @@ class _Answered(msgspec.Struct, array_like=True):
     urls: list[str]
     left: float
     skipped: str = ""
+    note: bytes = b""
 
 
 class _Recorded(msgspec.Struct, array_like=True):
@@ -182,8 +185,16 @@ class Publisher:
         )
         return "" if asked.free else asked.why or "it is read"
 
-    def _meet(self, urls: list[str], deadline: Deadline) -> None:
-        """All ranks said where they show their parts."""
+    def _note_for_all(self, deadline: Deadline) -> bytes:
+        """What this rank's process has to say to the others'."""
+        return b""
+
+    def _confer(self, notes: list[bytes], urls: list[str]) -> bytes:
+        """The coordinator's: what the notes of all ranks add up to."""
+        return b""
+
+    def _meet(self, urls: list[str], note: bytes, deadline: Deadline) -> None:
+        """All ranks said where they show their parts, and what they had to say."""
         self.urls = urls
 
     def _room(self, call: Call, nbytes: int, deadline: Deadline) -> RoomOffer:
@@ -207,14 +218,16 @@ class Publisher:
 
         def mine() -> bytes:
             busy = self._busy(deadline)
-            return msgspec.msgpack.encode(_Offered(self._url(), deadline.left(), busy))
+            note = self._note_for_all(deadline)
+            return msgspec.msgpack.encode(_Offered(self._url(), deadline.left(), busy, note))
 
         def decide(said: list[bytes]) -> list[bytes]:
             offers = [plan_limits.read(_offered, data, rank) for rank, data in enumerate(said)]
             deadline.hasten(min(offer.left for offer in offers))
             urls.extend(offer.url for offer in offers)
             busy = next((offer.busy for offer in offers if offer.busy), "")
-            answer = _Answered(list(dict.fromkeys(urls)), deadline.left(), busy)
+            note = self._confer([offer.note for offer in offers], urls)
+            answer = _Answered(list(dict.fromkeys(urls)), deadline.left(), busy, note)
             return [msgspec.msgpack.encode(answer)] * len(said)
 
         call.at("planning a publish")
@@ -222,7 +235,7 @@ class Publisher:
             _answered, call.round("plan", mine, decide, deadline), COORDINATOR
         )
         deadline.hasten(answer.left)
-        self._meet(answer.urls, deadline)
+        self._meet(answer.urls, answer.note, deadline)
         if answer.skipped:
             return answer.skipped
         with gc_paused():

@@ -64,7 +64,8 @@ class Keeper:
     - `host`: which of a job's keepers is this worker's; by default the machine's name.
     - `memory`: bytes that a keeper has at most. A step that would go over it is skipped, and
       `Published.skipped` says so. None: as many as it takes.
-    - `copies`, `rate`: for copies on other hosts, which are not made yet.
+    - `copies`: how many other hosts have a copy of each host's part of a step.
+    - `rate`: bytes a second at which a keeper fetches copies, at most.
     - `lease`: seconds.
     - `address`: HOST:PORT where keepers listen for each other and for workers of other hosts; the
       port is a free one. Several machines need an address that the others reach, as 0.0.0.0:0.
@@ -121,7 +122,7 @@ class Keeper:
         self._token, self._known = "", list[str]()
         self._closed = False
         self._calls = threading.RLock()
-        self._stager = Stager(self._all, self._process, self._own_url, self._tell)
+        self._stager = Stager(self._all, self._process, self._own_url, self._tell, copies)
         try:
             self._gather(given is not None)
         except BaseException:
@@ -167,7 +168,7 @@ class Keeper:
         self._process.know_token(found.token)
 
         def meet() -> bytes:
-            self._stager._meet(found.urls, deadline)
+            self._stager.meet(found.urls, deadline)
             return b""
 
         call.round("meet", meet, lambda said: said, deadline)

@@ -19,6 +19,7 @@ from torchrelay.stores.shares import plan_limits
 from torchrelay.transports.group.assembly import COORDINATOR, Assembly, Call
 
 _room = msgspec.msgpack.Decoder(RoomOffer)
+_told = msgspec.msgpack.Decoder(k.CopiesTold)
 
 
 class Stager(Publisher):
@@ -30,8 +31,10 @@ class Stager(Publisher):
         keeper: KeeperProcess,
         url: Callable[[], str],
         tell: Callable[[list[str]], None],
+        copies: int,
     ) -> None:
         super().__init__(assembly, keeper, url)
+        self._copies = copies
         self._tell = tell  # this host's keeper who the others are
 
     def _begin_anew(self) -> None:
@@ -42,10 +45,31 @@ class Stager(Publisher):
     def _busy(self, deadline: Deadline) -> str:
         return ""
 
-    def _meet(self, urls: list[str], deadline: Deadline) -> None:
+    def _note_for_all(self, deadline: Deadline) -> bytes:
+        if not self._copies:
+            return b""
+        told = self._server.ask(k.TellCopies(), k.CopiesTold, deadline.left())
+        return msgspec.msgpack.encode(told)
+
+    def _confer(self, notes: list[bytes], urls: list[str]) -> bytes:
+        """One step at a time is copied by all keepers; the last one that all have is safe."""
+        if not all(notes):
+            return b""
+        told = [plan_limits.read(_told, data, rank) for rank, data in enumerate(notes)]
+        safe = told[0].copied if len({one.copied for one in told}) == 1 else ""
+        begin = len(set(urls)) > 1 and all(one.idle for one in told)
+        return msgspec.msgpack.encode(k.CopyNext(safe, begin))
+
+    def _meet(self, urls: list[str], note: bytes, deadline: Deadline) -> None:
         if urls != self.urls:
             self._tell(urls)
             self.urls = urls
+        if note:
+            self._server.forward(note, m.Obeyed, deadline.left())
+
+    def meet(self, urls: list[str], deadline: Deadline) -> None:
+        """The keepers of all ranks, before the first step."""
+        self._meet(urls, b"", deadline)
 
     def _room(self, call: Call, nbytes: int, deadline: Deadline) -> RoomOffer:
         given: list[k.RoomGiven] = []

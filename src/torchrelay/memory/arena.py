@@ -8,7 +8,6 @@ are allocated side by side, where threads that allocate one would wait for each 
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from torchrelay.memory.crew import share_out
-from torchrelay.memory.pages import HUGE_PAGE, allocate, side_by_side
+from torchrelay.memory.pages import HUGE_PAGE, allocate, sealed_memory, side_by_side
 
 LEAST_PART = 64 << 20  # bytes of a memfd, if there are several
 
@@ -36,7 +35,7 @@ class Arena:
         self.each = -(-nbytes // parts // HUGE_PAGE) * HUGE_PAGE if parts > 1 else nbytes
         try:
             for at in range(0, nbytes, self.each):
-                self._add(min(self.each, nbytes - at))
+                self.fds.append(sealed_memory(min(self.each, nbytes - at)))
             self._map = side_by_side(self.fds, self.each, nbytes)
         except (OSError, ValueError, OverflowError) as fault:
             self.close()
@@ -55,13 +54,6 @@ class Arena:
     def fd(self) -> int:
         """Of an arena of one part; -1 when it is closed."""
         return self.fds[0] if self.fds else -1
-
-    def _add(self, nbytes: int) -> None:
-        fd = os.memfd_create("torchrelay-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self.fds.append(fd)
-        os.ftruncate(fd, nbytes)
-        # Whoever maps it may rely on its size: touching what was cut off would end the process.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
     def _allocate(self, part: int) -> None:
         at = part * self.each

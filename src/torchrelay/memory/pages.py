@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -74,6 +75,19 @@ def side_by_side(files: Sequence[int], each: int, nbytes: int) -> mmap.mmap:
         if code != address + at:
             raise OSError(ctypes.get_errno(), "memory cannot be mapped")
     return whole
+
+
+def sealed_memory(nbytes: int) -> int:
+    """A descriptor of memory that others may map, and that stays as large as it is: touching what
+    was cut off would end their processes. It has no pages yet."""
+    fd = os.memfd_create("torchrelay-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def allocate(file: int, address: int, nbytes: int) -> None:

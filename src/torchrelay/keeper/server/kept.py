@@ -74,10 +74,15 @@ class KeptSteps:
         gone = [] if self._fits(chosen, nbytes) else [slot for slot in idle if slot != chosen]
         for slot in gone:
             await self._clear(slot)
+        if not self._fits(chosen, nbytes):  # copies of what nobody needs any more
+            for slot in self._of(OWN):
+                if slot != chosen and self._is_idle(slot):
+                    await self._clear(slot)
         if not self._fits(chosen, nbytes):
             why = (
                 f"{nbytes} bytes more than {self.nbytes - self._sizes.get(chosen or 0, 0)} would "
                 f"be over the keeper's budget of {self.memory}"
+                + (", which also has what is kept for copies" if self.pinned else "")
             )
             return RoomGiven(-1, why, gone)
         if chosen is None:
@@ -119,13 +124,16 @@ class KeptSteps:
     def has(self, worker: int, slot: int) -> bool:
         return self._owners.get(slot) == worker
 
-    async def note(self, worker: int, note: m.Note) -> None:
-        """A worker heard that all ranks have shown a step."""
+    async def note(self, worker: int, note: m.Note) -> ServedStep | None:
+        """A worker heard that all ranks have shown a step; which it is."""
+        found = None
         if note.skipped is None:
             for step in self._steps.shown:
                 if step.step == note.step and any(self.has(worker, slot) for slot in step.parts):
                     self._whole.add(step.id)
+                    found = step
         await self.tidy()
+        return found
 
     async def tidy(self) -> None:
         """Free what nobody needs of workers that are gone."""

@@ -63,6 +63,25 @@ class RoomGiven(msgspec.Struct, tag="given"):
     gone: list[int] = []
 
 
+class TellCopies(msgspec.Struct, tag="copies"):
+    """How far the keeper is with its copies. Answered with `CopiesTold`."""
+
+
+class CopiesTold(msgspec.Struct, tag="copied"):
+    """The step of which it has the copies that it is to have, and whether it is at none."""
+
+    copied: str
+    idle: bool
+
+
+class CopyNext(msgspec.Struct, tag="copy"):
+    """What all keepers said adds up to: the step that all of them have their copies of, if there is
+    one, and whether the step that is being staged is the next to be copied."""
+
+    safe: str
+    begin: bool
+
+
 class End(msgspec.Struct, tag="end"):
     """The keeper ends, and its memory with it."""
 
@@ -71,6 +90,8 @@ KeeperRequest = (
     JoinKeeper
     | Members
     | RoomWanted
+    | TellCopies
+    | CopyNext
     | End
     | m.AttachSlot
     | m.Hash
@@ -79,4 +100,6 @@ KeeperRequest = (
     | m.Note
     | m.Tell
 )
-KeeperAnswer = Joined | RoomGiven | m.Obeyed | m.VolumeDigests | m.StatusText | m.Refused
+KeeperAnswer = (
+    Joined | RoomGiven | CopiesTold | m.Obeyed | m.VolumeDigests | m.StatusText | m.Refused
+)

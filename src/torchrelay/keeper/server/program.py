@@ -24,6 +24,8 @@ from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.program import NICE
 from torchrelay.endpoint.server.serving import Serving, obey
 from torchrelay.keeper.server import messages as k
+from torchrelay.keeper.server.buddies import Buddies
+from torchrelay.keeper.server.copying import KeeperRing
 from torchrelay.keeper.server.kept import KeptSteps
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 
@@ -44,6 +46,7 @@ class Keeping:
         self._listener = listener
         self._serving = Serving()
         self._kept = KeptSteps(self._serving, 0)
+        self._buddies = Buddies(self._serving, self._kept)
         self._over = asyncio.Event()
         self._numbers = itertools.count(1)
         self._workers: set[int] = set()
@@ -106,6 +109,8 @@ class Keeping:
             return m.Refused("join first")
         if isinstance(request, k.RoomWanted):
             return serving.on_loop(self._kept.room(worker.number, request.nbytes))
+        if isinstance(request, k.TellCopies):
+            return serving.on_loop(self._copies())
         if isinstance(request, m.AttachSlot):
             fd = serving.received(worker.link)
             serving.on_loop(self._attach(worker, request, fd))
@@ -113,6 +118,8 @@ class Keeping:
             return serving.hashed(request)
         elif isinstance(request, k.Members):
             serving.on_loop(self._meet(request))
+        elif isinstance(request, k.CopyNext):
+            serving.on_loop(self._copy_next(request))
         elif isinstance(request, m.Show | m.Note):
             serving.on_loop(self._change(worker, request))
         return m.Obeyed()
@@ -138,6 +145,7 @@ class Keeping:
         if join.host != self._host:
             return m.Refused(f"it listens at {self._host}, not at {join.host}: end it first")
         self._kept.memory, self._lease = join.memory, join.lease
+        self._buddies.rate, self._buddies.copies = join.rate, join.copies
         self._workers.add(worker.number)
         self._kept.enter(worker.number)
         known = list(dict.fromkeys([*self._members, *self._whole_members]))
@@ -145,9 +153,16 @@ class Keeping:
 
     async def _meet(self, members: k.Members) -> None:
         self._members, self._token = members.urls, members.token
+        self._buddies.meet(KeeperRing(members.urls, members.own), members.token)
         if self._serving.app is not None:
             self._serving.app.take_token(members.token)
             self._serving.service.url = members.own
+
+    async def _copies(self) -> k.CopiesTold:
+        return self._buddies.told()
+
+    async def _copy_next(self, word: k.CopyNext) -> None:
+        self._buddies.take(word)
 
     async def _attach(self, worker: WorkerLink, request: m.AttachSlot, fd: int) -> None:
         if not self._kept.has(worker.number, request.slot):
@@ -161,7 +176,9 @@ class Keeping:
         if isinstance(request, m.Note):
             if request.skipped is None:
                 self._whole_members = self._members
-            await self._kept.note(worker.number, request)
+            step = await self._kept.note(worker.number, request)
+            if step is not None:
+                await self._buddies.whole(step)
 
     async def _status(self) -> dict[str, object]:
         facts: dict[str, object] = {
@@ -174,6 +191,7 @@ class Keeping:
         }
         if self._serving.app is not None:
             facts |= self._serving.status()
+            facts["copies"] = self._buddies.facts()
         return facts
 
 

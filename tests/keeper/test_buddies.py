@@ -1,0 +1,152 @@
+"""Keepers have copies of other hosts' parts: a lost host comes back from its buddy."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchrelay as tr
+from tests.keeper.jobs import (
+    TIMEOUT,
+    Scaled,
+    arenas,
+    end_keepers,
+    keeper_of,
+    sharded,
+    special,
+    train,
+    wait_for_copies,
+    whole,
+)
+from tests.support.ranks import RankPool, Ranks, reached, run_ranks, tell
+from tests.support.states import assert_same
+from torchrelay.keeper.server.copying import KeeperRing
+
+JOB = f"buddies-{os.getpid()}"
+NUMEL = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    end_keepers(JOB)
+
+
+def stage_and_copy(rank: int, group: Any, job: str) -> None:
+    state = {"job": sharded(1), "special": special(), "scaled": Scaled(torch.ones(3), 0.5)}
+    keeper = keeper_of(rank, job, ["a", "a", "b", "b"])
+    for _ in range(2):
+        train(state["job"], 1)
+        keeper.stage(state["job"]["step"], state).wait(TIMEOUT)
+        wait_for_copies(keeper, state["job"]["step"])
+    tell((whole(state["job"]), keeper.pid))
+    tell(train(state["job"], 2))
+    reached("copied", hold=True)
+
+
+def come_back(rank: int, group: Any, job: str, hosts: list[str]) -> Any:
+    expected = special()
+    state = {"job": sharded(3), "special": expected}
+    made = tr.recover(sources=[keeper_of(rank, job, hosts)], group=dist.group.WORLD)
+    assert_same(expected, made.state["special"], at_rest=True)
+    scaled = made.state["scaled"]
+    assert type(scaled) is Scaled and scaled.scale == 0.5
+    assert torch.equal(scaled.inner, torch.ones(3))
+    keeper = keeper_of(rank, job, hosts)
+    fresh: dict[str, Any] = {"job": state["job"]}
+    got = tr.recover(
+        into=fresh, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT, strict=False
+    )
+    state["job"]["step"] = got.state["job"]["step"]
+    found = whole(state["job"])
+    losses = train(state["job"], 2)
+    keeper.stage(state["job"]["step"], state).wait(TIMEOUT)
+    copies = wait_for_copies(keeper, state["job"]["step"])  # other buddies are found
+    return got.step, found, losses, copies["from"]
+
+
+def test_a_lost_host_comes_back_from_its_buddy_as_three_ranks() -> None:
+    """Two hosts of two ranks; one is lost with its keeper, and the rest goes on with a new one."""
+    with Ranks(stage_and_copy, 4, JOB) as workers:
+        for rank in range(4):
+            workers.wait_reached(rank, "copied", TIMEOUT)
+        (state, _), losses = workers.told(0)
+        lost = workers.told(3)[0][1]
+        for rank in range(4):
+            workers.kill(rank)
+    os.kill(lost, signal.SIGKILL)
+    results = run_ranks(come_back, 3, JOB, ["a", "c", "a"], timeout=2 * TIMEOUT)
+    for step, found, went_on, _ in results:
+        assert step == 2
+        assert all(torch.equal(found[name], state[name]) for name in state)
+        assert torch.allclose(torch.tensor(went_on), torch.tensor(losses))
+    assert [len(sources) for *_, sources in results] == [1, 1, 1]
+
+
+def change_a_little(rank: int, group: Any, job: str) -> Any:
+    """Bytes that were fetched for the first copy, and for one of a step that differs a little."""
+    keeper = keeper_of(rank, job, ["a", "b"], rate=1e9)
+    state = {"x": torch.full((NUMEL,), 1000.0 + rank), "step": 1}
+    keeper.stage(1, state).wait(TIMEOUT)
+    first = wait_for_copies(keeper, 1)["fetched_bytes"]
+    state["x"][:100] = 7
+    state["step"] = 2
+    keeper.stage(2, state).wait(TIMEOUT)
+    second = wait_for_copies(keeper, 2)["fetched_bytes"] - first
+    dist.barrier()
+    return first, second, keeper.pid
+
+
+def recover_both(rank: int, group: Any, job: str) -> tuple[bool, str]:
+    keeper = keeper_of(rank, job, ["a", "b"], rate=1e9)
+    state = {"x": torch.zeros(NUMEL), "step": 0}
+    try:
+        got = tr.recover(into=state, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
+    except tr.NothingToRecoverError as fault:
+        return False, str(fault)
+    expected = torch.full((NUMEL,), 1000.0 + rank)
+    expected[:100] = 7
+    return torch.equal(state["x"], expected) and got.step == 2, got.report.explain()
+
+
+def flip_in(pid: int, value: float) -> None:
+    """A flipped byte in every memory of a keeper that has a value."""
+    wanted = torch.full((64,), value).numpy().tobytes()
+    found = 0
+    for path in arenas(pid):
+        data = path.read_bytes()
+        if (at := data.find(wanted)) >= 0:
+            with path.open("r+b") as memory:
+                memory.seek(at + 4000)
+                memory.write(bytes([data[at + 4000] ^ 1]))
+            found += 1
+    assert found
+
+
+def test_changed_chunks_alone_are_fetched_and_damage_is_passed_over(pool2: RankPool) -> None:
+    (first, second, a), (_, _, b) = pool2.run(change_a_little, JOB, timeout=2 * TIMEOUT)
+    assert first >= NUMEL * 4
+    assert 0 < second < NUMEL // 2
+    flip_in(b, 1000.0)  # b's copy of the part of rank 0: a itself has it right
+    found = pool2.run(recover_both, JOB, timeout=2 * TIMEOUT)
+    assert all(right for right, _ in found), found
+    flip_in(a, 1000.0)
+    found = pool2.run(recover_both, JOB, timeout=2 * TIMEOUT)
+    assert not any(right for right, _ in found)
+    assert "wrong digest" in found[0][1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_each_host_is_copied_by_another(count: int) -> None:
+    urls = [f"http://h{n}" for n in range(count)]
+    for copies in (0, 1, 2, 9):
+        copied = [source for url in urls for source in KeeperRing(urls, url).sources(copies)]
+        assert sorted(copied) == sorted(urls * min(copies, count - 1))
+        assert all(url not in KeeperRing(urls, url).sources(copies) for url in urls)
+    assert KeeperRing(urls, "http://gone").sources(1) == []
