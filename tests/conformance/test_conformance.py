@@ -31,7 +31,7 @@ def pairs() -> Iterator[Any]:
             yield pytest.param(door, job, id=f"{door}-{job}", marks=later)
 
 
-@pytest.mark.parametrize(("door", "job"), pairs())
+@pytest.mark.parametrize(("door", "job"), list(pairs()))
 def test_it_trains_on(door: str, job: str, pools: dict[int, Any], tmp_path: Path) -> None:
     for cell in matrix.cells(door, job, all_ranks=False):
         problem = matrix.run(cell, pools, tmp_path)
