@@ -129,7 +129,6 @@ class ServerProcess(StepProcess):
         super().__init__(Companion("torchrelay.endpoint.server.program"), _answer)
         self._listen = listen
         self.port = listen.port
-        self.restarts = -1
 
     def _greet(self) -> None:
         self._listen.port = self.port
@@ -139,7 +138,6 @@ class ServerProcess(StepProcess):
             why = answer.message if isinstance(answer, m.Refused) else "no answer to that"
             raise EndpointError(f"cannot listen at {self._listen.host}:{self._listen.port}: {why}")
         self.port = answer.port
-        self.restarts += 1
 
 
 def check_aiohttp() -> None:

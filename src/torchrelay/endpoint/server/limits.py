@@ -18,7 +18,6 @@ from torchrelay.endpoint import admission
 KEPT_SECONDS = 75.0  # that one may stay open between requests
 LINE_BYTES = 8190  # of a request line or a header, and
 HEADERS = 64  # so many of them
-BODY_BYTES = 64 << 10
 _SWEEP_SECONDS = 0.5
 
 _own_connections: WeakSet[asyncio.BaseTransport] = WeakSet()  # the table is long, and asked once

@@ -37,10 +37,6 @@ class Band(NamedTuple):
     first: int
     last: int
 
-    @property
-    def row_bytes(self) -> int:
-        return prod(self.tensor.shape[1:]) * self.tensor.itemsize
-
     def runs(self) -> Iterator[tuple[Run, VolumeBox]]:
         """What has to be read of each box that has some of the rows."""
         for box in self.tensor.boxes:

@@ -31,10 +31,6 @@ class Companion:
         return None if self._process is None else self._process.pid
 
     @property
-    def connected(self) -> bool:
-        return self._link is not None
-
-    @property
     def exit_status(self) -> int | None:
         return None if self._process is None else self._process.poll()
 

@@ -88,7 +88,6 @@ class Forwarded:
     slot: _Slot
     data: torch.Tensor
     fault: Exception | None
-    read: bool
 
 
 class Intake:
@@ -129,7 +128,6 @@ class Intake:
         self._worker = Worker(hashers())
         self.wire_bytes = 0
         self.handed_bytes = 0  # of those, read out of the upstream's memory
-        self.forwarded_bytes = 0  # sent on; what the next one reads is not
         self.messages = 0
 
     @property
@@ -250,8 +248,6 @@ class Intake:
         slot = event.slot
         if slot.data is not event.data:
             return  # given up before
-        if event.fault is None and not event.read:
-            self.forwarded_bytes += event.data.numel()
         self._machine.forwarded(slot.chunk, time.monotonic(), lost=event.fault is not None)
 
     # Actions
@@ -295,7 +291,7 @@ class Intake:
         data, events = slot.data, self._events
 
         def report(fault: Exception | None, read: bool, digest: bytes = b"") -> None:
-            events.put(Forwarded(slot, data, fault, read))
+            events.put(Forwarded(slot, data, fault))
 
         slot.forwarding = True
         self._way_on.put(data, report)
