@@ -44,7 +44,7 @@ FAILURE_GRACE = 3.0
 """Seconds the other ranks get to report once one has failed."""
 HOLD_SECONDS = 30.0
 """How long `reached(..., hold=True)` waits for the parent's release."""
-START_SECONDS = 60.0
+START_SECONDS = 100.0
 """How long the workers of a pool may take to form their group."""
 STOP_SECONDS = 10.0
 """How long the kernel may take to stop a process."""
