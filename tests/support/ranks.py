@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import pickle
 import queue
@@ -154,6 +155,7 @@ def _child_main(
     channel = _channel = _Channel(conn)
     try:
         torch.set_num_threads(1)
+        importlib.import_module("tests.support.preloaded")  # a fork has it; not a call's time
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             backend,
