@@ -20,16 +20,19 @@ from torchrelay.landing.places import Landed
 from torchrelay.landing.seam import land
 from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.reads import BoxRead, plan_reads
+from torchrelay.plan.region import Region
 from torchrelay.plan.share import Portion, RankShare
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.state.tree import show
-from torchrelay.stores.box_reads import Wave, arrived, by_name, waves
+from torchrelay.stores.box_reads import ShardRead, Wave, arrived, by_name, waves
 from torchrelay.stores.device_reading import DeviceFetch
 from torchrelay.stores.reading import Fetch, opened
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import LendingStep, OpenStep
+
+_HOST = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Loading:
@@ -88,6 +91,7 @@ class Loading:
                 means=means,
             )
             self._planner: PlannedReads | None = None
+            self._shards: tuple[list[ShardRead], list[ShardRead]] = [], []
             if planner is None:
                 self._new, self._own = self._reads()
             else:
@@ -100,25 +104,38 @@ class Loading:
 
     def _reads(self) -> tuple[list[BoxRead], list[BoxRead]]:
         """What goes to new memory, and what goes to the caller's."""
-        portions = self._share.portions
-        new = [
-            read
-            for image, storage, offset in self._landing.held()
-            if image not in self._share.lent
-            for read in _all_of(portions[image], portions[image].over(storage, offset))
-        ]
-        own = [
-            read
-            for image, tensor, _ in self._landing.own()
-            for read in _all_of(portions[image], tensor.detach())
-        ]
+        portions, (new_shards, own_shards) = self._share.portions, self._shards
+        new: list[BoxRead] = []
+        own: list[BoxRead] = []
+        for image, storage, offset in self._landing.held():
+            if image in self._share.lent:
+                continue
+            portion = portions[image]
+            shard = None if self._store is None else portion.shard
+            if shard is not None and storage.device.type == "cpu":
+                if nbytes := portion.nbytes:
+                    # The landing keeps the memory.
+                    region = Region.dense(_HOST, storage.data_ptr() + offset, nbytes)
+                    new_shards.append(ShardRead(shard.file, shard.start, region))
+            else:
+                new += _all_of(portion, portion.over(storage, offset))
+        for image, tensor, _ in self._landing.own():
+            portion = portions[image]
+            shard = None if self._store is None else portion.shard
+            if shard is not None and tensor.is_cpu and tensor.is_contiguous():
+                if nbytes := portion.nbytes:
+                    region = Region.dense(tensor, tensor.data_ptr(), nbytes)
+                    own_shards.append(ShardRead(shard.file, shard.start, region))
+            else:
+                own += _all_of(portion, tensor.detach())
         return new, own
 
     @property
     def _waves(self) -> tuple[list[Wave], list[Wave]]:
         """Reads into new tensors, and into the caller's. Planned when they are first asked for."""
         if self._planned is None:
-            self._planned = waves(self._new), waves(self._own)
+            new, own = self._shards
+            self._planned = waves(self._new, new), waves(self._own, own)
         return self._planned
 
     def _progress(self, nbytes: int) -> None:
@@ -130,7 +147,8 @@ class Loading:
     @property
     def nbytes(self) -> int:
         lent = sum(self._share.portions[image].nbytes for image in self._share.lent)
-        return lent + sum(read.destination.nbytes for read in (*self._new, *self._own))
+        whole = sum(read.region.nbytes for some in self._shards for read in some)
+        return lent + whole + sum(read.destination.nbytes for read in (*self._new, *self._own))
 
     @property
     def touched(self) -> bool:

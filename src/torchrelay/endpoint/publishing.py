@@ -175,8 +175,11 @@ class Publisher:
     # What an endpoint and a keeper do in ways of their own.
 
     def _begin_anew(self) -> None:
-        """The process that serves was started: it has nothing yet."""
+        """The process that serves was started: it has nothing yet. Whoever the one before lent
+        memory to may still read it, so that is not written to again."""
         self._newest = 1
+        for slot in list(self._arenas):
+            self._drop_arena(slot)
 
     def _busy(self, deadline: Deadline) -> str:
         """Why a step cannot be taken on now, before anything is planned."""

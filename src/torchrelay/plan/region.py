@@ -57,6 +57,14 @@ class Region:
             self._view = raw(storage, offset, size, dims, steps)
 
     @classmethod
+    def dense(cls, keep: torch.Tensor, address: int, nbytes: int) -> Region:
+        """A run of host memory that is known by its address."""
+        region = cls.__new__(cls)
+        region.keep, region.nbytes = keep, nbytes
+        region._address, region._view, region._itemsize = address, None, 1
+        return region
+
+    @classmethod
     def row_major(cls, tensor: torch.Tensor) -> Region:
         """All elements of a tensor in row-major order. Its conj and neg bits do not count."""
         shape = tuple(tensor.shape)

@@ -50,6 +50,14 @@ class Portion(NamedTuple):
     def nbytes(self) -> int:
         return prod(self.box[1]) * itemsize(self.tensor.dtype)
 
+    @property
+    def shard(self) -> Shard | None:
+        """The shard that is all of it, byte for byte; none where it has to be put together."""
+        found = next(iter(self.tensor.shards), None)
+        if found is None or (found.offsets, found.sizes) != self.box:
+            return None
+        return found if self.strides == contiguous_strides(self.box[1]) else None
+
     def over(self, storage: torch.UntypedStorage, offset: int = 0) -> torch.Tensor:
         """Its elements in the memory of an image."""
         record = m.TensorLeaf(self.tensor.dtype, self.box[1], None, 0)
@@ -110,11 +118,8 @@ class RankShare:
         return self._manifest(tree, [*found, _NOTHING])
 
     def filled(self, image: int) -> torch.Tensor | None:
-        tensor, box, strides = self.portions[image]
-        shard = tensor.shards[0]
-        if (shard.offsets, shard.sizes) != box or strides != contiguous_strides(box[1]):
-            return None
-        found = self._lend(shard, self.portions[image].nbytes)
+        shard = self.portions[image].shard
+        found = None if shard is None else self._lend(shard, self.portions[image].nbytes)
         if found is not None:
             self.lent.add(image)
         return found

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
@@ -31,6 +33,14 @@ from torchrelay.stores.writer.ranges import WORKERS
 WAVE_BYTES = 256 << 20
 
 
+class ShardRead(NamedTuple):
+    """A run of a file, as it is, to a run of memory."""
+
+    file: int
+    start: int
+    region: Region
+
+
 @dataclass
 class Wave:
     """Reads that are done together: places by file, and what is left to do once they hold:
@@ -49,7 +59,9 @@ class Wave:
         for file, placed in self.wanted.items():
             for start, region in placed:
                 device = device_of(region)
-                wave = found.setdefault(device, Wave(device=device))
+                wave = found.get(device)
+                if wave is None:
+                    wave = found[device] = Wave(device=device)
                 wave.wanted.setdefault(file, []).append((start, region))
         if self.after:  # what was read to the host goes on from there
             found.setdefault(None, Wave()).after += self.after
@@ -62,19 +74,19 @@ class Wave:
             copy()
 
 
-def waves(wishes: Iterable[BoxRead]) -> list[Wave]:
+def waves(wishes: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[Wave]:
     """Plan the reads. `MismatchError` for a destination that cannot be written to."""
-    direct: list[tuple[int, int, Region]] = []
+    direct = list(shards)
     detours: list[BoxRead] = []
     for wish in wishes:
         if not prod(wish.sizes):
             continue
         if wish.destination.dtype == t.dtype_named(wish.tensor.dtype) and _is_run(wish):
-            direct.append((wish.shard.file, _start(wish), _region(wish.destination)))
+            direct.append(ShardRead(wish.shard.file, _start(wish), _region(wish.destination)))
         else:
             detours.append(wish)
     planned = _Waves()
-    for file, start, region in sorted(direct, key=lambda piece: piece[:2]):
+    for file, start, region in sorted(direct, key=itemgetter(0, 1)):
         planned.add(file, start, region)
     for wish in sorted(detours, key=lambda wish: (wish.shard.file, _start(wish))):
         region, copy = _detour(wish)
