@@ -30,7 +30,7 @@ RESULT = Path(__file__).parent / "results" / "endpoint.json"
 LIMIT = timedelta(seconds=120)
 STOCK = "torchft HTTPTransport"
 CASES = [STOCK, "pull, TCP", "pull, TCP, in place", "pull, mapped", "pull, mapped, in place"]
-READERS, RATE = 4, 25 << 20
+READERS, RATE = 4, 25_000_000  # bytes a second of each
 
 _made: dict[str, Any] = {}
 
@@ -137,12 +137,13 @@ def trainer(nbytes: int, seconds: float, rounds: int, tell: Callable[[str], None
     torch.set_num_threads(1)
     state = {"w": torch.ones(nbytes // 4)}
     times: dict[str, list[float]] = {"alone": [], "read": []}
+    ratios: list[float] = []
     stop = Path(f"/tmp/torchrelay-bench-{os.getpid()}")
     with tr.serve(state, step=0, group=False) as endpoint:
         _, step = train(seconds / 2, endpoint, state, 0)
         for number in range(rounds):
-            found, step = train(seconds, endpoint, state, step)
-            times["alone"] += found
+            alone, step = train(seconds, endpoint, state, step)
+            times["alone"] += alone
             loop = f"while [ ! -e {stop} ]; do curl -s --limit-rate {RATE} -o /dev/null "
             loop += f"{endpoint.url}/model.safetensors || exit 1; done"
             readers = [subprocess.Popen(["sh", "-c", loop]) for _ in range(READERS)]
@@ -150,6 +151,7 @@ def trainer(nbytes: int, seconds: float, rounds: int, tell: Callable[[str], None
                 sent = endpoint.status()["sent_bytes"]
                 found, step = train(seconds, endpoint, state, step)
                 times["read"] += found
+                ratios.append(round(median(found) / median(alone), 3))
                 sent = endpoint.status()["sent_bytes"] - sent
             finally:
                 stop.touch()
@@ -159,12 +161,13 @@ def trainer(nbytes: int, seconds: float, rounds: int, tell: Callable[[str], None
                 stop.unlink()
             tell(f"trainer: round {number + 1} of {rounds}, {sent / seconds / 1e6:.0f} MB/s read")
         status = endpoint.status()
-    alone, read = median(times["alone"]), median(times["read"])
+    by_itself, read = median(times["alone"]), median(times["read"])
     shown = [one for one in status["publishes"] if one["skipped"] is None]
     return {
-        "alone_seconds": alone,
+        "alone_seconds": by_itself,
         "read_seconds": read,
-        "ratio": read / alone,
+        "ratio": read / by_itself,
+        "rounds": ratios,
         "readers": READERS,
         "published": len(shown),
         "skipped": len(status["publishes"]) - len(shown),
@@ -191,7 +194,13 @@ def main() -> int:
         for row in state["rows"]:
             ratio = f"{row['against_torchft']:6.2f}x of torchft"
             print(f"  {row['case']:24s} {row['seconds']:8.3f} s {ratio}")
-    print(f"trainer's step beside {READERS} readers: {result['trainer']['ratio']:.3f}x of alone")
+    step = result["trainer"]
+    print(f"trainer, which publishes every 20 steps, {step['published']} times in all")
+    for name in ("alone", "read"):
+        count, middle = step["steps"][name], 1e3 * step[f"{name}_seconds"]
+        what = "alone" if name == "alone" else f"{READERS} readers, {RATE / 1e6:.0f} MB/s each"
+        print(f"  {what:24s} {middle:8.2f} ms a step, median of {count}")
+    print(f"  {step['ratio']:.3f}x of alone, by round {step['rounds']}")
     save(result, options.out or (None if options.small else RESULT))
     return 0 if all(row["exact"] for state in result["states"] for row in state["rows"]) else 1
 

@@ -141,6 +141,7 @@ async def watch_many(count: int) -> None:
         await tab.open(site.url)
         await tab.until("document.querySelectorAll('#tree .row').length")
         assert f"{count:,} tensors" in await text_of(tab, "tree-totals")
+        await walk_by_keys(tab)
         # Everything is opened: no more rows become elements than can be seen.
         rows = "document.querySelectorAll('#tree .row').length"
         await tab.run("filter.value = 'weight'; filter.dispatchEvent(new Event('input'))")
@@ -160,6 +161,33 @@ async def watch_many(count: int) -> None:
         await tab.run("filter.value = 'layers.77.'; filter.dispatchEvent(new Event('input'))")
         await tab.until("document.getElementById('tree').innerText.includes('part19')")
         assert tab.problems == []
+
+
+async def walk_by_keys(tab: Tab) -> None:
+    """Arrow keys go into a group and out of it, and the row that they are at is named."""
+
+    async def press(*keys: str) -> Any:
+        await tab.run(
+            "document.getElementById('tree').focus();"
+            f" for (const key of {list(keys)}) document.getElementById('tree')"
+            ".dispatchEvent(new KeyboardEvent('keydown', {key}))"
+        )
+        await tab.run(
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
+        return await tab.run(
+            "(at => [at.getAttribute('aria-level'), at.getAttribute('aria-expanded')])"
+            "(document.getElementById('tree-at'))"
+        )
+
+    assert await press("ArrowDown", "ArrowDown") == ["2", "false"]
+    assert await press("ArrowRight") == ["2", "true"]
+    assert (await press("ArrowDown"))[0] == "3"
+    assert await press("ArrowLeft") == ["2", "true"]
+    assert await press("ArrowLeft") == ["2", "false"]
+    await press("End")
+    assert await tab.run("document.getElementById('tree').scrollTop") > 1000
+    assert await press("Home") == ["1", "true"]
 
 
 def test_20000_tensors_do_not_freeze_it() -> None:

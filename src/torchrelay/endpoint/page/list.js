@@ -22,6 +22,14 @@ class LongList {
     this.drawSoon();
   }
 
+  // Have a row in sight.
+  reveal(place) {
+    const [top, tall] = [place * this.height, this.height];
+    if (top < this.box.scrollTop) this.box.scrollTop = top;
+    else if (top + tall > this.box.scrollTop + this.box.clientHeight) this.box.scrollTop = top + tall - this.box.clientHeight;
+    this.drawSoon();
+  }
+
   drawSoon() {
     if (this.waiting) return;
     this.waiting = true;

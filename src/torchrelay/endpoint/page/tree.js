@@ -1,6 +1,6 @@
 // The state's paths as a tree with sizes, and what is in a tensor.
 
-const state = { root: null, open: new Set(), chosen: null, step: null, pinned: null, asked: 0 };
+const state = { root: null, open: new Set(), chosen: null, at: null, step: null, pinned: null, asked: 0 };
 let treeList;
 
 function branch(name, path) {
@@ -71,9 +71,10 @@ function treeRow({ node, name, depth }) {
   weight.style.width = `${state.root.bytes ? (100 * node.bytes) / state.root.bytes : 0}%`;
   const opened = state.open.has(node.path) || byId("filter").value.trim() !== "";
   const row = h("div", {
-    class: `row ${isLeaf ? "tensor" : node.below.size ? "group" : "value"}${state.chosen === node.path ? " chosen" : ""}`,
+    class: `row ${isLeaf ? "tensor" : node.below.size ? "group" : "value"}${state.chosen === node.path ? " chosen" : ""}${state.at === node.path ? " at" : ""}`,
+    id: state.at === node.path ? "tree-at" : null, "aria-selected": String(state.chosen === node.path),
     role: "treeitem", "aria-level": depth + 1, "aria-expanded": node.below.size ? String(opened) : null,
-    onclick: () => (isLeaf ? choose(node) : toggle(node)) },
+    onclick: () => { state.at = node.path; if (isLeaf) choose(node); else toggle(node); } },
     h("span", { class: "twist" }, node.below.size ? (opened ? "▾" : "▸") : ""),
     h("span", { class: "name", title: node.path }, name),
     isLeaf ? h("span", { class: "kind" }, node.leaf.dtype) : null,
@@ -88,6 +89,28 @@ function toggle(node) {
   if (!node.below.size) return;
   if (!state.open.delete(node.path)) state.open.add(node.path);
   drawTree();
+}
+
+// Arrow keys go along the rows, and in and out of groups; Enter is a click.
+function walkTree(event) {
+  const rows = treeList.rows;
+  const place = rows.findIndex(({ node }) => node.path === state.at);
+  const row = rows[place];
+  const opened = row && row.node.below.size && state.open.has(row.node.path);
+  let next = place;
+  if (event.key === "ArrowDown") next = place + 1;
+  else if (event.key === "ArrowUp") next = place < 0 ? 0 : place - 1;
+  else if (event.key === "Home") next = 0;
+  else if (event.key === "End") next = rows.length - 1;
+  else if (event.key === "ArrowRight" && row && row.node.below.size) { if (opened) next = place + 1; else toggle(row.node); }
+  else if (event.key === "ArrowLeft" && row) {
+    if (opened) toggle(row.node);
+    else while (next > 0 && rows[next].depth >= row.depth) next -= 1;
+  } else if ((event.key === "Enter" || event.key === " ") && row) { if (row.node.leaf) choose(row.node); else toggle(row.node); }
+  else return;
+  event.preventDefault();
+  next = Math.max(0, Math.min(rows.length - 1, next));
+  if (rows[next]) { state.at = rows[next].node.path; treeList.reveal(next); }
 }
 
 async function loadTree(step) {
@@ -158,6 +181,7 @@ function factsOf(found, step) {
 
 function watchTree() {
   treeList = new LongList("tree", treeRow);
+  byId("tree").addEventListener("keydown", walkTree);
   byId("filter").addEventListener("input", drawTree);
   byId("tree-step").addEventListener("change", () => {
     state.pinned = Number(byId("tree-step").value);
