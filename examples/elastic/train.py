@@ -2,9 +2,10 @@
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic/train.py --folder run
 
-torchrun ends all workers when one dies, and starts them again. The lines between the two marks are
-all that recovery takes. On several hosts give `--nnodes 1:4`, a rendezvous and a folder that all of
-them see; the number of workers may change between two starts.
+torchrun ends all workers when one dies, and starts them again. A keeper beside them has every step
+in memory meanwhile. The lines between the two marks are all that recovery takes. On several hosts
+give `--nnodes 1:4`, a rendezvous and a folder that all of them see; the number of workers may
+change between two starts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def join() -> tuple[int, int]:
     return rank, world
 
 
-def train(rank: int, world: int, folder: str, steps: int, save_every: int, die_at: int) -> None:
+def train(
+    rank: int, world: int, job: str, folder: str, steps: int, save_every: int, die_at: int
+) -> None:
     torch.manual_seed(0)
     model = GPT()
     for block in model.blocks:
@@ -49,10 +52,11 @@ def train(rank: int, world: int, folder: str, steps: int, save_every: int, die_a
         "random": RandomNumbers(),
         "step": 0,
     }
-    checkpointer = tr.Checkpointer(folder, keep=tr.KeepLast(2))
+    keeper = tr.Keeper(job)
+    checkpointer = tr.Checkpointer(folder, keep=tr.KeepLast(2), keeper=keeper)
     recovered = True
     try:
-        got = tr.recover(into=state, sources=[checkpointer], group=dist.group.WORLD)
+        got = tr.recover(into=state, sources=[keeper, checkpointer], group=dist.group.WORLD)
         state = got.state
         if rank == 0:
             print(got.report.explain(), flush=True)
@@ -61,6 +65,7 @@ def train(rank: int, world: int, folder: str, steps: int, save_every: int, die_a
 
     def keep(step: int) -> None:
         state["step"] = step
+        checkpointer.stage(step, state)
         if step % save_every == 0:
             checkpointer.save_async(step, state)
 
@@ -75,14 +80,16 @@ def train(rank: int, world: int, folder: str, steps: int, save_every: int, die_a
         if step == die_at and rank == world - 1 and not recovered:
             os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.close()
+    keeper.end()
 
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--folder", required=True, help="where steps are saved")
+    options.add_argument("--job", default="gpt", help="what its keepers are called")
     options.add_argument("--steps", type=int, default=200)
     options.add_argument("--save-every", type=int, default=20)
     options.add_argument("--die-at", type=int, default=0, help="the last rank kills itself there")
     given = options.parse_args()
-    train(*join(), given.folder, given.steps, given.save_every, given.die_at)
+    train(*join(), given.job, given.folder, given.steps, given.save_every, given.die_at)
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import RankPool
+from torchrelay.keeper.process import KeeperName
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "elastic"
 STEPS, SAVE_EVERY, DIE_AT = 10, 3, 8
@@ -31,7 +33,7 @@ def undisturbed(rank: int, group: Any, folder: str) -> str:
     sys.path.insert(0, str(EXAMPLE))
     train = importlib.import_module("train")
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        train.train(rank, 2, folder, STEPS, SAVE_EVERY, 0)
+        train.train(rank, 2, f"calm-{os.getppid()}", folder, STEPS, SAVE_EVERY, 0)
     return output.getvalue()
 
 
@@ -42,6 +44,7 @@ def test_a_worker_is_killed_and_the_losses_are_those_of_an_undisturbed_run(
     launch += ["--nproc-per-node", "2", "--max-restarts", "2", str(EXAMPLE / "train.py")]
     options = ["--folder", str(tmp_path / "killed"), "--steps", str(STEPS)]
     options += ["--save-every", str(SAVE_EVERY), "--die-at", str(DIE_AT)]
+    options += ["--job", f"killed-{os.getpid()}"]
     done = subprocess.run(
         launch + options,
         stdout=subprocess.PIPE,
@@ -51,7 +54,8 @@ def test_a_worker_is_killed_and_the_losses_are_those_of_an_undisturbed_run(
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout
-    assert "was taken" in done.stdout, "it recovered"
+    assert re.search(r"keeper killed-\d+: step [78]; step [78] was taken", done.stdout)
+    assert not [name for name in KeeperName.all() if name.job.startswith(("killed-", "calm-"))]
     found = losses_in(done.stdout)
     expected = losses_in("\n".join(pool2.run(undisturbed, str(tmp_path / "calm"), timeout=100)))
     assert set(expected) == {(rank, step) for rank in (0, 1) for step in range(1, STEPS + 1)}
