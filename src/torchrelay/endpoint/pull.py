@@ -93,7 +93,7 @@ class _Shelf:
         pass
 
 
-class _SeedingShelf(_Shelf):
+class SeedingShelf(_Shelf):
     """The same, where a step is put together in memory that others read from meanwhile."""
 
     def __init__(
@@ -113,7 +113,8 @@ class _SeedingShelf(_Shelf):
     def open(self, step: int, patience: Retry = ONCE) -> OpenedEndpoint:
         opened = super().open(step, patience)
         remote, record = opened.files, opened.record
-        assert isinstance(remote, RemoteStep)
+        if not isinstance(remote, RemoteStep):
+            return opened  # in memory of this host: there is nothing to fetch
         origin = next(host for host in self._source.hosts if host.url not in self._source.failed)
         self.close()
         snapshot = opened.digest.hex()
@@ -208,7 +209,7 @@ def pull(
     seeding = None
     if reshare:
         context = _own_certificate(source, certfile, keyfile)
-        seeding = _SeedingShelf(source, deadline, newer_than, secret, context, progress)
+        seeding = SeedingShelf(source, deadline, newer_than, secret, context, progress)
     shelf = seeding or _Shelf(source, deadline, newer_than)
     # Memory of new tensors is touched by several threads before bytes come, and none is kept.
     loader = Loader(shelf, assembly, None, Pooled(Pool(0)))
@@ -237,7 +238,7 @@ def pull(
 
 
 def _pulled(
-    loaded: Loaded, source: EndpointSource, verify: bool, seeding: _SeedingShelf | None
+    loaded: Loaded, source: EndpointSource, verify: bool, seeding: SeedingShelf | None
 ) -> PullResult:
     swarm = None if seeding is None else seeding.swarm
     report = PullReport(

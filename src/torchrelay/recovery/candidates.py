@@ -12,6 +12,7 @@ from torchrelay.memory.bounded import bounded
 from torchrelay.memory.crew import Crew
 from torchrelay.recovery.estimate import estimates
 from torchrelay.recovery.report import SourceAccount
+from torchrelay.recovery.resharing import Resharing
 from torchrelay.sources.mended_step import MendedStep, Successor
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.stores.records import Checkpoint
@@ -26,9 +27,14 @@ class Candidates:
     """The steps that each source has, less those that were found wanting."""
 
     def __init__(
-        self, sources: Sequence[Source], min_step: int | None, max_age: float | None
+        self,
+        sources: Sequence[Source],
+        min_step: int | None,
+        max_age: float | None,
+        resharing: Resharing | None = None,
     ) -> None:
         self._sources = sources
+        self._resharing = resharing
         self._min_step, self._max_age = min_step, max_age
         self._steps: list[list[int]] = [[] for _ in sources]
         self._newest: list[int | None] = [None] * len(sources)
@@ -99,7 +105,10 @@ class Candidates:
         share = Deadline(max(deadline.left() * FIRST_SHARE, 0.01)) if others else deadline
 
         def opened(source: Source, until: Deadline) -> Opened:
-            found = source.open(step, until)
+            if self._resharing is not None and source is self._sources[first]:
+                found = self._resharing.open(source, step, until)
+            else:
+                found = source.open(step, until)
             try:
                 self._check_age(found.record, step)
             except BaseException:

@@ -24,6 +24,7 @@ from torchrelay.keeper.front import Keeper
 from torchrelay.progress import ProgressCallback
 from torchrelay.recovery.candidates import Candidates
 from torchrelay.recovery.report import Recovered, RecoveryReport
+from torchrelay.recovery.resharing import Resharing
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.seam import Source
@@ -49,6 +50,7 @@ def recover(
     token: str | None = None,
     token_file: str | os.PathLike[str] | None = None,
     group: Any = None,
+    reshare: bool = False,
     timeout: Timeout = 300.0,
     progress: ProgressCallback | None = None,
 ) -> Recovered:
@@ -68,6 +70,9 @@ def recover(
     - `token`, `token_file`: for all endpoints, as for `pull`.
     - `group`: ranks that recover together. All land the newest step that each of them can get, from
       any mix of sources, or none of them does. By default this process is on its own.
+    - `reshare`: ranks that take a step from an endpoint or a peer at once take it from each other
+      too, so that its source sends about one copy. Each reads all of the step, to memory beside
+      the state's. With a `group` each serves the others until all have it.
 
     `NothingToRecoverError` where no source has such a step; its message has the reason of each.
     A step that does not fit `into` is no reason to take an older one: that is raised.
@@ -89,10 +94,14 @@ def recover(
         None if device is None else torch.device(device),
         progress,
     )
-    recovery = _Recovery(Candidates(found, min_step, age), assembly, wanted, Deadline(timeout))
+    resharing = Resharing() if reshare else None
+    candidates = Candidates(found, min_step, age, resharing)
+    recovery = _Recovery(candidates, assembly, wanted, Deadline(timeout))
     try:
         return recovery.run()
     finally:
+        if resharing is not None:
+            resharing.close()
         for source in found:
             if isinstance(source, (EndpointSource, PeerSource)):
                 source.end(recovery.reason)

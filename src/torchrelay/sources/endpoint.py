@@ -101,7 +101,7 @@ class EndpointSource:
         listed = [urls] if isinstance(urls, str) else list(urls)
         if not 0 < len(listed) <= self.most:
             raise UsageError(f"1 to {self.most} URLs, not {len(listed)}")
-        self._token, self._context = token, context
+        self.token, self._context = token, context
         self.reader = secrets.token_hex(16)
         self.hosts = [self.host(url) for url in dict.fromkeys(listed)]
         self.failed: dict[str, str] = {}
@@ -109,7 +109,7 @@ class EndpointSource:
 
     def host(self, url: str) -> Host:
         """Another endpoint, with the same token and the same name for this reader."""
-        return Host(url, token=self._token, context=self._context, reader=self.reader)
+        return Host(url, token=self.token, context=self._context, reader=self.reader)
 
     @property
     def name(self) -> str:

@@ -59,7 +59,8 @@ class PeerSource:
     def cost(self) -> int:
         return 1 if self._found is None else self._found.cost
 
-    def _endpoint(self) -> EndpointSource:
+    def endpoint(self) -> EndpointSource:
+        """Where the rank serves its state; `PeerLostError` where it does not."""
         try:
             place = self._notes.find(self._rank)
         except (dist.DistError, msgspec.MsgspecError) as fault:
@@ -75,15 +76,15 @@ class PeerSource:
 
     def newest(self, deadline: Deadline) -> Newest | Absent:
         try:
-            return self._endpoint().newest(deadline)
+            return self.endpoint().newest(deadline)
         except PeerLostError as fault:
             return Absent(fault.message)
 
     def steps(self, deadline: Deadline) -> list[int]:
-        return list(self._endpoint().steps(deadline))
+        return list(self.endpoint().steps(deadline))
 
     def open(self, step: int, deadline: Deadline) -> OpenedEndpoint:
-        return self._endpoint().open(step, deadline)
+        return self.endpoint().open(step, deadline)
 
     def end(self, reason: str = "") -> None:
         """Tell the peer how it went; never raises."""
