@@ -1,9 +1,9 @@
-"""A live replica heals one, and three at once, over links of 1 Gbit/s: `python -m benchmarks.healing`.
+"""A live replica heals one, and three at once, over 1 Gbit/s: `python -m benchmarks.healing`.
 
 Four hosts, as network namespaces behind a bridge, every port shaped. Rank 0 has the state and
-shares it; one replacement recovers it, then three at once, which take it from each other too. Beside
-it torch's PGTransport. A lap begins with a barrier and ends when the slowest rank has the state; the
-first of each kind is not counted, and what came is compared bit for bit. Needs root.
+shares it; one replacement recovers it, then three at once, which take it from each other too.
+Beside it torch's PGTransport. A lap begins with a barrier and ends when the slowest rank has the
+state; the first of each kind is not counted. What came is compared bit for bit. Needs root.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchrelay.demo.versus import hush_torch
 from torchrelay.dropin.stock import PGTransport
 
 RESULT = Path(__file__).parent / "results" / "healing.json"
-STATE_BYTES = 100_000_000
+STATE_BYTES = 200_000_000
 TENSORS = 10
 REPLICAS = 3
 SECONDS = 100.0
@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="result file; a full run goes to results/")
     options = parser.parse_args()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts without a name server
-    nbytes, laps = (STATE_BYTES // 20, 1) if options.small else (STATE_BYTES, options.laps)
+    nbytes, laps = (STATE_BYTES // 40, 1) if options.small else (STATE_BYTES, options.laps)
     try:
         found = measure(nbytes, laps, lambda text: print(text, file=sys.stderr, flush=True))
     except (Unavailable, HostFailed) as fault:

@@ -45,6 +45,8 @@ class Chaos(Story):
         self._mend()
         if not self._kinds or self._trouble is not None or self._last <= self._struck_at:
             return
+        if self._kinds[-1] == "host" and self._copied_by_all <= self._struck_at:
+            return  # a keeper that was lost has its copies to make first
         now = time.monotonic()
         if self._due is None:
             self._due = now + self._random.uniform(*QUIET)
@@ -67,7 +69,13 @@ class Chaos(Story):
         elif kind == "cut":
             self.cut_off(host)
         else:
+            self.safe = self._copied_by_all  # what is newer was in that memory alone
             self.launcher.lose_host(host)
+            self.copied.clear()
+
+    @property
+    def _copied_by_all(self) -> int:
+        return min((self.copied.get(host, 0) for host in HOSTS), default=0)
 
     def cut_off(self, host: str) -> None:
         """Pull a host's cable until the others have given it up."""
@@ -94,6 +102,9 @@ class Said(Teller):
 
     def event(self, text: str) -> None:
         print(f"{time.monotonic() - self._begun:7.2f} s  {text}", flush=True)
+
+    def failed(self, rank: int, traceback: str) -> None:
+        self.event(f"worker {rank}: {traceback.strip().splitlines()[-1][:300]}")
 
 
 def settings(steps: int) -> Settings:
@@ -135,7 +146,7 @@ def shared_memory() -> set[Path]:
 def test_a_few_kills(tmp_path: Path) -> None:
     before = shared_memory()
     seed = random.SystemRandom().randrange(1 << 32)
-    kinds = ["worker", "keeper", "worker"]
+    kinds = ["worker", "keeper", "host"]
     expected = calm(tmp_path / "calm", 12)
     chaos = disturbed(tmp_path / "chaos", 12, kinds, seed, 150)
     check(chaos, expected, kinds)
@@ -174,7 +185,7 @@ def test_a_host_is_cut_off(tmp_path: Path) -> None:
 def test_fifty_kills(tmp_path: Path) -> None:
     before = shared_memory()
     seed = random.SystemRandom().randrange(1 << 32)
-    kinds = ["worker"] * 25 + ["keeper"] * 17 + ["stop"] * 8
+    kinds = ["worker"] * 20 + ["keeper"] * 12 + ["host"] * 12 + ["stop"] * 6
     expected = calm(tmp_path / "calm", 120)
     chaos = disturbed(tmp_path / "chaos", 120, kinds, seed, 1500)
     check(chaos, expected, kinds)

@@ -56,6 +56,7 @@ class Teller:
 
     def step(self, step: int) -> None: ...
     def event(self, text: str) -> None: ...
+    def failed(self, rank: int, traceback: str) -> None: ...
 
 
 class _Disturbance:
@@ -103,6 +104,7 @@ class Story:
         self._last = 0
         self._tries = 0  # starts since the last new step
         self.patience = FAILURES
+        self.copied: dict[str, int] = {}  # by host: the step that its keeper has copies of
         self.safe = 0  # the newest step that a rank knows to be kept by all
 
     def play(self, seconds: float) -> TrainingRun:
@@ -141,6 +143,7 @@ class Story:
             self.run.weights[heard.rank] = heard.value
         elif heard.word == "failed":
             self._failures.append(heard.value)
+            self._teller.failed(heard.rank, heard.value)
         return heard.word in ("ended", "failed") and heard.rank not in self.run.weights
 
     def _loss(self, heard: Heard) -> None:
@@ -151,7 +154,8 @@ class Story:
 
     def _step(self, heard: Heard) -> None:
         """A rank has done a step, and kept it."""
-        step, safe = heard.value
+        step, safe, copied = heard.value
+        self.copied[self.launcher.hosts[heard.rank]] = copied
         trouble = self._trouble
         if trouble is not None and step > trouble.last and trouble.brought:
             self.run.comebacks.append(trouble.over(heard.time))

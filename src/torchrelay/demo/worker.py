@@ -107,6 +107,12 @@ class InKeepers:
         staged.wait(self._plan.patience)
         return step if staged.skipped is None else -1
 
+    @property
+    def copied(self) -> int:
+        """The step that this host's keeper has its copies of, or 0."""
+        found = self.keeper.status()["copies"].get("step")
+        return 0 if found is None else int(found)
+
     def close(self) -> None:
         self._checkpointer.close()
         self.keeper.close()
@@ -203,9 +209,11 @@ def _train(job: ShardedJob, memory: Storing, plan: Plan, tell: Callable[[str, An
         (loss,) = job.train(1)
         tell("loss", (job.position, loss))
         safe = memory.keep(job)
+        copied = 0
         if isinstance(memory, InKeepers):
             tell("keeper", memory.keeper.pid)  # one that was lost has been started again
-        tell("kept", (job.position, safe))
+            copied = memory.copied
+        tell("kept", (job.position, safe, copied))
         time.sleep(max(0.0, begun + plan.pace - time.monotonic()))
     tell("done", job.weights())
     memory.close()
