@@ -65,7 +65,9 @@ class Chaos(Story):
         elif kind == "stop":
             self.launcher.kill(rank, signal.SIGSTOP)
         elif kind == "keeper":
+            self.safe = self._copied_by_all  # until the next stage
             self.launcher.kill_keeper(host)
+            self.copied.clear()
         elif kind == "cut":
             self.cut_off(host)
         else:

@@ -103,14 +103,20 @@ class InKeepers:
         step, state = job.position, job.live_state()
         if step % self._plan.settings.save_every == 0:
             self._checkpointer.save_async(step, state, on_busy="skip")
-        staged = self._checkpointer.stage(step, state)
-        staged.wait(self._plan.patience)
+        try:
+            staged = self._checkpointer.stage(step, state)
+            staged.wait(self._plan.patience)
+        except tr.EndpointError:  # the keeper was lost; the next stage starts it again
+            return -1
         return step if staged.skipped is None else -1
 
     @property
     def copied(self) -> int:
         """The step that this host's keeper has its copies of, or 0."""
-        found = self.keeper.status()["copies"].get("step")
+        try:
+            found = self.keeper.status()["copies"].get("step")
+        except tr.EndpointError:
+            return 0
         return 0 if found is None else int(found)
 
     def close(self) -> None:
