@@ -308,6 +308,23 @@ def test_endpoint_benchmark_runs_small(tmp_path: Path) -> None:
     assert found["trainer"]["ratio"] > 0 and found["trainer"]["published"] > 0
 
 
+def test_keeper_benchmark_runs_small(tmp_path: Path) -> None:
+    out = tmp_path / "keeper.json"
+    done = run_program(
+        "benchmarks.keeper", "--small", "--out", str(out), folder=ROOT, seconds=SECONDS
+    )
+    assert done.code == 0, done.output
+    found = json.loads(out.read_text())
+    assert [row["case"] for row in found["recovery"]["rows"]] == [
+        "keeper",
+        "dcp.load, cold",
+        "dcp.load, hot",
+    ]
+    assert all(row["exact"] and row["seconds"] > 0 for row in found["recovery"]["rows"])
+    assert found["staging"]["ratio"] > 0 and found["staging"]["copied_bytes"] > 0
+    assert found["growth"]["exact"] and len(found["growth"]["held"]) >= 3
+
+
 def test_scale_benchmark_runs_small(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     words = ["--ranks", "4,8", "--tensors", "40", "--looks", "2", "--out", str(out)]

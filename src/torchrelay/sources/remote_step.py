@@ -77,7 +77,7 @@ class RemoteStep:
 
 
 class RemoteReader:
-    """A volume of the step; ranges are of whole chunks."""
+    """A volume of the step. Ranges of whole chunks have their digests, or come from elsewhere."""
 
     cold = False
     batched = False
@@ -96,7 +96,10 @@ class RemoteReader:
         stop = position + sum(map(len, views))
         size = self._file.chunk_bytes
         if position % size or (stop % size and stop != self.nbytes):
-            self._read_around(position, stop, views)
+            # Of memory that is near, parts of chunks are read as they are: whoever reads them has
+            # the digests to compare with, and reads whole chunks where one does not hold.
+            if not self.read_cached(position, views):
+                self._read_around(position, stop, views)
             return
         at = position
         while at < stop:
