@@ -224,4 +224,4 @@ def check_legacy(data: bytes | mmap.mmap) -> None:
 def _check_storages(scanner: Scanner, nbytes: int) -> None:
     wanted = sum(scanner.storages.values())
     if wanted > nbytes:
-        raise ManifestError(f"its storages are to hold {wanted} bytes, and it has {nbytes}")
+        raise ManifestError(f"its storages need {wanted} bytes, and the file has {nbytes}")

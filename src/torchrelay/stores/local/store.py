@@ -233,7 +233,7 @@ class LocalDraft:
                 self.mark = _mark(Path(self.path))
                 return
             time.sleep(0.001)
-        raise OSError(16, "another process holds the draft", self.path)
+        raise OSError(16, "another process has locked the draft", self.path)
 
     def _locked(self) -> bool:
         """Hold the draft. Not, where a process that starts found it unheld and removes it."""
