@@ -21,10 +21,10 @@ import msgspec
 import torch
 
 from benchmarks.harness import machine, save
+from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.plan.outline import outline
 from torchrelay.plan.reads import plan_reads
 from torchrelay.record import manifest as m
-from torchrelay.record.digest import DIGEST_BYTES
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import described_mesh
