@@ -424,6 +424,56 @@ class TestStep:
                 codec.decode(bad)
 
 
+class TestRecall:
+    @pytest.mark.parametrize("step", [None, 0, 127, 128, 65536, (1 << 63) - 1])
+    def test_the_same_manifest_is_decoded_once(
+        self, step: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        snapshot = capture(build(), 5)
+        recall = codec.Recall()
+        first = recall.decode(snapshot.encoded())
+        assert first == snapshot.manifest
+        monkeypatch.setattr(codec, "decode", lambda *given: pytest.fail("decoded again"))
+        wanted = msgspec.structs.replace(first, step=step)
+        for data in (compact.encode(wanted), codec.with_step(snapshot.encoded(), step)):
+            for kind in (bytes, bytearray, memoryview):
+                found = recall.decode(kind(data))
+                assert found == wanted
+                assert found.leaves is first.leaves and found.tree is first.tree
+
+    def test_another_manifest_is_another(self) -> None:
+        recall = codec.Recall()
+        for value in (1, True, 2, 1, True):
+            manifest = capture({"a": torch.ones(2), "n": value}, 3).manifest
+            found = recall.decode(codec.encode(manifest))
+            assert codec.encode(found) == codec.encode(manifest)
+
+    def test_what_is_wrong_is_refused_though_the_rest_is_known(self) -> None:
+        data = capture(build(), 5).encoded()
+        recall = codec.Recall()
+        recall.decode(data)
+        for bad in (
+            codec.with_step(data, 1 << 63),
+            data[:-1],
+            data + b"\x00",
+            data[:4] + b"\xd9\x05hello" + data[5:],
+            data[:4] + b"\xcf\x00",
+        ):
+            with pytest.raises(ManifestError):
+                recall.decode(bad)
+
+    def test_what_it_keeps_is_bounded(self) -> None:
+        offers = [codec.encode(capture({"n": n}).manifest) for n in range(6)]
+        recall = codec.Recall(count=3)
+        first = [recall.decode(data).leaves for data in offers]
+        again = [recall.decode(offers[n]).leaves is first[n] for n in (5, 4, 3, 0)]
+        assert again == [True, True, True, False]
+        small = codec.Recall(limit=10)
+        assert small.decode(offers[0]).leaves is not small.decode(offers[0]).leaves
+        recall.clear()
+        assert recall.decode(offers[5]).leaves is not first[5]
+
+
 HUGE = (1 << 63) - 1
 
 

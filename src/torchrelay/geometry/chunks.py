@@ -118,7 +118,7 @@ class Chunks:
         return int(np.sum(self._nbytes))
 
     def start_of(self, storage: int) -> int:
-        return self.starts[storage]
+        return int(self.places[storage])
 
     def within_one(self, index: int) -> tuple[int, int, int] | None:
         """The storage whose bytes [start, stop) chunk `index` consists of, if it is one alone."""

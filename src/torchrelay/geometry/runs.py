@@ -79,7 +79,10 @@ class Runs:
 
     def without(self, other: Runs) -> Runs:
         """What they have of the stream and the other has not."""
-        both = moves(other, self)
+        return self.unfilled(moves(other, self))
+
+    def unfilled(self, both: Moves) -> Runs:
+        """What they have of the stream and these copies to them do not bring."""
         if both.nbytes.sum() == (self.stops - self.starts).sum():
             return Runs([], [], [])
         # Gaps begin where a run does or the other's ends, and end the other way round.
@@ -91,15 +94,15 @@ class Runs:
 
     def pack(self) -> bytes:
         """As bytes, for another process on this machine."""
-        table = np.stack([self.starts, self.addresses, self.stops - self.starts])
-        return table.astype("<u8").tobytes()
+        columns = (self.starts, self.addresses, self.stops - self.starts)
+        return b"".join(np.ascontiguousarray(column, "<u8").data for column in columns)
 
     @classmethod
     def unpack(cls, data: bytes, stream_bytes: int) -> Runs:
         """What `pack` made; `ValueError` for stretches that are not in order in such a stream."""
         if len(data) % 24:
             raise ValueError("a torn table of memory")
-        starts, addresses, sizes = np.frombuffer(data, "<u8").reshape(3, -1).astype(np.uint64)
+        starts, addresses, sizes = np.frombuffer(data, "<u8").reshape(3, -1)
         limit = np.uint64(stream_bytes)
         if np.any(starts > limit) or np.any(sizes > limit) or np.any(starts + sizes > limit):
             raise ValueError("memory outside the stream")

@@ -18,7 +18,7 @@ import numpy as np
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column
 from torchrelay.landing.matching import match
-from torchrelay.plan.plain import NBYTES, Plains, Sort, look
+from torchrelay.plan.plain import Plains, Sort, look
 from torchrelay.plan.selection import Selection
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import Kind, Numbers, Table, table_of
@@ -27,7 +27,7 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.state.matching import Matched
 from torchrelay.state.objects import Objects, unwrap
 from torchrelay.state.paths import Path
-from torchrelay.state.tree import Flat, flatten
+from torchrelay.state.tree import Flat, flatten, inside_records
 
 JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Indices = np.ndarray[Any, np.dtype[np.intp]]
@@ -39,9 +39,9 @@ class PlainLayout:
     """Tree and plain tensors of a destination: kinds and addresses. Holds none of the tensors."""
 
     def __init__(self, flat: Flat) -> None:
-        plains = look(flat.leaves)
+        plains = look(flat.leaves, offsets=False)
         lows = plains.places
-        highs = lows + plains.each(NBYTES)
+        highs = lows + plains.nbytes
         order = np.argsort(lows)
         if (lows[order][1:] < highs[order][:-1]).any():
             keep = _apart(lows, highs)
@@ -50,8 +50,13 @@ class PlainLayout:
             order = np.argsort(lows)
         # Those whose memory no other one of them shares.
         self.plains: Plains = plains
+        plains.on_host, plains.leaf_of_each  # noqa: B018  # asked for while there is time
         self._spans = lows[order], highs[order], order
-        self.known_tree = KnownTree(_encode(flat.tree), flat.tree, plains.count)
+        self._tree = flat.tree
+
+    @cached_property
+    def known_tree(self) -> KnownTree:
+        return KnownTree(_encode(self._tree), self._tree, self.plains.count)
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int], list[int]]:
@@ -92,6 +97,7 @@ class PreparedDestination:
         self.objects = objects
         self.flat = flat
         self.plan = plan
+        self.inside_records = inside_records(flat.tree)  # the leaves that these are made of
         self._looked_at = time.monotonic()
 
     def reached(self, low: int, high: int) -> list[int]:
@@ -189,7 +195,8 @@ def split(
     fits = _fitting(plains, here, table, there)
     if late:
         fits &= ~np.isin(table.rows[there], list(late))
-    here, there, numbers = here[fits], there[fits], numbers[fits]
+    if not fits.all():
+        here, there, numbers = here[fits], there[fits], numbers[fits]
     if matched.tree is None and len(here):  # a tied tensor is there more than once
         _, once = np.unique(here * len(table.rows) + there, return_index=True)
         here, there = here[once], there[once]
@@ -197,13 +204,14 @@ def split(
             return Split(Straight.none(), matched.pairs)
     storages = table.storages[there]
     at = chunks.places[storages] + table.offsets[there].astype(np.uint64)
-    order = np.argsort(at, kind="stable")
-    here = here[order]
+    if (at[1:] < at[:-1]).any():
+        order = np.argsort(at, kind="stable")
+        here, at, storages = here[order], at[order], storages[order]
     pieces = Straight(
-        at[order],
+        at,
         plains.places[here],
-        plains.each(NBYTES)[here],
-        storages[order],
+        plains.nbytes[here],
+        storages,
         plains.leaf_of_each[here],
         plains.on_host[here],
     )
@@ -247,6 +255,9 @@ def _places(ascending: Numbers, wanted: Sequence[int]) -> Indices:
 def _fitting(plains: Plains, here: Indices, table: Table, there: Indices) -> Marks:
     """Whether what each plain tensor is offered can be copied to it as it is."""
     sorts, kinds = plains.sorts, table.kinds
+    there_is: Marks = table.storages[there] >= 0
+    if len(sorts) == len(kinds) == 1:
+        return there_is if _same(sorts[0], kinds[0]) else np.zeros(len(here), bool)
     pairs = plains.sort_of_each[here] * len(kinds) + table.numbers[there]
     # Each pair of sort and kind is looked at once.
     if len(sorts) * len(kinds) > len(pairs):
@@ -255,7 +266,7 @@ def _fitting(plains: Plains, here: Indices, table: Table, there: Indices) -> Mar
         found = np.arange(len(sorts) * len(kinds))
     marks = [_same(sorts[pair // len(kinds)], kinds[pair % len(kinds)]) for pair in found.tolist()]
     fits: Marks = np.array(marks, bool)[pairs]
-    return fits & (table.storages[there] >= 0)
+    return fits & there_is
 
 
 def _same(sort: Sort, kind: Kind) -> bool:

@@ -84,7 +84,8 @@ class ExistingTensors:
                 if index not in self._mine and index not in self._anew.paths:
                     self._anew.add(index, paths[index])
         # Registered types are made before anything is written: of bytes that are held back.
-        inside = inside_records(manifest.tree)
+        one_tree = matched.tree is not None
+        inside = into.inside_records if one_tree else inside_records(manifest.tree)
         self._inside = matched.some(inside) if inside else []
         if inside:
             wanted = {index for index, _, _ in self._inside} | self._anew.paths.keys()
@@ -94,7 +95,6 @@ class ExistingTensors:
         self._direct: dict[int, list[_Placed]] = {}
         self._own: list[Found] = []
         self._late: list[Fit | ArrayFit] = []
-        self._written: list[torch.Tensor] = []
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
         plain, rest = split(matched, manifest, into, self.chunks, back)
         fits = self._fits(rest)
@@ -110,7 +110,7 @@ class ExistingTensors:
         mine: list[Any] = into.flat.leaves
         self._plain = plain
         whole = len(plain.leaf) == len(mine)
-        self._written += mine if whole else [mine[n] for n in plain.leaf.tolist()]
+        self._written = [*mine] if whole else [mine[n] for n in plain.leaf.tolist()]
         self._plain_far = plain.some(~plain.on_host)
         if len(self._plain_far.storage):
             plain = plain.some(plain.on_host)
@@ -262,9 +262,8 @@ class ExistingTensors:
     # Bytes in
 
     def places(self) -> Places:
-        starts = self.chunks.starts
-        held = self._held
-        device = [(starts[at], one.data_ptr(), one.nbytes) for at, one in held.far.items()]
+        place, held = self.chunks.start_of, self._held
+        device = [(place(at), one.data_ptr(), one.nbytes) for at, one in held.far.items()]
         if self._terms.staged:
             slabs = [one.memory(self.chunks.places) for one in held.slabs]
             return Places([self._staged], Runs.merged(Runs.of(device), *slabs))
@@ -283,14 +282,16 @@ class ExistingTensors:
             if len(placed) > 1 or run is None or storage in held.at:
                 twice.add(storage)
             else:
-                device.append((starts[storage] + at, run.data_ptr(), run.nbytes))
+                device.append((place(storage) + at, run.data_ptr(), run.nbytes))
         host = self._host
         if twice:
             twice |= held.at.keys() | self._homes.keys()
         elif len(self._staged.starts):
             host = Runs.merged(host, self._staged)
         indirect = reaching(self._manifest, self.chunks, twice)
-        far = Runs.merged(Runs.of(device), Runs(near.at, near.address, near.nbytes))
+        far = Runs(near.at, near.address, near.nbytes)
+        if device:
+            far = Runs.merged(Runs.of(device), far)
         return Places([host], far, indirect, live=bool(self._written))
 
     def own(self) -> Iterator[OwnTensor]:
@@ -427,7 +428,7 @@ class ExistingTensors:
     def _notes(self) -> list[Callable[[], None]]:
         """Calls that bump autograd's version counters, one for each block."""
         written, self._written = self._written, []
-        return [partial(t.note_written, list(some)) for some in t.blocks(written)]
+        return [partial(t.note_written, some) for some in t.blocks(written)]
 
     def _write_regions(self) -> None:
         boxes: list[tuple[torch.Tensor, torch.Tensor]] = []

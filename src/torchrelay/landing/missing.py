@@ -76,6 +76,8 @@ class Anew:
 
     def settle(self, chunks: Chunks, others: Container[int], means: Workspace) -> None:
         """Make room for the storages that no leaf but those made anew has."""
+        if not self.paths:
+            return
         alone = sorted(storage for storage in self.storages if storage not in others)
         records = self._manifest.storages
         where = {

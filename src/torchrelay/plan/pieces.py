@@ -13,7 +13,7 @@ import numpy as np
 
 from torchrelay.geometry.chunks import ALIGN
 from torchrelay.geometry.runs import Column
-from torchrelay.plan.plain import NBYTES, Plains, origins
+from torchrelay.plan.plain import Plains, origins
 
 Indices = np.ndarray[Any, np.dtype[np.intp]]
 
@@ -41,7 +41,7 @@ def lay(plains: Plains, leaves: Sequence[Any], touched: Collection[int]) -> Piec
     """Lay plain tensors out, without those that share a storage with a tensor that they overlap
     or that is not plain. `touched`: where the storages of such tensors start."""
     starts = origins(plains)
-    nbytes = plains.each(NBYTES)
+    nbytes = plains.nbytes
     addresses = plains.places
     order = _sharing(starts, addresses)
     leave = _within(starts, touched)

@@ -70,7 +70,7 @@ class Plains:
         self.sorts = sorts
         self.sort_of_each = sort_of_each  # by number
         self.addresses = addresses
-        self.offsets = offsets  # in their storages, in elements
+        self.offsets = offsets  # in their storages, in elements; none if `look` was not to ask
         self.likeness = likeness
 
     def __len__(self) -> int:
@@ -92,6 +92,11 @@ class Plains:
         table: Column = np.array([sort[field] for sort in self.sorts], np.uint64)
         column: Column = table[self.sort_of_each]
         return column
+
+    @cached_property
+    def nbytes(self) -> Column:
+        """The bytes of each."""
+        return self.each(NBYTES)
 
     @cached_property
     def on_host(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -136,12 +141,15 @@ class Plains:
         return Plains(self.count, places, self.sorts, sorts, addresses, offsets, likeness)
 
 
-def look(leaves: Sequence[object], versions: list[int] | None = None) -> Plains:
+def look(
+    leaves: Sequence[object], versions: list[int] | None = None, *, offsets: bool = True
+) -> Plains:
     """Find the plain tensors among leaves, each of which is another object.
 
     Memory that torch cannot show never passes: asked for the address of a sparse, functional or
     functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. `versions`
-    is given what autograd counts of those that are plain, where nothing else is among them.
+    is given what autograd counts of those that are plain, where nothing else is among them. Without
+    `offsets` nobody is asked where in its storage it lies: then `hold` and `origins` do not serve.
     """
     places: Sequence[int] = range(len(leaves))
     tensors: Any = leaves
@@ -149,7 +157,7 @@ def look(leaves: Sequence[object], versions: list[int] | None = None) -> Plains:
         places = [n for n, leaf in enumerate(leaves) if type(leaf) in _TYPES]
         tensors = [leaves[n] for n in places]
     try:
-        found = _look_at_blocks(tensors, versions)
+        found = _look_at_blocks(tensors, versions, offsets)
     except RuntimeError:
         found = None
     if found is not None:
@@ -164,7 +172,9 @@ def look(leaves: Sequence[object], versions: list[int] | None = None) -> Plains:
 Found = tuple[list[Sort], Numbers, list[int], list[int], Likeness]
 
 
-def _look_at_blocks(tensors: Sequence[Any], versions: list[int] | None) -> Found | None:
+def _look_at_blocks(
+    tensors: Sequence[Any], versions: list[int] | None, ask_offsets: bool
+) -> Found | None:
     """What `Plains` has of tensors that are all plain; None where some may not be."""
     sorts, likes = _Sorts(), []
     numbers: list[Numbers] = [np.zeros(0, np.int64)]
@@ -172,7 +182,8 @@ def _look_at_blocks(tensors: Sequence[Any], versions: list[int] | None) -> Found
     offsets: list[int] = []
     for some in blocks(tensors):
         addresses += map(_data_ptr, some)
-        offsets += map(_storage_offset, some)
+        if ask_offsets:
+            offsets += map(_storage_offset, some)
         if versions is not None:
             versions += versions_of(some)
         found = sorts.of(some)

@@ -15,13 +15,17 @@ from torchrelay.record import compact
 from torchrelay.record.compact import KnownTree
 from torchrelay.record.manifest import MAX_ENCODED_BYTES, VERSION, Manifest
 from torchrelay.record.pause import gc_paused
-from torchrelay.record.validation import check
+from torchrelay.record.validation import check, check_step
 
 Buffer = bytes | bytearray | memoryview
 
 
 def _always() -> None:
     """For callers who have time."""
+
+
+def _unknown() -> None:
+    """No tree is at hand."""
 
 
 class _Version(msgspec.Struct, array_like=True):
@@ -117,6 +121,56 @@ def _step_span(data: Buffer) -> tuple[int, int]:
     if not plain or max(data[2], data[3]) > 0x7F or data[_STEP_AT] not in _STEP_BYTES:
         raise ValueError("not as a manifest starts")
     return _STEP_AT, _STEP_AT + _STEP_BYTES[data[_STEP_AT]]
+
+
+class Recall:
+    """`decode` that remembers the last few manifests, whatever their step.
+
+    The same manifest again, with any step, has the same records (`leaves`, `storages` and `tree`
+    are the same objects) and is not decoded and validated once more. Threads may share it. What is
+    kept is bounded: `limit` bytes of encoded manifests, whose records take about ten times that.
+    """
+
+    def __init__(self, limit: int = 8 << 20, count: int = 3) -> None:
+        self._limit = limit
+        self._count = count
+        # Encoded without the step, and decoded; the last used is last. Never changed, only
+        # replaced: threads that do so at once may forget an entry, and nothing else.
+        self._known: tuple[tuple[bytes, Manifest], ...] = ()
+
+    def decode(
+        self,
+        data: Buffer,
+        known: Callable[[], KnownTree | None] = _unknown,
+        in_time: Callable[[], None] = _always,
+    ) -> Manifest:
+        """As the function `decode`; `known` is asked for where the manifest is not remembered."""
+        try:
+            start, stop = _step_span(data)
+        except ValueError:
+            return decode(data, known(), in_time)
+        rest = b"".join((memoryview(data)[:start], memoryview(data)[stop:]))
+        found = next((entry for entry in self._known if entry[0] == rest), None)
+        if found is None:
+            manifest = decode(data, known(), in_time)
+            found = rest, manifest
+        else:
+            step = msgspec.msgpack.decode(memoryview(data)[start:stop])
+            check_step(step)
+            manifest = msgspec.structs.replace(found[1], step=step)
+        self._keep(found)
+        return manifest
+
+    def _keep(self, entry: tuple[bytes, Manifest]) -> None:
+        known = [other for other in self._known if other[1] is not entry[1]]
+        known = [*known, entry][-self._count :]
+        while known and sum(len(rest) for rest, _ in known) > self._limit:
+            del known[0]
+        self._known = tuple(known)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known = ()
 
 
 def step_of(data: Buffer) -> int | None:

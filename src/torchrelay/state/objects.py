@@ -72,7 +72,7 @@ def _unwrap(value: Any, path: Path, found: Objects) -> Any:
             return value
         found[path] = Held(value, _state_of(value, path))
         return found[path].state
-    values = list(value.values() if isinstance(value, dict) else value)
+    values = value.values() if isinstance(value, dict) else value
     if _PLAIN.issuperset(map(type, values)) or len(path) >= m.MAX_DEPTH:
         return value
     keys: Iterable[object] = range(len(values))

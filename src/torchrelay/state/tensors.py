@@ -167,7 +167,7 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
-def note_written(tensors: list[torch.Tensor]) -> None:
+def note_written(tensors: Sequence[torch.Tensor]) -> None:
     """Have autograd count these as written to."""
     try:
         torch.autograd.graph.increment_version(tensors)

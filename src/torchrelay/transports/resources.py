@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, TypeVar
 
+from torchrelay.record.codec import Recall
 from torchrelay.transports.transfer.buffers import BufferPool
 
 T = TypeVar("T", bound="Kept")
@@ -25,6 +26,7 @@ class Resources:
 
     def __init__(self) -> None:
         self.buffers = BufferPool()
+        self.recall = Recall()
         self._kept: dict[type[Any], Any] = {}
         self._lock = threading.Lock()
 
@@ -37,6 +39,7 @@ class Resources:
             return found
 
     def forget(self) -> None:
+        self.recall.clear()
         for kept in list(self._kept.values()):
             kept.forget()
 

@@ -112,7 +112,7 @@ class ControlLine:
                 self._writer = Watcher("line-out")
             try:
                 for data in filter(None, (head, payload)):
-                    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                    buffer = torch.frombuffer(data, dtype=torch.uint8)
                     work = self.group.send([buffer], self.peer, self._tag)
                     if not self._outgoing:
                         self._taken_at = time.monotonic()
@@ -170,7 +170,7 @@ class ControlLine:
             # Zeros: gloo takes a shorter message for all of it.
             body = torch.zeros(length, dtype=torch.uint8, device="cpu")
             wait_for(self.group.recv([body], self.peer, self._tag), body)
-            payload = body.numpy().tobytes()
+            return wire.read_message(body.numpy().data, self.group.size())
         return wire.read_message(payload, self.group.size())
 
     def _deliver(self, message: wire.Message | Exception) -> None:

@@ -53,6 +53,6 @@ class ReceiveOptions:
 
     step: int | None
     land: Callable[[Manifest], Landing]
-    known: KnownTree | None  # of the destination
+    known: Callable[[], KnownTree | None]  # the destination's
     route: str | None
     connections: int

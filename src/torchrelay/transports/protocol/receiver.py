@@ -244,7 +244,8 @@ class Receiving:
     def _consider(self, offer: wire.Offer) -> tuple[Landing, Choice]:
         """Look at the offer; refuse it with a reason, or prepare to land it."""
         try:
-            self.manifest = codec.decode(offer.manifest, self._wanted.known, self._in_time)
+            recall = self._resources.recall
+            self.manifest = recall.decode(offer.manifest, self._wanted.known, self._in_time)
             step = self.manifest.step
             if self._step is not None and step != self._step:
                 raise StepMismatchError(

@@ -326,15 +326,18 @@ Message = ToSender | ToReceiver
 TERMINAL = (Refuse, Done, Leave, Fin, Abort)
 
 _decode_message = msgspec.msgpack.Decoder(Message)
+_encode_message = msgspec.msgpack.Encoder()
 
 
-def frame(message: Message) -> tuple[bytes, bytes]:
-    """A message as a frame of fixed size and, where it does not fit into that, the payload."""
-    payload = msgspec.msgpack.encode(message)
+def frame(message: Message) -> tuple[bytearray, bytearray]:
+    """A message as a frame of fixed size and, where it does not fit into that, the payload. They
+    are the caller's."""
+    payload = bytearray()
+    _encode_message.encode_into(message, payload)
     head = _HEAD.pack(_MAGIC, MAJOR, MINOR, len(payload))
     if len(payload) <= INLINE_BYTES:
-        return (head + payload).ljust(FRAME_BYTES, b"\0"), b""
-    return head.ljust(FRAME_BYTES, b"\0"), payload
+        return bytearray(head + payload).ljust(FRAME_BYTES, b"\0"), bytearray()
+    return bytearray(head).ljust(FRAME_BYTES, b"\0"), payload
 
 
 def read_frame(data: bytes) -> tuple[int, bytes | None]:
@@ -363,7 +366,7 @@ def read_as(kind: type[T], payload: bytes) -> T:
         raise RemoteProtocolError(f"unreadable message: {fault}") from None
 
 
-def read_message(payload: bytes, ranks: int) -> Message:
+def read_message(payload: bytes | memoryview, ranks: int) -> Message:
     """A message of a peer in a group of so many ranks. `RemoteProtocolError` unless every field of
     it is one that can be."""
     try:

@@ -267,8 +267,9 @@ class HostPull(Pull):
         sources = self._of(sources, straight)
         with gc_paused():  # memory may be made as it goes
             for part in places.parts():
-                _clear(self._of(part, straight).without(sources.facing(part)))
-                for batch in batches(moves(sources.facing(part), part), bridge=True):
+                found = moves(sources.facing(part), part)
+                _clear(self._of(part, straight).unfilled(found))
+                for batch in batches(found, bridge=True):
                     self._submit(partial(self._read_batch, batch))
 
     def _of(self, runs: Runs, chunks: list[int]) -> Runs:

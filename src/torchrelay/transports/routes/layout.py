@@ -25,6 +25,8 @@ class MemoryLayout:
     def apart(self) -> tuple[int, ...]:
         """The chunks that have bytes where no address of this host leads to them."""
         device, others = self._elsewhere
+        if not len(device.starts) and not len(others.starts):
+            return ()
         return self._chunks_of(Runs.merged(device.stretches, others))
 
     @cached_property
