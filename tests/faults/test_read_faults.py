@@ -65,7 +65,7 @@ def test_a_step_that_was_overwritten_after_the_check_was_mixed_with_its_successo
 ) -> None:
     saved(root, 1)
     other = tr.Checkpointer(root, timeout=60)
-    once_before(monkeypatch, Loading, "land", lambda: other.save(1, state(2), overwrite=True))
+    once_before(monkeypatch, Loading, "end", lambda: other.save(1, state(2), overwrite=True))
     with other, tr.Checkpointer(root, timeout=60, read_only=True) as held:
         into = state(0)
         held.load(into)
@@ -99,7 +99,7 @@ def test_bytes_that_change_in_place_after_the_check_do_not_pass_as_verified(
         with file.open("r+b") as out:
             out.write(rotten)
 
-    once_before(monkeypatch, Loading, "land", scribble)
+    once_before(monkeypatch, Loading, "end", scribble)
     with tr.Checkpointer(tmp_path, read_only=True) as held:
         with pytest.raises(tr.RelayError):
             held.load(state(0), step=1)

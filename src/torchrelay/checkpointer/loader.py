@@ -22,6 +22,7 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
+from torchrelay.landing.ending import TORN
 from torchrelay.landing.places import Landed
 from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.bounded import bounded
@@ -29,8 +30,6 @@ from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.retry import Retry
 from torchrelay.transports.group.assembly import Assembly, Call
-
-TORN = "the destination is part old, part new; load again"
 
 
 @dataclass(frozen=True)
@@ -286,29 +285,11 @@ class Loader:
         self, call: Call, loading: Loading, wanted: Wanted, deadline: Deadline, watch: Stopwatch
     ) -> Landed:
         """Objects first: where one refuses, on any rank, all have their old state again."""
-        landed: list[Landed] = []
-
-        def act() -> None:
-            try:
-                with watch("land"):
-                    loading.land(verify=wanted.verify)
-                with watch("commit"):
-                    landed.append(loading.commit())
-            except RelayError:
-                raise
-            except Exception as fault:  # of a planner of the user's, or of a device
-                if not loading.touched:
-                    raise
-                raise TornStateError(f"{TORN}: {fault!r}", phase="land") from fault
-
-        try:
-            _together(call, "tell", loading.tell, deadline)
-            _together(call, "land", act, deadline)
-        except BaseException:
-            if not loading.touched:
-                loading.take_back()
-            raise
-        return landed[0]
+        return loading.end(
+            verify=wanted.verify,
+            together=lambda phase, act: _together(call, phase, act, deadline),
+            watch=watch,
+        )
 
     def _pass_over(self, step: int, fault: RelayError, damaged: dict[int, str]) -> None:
         damaged[step] = str(fault)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torchrelay.checkpointer.planners import PlannedReads
-from torchrelay.errors import MismatchError, StorageTimeoutError, TornStateError
+from torchrelay.errors import MismatchError, StorageTimeoutError
+from torchrelay.landing.ending import Together, Watch, alone
 from torchrelay.landing.places import Landed
 from torchrelay.landing.seam import land
 from torchrelay.landing.workspace import Workspace
@@ -36,8 +38,8 @@ _HOST = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Loading:
-    """One load on one rank: planned by the constructor, then `check`, `make`, `tell`, `land` and
-    `commit`. Nothing of the caller's is written before `land`, and `tell` has a way back.
+    """One load on one rank: planned by the constructor, then `check`, `make` and `end`.
+    Nothing of the caller's is written before `end`.
 
     Without a `store` its bytes come by `arrive`.
     """
@@ -64,7 +66,6 @@ class Loading:
         self._checkpoint = checkpoint
         self._told = progress
         self._checked, self._staged = False, staged
-        self._anew, self._committing = into is None, False
         self._files = files = _StepFiles(store, checkpoint)
         # How reads are done that may hang; `left` is set where they have been left behind.
         self.within: Callable[[Callable[[], None]], None] = lambda read: read()
@@ -153,7 +154,7 @@ class Loading:
     @property
     def touched(self) -> bool:
         """Whether anything of the caller's has been written to, but for objects."""
-        return self._committing or self._landing.torn
+        return self._landing.touched
 
     def wishes(self) -> Iterator[BoxRead]:
         """Every box that this load reads, for a source that brings all of them at once."""
@@ -210,24 +211,17 @@ class Loading:
             self._planner.tell_new()
         self._landing.make()
 
-    def tell(self) -> None:
-        """Tell objects their state. `MismatchError` where one refuses; then all have their old."""
-        self._landing.tell()
+    def end(
+        self, *, verify: bool, together: Together = alone, watch: Watch = nullcontext
+    ) -> Landed:
+        """Read everything into its place, as every landing ends."""
 
-    def take_back(self) -> None:
-        """Undo `tell`, while no tensor has been written: objects get their old state again, or are
-        named by a `TornStateError`."""
-        lost = self._landing.take_back()
-        if lost:
-            raise TornStateError(
-                f"not every object took its old state back: {', '.join(map(show, lost))} may be "
-                "part new, the rest is old; land a state in it again, or make it anew",
-                phase="tell",
-            )
+        def bring() -> None:
+            self._read(self._waves[1], verify, own=True)
+            if self._planner is not None:
+                self._planner.tell_own()
 
-    def land(self, *, verify: bool) -> None:
-        """Read everything into its place."""
-        self._read(self._waves[1], verify, own=True)
+        return self._landing.end(bring, together, watch)
 
     def _read(self, some: list[Wave], verify: bool, *, own: bool) -> None:
         landing = self._landing
@@ -253,13 +247,6 @@ class Loading:
             else:
                 wave.fetch = Fetch(*what, progress=self._progress)
         return wave.fetch
-
-    def commit(self) -> Landed:
-        """Everything has arrived: finish the caller's state, or build a new one."""
-        self._committing = not self._anew
-        if self._planner is not None:
-            self._planner.tell_own()
-        return self._landing.finish()
 
 
 class _StepFiles:

@@ -17,11 +17,12 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Runs
+from torchrelay.landing.ending import Ending
 from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, strides_of
 from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of
 from torchrelay.landing.shards import check_shards
 from torchrelay.landing.terms import Terms
-from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
+from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate, large_rooms
 from torchrelay.plan.offer import OfferedState
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import Numbers, by_device, devices_of, others_of, sizes_of, table_of
@@ -39,8 +40,8 @@ _MANY = 256  # leaves that are asked for one by one
 _SHARED = -1  # storages of several leaves, or of parts of one
 
 
-class NewTensors:
-    torn = False
+class NewTensors(Ending):
+    anew = True
 
     def __init__(
         self,
@@ -106,9 +107,8 @@ class NewTensors:
         large = [index for index in large if self._where[index] == _HOST]
         found = {index: offer.filled(index) for index in large}
         filled = {index: room for index, room in found.items() if room is not None}
-        empty = [index for index in large if index not in filled]
-        rooms = means.room([int(self._sizes[index]) for index in empty]) if empty else None
-        return filled if rooms is None else {**filled, **dict(zip(empty, rooms, strict=True))}
+        empty = {index: int(self._sizes[index]) for index in large if index not in filled}
+        return {**filled, **large_rooms(empty, means)}
 
     def _made_by_and_by(self) -> Iterator[Runs]:
         """Make the homes of storages, some at a time; tells of those in host memory."""
@@ -235,10 +235,6 @@ class NewTensors:
         return []
 
     def finish(self) -> Landed:
-        return self._landed
-
-    def commit(self) -> Landed:
-        self.make()
         return self._landed
 
     def _built(self) -> object:

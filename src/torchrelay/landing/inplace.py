@@ -12,10 +12,10 @@ import torch
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.geometry.strides import packed
 from torchrelay.landing.destination import Pair, PreparedDestination, Straight, split
-from torchrelay.landing.device_slab import only_device
+from torchrelay.landing.ending import Ending
 from torchrelay.landing.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.handover import Handover
-from torchrelay.landing.held import HeldImages
+from torchrelay.landing.held import HeldImages, only_device
 from torchrelay.landing.leaves import (
     check_leaf,
     check_records,
@@ -52,7 +52,7 @@ class _Placed(NamedTuple):
     region: Region
 
 
-class ExistingTensors:
+class ExistingTensors(Ending):
     def __init__(
         self, offer: OfferedState, into: PreparedDestination, terms: Terms, means: Workspace
     ) -> None:
@@ -60,7 +60,6 @@ class ExistingTensors:
         self._terms = terms
         self._means = means
         self._put = partial(means.copy, alone=False)
-        self.torn = False
         with with_hints(offer.tree, into.flat.tree):
             matched, self._told = into.match(offer.tree, offer.choice, strict=terms.strict)
         self._missing, self._extra = matched.missing, matched.extra
@@ -341,14 +340,7 @@ class ExistingTensors:
 
     # The end
 
-    def commit(self) -> Landed:
-        self.make()
-        self.tell()
-        return self.finish()
-
     def make(self) -> None:
-        """Work out everything that will be the caller's, of what is held back. Whatever can fail
-        does so before the first write."""
         with gc_paused():
             self._make()
 
@@ -375,11 +367,9 @@ class ExistingTensors:
             self._around(inside)
 
     def tell(self) -> None:
-        """Tell objects their state. `MismatchError` where one refuses; then all have their old."""
         self._handover.tell(written=self.torn)
 
     def take_back(self) -> list[Path]:
-        """Undo `tell`; returns the objects for which that failed."""
         return self._handover.take_back()
 
     def finish(self) -> Landed:

@@ -16,7 +16,7 @@ from torchrelay.landing.fit import fit, mesh_of
 from torchrelay.landing.fresh import place_for
 from torchrelay.landing.leaves import check_leaf, make_leaf
 from torchrelay.landing.shards import Shards, check_shards
-from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
+from torchrelay.landing.workspace import Workspace, allocate, large_rooms
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, parts
@@ -85,9 +85,7 @@ class Anew:
             for storage in alone
         }
         hosted = [storage for storage in alone if where[storage].type == "cpu"]
-        large = [storage for storage in hosted if records[storage].nbytes >= LARGE_BYTES]
-        rooms = means.room([records[storage].nbytes for storage in large]) if large else None
-        self.homes.update(zip(large, rooms or (), strict=bool(rooms)))
+        self.homes = large_rooms({storage: records[storage].nbytes for storage in hosted}, means)
         for storage in alone:
             if storage not in self.homes:
                 self.homes[storage] = allocate(records[storage].nbytes, where[storage])

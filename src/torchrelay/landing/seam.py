@@ -15,6 +15,7 @@ import torch
 
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.landing.destination import PreparedDestination, prepare
+from torchrelay.landing.ending import Act, Together, Watch
 from torchrelay.landing.fresh import NewTensors
 from torchrelay.landing.inplace import ExistingTensors
 from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places
@@ -24,7 +25,6 @@ from torchrelay.landing.workspace import Plainly, Workspace
 from torchrelay.plan.offer import OfferedState, SentState
 from torchrelay.record import manifest as m
 from torchrelay.record.pause import gc_paused
-from torchrelay.state.paths import Path
 
 
 class Landing(Protocol):
@@ -48,11 +48,11 @@ class Landing(Protocol):
         before it is, is done while the transport waits to hear."""
 
     def commit(self) -> Landed:
-        """All chunks have arrived and hold: make them the state. It is `make`, `tell`, `finish`."""
+        """All chunks have arrived and hold: make them the state. It is `make` and `end`."""
 
     # For a source that has boxes of tensors and no stream: images by number. What is held is filled
-    # before `make`; the caller's own tensors are filled between `tell` and `finish`, and whoever
-    # begins to do that sets `torn`.
+    # before `make`; the caller's own tensors are filled by what `end` is given, and whoever begins
+    # to do that sets `torn`.
 
     def held(self) -> Iterator[ImageMemory]:
         """Memory of the landing's own, for images."""
@@ -60,18 +60,15 @@ class Landing(Protocol):
     def own(self) -> Iterator[OwnTensor]:
         """The caller's tensors that take images as they are; none where they are staged."""
 
+    @property
+    def touched(self) -> bool:
+        """Whether anything of the caller's has been written to, but for objects."""
+
     def make(self) -> None:
         """Work everything out that can fail. Nothing of the caller's has changed by then."""
 
-    def tell(self) -> None:
-        """Tell objects their new state. `MismatchError` where one refuses; then all have their
-        old one."""
-
-    def take_back(self) -> list[Path]:
-        """Undo `tell`; returns the objects for which that failed."""
-
-    def finish(self) -> Landed:
-        """Make the state new, all of it."""
+    def end(self, bring: Act = ..., together: Together = ..., watch: Watch = ...) -> Landed:
+        """The state, after `make`; see `Ending`, which every landing has."""
 
 
 def land(

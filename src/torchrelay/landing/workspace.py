@@ -5,7 +5,7 @@ The plain way is here. `memory.pool` has another, with memory that is kept and s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -74,3 +74,10 @@ def allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except (RuntimeError, MemoryError, AssertionError) as fault:  # the last: no such device
         raise MismatchError(f"no memory for {nbytes} bytes on {device}: {fault}") from None
+
+
+def large_rooms(sizes: Mapping[int, int], means: Workspace) -> dict[int, torch.Tensor]:
+    """Memory for those of the storages, all of host memory, that torch is not to allocate."""
+    large = [storage for storage, nbytes in sizes.items() if nbytes >= LARGE_BYTES]
+    rooms = means.room([sizes[storage] for storage in large]) if large else None
+    return {} if rooms is None else dict(zip(large, rooms, strict=True))

@@ -32,6 +32,7 @@ from torchrelay.errors import (
     TornStateError,
     TransferTimeoutError,
 )
+from torchrelay.landing.ending import TORN
 from torchrelay.landing.places import Landed
 from torchrelay.memory import threads
 from torchrelay.plan.reads import BoxRead
@@ -349,19 +350,11 @@ class Gather:
         loading.compare_twins()
         loading.make(verify=False)  # digests were compared when the boxes came
         try:
-            loading.tell()
-            loading.land(verify=False)
-            return loading.commit()
-        except BaseException as fault:
-            if not loading.touched:
-                loading.take_back()
+            return loading.end(verify=False)
+        except RelayError as fault:
+            if not loading.touched or isinstance(fault, TornStateError):
                 raise
-            if isinstance(fault, TornStateError) or not isinstance(fault, Exception):
-                raise
-            raise TornStateError(
-                "the destination is part old, part new: receive into it again, or load it",
-                phase="commit",
-            ) from fault
+            raise TornStateError(TORN, phase="commit") from fault
 
 
 def _key(wish: BoxRead) -> Key:

@@ -42,6 +42,7 @@ from torchrelay.errors import (
     UnsupportedLeafError,
     UsageError,
 )
+from torchrelay.landing.ending import TORN
 from torchrelay.landing.packed import unpack
 from torchrelay.memory.bounded import bounded
 from torchrelay.plan.outline import outline
@@ -362,7 +363,7 @@ class Reader(StorageReader):
             self._within("read the step", land, left)
         except StorageTimeoutError as fault:
             raise TornStateError(
-                f"the destination is part old, part new; load again: {fault.message}",
+                f"{TORN}: {fault.message}",
                 step=self.record.step,
                 phase="land",
             ) from fault

@@ -22,6 +22,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
+from torchrelay.landing.ending import TORN
 from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing
 from torchrelay.memory.side import settle
@@ -123,7 +124,7 @@ class Receiving:
                 fault.step = self.manifest.step if self.manifest else None
             elif self._landing is not None and self._landing.torn and isinstance(fault, Exception):
                 raise TornStateError(
-                    "the destination is part old, part new: receive into it again, or load it",
+                    TORN,
                     rank=self._sender,
                     step=self.manifest.step if self.manifest else None,
                     phase=self.watch.phase,

@@ -1,0 +1,111 @@
+"""How every landing ends, whoever brought its bytes: one rank, several of them, or a store.
+
+Objects are told what is new for them, the caller's tensors are written, and the rest is handed
+over. Up to the first write there is a way back; after it the state is new, or said to be torn.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torchrelay.errors import RelayError, TornStateError
+from torchrelay.landing.places import Landed
+from torchrelay.state.paths import Path
+from torchrelay.state.tree import show
+
+TORN = "the destination is part old, part new; load again, or receive into it again"
+
+Act = Callable[[], None]
+Together = Callable[[str, Act], None]  # has an act done on every rank, by the name of its phase
+Watch = Callable[[str], AbstractContextManager[Any]]
+
+
+def alone(phase: str, act: Act) -> None:
+    """For one rank."""
+    act()
+
+
+def _nothing() -> None:
+    """All bytes are in their places."""
+
+
+class Ending(ABC):
+    """The end of a landing: `make`, then `end`; `commit` does both."""
+
+    anew = False  # nothing in it is the caller's
+    torn = False  # the caller's tensors have been written to, but not all of them
+    _finishing = False
+
+    @abstractmethod
+    def make(self) -> None:
+        """Work everything out that can fail. Nothing of the caller's has changed by then."""
+
+    @abstractmethod
+    def tell(self) -> None:
+        """Tell objects their new state. `MismatchError` where one refuses; then all have their
+        old one."""
+
+    @abstractmethod
+    def take_back(self) -> list[Path]:
+        """Undo `tell`; returns the objects for which that failed."""
+
+    @abstractmethod
+    def finish(self) -> Landed:
+        """Make the state new, all of it."""
+
+    @property
+    def touched(self) -> bool:
+        """Whether anything of the caller's has been written to, but for objects."""
+        return not self.anew and (self._finishing or self.torn)
+
+    def commit(self) -> Landed:
+        """All bytes have arrived and hold: make them the state."""
+        self.make()
+        return self.end()
+
+    def end(
+        self, bring: Act = _nothing, together: Together = alone, watch: Watch = nullcontext
+    ) -> Landed:
+        """After `make`: the state. `bring` fills the caller's own tensors, where they take bytes as
+        they are. `together` raises on all ranks what one of them raises. Where it fails before a
+        tensor was written, all objects have their old state again; after that, an error that is not
+        the library's own becomes a `TornStateError`.
+        """
+        landed: list[Landed] = []
+
+        def write() -> None:
+            try:
+                with watch("land"):
+                    bring()
+                with watch("commit"):
+                    self._finishing = True
+                    landed.append(self.finish())
+            except RelayError:
+                raise
+            except Exception as fault:  # of a planner of the user's, or of a device
+                if not self.touched:
+                    raise
+                raise TornStateError(f"{TORN}: {fault!r}", phase="land") from fault
+
+        try:
+            together("tell", self.tell)
+            together("land", write)
+        except BaseException:
+            if not self.touched:
+                self._put_back()
+            raise
+        return landed[0]
+
+    def _put_back(self) -> None:
+        """Undo `tell`, while no tensor has been written: objects get their old state again, or are
+        named by a `TornStateError`."""
+        lost = self.take_back()
+        if lost:
+            raise TornStateError(
+                f"not every object took its old state back: {', '.join(map(show, lost))} may be "
+                "part new, the rest is old; land a state in it again, or make it anew",
+                phase="tell",
+            )
