@@ -32,7 +32,7 @@ def _nothing() -> None:
     """All bytes are in their places."""
 
 
-class Ending(ABC):
+class LandingEnd(ABC):
     """The end of a landing: `make`, then `end`; `commit` does both."""
 
     anew = False  # nothing in it is the caller's

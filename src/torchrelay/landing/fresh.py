@@ -17,7 +17,7 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Runs
-from torchrelay.landing.ending import Ending
+from torchrelay.landing.ending import LandingEnd
 from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, strides_of
 from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of
 from torchrelay.landing.shards import check_shards
@@ -40,7 +40,7 @@ _MANY = 256  # leaves that are asked for one by one
 _SHARED = -1  # storages of several leaves, or of parts of one
 
 
-class NewTensors(Ending):
+class NewTensors(LandingEnd):
     anew = True
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.geometry.strides import packed
 from torchrelay.landing.destination import Pair, PreparedDestination, Straight, split
-from torchrelay.landing.ending import Ending
+from torchrelay.landing.ending import LandingEnd
 from torchrelay.landing.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.handover import Handover
 from torchrelay.landing.held import HeldImages, only_device
@@ -52,7 +52,7 @@ class _Placed(NamedTuple):
     region: Region
 
 
-class ExistingTensors(Ending):
+class ExistingTensors(LandingEnd):
     def __init__(
         self, offer: OfferedState, into: PreparedDestination, terms: Terms, means: Workspace
     ) -> None:

@@ -68,7 +68,7 @@ class Landing(Protocol):
         """Work everything out that can fail. Nothing of the caller's has changed by then."""
 
     def end(self, bring: Act = ..., together: Together = ..., watch: Watch = ...) -> Landed:
-        """The state, after `make`; see `Ending`, which every landing has."""
+        """The state, after `make`; see `LandingEnd`, which every landing has."""
 
 
 def land(

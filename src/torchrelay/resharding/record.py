@@ -13,7 +13,7 @@ import msgspec
 from torchrelay.errors import ManifestError
 from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES
 from torchrelay.record.pause import gc_paused
-from torchrelay.steps import MAX_STEP
+from torchrelay.record.validation import check_step
 from torchrelay.stores.shares.plans import Told
 
 
@@ -51,8 +51,7 @@ def decode(data: bytes) -> RankRecord:
             record = _record.decode(data)
         except (msgspec.MsgspecError, RecursionError, ValueError) as fault:
             raise ManifestError(f"not a rank's record: {fault}") from None
-    if record.step is not None and not 0 <= record.step <= MAX_STEP:
-        raise ManifestError(f"step {record.step}")
+    check_step(record.step)
     for box in record.boxes:
         check_box(box)
     return record
