@@ -180,7 +180,9 @@ async def walk_by_keys(tab: Tab) -> None:
             "(document.getElementById('tree-at'))"
         )
 
-    assert await press("ArrowDown", "ArrowDown") == ["2", "false"]
+    assert await press("ArrowDown") == ["1", "false"]
+    assert await press("ArrowRight") == ["1", "true"]
+    assert await press("ArrowDown") == ["2", "false"]
     assert await press("ArrowRight") == ["2", "true"]
     assert (await press("ArrowDown"))[0] == "3"
     assert await press("ArrowLeft") == ["2", "true"]
