@@ -9,6 +9,7 @@ become free ones.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -109,7 +110,7 @@ def test_commands_print_what_the_page_says(
     source = "".join(block.source for block in CONSOLE if "demo" not in block.info)
     ran = 0
     with background() as beside:
-        for shown in commands_of(free_ports(source)):
+        for shown in commands_of(free_ports(source.replace("page-job", f"page-{os.getpid()}"))):
             if shown.arguments[-1] == "&":
                 beside.start(shown)
             else:
