@@ -15,7 +15,26 @@ settings.load_profile("ci")
 
 
 @pytest.hookimpl(tryfirst=True)
+# Files whose tests take longest begin first: no worker is left alone with one of them at the end.
+LONGEST = (
+    "faults/test_chaos",
+    "cli/test_demo",
+    "examples/",
+    "benchmarks/",
+    "docs/",
+    "conformance/",
+    "keeper/",
+    "endpoint/",
+)
+
+
+def _turn(item: pytest.Item) -> int:
+    where = item.nodeid.removeprefix("tests/")
+    return next((n for n, name in enumerate(LONGEST) if where.startswith(name)), len(LONGEST))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
     for item in items:
         if isinstance(item, pytest.Function) and "rounds" in vars(item.module):
             item.add_marker("rounds")

@@ -168,7 +168,7 @@ class Scaled(torch.Tensor):
         raise NotImplementedError(func)
 
 
-tr.register(Scaled)
+tr.register(Scaled, name="keeper.Scaled")
 
 
 def special() -> dict[str, Any]:

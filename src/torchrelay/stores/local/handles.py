@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
 OPEN_FILES = 128
+SHARE = 4  # of the files that this process may open, one in so many is ours: others need some too
 
 _FULL = (errno.EMFILE, errno.ENFILE)
 
@@ -28,6 +30,10 @@ class Handles(Generic[File]):
         self._files: OrderedDict[Hashable, File] = OrderedDict()
         self._users: dict[Hashable, int] = {}
         self._lock = threading.Lock()
+        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = OPEN_FILES
+        if may_open != resource.RLIM_INFINITY:
+            self._most = max(1, min(OPEN_FILES, may_open // SHARE))
 
     def lent(self, key: Hashable, open_: Callable[[], File]) -> _Lent[File]:
         """Within: the file of a key, which stays open."""
@@ -37,13 +43,14 @@ class Handles(Generic[File]):
         with self._lock:
             file = self._files.get(key)
             if file is None:
-                self._close_idle(OPEN_FILES - 1)
+                self._close_idle(self._most - 1)
                 try:
                     file = open_()
                 except OSError as fault:
                     if fault.errno not in _FULL:
                         raise
                     self._close_idle(0)
+                    self._most = max(1, self._most // 2)
                     file = open_()
                 self._files[key] = file
             self._files.move_to_end(key)
