@@ -14,7 +14,6 @@ settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True
 settings.load_profile("ci")
 
 
-@pytest.hookimpl(tryfirst=True)
 # Files whose tests take longest begin first: no worker is left alone with one of them at the end.
 LONGEST = (
     "faults/test_chaos",
@@ -33,6 +32,7 @@ def _turn(item: pytest.Item) -> int:
     return next((n for n, name in enumerate(LONGEST) if where.startswith(name)), len(LONGEST))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     for item in items:
