@@ -96,16 +96,14 @@ def _runs(settings: Settings, console: Console, scratch: Path) -> dict[Way, Trai
 def _show_comebacks(comebacks: dict[str, list[Comeback]], console: Console) -> None:
     title = "Seconds from the kill to the first new step"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1))
-    table.add_column("killed", no_wrap=True)
-    table.add_column("back by", no_wrap=True)
-    table.add_column("at step", justify="right", no_wrap=True)
-    for phase in (*PHASES, "in all"):
-        table.add_column(phase, justify="right", no_wrap=True)
-    for who, some in comebacks.items():
-        for one in some:
-            spent = [f"{one.phases[phase]:.2f}" for phase in PHASES]
-            back = f"{one.back_at} of {one.step}"
-            table.add_row(one.what, who, back, *spent, f"{one.seconds:.2f}")
+    found = [(who, one) for who, some in comebacks.items() for one in some]
+    table.add_column("")
+    for who, one in found:
+        table.add_column(f"{one.what},\n{who}", justify="right", no_wrap=True)
+    for phase in PHASES:
+        table.add_row(phase, *(f"{one.phases[phase]:.2f}" for _, one in found))
+    table.add_row("in all", *(f"{one.seconds:.2f}" for _, one in found))
+    table.add_row("back at step", *(f"{one.back_at} of {one.step}" for _, one in found))
     console.print(table)
 
 
