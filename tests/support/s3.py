@@ -15,6 +15,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
@@ -39,6 +40,7 @@ class S3:
         self.server = server
         self.requests: list[Request] = []
         self.hook: Hook | None = None
+        self.writing = threading.Lock()
         self._door = _Door(("127.0.0.1", 0), _Handler)
         self._door.s3 = self
         self._thread = threading.Thread(target=self._door.serve_forever, args=(0.02,), daemon=True)
@@ -93,7 +95,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         verdict = s3.hook(self.command, self.path) if s3.hook else None
         if verdict is None or verdict == LOSE:
-            status, content, headers = s3.ask(self.command, self.path, body, headers)
+            # moto looks whether an object is there and then writes it; S3 does both at once.
+            with s3.writing if self.command in ("PUT", "POST") else nullcontext():
+                status, content, headers = s3.ask(self.command, self.path, body, headers)
         else:
             status, content, headers = verdict, b"<Error><Code>Refused</Code></Error>", {}
         self.close_connection = verdict == LOSE
