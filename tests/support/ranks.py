@@ -214,7 +214,8 @@ class _Worker:
 
     def signal(self, number: int) -> None:
         if self.process.is_alive() and self.process.pid is not None:
-            os.kill(self.process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(self.process.pid, number)
 
 
 class _Workers:
