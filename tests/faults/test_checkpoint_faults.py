@@ -38,7 +38,7 @@ from torchrelay.stores.local.store import LocalStore
 from torchrelay.transports.group.assembly import Assembly
 
 SHORT = 3.0  # seconds a call may take that is meant to fail by its deadline
-GRACE = 8.0  # seconds past it that a busy machine may take; who hangs takes 20
+GRACE = 1.5  # seconds past it
 
 
 class Outcome(NamedTuple):
@@ -433,7 +433,7 @@ def test_a_failure_that_one_rank_asked_for(pool2: RankPool, tmp_path: Path) -> N
     results = pool2.run(asked_on_one, str(tmp_path))
     assert results[0][0].rank == 1 and results[0][0].phase == "write"
     for _, load, again in results:
-        assert load.error == "CheckpointError" and load.rank == 1 and load.seconds < GRACE, load
+        assert load.error == "CheckpointError" and load.rank == 1 and load.seconds < 5, load
         assert again
 
 
@@ -794,5 +794,5 @@ def interrupted(rank: int, group: Any, root: str) -> Outcome | str:
 def test_an_interrupt_on_one_rank_is_told_to_the_others(pool2: RankPool, tmp_path: Path) -> None:
     other, hit = pool2.run(interrupted, str(tmp_path))
     assert hit == "interrupted"
-    assert other.error == "CheckpointError" and other.rank == 1 and other.seconds < GRACE, other
+    assert other.error == "CheckpointError" and other.rank == 1 and other.seconds < 5, other
     assert list(tmp_path.iterdir()) == []

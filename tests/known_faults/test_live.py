@@ -238,7 +238,7 @@ def own_timeout(rank: int, group: Any) -> object:
                     PGTransport(group, short, CPU).recv_checkpoint(0)
                 else:
                     PGTransport(group, short, CPU).send_checkpoint([1], {"w": 1})
-            assert time.monotonic() - begun < 10
+            assert time.monotonic() - begun < 1.3
         torch.distributed.barrier(group)
     if rank == 1:
         return PGTransport(group, enough, CPU).recv_checkpoint(0)

@@ -484,7 +484,7 @@ def test_a_silent_endpoint_fails_within_the_timeout(
             store.steps()
         with pytest.raises(OSError, match=r"manifest\.json"):
             store.draft(1, "t").begin()
-        assert time.monotonic() - begun < 15
+        assert time.monotonic() - begun < 4.0
 
 
 def test_a_refusing_endpoint_fails_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +499,7 @@ def test_a_refusing_endpoint_fails_within_the_timeout(monkeypatch: pytest.Monkey
         with pytest.raises(OSError, match=r"s3://bucket/a/step-1/t/a\.safetensors"):
             sink.finish()
         sink.abort()
-        assert time.monotonic() - begun < 15
+        assert time.monotonic() - begun < 4.0
 
 
 def test_a_missing_bucket_is_an_error(s3: S3) -> None:  # noqa: F811

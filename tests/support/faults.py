@@ -25,8 +25,8 @@ from torchrelay.transports.transfer.pull import Pull
 
 CHUNK = 64 << 10
 """Bytes of a chunk, so that `weights` come in about twenty."""
-GRACE = 8.0
-"""Seconds past its deadline that a call may last on a busy machine. One that hangs takes longer."""
+GRACE = 1.0
+"""Seconds past its deadline that a call may last."""
 
 
 def weights(seed: int) -> dict[str, Any]:
