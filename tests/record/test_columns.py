@@ -40,7 +40,7 @@ thorough = settings(
     max_examples=rounds(60, 3),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-MANY = rounds(20_000)
+MANY = 20_000
 
 
 def _tied() -> dict[str, Any]:
