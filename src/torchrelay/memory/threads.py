@@ -84,8 +84,9 @@ class _Thread:
                 target()
             except BaseException:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), me)))
+            del target  # nothing of it is kept alive when it is over
             running._over.set()
-            del target, running  # nothing is kept alive while waiting for the next
+            del running
             me.name = IDLE
             _idle[self._niceness].append(self)
 

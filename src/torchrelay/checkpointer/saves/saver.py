@@ -324,24 +324,27 @@ class Saver:
         pending: Pending,
         after: Callable[[], None],
     ) -> None:
-        word = staged.get()
-        if isinstance(word, _Staged):
-            self._finish(save, word, pending, after)
-        else:  # the caller raises it, and nobody has the `Pending`
-            self._give_up(save, word)
-            pending.end(None, None)
+        saved, fault = self._outcome(save, staged, after)
+        # The state is let go of by now: whoever waits may count on its memory.
+        pending.end(saved, fault)
 
-    def _finish(
-        self, save: Save, staged: _Staged, pending: Pending, after: Callable[[], None]
-    ) -> None:
+    def _outcome(
+        self,
+        save: Save,
+        staged: queue.SimpleQueue[_Staged | BaseException],
+        after: Callable[[], None],
+    ) -> tuple[Saved | None, BaseException | None]:
+        word = staged.get()
+        if not isinstance(word, _Staged):  # the caller raises it, and nobody has the `Pending`
+            self._give_up(save, word)
+            return None, None
         try:
-            saved = self._written(save, staged)
+            saved = self._written(save, word)
             after()
         except BaseException as fault:
             self.failures += 1
-            pending.end(None, fault)
-        else:
-            pending.end(saved, None)
+            return None, fault
+        return saved, None
 
     def _written(self, save: Save, staged: _Staged) -> Saved:
         """Write what is staged and commit it, in as many attempts as there may be."""
