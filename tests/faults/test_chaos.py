@@ -18,7 +18,7 @@ from tests.support.netns import Switch, Unavailable, enter_host
 from torchrelay.demo.job import Settings
 from torchrelay.demo.launcher import Heard
 from torchrelay.demo.story import Story, Teller, TrainingRun
-from torchrelay.demo.worker import Plan, Site
+from torchrelay.demo.worker import Kept, Plan, Site
 
 HOSTS = ("a", "a", "b", "b")
 PATIENCE = 15.0  # seconds after which a worker gives up on another
@@ -40,12 +40,17 @@ class Chaos(Story):
         self._cut: tuple[int, float] | None = None  # which of them is cut off, and until when
         self.done: Counter[str] = Counter()
         self.lost: list[str] = []  # comebacks to a step before the last one that was kept
+        self._kept: dict[int, Kept] = {}  # by rank, in keepers that live
+        self._gone: set[int] = set()  # keepers that were killed
+        self._copied = 0  # the last step of which every keeper had all: its own and the copies
+        self._copiers: set[int] = set()  # those keepers
+        self._floor = 0  # what was safe at the last start
 
     def tick(self) -> None:
         self._mend()
         if not self._kinds or self._trouble is not None or self._last <= self._struck_at:
             return
-        if self._kinds[-1] == "host" and self._copied_by_all <= self._struck_at:
+        if self._kinds[-1] == "host" and self._copied <= self._struck_at:
             return  # a keeper that was lost has its copies to make first
         now = time.monotonic()
         if self._due is None:
@@ -65,19 +70,37 @@ class Chaos(Story):
         elif kind == "stop":
             self.launcher.kill(rank, signal.SIGSTOP)
         elif kind == "keeper":
-            self.safe = self._copied_by_all  # until the next stage
+            self._lose_memory(host)
             self.launcher.kill_keeper(host)
-            self.copied.clear()
         elif kind == "cut":
             self.cut_off(host)
         else:
-            self.safe = self._copied_by_all  # what is newer was in that memory alone
+            self._lose_memory(host)
             self.launcher.lose_host(host)
-            self.copied.clear()
+
+    def note(self, rank: int, kept: Kept) -> None:
+        """What a keeper had that is dead by now does not count, whenever it is heard of."""
+        if kept.keeper in self._gone:
+            return
+        before = self._kept.get(rank, Kept()).step
+        self._kept[rank] = kept._replace(step=max(kept.step, before))
+        copied = min(one.copied for one in self._kept.values())
+        if len(self._kept) == len(HOSTS) and copied > self._copied:
+            self._copied = copied
+            self._copiers = {one.keeper for one in self._kept.values()}
 
     @property
-    def _copied_by_all(self) -> int:
-        return min((self.copied.get(host, 0) for host in HOSTS), default=0)
+    def safe(self) -> int:
+        """The newest step that is in memory for all ranks: their keepers' own, or copies."""
+        own = min((self._kept.get(rank, Kept()).step for rank in range(len(HOSTS))), default=0)
+        return max(own, self._copied if self._copiers - self._gone else 0)
+
+    def _lose_memory(self, host: str) -> None:
+        """What was in a host's memory is gone: what is newer than the copies was there alone."""
+        self._gone.add(self.launcher.keepers.get(host, 0))
+        for rank, name in enumerate(HOSTS):
+            if name == host:
+                self._kept.pop(rank, None)
 
     def cut_off(self, host: str) -> None:
         """Pull a host's cable until the others have given it up."""
@@ -91,9 +114,13 @@ class Chaos(Story):
             self.switch.connect(self._cut[0], up=True)
             self._cut = None
 
+    def _start_again(self) -> None:
+        self._floor = self.safe
+        super()._start_again()
+
     def _is_end(self, heard: Heard) -> bool:
-        if heard.word == "recovered" and heard.value.step < self.safe:
-            self.lost.append(f"step {heard.value.step} after {self.safe}: {heard.value.told}")
+        if heard.word == "recovered" and heard.value.step < self._floor:
+            self.lost.append(f"step {heard.value.step} after {self._floor}: {heard.value.told}")
         return super()._is_end(heard)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from torchrelay.demo.launcher import Heard, Launcher, LaunchError
-from torchrelay.demo.worker import Brought, Plan
+from torchrelay.demo.worker import Brought, Kept, Plan
 
 PAUSE = 0.05  # seconds between two looks at what happens by time
 FAILURES = 4  # starts that may fail, one after the other, before it is given up
@@ -104,8 +104,6 @@ class Story:
         self._last = 0
         self._tries = 0  # starts since the last new step
         self.patience = FAILURES
-        self.copied: dict[str, int] = {}  # by host: the step that its keeper has copies of
-        self.safe = 0  # the newest step that a rank knows to be kept by all
 
     def play(self, seconds: float) -> TrainingRun:
         """Start the job and see it to its end; `LaunchError` where it does not come there."""
@@ -127,6 +125,9 @@ class Story:
 
     def tick(self) -> None:
         """Called all the time: for those who make things happen at other times than at steps."""
+
+    def note(self, rank: int, kept: Kept) -> None:
+        """Called with what each rank has kept: for those who count on it."""
 
     def _is_end(self, heard: Heard) -> bool:
         """Take in what was heard; whether a worker has died."""
@@ -154,15 +155,14 @@ class Story:
 
     def _step(self, heard: Heard) -> None:
         """A rank has done a step, and kept it."""
-        step, safe, copied = heard.value
-        self.copied[self.launcher.hosts[heard.rank]] = copied
+        step, kept = heard.value
+        self.note(heard.rank, kept)
         trouble = self._trouble
         if trouble is not None and step > trouble.last and trouble.brought:
             self.run.comebacks.append(trouble.over(heard.time))
             self._trouble = None
         self._tries = 0 if step > self._last else self._tries
         self._last = max(self._last, step)
-        self.safe = max(self.safe, safe)
         self._teller.step(step)
         if self._kills and self._kills[0].step == step and self._trouble is None:
             self._disturb(self._kills.pop(0))

@@ -63,12 +63,20 @@ class Brought(NamedTuple):
     told: str
 
 
+class Kept(NamedTuple):
+    """What a worker knows to be kept after a step."""
+
+    step: int = -1  # that was kept, or -1
+    keeper: int = 0  # the process that has it in its memory
+    copied: int = 0  # the step that this process has copies of, from other hosts
+
+
 class Storing(Protocol):
     """How a job keeps its steps and gets one back."""
 
     def recover(self, job: ShardedJob) -> Brought: ...
-    def keep(self, job: ShardedJob) -> int:
-        """Keep the state; returns the newest step that is safe, or -1."""
+    def keep(self, job: ShardedJob) -> Kept:
+        """Keep the state."""
 
     def close(self) -> None: ...
 
@@ -99,25 +107,18 @@ class InKeepers:
         job.take(got.state)
         return Brought(got.step, got.report.seconds, got.report.explain())
 
-    def keep(self, job: ShardedJob) -> int:
+    def keep(self, job: ShardedJob) -> Kept:
         step, state = job.position, job.live_state()
         if step % self._plan.settings.save_every == 0:
             self._checkpointer.save_async(step, state, on_busy="skip")
         try:
             staged = self._checkpointer.stage(step, state)
+            pid = self.keeper.pid
             staged.wait(self._plan.patience)
-        except tr.EndpointError:  # the keeper was lost; the next stage starts it again
-            return -1
-        return step if staged.skipped is None else -1
-
-    @property
-    def copied(self) -> int:
-        """The step that this host's keeper has its copies of, or 0."""
-        try:
             found = self.keeper.status()["copies"].get("step")
-        except tr.EndpointError:
-            return 0
-        return 0 if found is None else int(found)
+        except tr.EndpointError:  # the keeper was lost; the next stage starts it again
+            return Kept()
+        return Kept(step if staged.skipped is None else -1, pid or 0, int(found or 0))
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -143,12 +144,12 @@ class OnDisk:
         seconds = {"fetch": fetched - begun, "land": time.monotonic() - fetched}
         return Brought(max(whole), seconds, f"dcp.load of step {max(whole)}")
 
-    def keep(self, job: ShardedJob) -> int:
+    def keep(self, job: ShardedJob) -> Kept:
         step = job.position
         if step % self._plan.settings.save_every:
-            return -1
+            return Kept()
         dcp_save(job.dcp_state(), checkpoint_id=str(self._root / str(step)))
-        return step
+        return Kept(step)
 
     def close(self) -> None:
         """Nothing: all is on disk."""
@@ -160,8 +161,8 @@ class Nothing:
     def recover(self, job: ShardedJob) -> Brought:
         return Brought(0, {}, "")
 
-    def keep(self, job: ShardedJob) -> int:
-        return -1
+    def keep(self, job: ShardedJob) -> Kept:
+        return Kept()
 
     def close(self) -> None:
         """Nothing was kept."""
@@ -214,12 +215,10 @@ def _train(job: ShardedJob, memory: Storing, plan: Plan, tell: Callable[[str, An
         begun = time.monotonic()
         (loss,) = job.train(1)
         tell("loss", (job.position, loss))
-        safe = memory.keep(job)
-        copied = 0
+        kept = memory.keep(job)
         if isinstance(memory, InKeepers):
             tell("keeper", memory.keeper.pid)  # one that was lost has been started again
-            copied = memory.copied
-        tell("kept", (job.position, safe, copied))
+        tell("kept", (job.position, kept))
         time.sleep(max(0.0, begun + plan.pace - time.monotonic()))
     tell("done", job.weights())
     memory.close()
