@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -29,7 +30,9 @@ class Slot:
 
     def close(self) -> None:
         self.view.release()
-        self._map.close()
+        # A thread that hashes may have a part of it: the memory is unmapped when that is done.
+        with contextlib.suppress(BufferError):
+            self._map.close()
         self.file.close()
 
 

@@ -37,6 +37,8 @@ class Buddies:
         """The keepers of the job from here on: with others, other copies are to be made."""
         if ring != self._ring:
             self._copied = ""
+            if self._copying is not None:  # from one that may be gone
+                self._copying.stop()
         self._ring, self._token = ring, token
 
     def told(self) -> CopiesTold:

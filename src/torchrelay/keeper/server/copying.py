@@ -91,10 +91,14 @@ class Copying:
         self.older = older
         self._token, self._rate = token, rate
         self._done = done
-        self.stopped = threading.Event()
+        self._stopped = threading.Event()
         self._map = mmap.mmap(slot.file.fileno(), slot.nbytes)
         self._view = memoryview(self._map)
         threading.Thread(target=self._run, name="torchrelay-copy", daemon=True).start()
+
+    def stop(self) -> None:
+        """Give it up; `done` is called all the same."""
+        self._stopped.set()
 
     def _run(self) -> None:
         hosts: dict[str, Supplier] = {}
@@ -108,20 +112,24 @@ class Copying:
                 self._copy(volume, hosts[url], deadline, begun)
         except (RelayError, OSError, ValueError) as fault:
             self.why = getattr(fault, "message", "") or str(fault) or type(fault).__name__
+        except BaseException as fault:  # whatever it is, the keeper must hear that this is over
+            self.why = f"{type(fault).__name__}: {fault}"
+            raise
         finally:
             for supplier in hosts.values():
                 supplier.close()
-            self._view.release()
-            self._map.close()
+            # What failed may have left views of the memory behind: it is unmapped with the last.
+            del self._view, self._map
             self._done(self)
 
     def _copy(self, volume: Volume, supplier: Supplier, deadline: Deadline, begun: float) -> None:
         suppliers = Suppliers({volume.name: [supplier]}, deadline, f"step {self.wanted.step.step}")
+        suppliers.stopped = self._stopped
         reader = RemoteReader(volume, self.wanted.step.id, suppliers, deadline)
         for start, stop in self._missing(volume):
             for at in range(start, stop, max(PIECE_BYTES, volume.chunk_bytes)):
                 end = min(at + max(PIECE_BYTES, volume.chunk_bytes), stop)
-                if self.stopped.wait(self._pause(begun)):
+                if self._stopped.wait(self._pause(begun)):
                     raise ValueError("it was given up")
                 reader.read_into(at, [self._view[volume.start + at : volume.start + end]])
                 self.fetched += end - at
