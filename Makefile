@@ -26,6 +26,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src/torchrelay
 
+# Hundreds of processes start in the tests: each would compile the package again where the
+# environment forbids Python to keep what it compiled.
+test test-slow demo: export PYTHONDONTWRITEBYTECODE =
+
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
