@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -227,6 +229,34 @@ def test_a_stalled_reader_never_blocks_a_publish_and_is_dropped(endpoint: tr.End
     reasons = [one["reason"] for one in endpoint.status()["finished"]]
     assert any("took no bytes" in reason or "was replaced" in reason for reason in reasons), reasons
     assert torch.equal(_pull(endpoint.url, token=TOKEN, timeout=60).state["w"], STATE["w"])
+
+
+def test_volumes_go_to_others_while_some_readers_take_little_or_nothing(
+    endpoint: tr.Endpoint,
+) -> None:
+    """Each volume is sent by a thread of its own, which ends with a reader that is too slow."""
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    steps = json.loads(_ask(endpoint, "/steps.json", **bearer)[1])["steps"]
+    step, snapshot, name = steps[-1]["step"], steps[-1]["snapshot"], steps[-1]["here"][0]
+    slow = [_connect(endpoint) for _ in range(4)]
+    for line in slow:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        head = f"GET /volumes/{snapshot}/{name} HTTP/1.1\r\nHost: x\r\n"
+        line.sendall(f"{head}Authorization: Bearer {TOKEN}\r\n\r\n".encode())
+        assert line.recv(500).startswith(b"HTTP/1.1 200")
+    got = _pull(endpoint.url, step=step, token=TOKEN, timeout=60)
+    assert torch.equal(got.state["w"], STATE["w"])
+    end = time.monotonic() + 30
+    slow[0].settimeout(20)
+    with suppress(ConnectionError):
+        while slow[0].recv(1000):  # it takes bytes all the time, and is too slow
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert all(map(_is_closed, slow[1:]))
+    for line in slow:
+        line.close()
+    reasons = [one["reason"] for one in endpoint.status()["finished"]]
+    assert sum("took no bytes" in reason for reason in reasons) >= 4, reasons
 
 
 def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:

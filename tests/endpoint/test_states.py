@@ -60,6 +60,27 @@ def test_each_dtype(stage: Stage) -> None:
     assert_same(state, stage.through(state), at_rest=True)
 
 
+def test_memory_of_an_earlier_pull_shows_nothing_of_it(stage: Stage) -> None:
+    """New tensors are in memory of tensors that are gone; those that are kept stay as they are."""
+    numel, patterns = 600_000, ["a", "b"]
+    first = stage.through({"a": torch.full((numel,), 1.0), "b": torch.full((numel,), 2.0)})
+    kept, before = first["b"], first["a"].data_ptr()
+    del first
+    step = stage.show({"a": torch.arange(2.0 * numel)[::2], "b": torch.full((numel,), 3.0)})
+    into = {"a": torch.zeros(numel), "b": torch.zeros(numel - 1)}
+    with pytest.raises(tr.MismatchError):
+        _pull(stage.url, step=step, into=into, timeout=60)
+    second = _pull(stage.url, step=step, only=patterns, timeout=60).state
+    assert before in (second["a"].data_ptr(), second["b"].data_ptr())
+    assert torch.equal(second["a"], torch.arange(2.0 * numel)[::2])
+    assert bool((second["b"] == 3).all()) and bool((kept == 2).all())
+    del second
+    into = {"a": torch.zeros(numel), "b": torch.zeros(numel)}
+    _pull(stage.url, step=step, into=into, timeout=60)  # staged in the same memory
+    assert torch.equal(into["a"], torch.arange(2.0 * numel)[::2]) and bool((into["b"] == 3).all())
+    assert bool((kept == 2).all())
+
+
 def test_what_is_staged_may_change(stage: Stage) -> None:
     weight = torch.arange(300_000.0)
     before = weight.clone()

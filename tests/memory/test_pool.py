@@ -8,6 +8,7 @@ import io
 import os
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -85,6 +86,23 @@ def test_no_more_than_the_limit_lies_idle(monkeypatch: pytest.MonkeyPatch) -> No
     nothing = Pool(0, threads=1)
     del (t := nothing.take([BIG]))[:]
     assert nothing.idle_bytes == 0 and t == []
+
+
+def test_what_is_idle_for_long_is_given_back() -> None:
+    pool = Pool(1 << 30, threads=1, seconds=0.5)
+    early, late = pool.take([BIG, BIG])
+    del early
+    assert pool.idle_bytes in (BIG, 0)  # 0 where this process was held up for so long
+    end = time.monotonic() + 30
+    while pool._timed or pool._idle_bytes:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    late.fill_(7)
+    assert int(late.min()) == 7
+    del late  # too late for another to have it
+    assert pool.idle_bytes == 0
+    [again] = pool.take([BIG])
+    assert pool._timed and int(again.max()) == 0  # fresh
 
 
 def test_tensors_outlive_the_pool_and_its_close() -> None:

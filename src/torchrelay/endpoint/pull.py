@@ -10,6 +10,7 @@ import os
 import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +25,15 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UsageError,
 )
-from torchrelay.memory.pool import Pool, Pooled
+from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.sources.endpoint import EndpointSource, OpenedEndpoint
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.sources.swarm import Swarm
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.transports.group.assembly import Assembly
+
+KEPT_SECONDS = 60.0  # that memory of earlier pulls is kept for another
 
 
 @dataclass(frozen=True)
@@ -211,8 +214,7 @@ def pull(
         context = _own_certificate(source, certfile, keyfile)
         seeding = SeedingShelf(source, deadline, newer_than, secret, context, progress)
     shelf = seeding or _Shelf(source, deadline, newer_than)
-    # Memory of new tensors is touched by several threads before bytes come, and none is kept.
-    loader = Loader(shelf, assembly, None, Pooled(Pool(0)))
+    loader = Loader(shelf, assembly, None, Pooled(_pool(os.getpid())))
     reason = "it was interrupted"
     try:
         loaded = loader.load(assembly.call("pull"), wanted, deadline)
@@ -235,6 +237,12 @@ def pull(
         if reason and seeding is not None:
             seeding.close()
     return _pulled(loaded, source, bool(verify), seeding)
+
+
+@cache
+def _pool(process: int) -> Pool:
+    """Memory that a pull of this process leaves for the next one. A child of a fork has its own."""
+    return Pool(usual_limit(), seconds=KEPT_SECONDS)
 
 
 def _pulled(

@@ -3,7 +3,8 @@
 Tensors over it are ordinary ones, each with a storage of its own: keeping one keeps no other's
 memory. When the last reference to one goes, its range comes back here, is kept while no more than
 `limit` bytes lie idle, and goes to the next tensor of the same size. What does not fit there is
-given back to the system, oldest first.
+given back to the system, oldest first. A pool may also give back everything that is idle some time
+after it was last asked for memory.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +25,7 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves
 from torchrelay.landing.workspace import LARGE_BYTES, Pairs, Plainly, allocate
-from torchrelay.memory import kernels, vectors
+from torchrelay.memory import kernels, threads, vectors
 from torchrelay.memory.pages import PAGE, Mapping, populate, release
 
 
@@ -33,10 +36,18 @@ class _Range(NamedTuple):
 
 
 class Pool:
-    """Host memory for received states. Bounded when idle, not in use. Thread-safe."""
+    """Host memory for received states. Bounded when idle, not in use. Thread-safe.
 
-    def __init__(self, limit: int, *, threads: int | None = None) -> None:
+    `seconds`: so long after the last `take` nothing idle is kept any more.
+    """
+
+    def __init__(
+        self, limit: int, *, threads: int | None = None, seconds: float | None = None
+    ) -> None:
         self.limit = limit
+        self._seconds = seconds
+        self._until = 0.0
+        self._timed = False  # whether a thread waits for that
         self._threads = threads or cores()
         self._lock = threading.Lock()
         self._idle: dict[int, deque[_Range]] = {}  # by size; what came back last stands last
@@ -58,6 +69,7 @@ class Pool:
             found = [self._reuse(nbytes) for nbytes in wanted]
             fresh = sum(n for n, one in zip(wanted, found, strict=True) if one is None)
             self._evict(self.limit - fresh)  # what fitted nothing makes room for what is new
+            self._put_off()
         if fresh:
             mapping = Mapping(fresh)
             populate(mapping.address, fresh, self._threads)
@@ -102,7 +114,28 @@ class Pool:
             same.append(one)
             self._idle[one.nbytes] = same
             self._idle_bytes += one.nbytes
-        self._evict(0 if self._closed else self.limit)
+        over = self._seconds is not None and time.monotonic() >= self._until
+        self._evict(0 if self._closed or over else self.limit)
+
+    def _put_off(self) -> None:
+        """Have what is idle given back some time from now, and not before."""
+        if self._seconds is None:
+            return
+        self._until = time.monotonic() + self._seconds
+        if not self._timed:
+            with suppress(RuntimeError):  # no thread can be started while the interpreter ends
+                threads.run(self._give_up, "pool")
+                self._timed = True
+
+    def _give_up(self) -> None:
+        while True:
+            with self._lock:
+                left = self._until - time.monotonic()
+                if left <= 0:
+                    self._timed = False
+                    self._settle()
+                    return
+            time.sleep(left)
 
     def _evict(self, keep: int) -> None:
         while self._idle_bytes > max(keep, 0):

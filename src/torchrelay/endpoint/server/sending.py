@@ -1,46 +1,37 @@
 """Bytes of a step on their way to a reader, a piece at a time, with an eye on who does not take
 them.
 
-Volumes go by `sendfile`: the kernel sends the pages of the arena themselves. Their readers compare
-digests, so it does no harm that a page may be written to again while it is in a socket. Who gets a
-file compares nothing, and is sent copies.
+Volumes go by `sendfile` from the arena. Their readers compare digests, so it does no harm that a
+page may be written to again while it is in a socket. Who gets a file compares nothing, and is sent
+copies.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import BinaryIO, NamedTuple
+from functools import partial
 
 import xxhash
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from torchrelay.endpoint.server.messages import Volume
 from torchrelay.endpoint.server.snapshots import ServedStep, Slot
+from torchrelay.endpoint.server.spans import Span, send_span
 from torchrelay.endpoint.server.transfers import Ledger, Transfer
 from torchrelay.endpoint.server.whole_file import Band, Run, WholeFile
 from torchrelay.geometry.chunks import DIGEST_BYTES
 
-SENDFILE_BYTES = 2 << 20
 COPY_BYTES = 1 << 20
 REMOTE_BYTES = 4 << 20
 REMOTE_SECONDS = 30.0
 
 
-class Span(NamedTuple):
-    """Bytes of an arena's file, to be sent from where they lie."""
-
-    file: BinaryIO
-    offset: int
-    nbytes: int
-
-
-Pieces = AsyncIterator["bytes | Span"]
+Pieces = AsyncIterator[bytes | Span]
 
 
 async def volume_pieces(slot: Slot, volume: Volume, start: int, stop: int) -> Pieces:
-    for at in range(start, stop, SENDFILE_BYTES):
-        yield Span(slot.file, volume.start + at, min(SENDFILE_BYTES, stop - at))
+    yield Span(slot.file, volume.start + start, stop - start)
 
 
 async def copied(slot: Slot, volume: Volume, start: int, stop: int) -> Pieces:
@@ -139,18 +130,12 @@ async def _send(
     ledger: Ledger,
     stall: float,
 ) -> None:
-    loop = asyncio.get_running_loop()
     async for piece in pieces:
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the reader went away")
         if isinstance(piece, Span):
-            act = loop.sendfile(transport, piece.file, piece.offset, piece.nbytes)
-            try:
-                await asyncio.wait_for(act, stall)
-            except RuntimeError as fault:  # asyncio's word for a transport that was closed
-                raise ConnectionResetError("the reader went away") from fault
-            ledger.moved(transfer, piece.nbytes)
+            await send_span(transport, piece, partial(ledger.moved, transfer), stall)
         else:
             await asyncio.wait_for(response.write(piece), stall)
             ledger.moved(transfer, len(piece))

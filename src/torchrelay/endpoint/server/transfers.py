@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -48,7 +49,8 @@ class Transfer:
     def rate(self) -> float:
         """Bytes a second, of late."""
         now = time.monotonic()
-        recent = [(at, done) for at, done in self.samples if now - at <= RATE_SECONDS]
+        samples = list(self.samples)  # in one go: threads that send add to them
+        recent = [(at, done) for at, done in samples if now - at <= RATE_SECONDS]
         if not recent:
             return 0.0
         at, done = recent[0]
@@ -80,6 +82,7 @@ class Ledger:
         # Bytes of downloads that were begun, by address and patterns: a later request for the
         # rest does not say which step it has begun with.
         self._sent: OrderedDict[tuple[str, str], dict[str, tuple[int, bool]]] = OrderedDict()
+        self._moving = threading.Lock()
 
     def of(
         self, reader: str, address: str, agent: str, snapshot: ServedStep, kind: str, total: int
@@ -96,8 +99,10 @@ class Ledger:
         return found
 
     def moved(self, transfer: Transfer, nbytes: int) -> None:
-        transfer.moved(nbytes)
-        self.sent_bytes += nbytes
+        """Bytes went out; for threads that send as well as for the event loop."""
+        with self._moving:
+            transfer.moved(nbytes)
+            self.sent_bytes += nbytes
 
     def end(self, transfer: Transfer, outcome: str, reason: str = "") -> None:
         if self.active.pop((transfer.reader, transfer.snapshot.id), None) is None:
