@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from torchrelay.demo.launcher import Heard, Launcher, LaunchError
-from torchrelay.demo.worker import Brought, Kept, Plan
+from torchrelay.demo.worker import Brought, KeptByWorker, Plan
 
 PAUSE = 0.05  # seconds between two looks at what happens by time
 FAILURES = 4  # starts that may fail, one after the other, before it is given up
@@ -126,7 +126,7 @@ class Story:
     def tick(self) -> None:
         """Called all the time: for those who make things happen at other times than at steps."""
 
-    def note(self, rank: int, kept: Kept) -> None:
+    def note(self, rank: int, kept: KeptByWorker) -> None:
         """Called with what each rank has kept: for those who count on it."""
 
     def _is_end(self, heard: Heard) -> bool:

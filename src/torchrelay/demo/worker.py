@@ -63,7 +63,7 @@ class Brought(NamedTuple):
     told: str
 
 
-class Kept(NamedTuple):
+class KeptByWorker(NamedTuple):
     """What a worker knows to be kept after a step."""
 
     step: int = -1  # that was kept, or -1
@@ -75,7 +75,7 @@ class Storing(Protocol):
     """How a job keeps its steps and gets one back."""
 
     def recover(self, job: ShardedJob) -> Brought: ...
-    def keep(self, job: ShardedJob) -> Kept:
+    def keep(self, job: ShardedJob) -> KeptByWorker:
         """Keep the state."""
 
     def close(self) -> None: ...
@@ -107,7 +107,7 @@ class InKeepers:
         job.take(got.state)
         return Brought(got.step, got.report.seconds, got.report.explain())
 
-    def keep(self, job: ShardedJob) -> Kept:
+    def keep(self, job: ShardedJob) -> KeptByWorker:
         step, state = job.position, job.live_state()
         if step % self._plan.settings.save_every == 0:
             self._checkpointer.save_async(step, state, on_busy="skip")
@@ -117,8 +117,8 @@ class InKeepers:
             staged.wait(self._plan.patience)
             found = self.keeper.status()["copies"].get("step")
         except tr.EndpointError:  # the keeper was lost; the next stage starts it again
-            return Kept()
-        return Kept(step if staged.skipped is None else -1, pid or 0, int(found or 0))
+            return KeptByWorker()
+        return KeptByWorker(step if staged.skipped is None else -1, pid or 0, int(found or 0))
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -144,12 +144,12 @@ class OnDisk:
         seconds = {"fetch": fetched - begun, "land": time.monotonic() - fetched}
         return Brought(max(whole), seconds, f"dcp.load of step {max(whole)}")
 
-    def keep(self, job: ShardedJob) -> Kept:
+    def keep(self, job: ShardedJob) -> KeptByWorker:
         step = job.position
         if step % self._plan.settings.save_every:
-            return Kept()
+            return KeptByWorker()
         dcp_save(job.dcp_state(), checkpoint_id=str(self._root / str(step)))
-        return Kept(step)
+        return KeptByWorker(step)
 
     def close(self) -> None:
         """Nothing: all is on disk."""
@@ -161,8 +161,8 @@ class Nothing:
     def recover(self, job: ShardedJob) -> Brought:
         return Brought(0, {}, "")
 
-    def keep(self, job: ShardedJob) -> Kept:
-        return Kept()
+    def keep(self, job: ShardedJob) -> KeptByWorker:
+        return KeptByWorker()
 
     def close(self) -> None:
         """Nothing was kept."""
