@@ -19,7 +19,7 @@ from tests.support.netns import Switch, Unavailable, enter_host
 from torchrelay.demo.job import Settings
 from torchrelay.demo.launcher import Heard
 from torchrelay.demo.story import Story, Teller, TrainingRun
-from torchrelay.demo.worker import Kept, Plan, Site
+from torchrelay.demo.worker import KeptByWorker, Plan, Site
 
 HOSTS = ("a", "a", "b", "b")
 PATIENCE = 15.0  # seconds after which a worker gives up on another
@@ -41,7 +41,7 @@ class Chaos(Story):
         self._cut: tuple[int, float] | None = None  # which of them is cut off, and until when
         self.done: Counter[str] = Counter()
         self.lost: list[str] = []  # comebacks to a step before the last one that was kept
-        self._kept: dict[int, Kept] = {}  # by rank, in keepers that live
+        self._kept: dict[int, KeptByWorker] = {}  # by rank, in keepers that live
         self.keepers: set[int] = set()  # that there ever were
         self._gone: set[int] = set()  # those that were killed
         self._copied = 0  # the last step of which every keeper had all: its own and the copies
@@ -80,12 +80,12 @@ class Chaos(Story):
             self._lose_memory(host)
             self.launcher.lose_host(host)
 
-    def note(self, rank: int, kept: Kept) -> None:
+    def note(self, rank: int, kept: KeptByWorker) -> None:
         """What a keeper had that is dead by now does not count, whenever it is heard of."""
         self.keepers.add(kept.keeper)
         if kept.keeper in self._gone:
             return
-        before = self._kept.get(rank, Kept()).step
+        before = self._kept.get(rank, KeptByWorker()).step
         self._kept[rank] = kept._replace(step=max(kept.step, before))
         copied = min(one.copied for one in self._kept.values())
         if len(self._kept) == len(HOSTS) and copied > self._copied:
@@ -95,7 +95,9 @@ class Chaos(Story):
     @property
     def safe(self) -> int:
         """The newest step that is in memory for all ranks: their keepers' own, or copies."""
-        own = min((self._kept.get(rank, Kept()).step for rank in range(len(HOSTS))), default=0)
+        own = min(
+            (self._kept.get(rank, KeptByWorker()).step for rank in range(len(HOSTS))), default=0
+        )
         return max(own, self._copied if self._copiers - self._gone else 0)
 
     def _lose_memory(self, host: str) -> None:
