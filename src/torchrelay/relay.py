@@ -20,7 +20,6 @@ from torchrelay.memory.side import in_use, settle
 from torchrelay.plan.blueprint import Blueprint
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.progress import Progress, ProgressCallback, reporter
-from torchrelay.state.objects import unwrap
 from torchrelay.steps import check_step
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines, lines_of
 from torchrelay.transports.group.shield import shielded
@@ -180,7 +179,7 @@ class Relay:
             # Most senders never need it, and it brings torch's checkpoint package along.
             from torchrelay.resharding.holding import Holding
 
-            return Holding(unwrap(state).state, step)
+            return Holding(state, step)
 
         describe = once(make)
 
@@ -200,11 +199,12 @@ class Relay:
 
     def _capture(self, state: object, step: int | None, receivers: int) -> Snapshot:
         snapshot = capture(
-            unwrap(state).state,
+            state,
             step,
             receivers=receivers,
             chunk_bytes=self._chunk_bytes,
             like=self._drawn,
+            objects=True,
         )
         self._drawn = snapshot.plan
         return snapshot

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from torchrelay.state.objects import unwrap
+from torchrelay.plan.snapshot import capture
+from torchrelay.state.objects import flatten_objects
+from torchrelay.state.tree import unflatten
 
 
 class Average:
@@ -159,7 +161,8 @@ def an_object_alone(rank: int, group: Any) -> None:
             else:
                 assert relay.recv(0, into=one).state is one
                 plain = relay.recv(0).state
-                torch.testing.assert_close(plain, unwrap(one).state, rtol=0, atol=0)
+                mine = unflatten(*flatten_objects(one)[0])
+                torch.testing.assert_close(plain, mine, rtol=0, atol=0)
 
 
 def test_an_object_or_a_list_of_them_is_a_state(pool2: RankPool) -> None:
@@ -288,14 +291,26 @@ def test_a_checkpoint_of_nested_fsdp2_objects(
 # What is an object, and what is not.
 
 
-def test_unwrapping_leaves_a_state_as_it_is() -> None:
+def test_taking_objects_apart_leaves_a_state_as_it_is() -> None:
     model = network(0)
     inner = {"w": torch.ones(2)}
     state = {"a": [model, inner], "kind": nn.Linear, "n": 1}
-    plain, objects = unwrap(state)
+    flat, objects = flatten_objects(state)
+    plain: Any = unflatten(*flat)
     assert state["a"] == [model, inner] and list(objects) == [("a", 0)]
-    assert plain["a"][1] is inner and plain["kind"] is nn.Linear
-    assert unwrap(inner).state is inner
+    assert list(plain["a"][0]) == list(model.state_dict())
+    assert plain["a"][1]["w"] is inner["w"] and plain["kind"] is nn.Linear
+
+
+def test_what_an_object_has_in_it_is_its_own_affair() -> None:
+    class Nested(Position):
+        def state_dict(self) -> dict[str, Any]:
+            return {"inner": Position()}
+
+    with pytest.raises(tr.UnsupportedLeafError, match=r"\['a'\]\['inner'\]"):
+        capture({"a": Nested()}, objects=True)
+    with pytest.raises(tr.UnsupportedLeafError):
+        capture({"a": Position()})
 
 
 def test_a_state_in_itself_is_refused(tmp_path: Path) -> None:

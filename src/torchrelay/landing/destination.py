@@ -25,9 +25,9 @@ from torchrelay.record.columns import Kind, Numbers, Table, table_of
 from torchrelay.record.compact import KnownTree
 from torchrelay.record.pause import gc_paused
 from torchrelay.state.matching import Matched
-from torchrelay.state.objects import Objects, unwrap
+from torchrelay.state.objects import Objects, flatten_objects
 from torchrelay.state.paths import Path
-from torchrelay.state.tree import Flat, flatten, inside_records
+from torchrelay.state.tree import Flat, inside_records
 
 JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Indices = np.ndarray[Any, np.dtype[np.intp]]
@@ -133,8 +133,7 @@ def prepare(into: object) -> PreparedDestination:
     `UnsupportedLeafError` for a container that cannot be filled.
     """
     with gc_paused():
-        state, objects = unwrap(into)
-        flat = flatten(state)
+        flat, objects = flatten_objects(into)
         return PreparedDestination(into, objects, flat, PlainLayout(flat))
 
 

@@ -65,7 +65,7 @@ class NewTensors(LandingEnd):
         for index in hosted:
             where[index] = _HOST
         self._where = where
-        self._on_host = {_HOST}.issuperset(where)
+        self._on_host = where.count(_HOST) == len(where)
         self.on_device = not self._on_host
         self._rooms = self._large_rooms(offer, means)
         self._kinds = self._kind_of_each()
@@ -114,7 +114,7 @@ class NewTensors(LandingEnd):
         """Make the homes of storages, some at a time; tells of those in host memory."""
         for low in range(0, len(self._sizes), _PART):
             high = min(low + _PART, len(self._sizes))
-            addresses = np.array(list(self._make(low, high)), np.uint64)
+            addresses = np.array(self._make(low, high), np.uint64)
             host = np.flatnonzero(addresses)
             sizes = self._sizes[low:high].astype(np.uint64)
             yield Runs(self.chunks.places[low:high][host], addresses[host], sizes[host])
@@ -123,16 +123,18 @@ class NewTensors(LandingEnd):
         """Make what is left to make; all that is in host memory."""
         return self._host.host
 
-    def _make(self, low: int, high: int) -> Iterator[int]:
+    def _make(self, low: int, high: int) -> list[int]:
         """Make the homes of these storages. The address of each, 0 for those on devices."""
         kinds, where = self._kinds[low:high], self._where[low:high]
+        addresses: list[int] = []
         for start, stop in _runs(kinds, where):
             if kinds[start] >= 0:
                 homes = self._tensors(low + start, low + stop, int(kinds[start]), where[start])
             else:
                 homes = [self._room(index) for index in range(low + start, low + stop)]
             self._homes += homes
-            yield from map(_data_ptr, homes) if where[start] == _HOST else [0] * len(homes)
+            addresses += map(_data_ptr, homes) if where[start] == _HOST else [0] * len(homes)
+        return addresses
 
     def _room(self, index: int) -> torch.Tensor:
         room = self._rooms.get(index)
@@ -210,7 +212,8 @@ class NewTensors(LandingEnd):
     def _state(self) -> Any:
         """The state, where no byte of it has a say in what it is made of."""
         self._complete()
-        if any(leaf is None for leaf in self._ready) or has_records(self._manifest.tree):
+        # Tensors are not to be compared with None.
+        if type(None) in set(map(type, self._ready)) or has_records(self._manifest.tree):
             return _NOT_YET
         return unflatten(self._manifest.tree, self._ready)
 
@@ -268,11 +271,13 @@ class NewTensors(LandingEnd):
 
 def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:
     """Storages [start, stop) that follow each other and are of one kind, on one device."""
+    if not where:
+        return
     ends = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
-    if len(set(where)) > 1:
+    if where.count(where[0]) < len(where):  # mostly all are one object
         moves = [n for n in range(1, len(where)) if where[n] != where[n - 1]]
         ends = np.union1d(ends, np.array(moves, np.int64))
-    yield from pairwise([0, *ends.tolist(), len(kinds)] if len(kinds) else [])
+    yield from pairwise([0, *ends.tolist(), len(kinds)])
 
 
 def _place(device: torch.device | str) -> torch.device:

@@ -24,8 +24,9 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Finish, describe
 from torchrelay.state.meshes import mesh_record
+from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import Path
-from torchrelay.state.tree import flatten, leaf_paths, show, text_of
+from torchrelay.state.tree import leaf_paths, show, text_of
 
 
 class Outline(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -80,7 +81,7 @@ def dotted(path: Path) -> str:
 
 class _Outliner:
     def __init__(self, state: object) -> None:
-        flat = flatten(state)
+        flat, _ = flatten_objects(state)
         self._paths = leaf_paths(flat.tree)
         self._held: list[_Held] = []
         self._alone: set[int] = set()  # tickets of arrays, which have a tensor of their own

@@ -11,6 +11,7 @@ from torchrelay.geometry import chunks as plan
 from torchrelay.geometry.runs import Copy
 from torchrelay.plan.blueprint import Blueprint, Others, order_of
 from torchrelay.record.pause import gc_paused
+from torchrelay.state.objects import flatten_objects
 from torchrelay.state.tensors import flat_bytes, versions_of
 from torchrelay.state.tree import Flat, flatten, leaf_paths, show
 
@@ -112,8 +113,10 @@ def capture(
     receivers: int = 1,
     chunk_bytes: int | None = None,
     like: Snapshot | Blueprint | None = None,
+    objects: bool = False,
 ) -> Snapshot:
-    """Describe a state without copying it. `UnsupportedLeafError` names what cannot travel.
+    """Describe a state without copying it. `UnsupportedLeafError` names what cannot travel. With
+    `objects`, those that have a state dict are described by it.
 
     `like` is an earlier capture or its `plan`, of this state or of any other. What it found is used
     again if the state has the same tree, and tensors of the same kind in the same memory; plain
@@ -121,7 +124,7 @@ def capture(
     `plan` is that of `like` if no plain value changed either.
     """
     with gc_paused():
-        flat = flatten(state)
+        flat = flatten_objects(state)[0] if objects else flatten(state)
         order = order_of(flat, receivers, chunk_bytes)
         before = like.plan if isinstance(like, Snapshot) else like
         versions: list[int] = []

@@ -7,26 +7,14 @@ may hold more or less than it is told, as an optimizer does before its first ste
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.record import manifest as m
-from torchrelay.state import tensors as t
 from torchrelay.state.paths import Path
 from torchrelay.state.registry import codec_of
-from torchrelay.state.tree import is_namedtuple, show
-
-_PLAIN = {
-    torch.Tensor,
-    torch.nn.Parameter,
-    t.DTensor,
-    *(str, bytes, int, float, bool, complex, type(None)),
-}
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
+from torchrelay.state.tree import Flat, flatten, show
 
 
 class Held(NamedTuple):
@@ -49,45 +37,20 @@ class Held(NamedTuple):
 Objects = dict[Path, Held]
 
 
-class Unwrapped(NamedTuple):
-    """A state with plain containers in place of objects, and the objects by where they stood."""
-
-    state: Any
-    objects: Objects
-
-
-def unwrap(state: object) -> Unwrapped:
-    """Put state dicts in place of objects. Containers are copied where something in them changes.
+def flatten_objects(state: object) -> tuple[Flat, Objects]:
+    """Take a state apart, with state dicts in place of objects; and the objects, by their paths.
 
     `UnsupportedLeafError` names an object that fails to give its state.
     """
     objects: Objects = {}
-    return Unwrapped(_unwrap(state, (), objects), objects)
 
-
-def _unwrap(value: Any, path: Path, found: Objects) -> Any:
-    kind = type(value)
-    if kind not in _CONTAINERS and not is_namedtuple(kind):
+    def opened(value: object, path: Path) -> object:
         if not _is_stateful(value):
             return value
-        found[path] = Held(value, _state_of(value, path))
-        return found[path].state
-    values = value.values() if isinstance(value, dict) else value
-    if _PLAIN.issuperset(map(type, values)) or len(path) >= m.MAX_DEPTH:
-        return value
-    keys: Iterable[object] = range(len(values))
-    if isinstance(value, dict):
-        keys = value
-    elif kind not in _CONTAINERS:
-        keys = kind._fields
-    news = [_unwrap(item, (*path, key), found) for key, item in zip(keys, values, strict=True)]
-    if all(new is old for new, old in zip(news, values, strict=True)):
-        return value
-    if isinstance(value, dict):
-        copy = value.copy()
-        copy.update(zip(value, news, strict=True))
-        return copy
-    return news if kind is list else tuple.__new__(kind, news)
+        found = objects[path] = Held(value, _state_of(value, path))
+        return found.state
+
+    return flatten(state, opened), objects
 
 
 def _is_stateful(value: object) -> bool:

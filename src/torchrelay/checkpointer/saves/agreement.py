@@ -8,7 +8,6 @@ import msgspec
 
 from torchrelay.deadlines import Deadline
 from torchrelay.plan.outline import outline
-from torchrelay.state.objects import unwrap
 from torchrelay.stores.shares import plan_limits
 from torchrelay.stores.shares.planning import Planning
 from torchrelay.transports.group.assembly import COORDINATOR, Call
@@ -47,7 +46,7 @@ def agree(
 
     def mine() -> bytes:
         if heard is None:
-            plan = planning.begin(outline(unwrap(state).state))
+            plan = planning.begin(outline(state))
         else:
             plan = planning.reply(heard.plan)
         return msgspec.msgpack.encode(_Saying(plan, deadline.left()))
