@@ -362,7 +362,7 @@ class Relay:
                 shards=target.shards,
                 means=self._means,
             ),
-            lambda: into.plan.known_tree if isinstance(into, PreparedDestination) else None,
+            into if isinstance(into, PreparedDestination) else None,
             route or self._route,
             self._connections,
         )

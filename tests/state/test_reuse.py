@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import msgspec
@@ -290,11 +290,28 @@ class TestPrepare:
         snapshot, destination = capture(source), prepare(into)
         matched, _ = destination.match(snapshot.manifest.tree, Selection(), strict=False)
         pieces, rest = one_by_one(matched.pairs, snapshot.manifest, destination, snapshot.chunks)
-        for pairs in (matched, Matched(matched.pairs, [], [])):
+        before = capture(build()).manifest
+        for pairs, expected in product((matched, Matched(matched.pairs, [], [])), (0, 1, 2)):
+            if expected:  # another state, or this very one
+                destination.expect(before if expected == 1 else snapshot.manifest)
             found = split(pairs, snapshot.manifest, destination, snapshot.chunks)
             columns = [column.tolist() for column in found.pieces[:5]]
             assert list(zip(*columns, strict=True)) == pieces
             assert found.rest == rest
+
+    def test_what_is_expected_is_not_worked_out_twice_and_holds_for_it_alone(self) -> None:
+        into = build()["many"]
+        destination, one, other = prepare(into), capture(into), capture(into)
+        destination.expect(one.manifest)
+        matched, _ = destination.match(one.manifest.tree, Selection(), strict=True)
+        assert destination.expected is not None
+        assert split(matched, one.manifest, destination, one.chunks) is destination.expected[1]
+        for late, manifest in (([], other.manifest), ([3], one.manifest)):
+            found = split(matched, manifest, destination, one.chunks, late)
+            assert found is not destination.expected[1] and len(found.rest) == len(late)
+        destination = prepare(into)
+        destination.expect(capture({"else": torch.ones(2)}).manifest)
+        assert destination.expected is None
 
     def test_a_landing_takes_it(self) -> None:
         source, into = build(), build()

@@ -73,7 +73,7 @@ def cut(nbytes: Sizes, chunk_bytes: int, small_bytes: int = SMALL_BYTES) -> tupl
 
 
 def _aligned(nbytes: Sizes) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return -(-np.asarray(nbytes, np.int64) // ALIGN) * ALIGN
+    return (np.asarray(nbytes, np.int64) + (ALIGN - 1)) & -ALIGN
 
 
 def stream_bytes(nbytes: Sizes) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column
 from torchrelay.landing.matching import match
+from torchrelay.landing.places import chunks_of
 from torchrelay.plan.plain import Plains, Sort, look
 from torchrelay.plan.selection import Selection
 from torchrelay.record import manifest as m
@@ -99,6 +100,16 @@ class PreparedDestination:
         self.plan = plan
         self.inside_records = inside_records(flat.tree)  # the leaves that these are made of
         self._looked_at = time.monotonic()
+        # Of a state that is expected: its leaves, which are the key, and where they go.
+        self.expected: tuple[Sequence[m.Leaf], Split] | None = None
+        self._same: m.Node = flat.tree  # or one that was found to be equal
+
+    def expect(self, manifest: m.Manifest) -> None:
+        """Work out ahead where a state goes: `split` knows it where the very same leaves come."""
+        if self._has(manifest.tree):
+            matched = Matched([], [], [], self.flat.tree)
+            found = split(matched, manifest, self, chunks_of(manifest))
+            self.expected = manifest.leaves, found
 
     def reached(self, low: int, high: int) -> list[int]:
         """The plain leaves that have some of the host's bytes [low, high)."""
@@ -124,7 +135,9 @@ class PreparedDestination:
         return match(tree, self.flat.tree, roots, choice, strict=strict)
 
     def _has(self, tree: m.Node) -> bool:
-        return tree is self.flat.tree or tree == self.flat.tree
+        if tree is not self._same and tree == self.flat.tree:
+            self._same = tree
+        return tree is self._same
 
 
 def prepare(into: object) -> PreparedDestination:
@@ -189,6 +202,9 @@ def split(
     The leaves in `late` are left for the general path; and all are if a piece of the stream has
     several places to go, or a place several pieces, which is for `check_ties` to look at.
     """
+    expected = None if late or matched.tree is None else prepared.expected
+    if expected is not None and expected[0] is manifest.leaves:
+        return expected[1]
     plains, table = prepared.plan.plains, table_of(manifest.leaves)
     here, there, numbers = _paired(matched, plains, table)
     fits = _fitting(plains, here, table, there)

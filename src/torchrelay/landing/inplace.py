@@ -187,10 +187,10 @@ class ExistingTensors(LandingEnd):
         """By storage, plain tensors on devices and where they lie in its image."""
         found: dict[int, list[tuple[int, torch.Tensor]]] = {}
         leaves: list[Any] = self._into.flat.leaves
-        starts, plain = self.chunks.starts, self._plain_far
-        columns = (plain.storage, plain.at, plain.leaf)
+        plain = self._plain_far
+        columns = (plain.storage, plain.at - self.chunks.places[plain.storage], plain.leaf)
         for storage, at, leaf in zip(*(column.tolist() for column in columns), strict=True):
-            found.setdefault(storage, []).append((at - starts[storage], leaves[leaf]))
+            found.setdefault(storage, []).append((at, leaves[leaf]))
         return found
 
     def _regions(self, storage: int) -> list[_Placed]:

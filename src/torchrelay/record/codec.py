@@ -168,6 +168,12 @@ class Recall:
             del known[0]
         self._known = tuple(known)
 
+    @property
+    def last(self) -> Manifest | None:
+        """What was decoded last, if it is remembered. With another step it has the same records."""
+        known = self._known
+        return known[-1][1] if known else None
+
     def clear(self) -> None:
         """Forget everything."""
         self._known = ()

@@ -208,7 +208,7 @@ def is_namedtuple(kind: type) -> bool:
 
 def _keys(mapping: dict[Any, Any], path: Path) -> tuple[Key, ...]:
     # The condition is that of `encode_key`, for all at once: nearly all keys are such.
-    if {str}.issuperset(map(type, mapping)) and "".join(mapping).isascii():
+    if [*map(type, mapping)].count(str) == len(mapping) and "".join(mapping).isascii():
         return tuple(mapping)
     try:
         return tuple([encode_key(k) for k in mapping])

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from torchrelay.deadlines import Deadline, Stopwatch
+from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.seam import Landing
 from torchrelay.landing.shards import Shards
 from torchrelay.progress import untold
-from torchrelay.record.compact import KnownTree
 from torchrelay.record.manifest import Manifest
 
 
@@ -53,6 +53,6 @@ class ReceiveOptions:
 
     step: int | None
     land: Callable[[Manifest], Landing]
-    known: Callable[[], KnownTree | None]  # the destination's
+    destination: PreparedDestination | None
     route: str | None
     connections: int

@@ -27,6 +27,7 @@ from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing
 from torchrelay.memory.side import settle
 from torchrelay.record import codec
+from torchrelay.record.compact import KnownTree
 from torchrelay.record.manifest import Manifest
 from torchrelay.transports.group.lines import (
     GRACE,
@@ -138,6 +139,7 @@ class Receiving:
     def _run(self) -> Landed:
         with self.watch("join"):
             self._line.send(self._join())
+            self._expect()
             self._hear("offer")
             assert self._machine.offer is not None
             offer = self._exchange(self._machine.offer)
@@ -170,6 +172,17 @@ class Receiving:
             # taken the bytes itself has nothing more to hear.
             self._line.ended.wait(GRACE)
         return landed
+
+    def _expect(self) -> None:
+        """Work out where the state goes that came last: mostly the next is described as it was, and
+        the sender takes a while to do so."""
+        last, into = self._resources.recall.last, self._wanted.destination
+        if last is not None and into is not None:
+            into.expect(last)
+
+    def _known_tree(self) -> KnownTree | None:
+        into = self._wanted.destination
+        return None if into is None else into.plan.known_tree
 
     @property
     def mover(self) -> Mover:
@@ -246,7 +259,7 @@ class Receiving:
         """Look at the offer; refuse it with a reason, or prepare to land it."""
         try:
             recall = self._resources.recall
-            self.manifest = recall.decode(offer.manifest, self._wanted.known, self._in_time)
+            self.manifest = recall.decode(offer.manifest, self._known_tree, self._in_time)
             step = self.manifest.step
             if self._step is not None and step != self._step:
                 raise StepMismatchError(

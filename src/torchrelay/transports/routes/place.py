@@ -184,8 +184,9 @@ def _memfd_device() -> int:
 
 def _users(pid: int) -> tuple[int, int]:
     """Real and effective user of a process, as the kernel has it; `OSError` if there is none."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("Uid:"):
-            real, effective, *_ = map(int, line.split()[1:])
-            return real, effective
+    with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
+        _, found, rest = file.read(1 << 16).partition(b"\nUid:")
+    if found:
+        real, effective, *_ = map(int, rest.split(b"\n", 1)[0].split())
+        return real, effective
     raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
