@@ -21,8 +21,8 @@ from benchmarks.harness import SECONDS
 from torchrelay import Relay
 from torchrelay.geometry.runs import Runs
 from torchrelay.memory.kernels import Tables, by_device
-from torchrelay.transports.routes import device_digests
-from torchrelay.transports.routes.ipc_handles import Exports, Openings
+from torchrelay.transports.routes.nearby import device_digests
+from torchrelay.transports.routes.nearby.ipc_handles import Exports, Openings
 
 ALONE, TRANSFERS, DEVICE_WORK = CONDITIONS = ("alone", "transfers", "device_work")
 NAME = "matmul loop beside transfers"

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout
 from torchrelay.errors import RelayError, StateError, UsageError
+from torchrelay.landing.checks.shards import Shards, check_choice
 from torchrelay.landing.destination import PreparedDestination, prepare
 from torchrelay.landing.seam import land
-from torchrelay.landing.shards import Shards, check_choice
 from torchrelay.memory.kernels import warm_up
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.memory.side import in_use, settle
@@ -36,8 +36,8 @@ from torchrelay.transports.protocol.report import Received, Report
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.protocol.summary import received_report, sent_report
 from torchrelay.transports.resources import Resources
-from torchrelay.transports.routes.channels import MOST_CONNECTIONS, usual_connections
 from torchrelay.transports.routes.choice import check_route
+from torchrelay.transports.routes.sockets.channels import MOST_CONNECTIONS, usual_connections
 
 if TYPE_CHECKING:
     from torchrelay.endpoint.share import SharedState

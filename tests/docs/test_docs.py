@@ -49,7 +49,9 @@ from torchrelay.stores import records as commit
 from torchrelay.stores.objects import store as objects
 from torchrelay.stores.shares import layout
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes import channels, cuda_ipc, host, ipc_handles, ring
+from torchrelay.transports.routes import cuda_ipc, host
+from torchrelay.transports.routes.nearby import ipc_handles, ring
+from torchrelay.transports.routes.sockets import channels
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -36,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten_with_path, tree_structure, tree_unflatten
 
 from tests.support.rounds import rounds
-from torchrelay.dropin._closed_unpickler import loads
+from torchrelay.dropin._pickles.closed_unpickler import loads
 from torchrelay.errors import RemoteProtocolError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")

@@ -12,8 +12,8 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, same, weights
 from tests.support.ways import by, patched
 from torchrelay.deadlines import Deadline
-from torchrelay.transports.routes import addresses, channels
-from torchrelay.transports.routes.channels import TOKEN_BYTES, Channel, Channels
+from torchrelay.transports.routes.sockets import addresses, channels
+from torchrelay.transports.routes.sockets.channels import TOKEN_BYTES, Channel, Channels
 
 NEW = 1
 LONG = 25.0

@@ -28,10 +28,11 @@ from torchrelay.geometry.runs import Runs
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.receiver import off_schedule
-from torchrelay.transports.routes import notes, place
+from torchrelay.transports.routes import notes
 from torchrelay.transports.routes.choice import GROUP
 from torchrelay.transports.routes.host import HostServer, Memory
-from torchrelay.transports.routes.place import Process, Proof, claim
+from torchrelay.transports.routes.nearby import place
+from torchrelay.transports.routes.nearby.place import Process, Proof, claim
 from torchrelay.transports.transfer import intake
 
 OLD, NEW = 100, 1

@@ -25,7 +25,7 @@ from torchrelay.record.digest import digest
 from torchrelay.transports.group import lines as group_module
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.peers import Peer
+from torchrelay.transports.protocol.machines.peers import Peer
 from torchrelay.transports.routes.host import HostServer, Memory
 from torchrelay.transports.transfer.outflow import Outflow
 

@@ -16,7 +16,7 @@ from tests.support.faults import CHUNK, verdict, weights
 from tests.support.ways import by, every_way, patched
 from torchrelay.errors import RelayError
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.peers import Peer, Stage, outcome
+from torchrelay.transports.protocol.machines.peers import Peer, Stage, outcome
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
 

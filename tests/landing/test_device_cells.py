@@ -20,8 +20,8 @@ import xxhash
 
 from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
 from torchrelay.memory.kernels import ChunkTable
-from torchrelay.transports.routes import device_digests
-from torchrelay.transports.routes.device_digests import Copied, Grid, cell_bytes
+from torchrelay.transports.routes.nearby import device_digests
+from torchrelay.transports.routes.nearby.device_digests import Copied, Grid, cell_bytes
 
 CELL = 64
 

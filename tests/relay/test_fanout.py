@@ -12,7 +12,7 @@ import torch
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, Outcome, received, same, sent, weights
 from tests.support.ways import VERIFIED, by, every_route, every_way, route_of
-from torchrelay.transports.routes.channels import usual_connections
+from torchrelay.transports.routes.sockets.channels import usual_connections
 
 TIMEOUT = 30.0
 

@@ -35,8 +35,8 @@ from torchrelay.resharding.owners import whole_of
 from torchrelay.resharding.record import RankBox, RankRecord
 from torchrelay.stores.shares.plans import Told
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.machines.peers import Peer
 from torchrelay.transports.protocol.parts import Branch
-from torchrelay.transports.protocol.peers import Peer
 from torchrelay.transports.protocol.sender import Sending
 
 LONG = 60.0  # the first call imports what torch needs for meshes

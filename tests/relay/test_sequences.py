@@ -20,8 +20,8 @@ from tests.support.ways import BY_MESSAGES, by, every_route, every_way
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.sender import Sending
-from torchrelay.transports.routes import tcp as lanes
 from torchrelay.transports.routes.host import HostPull
+from torchrelay.transports.routes.sockets import tcp as lanes
 from torchrelay.transports.transfer import outflow
 from torchrelay.transports.transfer.buffers import IN_FLIGHT
 from torchrelay.transports.transfer.intake import Intake

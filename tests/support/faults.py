@@ -18,8 +18,8 @@ from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.routes.host import HostPull
+from torchrelay.transports.routes.nearby.ring import RingServer
 from torchrelay.transports.routes.nixl import NixlPull
-from torchrelay.transports.routes.ring import RingServer
 from torchrelay.transports.transfer.intake import Intake
 from torchrelay.transports.transfer.pull import Pull
 

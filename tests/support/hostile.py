@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from torchrelay import Checkpointer
-from torchrelay.dropin._closed_unpickler import loads
+from torchrelay.dropin._pickles.closed_unpickler import loads
 from torchrelay.dropin.stock_dcp import read_stock, read_torch_save
 from torchrelay.errors import RelayError
 from torchrelay.landing.packed import unpack

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrelay.errors import PeerLostError, RelayError, TransferTimeoutError
-from torchrelay.transports.protocol import actions as act
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.peers import Peer, Stage
-from torchrelay.transports.protocol.receiver_machine import (
+from torchrelay.transports.protocol.machines import actions as act
+from torchrelay.transports.protocol.machines.peers import Peer, Stage
+from torchrelay.transports.protocol.machines.receiver_machine import (
     FedMachine,
     FeedTerms,
     ReceiverMachine,
     ReceiverStage,
 )
-from torchrelay.transports.protocol.sender_machine import SenderMachine, SendTerms
+from torchrelay.transports.protocol.machines.sender_machine import SenderMachine, SendTerms
 from torchrelay.transports.routes.choice import BY_NAME
 
 SENDER = 0

@@ -11,10 +11,10 @@ from msgspec import inspect
 
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes.channels import Channel
 from torchrelay.transports.routes.cuda_ipc import DeviceMemory, DeviceTables
 from torchrelay.transports.routes.host import Memory
-from torchrelay.transports.routes.ring import Fill, Ring
+from torchrelay.transports.routes.nearby.ring import Fill, Ring
+from torchrelay.transports.routes.sockets.channels import Channel
 
 KINDS: tuple[Any, ...] = wire.Message.__args__  # type: ignore[attr-defined]
 ROUTE_KINDS: tuple[Any, ...] = (Memory, DeviceMemory, DeviceTables, Ring, Fill, Channel)

@@ -18,7 +18,8 @@ import pytest
 
 import torchrelay as tr
 from torchrelay.memory import vectors
-from torchrelay.transports.routes import connections, host, place
+from torchrelay.transports.routes import connections, host
+from torchrelay.transports.routes.nearby import place
 
 WAYS = ("group", "channel", "host", "ring")
 NEARBY = ("host", "ring")

@@ -17,11 +17,17 @@ from tests.support.faults import CHUNK, Outcome, attempt, received, sent, verdic
 from tests.support.ways import by, patched
 from torchrelay.deadlines import Deadline
 from torchrelay.record.digest import digest, running_digest
-from torchrelay.transports.protocol import fanout
-from torchrelay.transports.routes import addresses, channels, connections
-from torchrelay.transports.routes import tcp as lanes
-from torchrelay.transports.routes.channels import TOKEN_BYTES, Channel, Channels, channels_of
-from torchrelay.transports.routes.tcp import Lanes
+from torchrelay.transports.protocol.machines import fanout
+from torchrelay.transports.routes import connections
+from torchrelay.transports.routes.sockets import addresses, channels
+from torchrelay.transports.routes.sockets import tcp as lanes
+from torchrelay.transports.routes.sockets.channels import (
+    TOKEN_BYTES,
+    Channel,
+    Channels,
+    channels_of,
+)
+from torchrelay.transports.routes.sockets.tcp import Lanes
 from torchrelay.transports.transfer import intake
 
 OLD, LONG = 100, 25.0

@@ -12,12 +12,13 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, RECEIVER, held_at, received, sent, verdict, weights
 from tests.support.ranks import Ranks
 from tests.support.ways import by, elsewhere, patched, taking
-from torchrelay.transports.protocol import fanout, receiver, wire
-from torchrelay.transports.routes import addresses, channels
-from torchrelay.transports.routes import tcp as lanes
-from torchrelay.transports.routes.channels import Channel, Channels
+from torchrelay.transports.protocol import receiver, wire
+from torchrelay.transports.protocol.machines import fanout
 from torchrelay.transports.routes.choice import BY_NAME
-from torchrelay.transports.routes.tcp import Lanes
+from torchrelay.transports.routes.sockets import addresses, channels
+from torchrelay.transports.routes.sockets import tcp as lanes
+from torchrelay.transports.routes.sockets.channels import Channel, Channels
+from torchrelay.transports.routes.sockets.tcp import Lanes
 from torchrelay.transports.transfer import outflow
 
 OLD, LONG = 100, 25.0

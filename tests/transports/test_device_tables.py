@@ -16,9 +16,9 @@ import xxhash
 from torchrelay.geometry.runs import Runs
 from torchrelay.stores.seam import Buffer
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
-from torchrelay.transports.routes import ipc_handles
-from torchrelay.transports.routes.device_digests import CELL_BYTES, CELLS, cell_bytes, cells
-from torchrelay.transports.routes.ipc_handles import Export, IpcError, pack, sources
+from torchrelay.transports.routes.nearby import ipc_handles
+from torchrelay.transports.routes.nearby.device_digests import CELL_BYTES, CELLS, cell_bytes, cells
+from torchrelay.transports.routes.nearby.ipc_handles import Export, IpcError, pack, sources
 
 
 def allocation(base: int, nbytes: int, number: int) -> ipc_handles._Allocation:

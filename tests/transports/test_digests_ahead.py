@@ -13,8 +13,8 @@ from tests.support.faults import CHUNK, received, sent, weights
 from tests.support.ways import by, patched
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.peers import Peer, Stage
-from torchrelay.transports.protocol.sender_machine import SenderMachine, SendTerms
+from torchrelay.transports.protocol.machines.peers import Peer, Stage
+from torchrelay.transports.protocol.machines.sender_machine import SenderMachine, SendTerms
 from torchrelay.transports.transfer import outflow
 from torchrelay.transports.transfer.buffers import IN_FLIGHT
 from torchrelay.transports.transfer.intake import Intake

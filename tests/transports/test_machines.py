@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.support.joined import SECONDS, Receiver, World
-from torchrelay.transports.protocol.peers import Stage
-from torchrelay.transports.protocol.receiver_machine import FedMachine
-from torchrelay.transports.protocol.sender_machine import SenderMachine
+from torchrelay.transports.protocol.machines.peers import Stage
+from torchrelay.transports.protocol.machines.receiver_machine import FedMachine
+from torchrelay.transports.protocol.machines.sender_machine import SenderMachine
 
 SCHEDULES = 20_000
 BATCH = 2_000

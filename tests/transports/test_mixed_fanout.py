@@ -34,11 +34,13 @@ from tests.support.ranks import Ranks, reached, run_ranks
 from tests.support.ways import elsewhere, patched, refused
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.memory.vectors import OtherMemoryError
-from torchrelay.transports.protocol import fanout, wire
-from torchrelay.transports.protocol.peers import Peer, go
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.machines import fanout
+from torchrelay.transports.protocol.machines.peers import Peer, go
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.routes import hops as handing
-from torchrelay.transports.routes import notes, place
+from torchrelay.transports.routes import notes
+from torchrelay.transports.routes.nearby import place
 
 OLD, NEW = 100, 1
 TIMEOUT = 25.0

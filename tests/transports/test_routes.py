@@ -23,12 +23,12 @@ from tests.support.ways import VERIFIED, by, elsewhere, every_way, patched, refu
 from torchrelay.geometry.runs import Runs
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.fanout import by_machine
+from torchrelay.transports.protocol.machines.fanout import by_machine
 from torchrelay.transports.routes import choice as routes
-from torchrelay.transports.routes import place
 from torchrelay.transports.routes.host import HostServer, Memory, reach
-from torchrelay.transports.routes.place import Proof
-from torchrelay.transports.routes.ring import Fill, Ring
+from torchrelay.transports.routes.nearby import place
+from torchrelay.transports.routes.nearby.place import Proof
+from torchrelay.transports.routes.nearby.ring import Fill, Ring
 from torchrelay.transports.routes.seam import Mover, Unavailable
 
 OLD, NEW = 100, 1

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.transports.protocol import fanout, wire
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.machines import fanout
 
 RANKS = 8
 PLACE = wire.Place("b7e1", 1000, 4026531836, 4321)

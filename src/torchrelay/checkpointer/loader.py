@@ -22,7 +22,7 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
-from torchrelay.landing.ending import TORN
+from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed
 from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.bounded import bounded

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torchrelay.checkpointer.planners import PlannedReads
 from torchrelay.errors import MismatchError, StorageTimeoutError
-from torchrelay.landing.ending import Together, Watch, alone
+from torchrelay.landing.commit.ending import Together, Watch, alone
 from torchrelay.landing.places import Landed
 from torchrelay.landing.seam import land
 from torchrelay.landing.workspace import Workspace

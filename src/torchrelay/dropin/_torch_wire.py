@@ -22,7 +22,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import KeyPath, keystr, tree_unflatten
 
-from torchrelay.dropin._closed_unpickler import loads
+from torchrelay.dropin._pickles.closed_unpickler import loads
 from torchrelay.dropin._torch_records import (
     _DTensorMeta,
     _prepare_state_dict,

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchrelay.dropin._stock_files import StockFiles, checked_chunk
-from torchrelay.dropin._stock_metadata import Chunk, StockTensor, decode
+from torchrelay.dropin._dcp_directory.files import StockFiles, checked_chunk
+from torchrelay.dropin._dcp_directory.metadata import Chunk, StockTensor, decode
 from torchrelay.dropin.stock_dcp import read_metadata
 from torchrelay.errors import CheckpointError
 from torchrelay.inspection.numbers import memory_of

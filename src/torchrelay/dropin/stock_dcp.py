@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchrelay.dropin._saved_pickle import check_archive, check_legacy
-from torchrelay.dropin._stock_files import StockFiles, first_line, pickle_in, whole_tensor
-from torchrelay.dropin._stock_metadata import MAX_METADATA, StockTensor, decode
+from torchrelay.dropin._dcp_directory.files import StockFiles, first_line, pickle_in, whole_tensor
+from torchrelay.dropin._dcp_directory.metadata import MAX_METADATA, StockTensor, decode
+from torchrelay.dropin._pickles.saved_pickle import check_archive, check_legacy
 from torchrelay.errors import (
     CheckpointError,
     ManifestError,

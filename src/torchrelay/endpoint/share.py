@@ -12,7 +12,7 @@ from torchrelay.deadlines import Timeout
 from torchrelay.endpoint.front import Endpoint, serve
 from torchrelay.endpoint.publishing import Published
 from torchrelay.sources.peer import PeerNotes, SharedAt
-from torchrelay.transports.routes.addresses import listen_here
+from torchrelay.transports.routes.sockets.addresses import listen_here
 
 
 class SharedState:

@@ -17,7 +17,7 @@ import numpy as np
 
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column
-from torchrelay.landing.matching import match
+from torchrelay.landing.checks.matching import match
 from torchrelay.landing.places import chunks_of
 from torchrelay.plan.plain import Plains, Sort, look
 from torchrelay.plan.selection import Selection

@@ -17,10 +17,10 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Runs
-from torchrelay.landing.ending import LandingEnd
+from torchrelay.landing.checks.shards import check_shards
+from torchrelay.landing.commit.ending import LandingEnd
 from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, strides_of
 from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of
-from torchrelay.landing.shards import check_shards
 from torchrelay.landing.terms import Terms
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate, large_rooms
 from torchrelay.plan.offer import OfferedState

@@ -11,10 +11,11 @@ import torch
 
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.geometry.strides import packed
+from torchrelay.landing.checks.fit import ArrayFit, Fit, Found, fit
+from torchrelay.landing.checks.ties import check_ties, host_spans
+from torchrelay.landing.commit.ending import LandingEnd
+from torchrelay.landing.commit.handover import Handover
 from torchrelay.landing.destination import Pair, PreparedDestination, Straight, split
-from torchrelay.landing.ending import LandingEnd
-from torchrelay.landing.fit import ArrayFit, Fit, Found, fit
-from torchrelay.landing.handover import Handover
 from torchrelay.landing.held import HeldImages, only_device
 from torchrelay.landing.leaves import (
     check_leaf,
@@ -27,7 +28,6 @@ from torchrelay.landing.leaves import (
 from torchrelay.landing.missing import Anew, ToldLeaf
 from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of, reaching
 from torchrelay.landing.terms import Terms
-from torchrelay.landing.ties import check_ties, host_spans
 from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.offer import OfferedState
 from torchrelay.plan.region import Region, copy_boxes

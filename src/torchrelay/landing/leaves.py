@@ -10,7 +10,7 @@ import torch
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
-from torchrelay.landing.fit import ArrayFit, Fit
+from torchrelay.landing.checks.fit import ArrayFit, Fit
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, build, check_buildable

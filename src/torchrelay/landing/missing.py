@@ -12,10 +12,10 @@ import torch
 
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Runs
-from torchrelay.landing.fit import fit, mesh_of
+from torchrelay.landing.checks.fit import fit, mesh_of
+from torchrelay.landing.checks.shards import Shards, check_shards
 from torchrelay.landing.fresh import place_for
 from torchrelay.landing.leaves import check_leaf, make_leaf
-from torchrelay.landing.shards import Shards, check_shards
 from torchrelay.landing.workspace import Workspace, allocate, large_rooms
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t

@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 
 from torchrelay.geometry.chunks import Chunks
+from torchrelay.landing.checks.shards import Shards
+from torchrelay.landing.commit.ending import Act, Together, Watch
 from torchrelay.landing.destination import PreparedDestination, prepare
-from torchrelay.landing.ending import Act, Together, Watch
 from torchrelay.landing.fresh import NewTensors
 from torchrelay.landing.inplace import ExistingTensors
 from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places
-from torchrelay.landing.shards import Shards
 from torchrelay.landing.terms import Terms
 from torchrelay.landing.workspace import Plainly, Workspace
 from torchrelay.plan.offer import OfferedState, SentState

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchrelay.landing.shards import Shards
+from torchrelay.landing.checks.shards import Shards
 
 
 class Terms(NamedTuple):

@@ -32,7 +32,7 @@ from torchrelay.errors import (
     TornStateError,
     TransferTimeoutError,
 )
-from torchrelay.landing.ending import TORN
+from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed
 from torchrelay.memory import threads
 from torchrelay.plan.reads import BoxRead

@@ -42,7 +42,7 @@ from torchrelay.errors import (
     UnsupportedLeafError,
     UsageError,
 )
-from torchrelay.landing.ending import TORN
+from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.packed import unpack
 from torchrelay.memory.bounded import bounded
 from torchrelay.plan.outline import outline

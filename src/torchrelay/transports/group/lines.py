@@ -29,8 +29,8 @@ from torchrelay.state.tensors import device_backends
 from torchrelay.transports.group.c10d import ProcessGroup, Watcher, inside_backend, use, wait_for
 from torchrelay.transports.group.device_group import DeviceGroup, Mail
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.events import CLOSED
 from torchrelay.transports.protocol.exchange import OfferExchange
+from torchrelay.transports.protocol.machines.events import CLOSED
 
 GRACE = 1.0  # seconds for the last messages of a transfer to be taken
 UNHEARD = 1024  # messages of a peer that wait to be heard, at most

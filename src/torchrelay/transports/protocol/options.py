@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from torchrelay.deadlines import Deadline, Stopwatch
+from torchrelay.landing.checks.shards import Shards
 from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.seam import Landing
-from torchrelay.landing.shards import Shards
 from torchrelay.progress import untold
 from torchrelay.record.manifest import Manifest
 

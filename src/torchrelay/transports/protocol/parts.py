@@ -20,8 +20,8 @@ from torchrelay.errors import RelayError, TransferTimeoutError
 from torchrelay.memory import threads
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.events import failure
-from torchrelay.transports.protocol.peers import Peer, Stage
+from torchrelay.transports.protocol.machines.events import failure
+from torchrelay.transports.protocol.machines.peers import Peer, Stage
 
 Awaited = TypeVar("Awaited", wire.Inventory, wire.Selected)
 

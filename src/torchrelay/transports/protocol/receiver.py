@@ -22,7 +22,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from torchrelay.landing.ending import TORN
+from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing
 from torchrelay.memory.side import settle
@@ -36,14 +36,14 @@ from torchrelay.transports.group.lines import (
     GroupLines,
 )
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.actions import Say
-from torchrelay.transports.protocol.events import CLOSED, failure
 from torchrelay.transports.protocol.exchange import HeldOffer
+from torchrelay.transports.protocol.machines.actions import Say
+from torchrelay.transports.protocol.machines.events import CLOSED, failure
+from torchrelay.transports.protocol.machines.receiver_machine import ReceiverMachine
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
-from torchrelay.transports.protocol.receiver_machine import ReceiverMachine
 from torchrelay.transports.resources import Resources
-from torchrelay.transports.routes import place
 from torchrelay.transports.routes.choice import GROUP, Choice, choose
+from torchrelay.transports.routes.nearby import place
 from torchrelay.transports.routes.seam import Incoming, Mover, Route
 
 

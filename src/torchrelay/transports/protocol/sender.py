@@ -18,7 +18,7 @@ from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.actions import (
+from torchrelay.transports.protocol.machines.actions import (
     CallAnew,
     CutOff,
     FeedBeside,
@@ -33,10 +33,17 @@ from torchrelay.transports.protocol.actions import (
     ServeParts,
     Trail,
 )
+from torchrelay.transports.protocol.machines.peers import (
+    Peer,
+    Said,
+    Stage,
+    connect,
+    hang_up,
+    outcome,
+)
+from torchrelay.transports.protocol.machines.sender_machine import SenderMachine, SendTerms
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.parts import Branches, MakeBranch
-from torchrelay.transports.protocol.peers import Peer, Said, Stage, connect, hang_up, outcome
-from torchrelay.transports.protocol.sender_machine import SenderMachine, SendTerms
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes.choice import servers
 from torchrelay.transports.routes.seam import Outgoing, PushStream, Unavailable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrelay.landing.places import Landed
-from torchrelay.transports.protocol.peers import Stage
+from torchrelay.transports.protocol.machines.peers import Stage
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.report import Report
 from torchrelay.transports.protocol.sender import Sending

@@ -9,9 +9,8 @@ import msgspec
 
 from torchrelay.deadlines import Deadline
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes import channels, place
-from torchrelay.transports.routes.channels import Channel, ChannelUse, channels_of
 from torchrelay.transports.routes.messages import PushedChunks
+from torchrelay.transports.routes.nearby import place
 from torchrelay.transports.routes.seam import (
     Incoming,
     Line,
@@ -22,6 +21,8 @@ from torchrelay.transports.routes.seam import (
     Server,
     Unavailable,
 )
+from torchrelay.transports.routes.sockets import channels
+from torchrelay.transports.routes.sockets.channels import Channel, ChannelUse, channels_of
 from torchrelay.transports.transfer.worker import on_the_way
 
 WORTH_BYTES = 64 << 20  # of a state, from which on it gains more than connecting costs

@@ -13,8 +13,6 @@ from msgspec import Meta
 from torchrelay.geometry.runs import Runs
 from torchrelay.memory.kernels import by_device
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes import device_digests, place
-from torchrelay.transports.routes.device_digests import DeviceDigests, Sources
 from torchrelay.transports.routes.host import (
     HostPull,
     HostServer,
@@ -23,7 +21,15 @@ from torchrelay.transports.routes.host import (
     find_ways,
     reach,
 )
-from torchrelay.transports.routes.ipc_handles import Export, Exported, Exports, IpcError, Openings
+from torchrelay.transports.routes.nearby import device_digests, place
+from torchrelay.transports.routes.nearby.device_digests import DeviceDigests, Sources
+from torchrelay.transports.routes.nearby.ipc_handles import (
+    Export,
+    Exported,
+    Exports,
+    IpcError,
+    Openings,
+)
 from torchrelay.transports.routes.seam import (
     Incoming,
     Line,

@@ -23,7 +23,7 @@ from torchrelay.memory.vectors import OtherMemoryError, read_run
 from torchrelay.transports.group.c10d import ProcessGroup, Watcher, Work, inside_backend, wait_for
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes import notes as numbers
-from torchrelay.transports.routes import place
+from torchrelay.transports.routes.nearby import place
 
 
 class Handed(Protocol):

@@ -25,10 +25,17 @@ from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, re
 from torchrelay.record.digest import RollingDigest
 from torchrelay.record.pause import gc_paused
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes import place
-from torchrelay.transports.routes.chunk_ways import SenderMemory, Shares, share
-from torchrelay.transports.routes.place import Process
-from torchrelay.transports.routes.ring import Fill, MappedRing, MappedRings, Ring, Rings, RingServer
+from torchrelay.transports.routes.nearby import place
+from torchrelay.transports.routes.nearby.chunk_ways import SenderMemory, Shares, share
+from torchrelay.transports.routes.nearby.place import Process
+from torchrelay.transports.routes.nearby.ring import (
+    Fill,
+    MappedRing,
+    MappedRings,
+    Ring,
+    Rings,
+    RingServer,
+)
 from torchrelay.transports.routes.seam import (
     Incoming,
     Line,

@@ -19,8 +19,8 @@ from torchrelay.memory.host import at_address
 from torchrelay.memory.side import in_use, on_side_stream
 from torchrelay.record.digest import digest
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.actions import AskSender, FreeChunk, PassOn, Say
-from torchrelay.transports.protocol.receiver_machine import FedMachine, FeedTerms, Flow
+from torchrelay.transports.protocol.machines.actions import AskSender, FreeChunk, PassOn, Say
+from torchrelay.transports.protocol.machines.receiver_machine import FedMachine, FeedTerms, Flow
 from torchrelay.transports.routes.hops import Way, way_in, way_on
 from torchrelay.transports.routes.seam import Incoming
 from torchrelay.transports.transfer.buffers import IN_FLIGHT

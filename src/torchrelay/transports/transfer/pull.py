@@ -18,7 +18,7 @@ from torchrelay.memory.pool import cores
 from torchrelay.memory.side import on_side_stream
 from torchrelay.record.digest import digest
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.events import RETRIES, failure
+from torchrelay.transports.protocol.machines.events import RETRIES, failure
 from torchrelay.transports.routes.seam import Incoming, Mover
 from torchrelay.transports.transfer.worker import Worker
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from torchrelay.dropin._saved_pickle import check_archive
-from torchrelay.dropin._stock_metadata import Chunk, StockMetadata, StockPiece, StockTensor
+from torchrelay.dropin._dcp_directory.metadata import Chunk, StockMetadata, StockPiece, StockTensor
+from torchrelay.dropin._pickles.saved_pickle import check_archive
 from torchrelay.errors import DigestError, ManifestError, UnsupportedLeafError
 
 

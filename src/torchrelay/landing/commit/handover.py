@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchrelay.landing.containers import Renewal
-from torchrelay.landing.objects import Telling, tell_written
+from torchrelay.landing.commit.containers import Renewal
+from torchrelay.landing.commit.objects import Telling, tell_written
 from torchrelay.record import manifest as m
 from torchrelay.state.objects import Objects
 from torchrelay.state.paths import Path

@@ -12,7 +12,7 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.strides import contiguous_strides, extent, overlapping, packed
-from torchrelay.landing.fit import ArrayFit, Fit, Found
+from torchrelay.landing.checks.fit import ArrayFit, Fit, Found
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.paths import Path

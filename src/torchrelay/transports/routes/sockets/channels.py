@@ -27,8 +27,8 @@ from torchrelay.deadlines import Deadline
 from torchrelay.memory.pool import cores
 from torchrelay.transports.group.c10d import ProcessGroup
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes.addresses import check_peer, listen_here, own
-from torchrelay.transports.routes.tcp import NUMBER, Lanes
+from torchrelay.transports.routes.sockets.addresses import check_peer, listen_here, own
+from torchrelay.transports.routes.sockets.tcp import NUMBER, Lanes
 
 NAME = "connections"  # of the route
 MOST_CONNECTIONS = 16  # of a channel

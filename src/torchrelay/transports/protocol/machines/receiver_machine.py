@@ -30,7 +30,7 @@ from enum import Enum
 
 from torchrelay.errors import DigestError, PeerLostError, RemoteProtocolError
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.actions import (
+from torchrelay.transports.protocol.machines.actions import (
     AskSender,
     FreeChunk,
     PassOn,
@@ -38,7 +38,7 @@ from torchrelay.transports.protocol.actions import (
     Say,
     StopPassing,
 )
-from torchrelay.transports.protocol.events import CLOSED, RETRIES, failure
+from torchrelay.transports.protocol.machines.events import CLOSED, RETRIES, failure
 
 
 class ReceiverStage(Enum):

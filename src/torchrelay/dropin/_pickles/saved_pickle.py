@@ -12,7 +12,7 @@ import mmap
 import pickle
 from typing import Any
 
-from torchrelay.dropin._pickle_machine import BYTE, OPCODES, WORD, Machine, Name, PickledCall
+from torchrelay.dropin._pickles.machine import BYTE, OPCODES, WORD, Machine, Name, PickledCall
 from torchrelay.errors import ManifestError
 from torchrelay.record.keys import KeyTable
 

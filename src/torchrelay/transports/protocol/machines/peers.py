@@ -17,9 +17,10 @@ from torchrelay.errors import (
     TransferTimeoutError,
 )
 from torchrelay.transports.group.lines import ControlLine, GroupLines
-from torchrelay.transports.protocol import fanout, wire
-from torchrelay.transports.routes import place
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.machines import fanout
 from torchrelay.transports.routes.choice import BY_NAME, GROUP
+from torchrelay.transports.routes.nearby import place
 from torchrelay.transports.routes.seam import Route, Server
 
 UNTAKEN = 64  # messages that a receiver which goes on asking has not taken

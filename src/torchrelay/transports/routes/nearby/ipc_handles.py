@@ -26,8 +26,8 @@ from torchrelay.memory.kernels import CudaError, Tables, brief_driver, device_at
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.resources import Kept
-from torchrelay.transports.routes import place
-from torchrelay.transports.routes.device_digests import Grid, Sources
+from torchrelay.transports.routes.nearby import place
+from torchrelay.transports.routes.nearby.device_digests import Grid, Sources
 
 HANDLE_BYTES = 64
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID

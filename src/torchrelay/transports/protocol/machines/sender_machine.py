@@ -33,8 +33,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchrelay.transports.protocol import fanout, wire
-from torchrelay.transports.protocol.actions import (
+from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.machines import fanout
+from torchrelay.transports.protocol.machines.actions import (
     CallAnew,
     CutOff,
     FeedBeside,
@@ -49,7 +50,7 @@ from torchrelay.transports.protocol.actions import (
     ServeParts,
     Trail,
 )
-from torchrelay.transports.protocol.peers import Peer, Stage, go, join_ends
+from torchrelay.transports.protocol.machines.peers import Peer, Stage, go, join_ends
 from torchrelay.transports.routes.choice import GROUP
 
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause

@@ -27,7 +27,7 @@ from torchrelay.memory.side import in_use, on_side_stream
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.resources import Kept
-from torchrelay.transports.routes.place import Process, open_memfd
+from torchrelay.transports.routes.nearby.place import Process, open_memfd
 from torchrelay.transports.routes.seam import Line
 from torchrelay.transports.transfer.worker import Worker
 

@@ -35,7 +35,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from torchrelay.dropin._pickle_machine import SCALARS, Machine, Name, PickledCall, refuse
+from torchrelay.dropin._pickles.machine import SCALARS, Machine, Name, PickledCall, refuse
 from torchrelay.dropin._torch_records import (
     _DTensorMeta,
     _ShardedTensorMeta,

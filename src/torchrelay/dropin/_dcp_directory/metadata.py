@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchrelay.dropin._pickle_machine import Machine, Name, PickledCall
+from torchrelay.dropin._pickles.machine import Machine, Name, PickledCall
 from torchrelay.errors import ManifestError, RelayError, RemoteProtocolError, UnsupportedLeafError
 from torchrelay.geometry.boxes import Comparisons
 

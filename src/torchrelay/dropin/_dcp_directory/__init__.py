@@ -1,0 +1,1 @@
+"""Directories that stock DCP has written."""

@@ -1,0 +1,1 @@
+"""Pickles that are read without running them."""

@@ -1,0 +1,1 @@
+"""Whether a destination can take what is offered."""

@@ -1,0 +1,1 @@
+"""How every landing ends: told, written, handed over, or taken back."""

@@ -1,0 +1,1 @@
+"""The two sides of a transfer as pure state machines, and what they speak of."""

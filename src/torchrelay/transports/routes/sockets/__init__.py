@@ -1,0 +1,1 @@
+"""TCP connections of the library's own."""
