@@ -62,7 +62,7 @@ def test_what_is_here_is_sent_and_nothing_else(seed: Seed) -> None:
     assert _ask(seed, "/record?step=6")[0] == 404
     assert _ask(seed, "/readers/me", "POST", b"{}")[0] == 204
     assert _ask(seed, "/readers/me", "POST", b" " * 10_000)[0] == 400
-    assert _ask(seed, "/seeds", "POST", b"{}")[0] == 404
+    assert _ask(seed, "/seeds", "POST", b"{}")[0] == 400
     assert _ask(seed, "/healthz", Authorization="") == (200, b"ok\n")
 
 

@@ -7,6 +7,7 @@ import mmap
 import os
 import ssl
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,7 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.kept_ranges import KeptRanges
 from torchrelay.sources.connection import Host
 from torchrelay.sources.mapped_step import MappedStep, VolumePlace
+from torchrelay.sources.swarm import Swarm
 from torchrelay.stores.records import DataFile
 
 PAGE = 4096
@@ -53,7 +55,9 @@ class Seed:
             end += -(-file.nbytes // PAGE) * PAGE
             chunks += -(-file.nbytes // file.chunk_bytes)
         self._marks = bytearray(chunks)
-        self._arena = Arena(max(PAGE, end))
+        self._arrived = threading.Condition()
+        self._swarm: Swarm | None = None  # that brings the rest
+        self._arena = Arena(max(PAGE, end), populate=False)
         # Views of it keep it: what is on its way when the seed is closed has where to go.
         memory: Any = self._arena.tensor.numpy()
         self._memory = memoryview(memory)
@@ -84,7 +88,17 @@ class Seed:
         return self._memory[at + start : at + stop]
 
     def mark(self, first: int, count: int) -> None:
-        self._marks[first : first + count] = b"\1" * count
+        with self._arrived:
+            self._marks[first : first + count] = b"\1" * count
+            self._arrived.notify_all()
+
+    def follow(self, swarm: Swarm) -> None:
+        """Have what is asked for here come by a swarm, and tell it who asks."""
+        self._swarm = swarm
+
+    def meet(self, url: str) -> list[str]:
+        """Another one fetches this step; who else is known to."""
+        return [] if self._swarm is None else self._swarm.meet(url)
 
     def marks(self) -> bytes:
         return bytes(self._marks)
@@ -92,6 +106,20 @@ class Seed:
     def has(self, name: str, start: int, stop: int) -> bool:
         size, first = self._files[name].chunk_bytes, self._firsts[name]
         return all(self._marks[first + start // size : first - (-stop // size)])
+
+    def wait(self, name: str, start: int, stop: int, seconds: float) -> bool:
+        """Whether every chunk of a range is here, after so long at most where it is on its way."""
+        end = time.monotonic() + seconds
+        chunk = self._firsts[name] + start // self._files[name].chunk_bytes
+        with self._arrived:
+            while not self.has(name, start, stop):
+                left = end - time.monotonic()
+                if left <= 0 or self._closed.is_set():
+                    return False
+                if self._swarm is None or not self._swarm.awaits(chunk):
+                    return False
+                self._arrived.wait(left)
+        return True
 
     def lend(self, name: str, start: int, nbytes: int) -> memoryview:
         """Bytes of a volume, for a tensor that may write to them: what others read stays."""
@@ -129,6 +157,8 @@ class Seed:
         if self._closed.is_set() or not self._owner.here:
             return
         self._closed.set()
+        with self._arrived:
+            self._arrived.notify_all()
         self._memory = memoryview(b"")
         if self._server is None or self._server.close():
             self._kept.shrink()

@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import msgspec
 
 from torchrelay.endpoint.admission import is_own_user, refusal
+from torchrelay.endpoint.seed_word import read_seed_word
 from torchrelay.sources.connection import AGENT, SLOW_RATE, STALL_SECONDS, Cutoff
 from torchrelay.stores.records import DataFile
 
@@ -30,7 +31,9 @@ CONNECTIONS = 256
 KEPT_SECONDS = 75.0  # that a connection may stay open between requests
 PIECE_BYTES = 1 << 20  # sent at once; after it the rate is looked at
 BODY_BYTES = 4096  # of a request
+WAIT_SECONDS = 2.0  # at most, that a request waits for what is on its way
 END_SECONDS = 5.0
+_SECONDS = re.compile(r"\d(\.\d{1,3})?")
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})?")
 
 
@@ -46,8 +49,11 @@ class SeedMemory(Protocol):
     def marks(self) -> bytes:
         """A byte for each chunk of all volumes: whether it is here."""
 
-    def has(self, name: str, start: int, stop: int) -> bool:
-        """Whether every chunk of a range is here."""
+    def wait(self, name: str, start: int, stop: int, seconds: float) -> bool:
+        """Whether every chunk of a range is here, after so long at most where it is on its way."""
+
+    def meet(self, url: str) -> list[str]:
+        """Another one fetches this step; who else is known to."""
 
 
 class SeededStep(NamedTuple):
@@ -191,21 +197,32 @@ class _Requests(BaseHTTPRequestHandler):
         return self._own
 
     def _post(self) -> None:
-        """A reader says how it ended, which nobody here asks for."""
         length = self.headers.get("Content-Length", "")
-        if not self.path.startswith("/readers/") or not length.isdecimal():
+        path = urlsplit(self.path).path
+        if not (path == "/seeds" or path.startswith("/readers/")) or not length.isdecimal():
             raise Refusal(404, "a seed takes no such request")
         if int(length) > BODY_BYTES:
             raise Refusal(400, f"at most {BODY_BYTES} bytes")
-        self.rfile.read(int(length))
-        self.send_response(204)
+        body = self.rfile.read(int(length))
+        if path == "/seeds":
+            self._json(self._meet(body))
+            return
+        self.send_response(204)  # how a reader ended, which nobody here asks for
         self.end_headers()
+
+    def _meet(self, body: bytes) -> list[str]:
+        try:
+            word = read_seed_word(body, self.client_address[0])
+        except ValueError as fault:
+            raise Refusal(400, str(fault)) from None
+        self._check_snapshot(word.snapshot)
+        return self.server.memory.meet(word.url)
 
     def _get(self) -> None:
         url = urlsplit(self.path)
         asked, shown = parse_qs(url.query), self.server.shown
         if url.path.startswith("/volumes/"):
-            self._volume(url.path)
+            self._volume(url.path, asked.get("wait", ["0"])[0])
         elif url.path == "/healthz":
             self._send(200, b"ok\n", "text/plain")
         elif url.path == "/steps.json":
@@ -231,7 +248,7 @@ class _Requests(BaseHTTPRequestHandler):
         if snapshot != self.server.shown.snapshot:
             raise Refusal(410, "that step is not here: ask for the newest")
 
-    def _volume(self, path: str) -> None:
+    def _volume(self, path: str, wait: str) -> None:
         parts = path.split("/")
         if len(parts) != 4:
             raise Refusal(404, "volumes are asked for as /volumes/SNAPSHOT/NAME")
@@ -250,7 +267,8 @@ class _Requests(BaseHTTPRequestHandler):
             stop = min(int(found[2]) + 1 if found[2] else file.nbytes, file.nbytes)
             if start >= stop:
                 raise Refusal(416, f"the range is outside of {file.nbytes} bytes")
-        if not memory.has(file.name, start, stop):
+        seconds = float(wait) if _SECONDS.fullmatch(wait) else 0.0
+        if not memory.wait(file.name, start, stop, min(seconds, WAIT_SECONDS)):
             raise Refusal(404, "these bytes have not arrived here yet: /marks says which have")
         self.send_response(200 if wanted is None else 206)
         self.send_header("Content-Type", "application/octet-stream")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchrelay.memory.crew import share_out
-from torchrelay.memory.pages import HUGE_PAGE, allocate, sealed_memory, side_by_side
+from torchrelay.memory.pages import HUGE_PAGE, allocate, reserve, sealed_memory, side_by_side
 
 LEAST_PART = 64 << 20  # bytes of a memfd, if there are several
 
@@ -23,10 +23,14 @@ LEAST_PART = 64 << 20  # bytes of a memfd, if there are several
 class Arena:
     """`nbytes` of shared memory; `MemoryError` if there is none. Freed by `close`.
 
-    It is one range here, of at most `parts` files (`fds`) that have `each` bytes of it.
+    It is one range here, of at most `parts` files (`fds`) that have `each` bytes of it. Without
+    `populate` it has its pages too, and they are cleared when they are first used: where bytes
+    arrive slowly, that costs no time of its own.
     """
 
-    def __init__(self, nbytes: int, *, pinned: bool = False, parts: int = 1) -> None:
+    def __init__(
+        self, nbytes: int, *, pinned: bool = False, parts: int = 1, populate: bool = True
+    ) -> None:
         self.nbytes = nbytes
         self.pinned = False
         self._map: mmap.mmap | None = None
@@ -43,7 +47,11 @@ class Arena:
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
         try:
-            share_out(range(len(self.fds)), lambda: self._allocate, len(self.fds))
+            if populate:
+                share_out(range(len(self.fds)), lambda: self._allocate, len(self.fds))
+            else:
+                for part, fd in enumerate(self.fds):
+                    reserve(fd, min(self.each, nbytes - part * self.each))
             if pinned:
                 self._register()
         except BaseException:

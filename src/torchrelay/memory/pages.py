@@ -90,13 +90,18 @@ def sealed_memory(nbytes: int) -> int:
     return fd
 
 
-def allocate(file: int, address: int, nbytes: int) -> None:
-    """Give a file of memory its pages, and have them mapped at an address; `MemoryError` where the
-    system has no more memory. Faster than touching pages that the file has not got yet."""
+def reserve(file: int, nbytes: int) -> None:
+    """Give a file of memory its pages; `MemoryError` where the system has no more memory."""
     try:
         os.posix_fallocate(file, 0, nbytes)
     except OSError as fault:
         raise MemoryError(f"no memory: {fault.strerror}") from None
+
+
+def allocate(file: int, address: int, nbytes: int) -> None:
+    """Give a file of memory its pages, and have them mapped at an address; `MemoryError` where the
+    system has no more memory. Faster than touching pages that the file has not got yet."""
+    reserve(file, nbytes)
     code = _advise(address, nbytes, _POPULATE_WRITE)
     if code not in (0, errno.EINVAL):  # a kernel that cannot do that maps them when they are used
         raise MemoryError(f"no memory: {os.strerror(code)}")

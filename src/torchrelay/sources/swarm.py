@@ -1,18 +1,22 @@
 """A step fetched together with others who fetch it too: what nobody else has comes from the
 endpoint, the rest from those who have it.
 
-The endpoint names who else is at it. Each of them tells which chunks it has. Everybody who is known
-has a share of the pieces, which is theirs to ask the endpoint for, so that it sends about one copy,
-however many there are. What is rare is taken first.
+The endpoint names who else is at it. Everybody who is known has a share of the pieces, which is
+theirs to ask the endpoint for, so that it sends about one copy, however many there are. The others
+ask them for it in the same order, and wait there for what is still arriving: nobody has to ask
+again and again who has what. Where somebody is behind, each tells which chunks it has, and what is
+rare is taken first.
 """
 
 from __future__ import annotations
 
+import functools
 import http.client
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
@@ -21,20 +25,27 @@ import numpy as np
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError, TransferTimeoutError
+from torchrelay.memory import threads
 from torchrelay.memory.crew import Crew, share_out
 from torchrelay.sources.connection import Answered, Host
 from torchrelay.sources.remote_step import ArrivingChunks, RemoteStep
 from torchrelay.stores.records import DataFile
 
 PIECE_BYTES = 2 << 20
-LOOK_SECONDS = 0.2  # between two looks at who has what, where too little is known to be had
-LISTEN_SECONDS = 1.0  # between two looks in any case, and two questions who there is
+ASK_SECONDS = 0.2  # between two questions who there is, in the first seconds, and
+LATER_SECONDS = 1.0  # afterwards
+FIRST_SECONDS = 2.0
+GREET_SECONDS = 0.2  # for those who are new to answer, before anything is fetched
+WAIT_SECONDS = 0.5  # that another is asked to wait for a piece which is on its way to it
+REST_SECONDS = 0.1  # that one is left alone who does not have what it was to have
 GRACE_SECONDS = 0.5  # without a piece, after which the endpoint is asked for the share of others
-WORKERS = 6
+WORKERS = 9
+LINES = 9  # shared by the endpoint and all others who are there
 FAILURES = 2  # in a row, after which a neighbour is left alone
 MAX_SEEDS = 64
 _LOOKS_AT_ONCE = 8
 
+_FAULTS = (OSError, http.client.HTTPException, EndpointError, msgspec.MsgspecError)
 _list = msgspec.json.Decoder(list[str])
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -58,6 +69,8 @@ class Room(Protocol):
 
     def view(self, name: str, start: int, stop: int) -> memoryview: ...
     def mark(self, first: int, count: int) -> None: ...
+    def follow(self, swarm: Swarm) -> None:
+        """Hear from others who ask here: `meet`, and `awaits`."""
 
 
 def pieces_of(files: Sequence[DataFile]) -> list[Piece]:
@@ -82,6 +95,9 @@ class Neighbour:
         self.bytes = 0
         self.failures = 0  # in a row
         self.dropped = ""
+        self.answered = False  # whether it is known to be there
+        self.late = 0  # pieces in a row that it was to have and did not
+        self.rests_until = 0.0
 
     def failed(self, why: str) -> None:
         self.failures += 1
@@ -114,23 +130,24 @@ class Swarm:
         self._open: Flags = np.ones(len(self._pieces), bool)  # neither here nor on their way
         self._left = len(self._pieces)
         self._asking = 0  # requests to the endpoint that are under way
-        self._fed = time.monotonic()  # when a piece was last found to fetch
-        self._lock = threading.Lock()
+        self._fed = time.monotonic()  # when a piece last came
+        self._changed = threading.Condition()
         self._neighbours: dict[str, Neighbour] = {}
         self._over = threading.Event()
         # Ties are broken otherwise by everybody: they are to have different pieces.
         draw = random.Random(own)
         self._tie = np.array([draw.random() for _ in self._pieces])
+        self._numbers = np.arange(len(self._pieces))
+        room.follow(self)
 
     def run(self) -> None:
         watching = threading.Thread(target=self._watch, name="torchrelay-swarm", daemon=True)
         self._ask_around()
-        self._look()
         watching.start()
         try:
             share_out(range(WORKERS), lambda: self._work, WORKERS)
         finally:
-            self._over.set()
+            self.stop()
             watching.join(5)
             for one in self._neighbours.values():
                 one.host.close()
@@ -140,6 +157,16 @@ class Swarm:
     def stop(self) -> None:
         """Fetch no more: `run` raises, unless it is done."""
         self._over.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def awaits(self, mark: int) -> bool:
+        """Whether a chunk is on its way here, or will be soon."""
+        with self._changed:
+            index = int(np.searchsorted(self._marks, mark, side="right")) - 1
+            if self._over.is_set() or index < 0:
+                return False
+            return not self._open[index] or bool(self._mine()[index])
 
     @property
     def supplied(self) -> dict[str, int]:
@@ -151,42 +178,74 @@ class Swarm:
 
     @property
     def _alive(self) -> list[Neighbour]:
-        return [one for one in list(self._neighbours.values()) if not one.dropped]
+        every = list(self._neighbours.values())
+        return [one for one in every if one.answered and not one.dropped]
 
-    # Who has what.
+    # Who there is, and has what.
+
+    def meet(self, url: str) -> list[str]:
+        """Another one asks here, and so is there; who else is known."""
+        with self._changed:
+            known = [one.host.url for one in self._alive]
+            one = self._learn(url)
+            if one is not None:
+                one.answered = True
+                self._changed.notify_all()
+        return [other for other in known if other != url]
+
+    def _learn(self, url: str) -> Neighbour | None:
+        """Whoever is at a URL, if it is another, and there may be more."""
+        with self._changed:
+            if url not in self._neighbours:
+                if url == self._own or len(self._neighbours) >= MAX_SEEDS or self._over.is_set():
+                    return None
+                self._neighbours[url] = Neighbour(self._connect(url), len(self._pieces))
+            return self._neighbours[url]
 
     def _watch(self) -> None:
-        begun = looked = asked = time.monotonic()
-        while not self._over.wait(LOOK_SECONDS):
+        begun = asked = time.monotonic()
+        while not self._over.wait(ASK_SECONDS):
             now = time.monotonic()
-            if now - asked > LISTEN_SECONDS or now - begun < 2 * LISTEN_SECONDS:
+            if now - asked > LATER_SECONDS or now - begun < FIRST_SECONDS:
                 self._ask_around()
                 asked = now
-            if now - looked > LISTEN_SECONDS or self._is_short():
-                self._look()
-                looked = now
-
-    def _is_short(self) -> bool:
-        """Whether little is known to be had from others."""
-        with self._lock:
-            known = np.zeros(len(self._pieces), bool)
-            for one in self._alive:
-                known |= one.has
-            return int((known & self._open).sum()) < 2 * WORKERS
+            if now - self._fed > GRACE_SECONDS / 2:
+                self._look(self._alive)
 
     def _ask_around(self) -> None:
-        """Have the endpoint name this one to others, and others to this one."""
-        try:
-            word = msgspec.json.encode({"url": self._own, "snapshot": self._snapshot})
-            answer = self._origin.post("/seeds", word, seconds=5.0)
-            for url in _list.decode(answer.body)[:MAX_SEEDS] if answer.status == 200 else ():
-                if url != self._own and url not in self._neighbours:
-                    self._neighbours[url] = Neighbour(self._connect(url), len(self._pieces))
-        except (OSError, http.client.HTTPException, EndpointError, msgspec.MsgspecError):
-            pass  # those that are known will do
+        """Have the endpoint name this one to others, and others to this one. Those who are new tell
+        at once what they have; one who does not is left to the next time."""
+        known = set(self._neighbours)
+        with suppress(*_FAULTS):
+            for url in self._name_to(self._origin):
+                self._learn(url)
+        new = [one for url, one in list(self._neighbours.items()) if url not in known]
+        greeted = [threads.run(functools.partial(self._greet, one), "swarm") for one in new]
+        end = time.monotonic() + GREET_SECONDS
+        for greeting in greeted:
+            greeting.wait(max(0.0, end - time.monotonic()))
 
-    def _look(self) -> None:
-        Crew(_LOOKS_AT_ONCE).each(self._look_at, [n for n in self._alive if not n.has.all()])
+    def _greet(self, one: Neighbour) -> None:
+        try:
+            self._name_to(one.host)
+        except _FAULTS as fault:
+            one.dropped = one.dropped or f"does not answer: {fault}"
+            return
+        self._look_at(one)
+        with self._changed:
+            one.answered = True
+            self._changed.notify_all()
+
+    def _name_to(self, host: Host) -> list[str]:
+        """Tell somebody of this one; the others that they know."""
+        word = msgspec.json.encode({"url": self._own, "snapshot": self._snapshot})
+        answer = host.post("/seeds", word, seconds=5.0)
+        return _list.decode(answer.body)[:MAX_SEEDS] if answer.status == 200 else []
+
+    def _look(self, some: list[Neighbour]) -> None:
+        Crew(_LOOKS_AT_ONCE).each(self._look_at, [n for n in some if not n.has.all()])
+        with self._changed:
+            self._changed.notify_all()
 
     def _look_at(self, one: Neighbour) -> None:
         try:
@@ -205,56 +264,70 @@ class Swarm:
         while not self._over.is_set():
             if self._deadline.passed:
                 raise TransferTimeoutError("no time is left to fetch the step", phase="data")
-            index, giver = self._next()
-            if index is None:
-                if not self._left:
-                    return
-                self._over.wait(LOOK_SECONDS / 4)
-                continue
+            with self._changed:
+                index, giver = self._next()
+                if index is None:
+                    if not self._left:
+                        return
+                    self._changed.wait(REST_SECONDS)
+                    continue
             done = False
             try:
                 done = self._fetch(self._pieces[index], giver)
             finally:
-                with self._lock:
+                with self._changed:
                     if giver is None:
                         self._asking -= 1
                     else:
                         giver.active -= 1
                     self._open[index] = not done
                     self._left -= done
+                    self._fed = time.monotonic() if done else self._fed
+                    self._changed.notify_all()
 
     def _next(self) -> tuple[int | None, Neighbour | None]:
         """A piece to fetch, and from whom: None is the endpoint."""
-        with self._lock:
-            if not self._open.any():
-                return None, None
-            alive = self._alive
-            holders = np.zeros(len(self._pieces), np.int64)
-            for one in alive:
-                holders += one.has
-            index, giver = self._for_endpoint(alive, holders), None
-            if index is None:
-                index, giver = self._for_neighbours(alive, holders)
-            if index is None:
-                return None, None
-            self._fed = time.monotonic()
-            self._open[index] = False
-            if giver is None:
-                self._asking += 1
-            else:
-                giver.active += 1
-            return index, giver
+        if not self._open.any():
+            return None, None
+        alive = self._alive
+        holders = np.zeros(len(self._pieces), np.int64)
+        for one in alive:
+            holders += one.has
+        index, giver = self._for_endpoint(alive, holders), None
+        if index is None:
+            index, giver = self._for_neighbours(alive, holders)
+        if index is None:
+            return None, None
+        self._open[index] = False
+        if giver is None:
+            self._asking += 1
+        else:
+            giver.active += 1
+        return index, giver
+
+    def _everybody(self, alive: list[Neighbour]) -> list[str]:
+        """Those who have a share: not one that was late again and again."""
+        others = (one.host.url for one in alive if one.late < FAILURES)
+        return sorted([self._own, *others])
+
+    def _share(self, url: str, everybody: list[str]) -> Flags:
+        """The pieces that one is to ask the endpoint for."""
+        if url not in everybody:
+            return np.zeros(len(self._pieces), bool)
+        mine: Flags = self._numbers % len(everybody) == everybody.index(url)
+        return mine
+
+    def _mine(self) -> Flags:
+        return self._share(self._own, self._everybody(self._alive))
 
     def _for_endpoint(self, alive: list[Neighbour], holders: Any) -> int | None:
         """A piece that nobody has and that is this one's to ask for; of any share where nothing
         has come for a while, since whoever has that share may be slow or gone."""
-        everybody = sorted([self._own, *(one.host.url for one in alive)])
-        if self._asking >= max(1, WORKERS // len(everybody)):
+        everybody = self._everybody(alive)
+        if self._asking >= max(1, LINES // len(everybody)):
             return None
         wanted = self._open & (holders == 0)
-        place = everybody.index(self._own)
-        mine = wanted.copy()
-        mine[np.arange(len(mine)) % len(everybody) != place] = False
+        mine = wanted & self._share(self._own, everybody)
         if mine.any():
             return int(np.flatnonzero(mine)[0])
         late = time.monotonic() - self._fed > GRACE_SECONDS
@@ -263,10 +336,18 @@ class Swarm:
     def _for_neighbours(
         self, alive: list[Neighbour], holders: Any
     ) -> tuple[int | None, Neighbour | None]:
+        """Something that another has, or else the next piece of its share, which will be there."""
+        everybody, now = self._everybody(alive), time.monotonic()
+        most = max(1, LINES // len(everybody))
         for one in sorted(alive, key=lambda n: (n.active, n.failures, n.bytes)):
+            if one.active >= most or one.rests_until > now:
+                continue
             wanted = self._open & one.has
             if wanted.any():
                 return self._rarest(wanted, holders), one
+            coming = self._open & self._share(one.host.url, everybody)
+            if coming.any():
+                return int(np.flatnonzero(coming)[0]), one
         return None, None
 
     def _rarest(self, wanted: Flags, holders: Any) -> int:
@@ -288,16 +369,24 @@ class Swarm:
     def _from_neighbour(self, piece: Piece, giver: Neighbour, view: memoryview) -> bool:
         start, stop = piece.span
         chunks = ArrivingChunks(piece.file, start, [view])
-        path = f"/volumes/{self._snapshot}/{quote(piece.file.name)}"
+        path = f"/volumes/{self._snapshot}/{quote(piece.file.name)}?wait={WAIT_SECONDS}"
+        begun = time.monotonic()
         try:
             seconds = max(self._deadline.left(), 0.01)
             for nbytes in giver.host.read(path, start, [view], seconds=seconds):
                 if not chunks.add(nbytes):
                     giver.dropped = f"wrong digest of {piece.file.name} at byte {chunks.at}"
                     return False
-        except (OSError, http.client.HTTPException, EndpointError, Answered) as fault:
+        except Answered as answer:
+            if answer.reply.status != 404:
+                giver.failed(str(answer))
+            now = time.monotonic()
+            giver.late += now - begun > WAIT_SECONDS / 2  # else it knows of others than this one
+            giver.rests_until = now + REST_SECONDS
+            return False
+        except (OSError, http.client.HTTPException, EndpointError) as fault:
             giver.failed(str(fault) or type(fault).__name__)
             return False
         giver.bytes += stop - start
-        giver.failures = 0
+        giver.failures = giver.late = 0
         return True

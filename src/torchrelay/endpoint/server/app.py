@@ -8,13 +8,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 import xxhash
 from aiohttp import ClientSession, web
 
 from torchrelay.endpoint.page.answers import PAGE, PATHS, PageAnswers
+from torchrelay.endpoint.seed_word import read_seed_word
 from torchrelay.endpoint.server import limits
 from torchrelay.endpoint.server.pages import ServedWatch
 from torchrelay.endpoint.server.sending import (
@@ -189,13 +189,10 @@ class App:
         if request.content_type != "application/json":
             raise Failure(400, "this takes application/json")
         try:
-            word = msgspec.json.decode(await request.read(), type=SeedWord)
-            host = urlsplit(word.url).hostname
-        except (msgspec.MsgspecError, ValueError, web.HTTPException):
-            raise Failure(400, 'this takes {"url": "http://HOST:PORT", "snapshot": "ID"}') from None
+            word = read_seed_word(await request.read(), request.remote)
+        except (ValueError, web.HTTPException) as fault:
+            raise Failure(400, str(fault)) from None
         self._by_id(word.snapshot)
-        if host != request.remote:
-            raise Failure(400, "a seed is named by the address that it asks from")
         others = [url for url in self.service.seeds_of(word.snapshot) if url != word.url]
         if word.url in self.service.seeds or len(self.service.seeds) < MAX_SEEDS:
             self.service.seeds[word.url] = word.snapshot, time.monotonic()
@@ -382,13 +379,6 @@ class App:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-
-
-class SeedWord(msgspec.Struct):
-    """How a puller says that it serves what it has."""
-
-    url: str
-    snapshot: str
 
 
 class Ending(msgspec.Struct):
