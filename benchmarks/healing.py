@@ -31,7 +31,7 @@ from torchrelay.demo.versus import hush_torch
 from torchrelay.dropin.stock import PGTransport
 
 RESULT = Path(__file__).parent / "results" / "healing.json"
-STATE_BYTES = 200_000_000
+STATE_BYTES = 400_000_000
 TENSORS = 10
 REPLICAS = 3
 SECONDS = 100.0

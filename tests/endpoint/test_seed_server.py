@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 import torch
 
@@ -64,6 +66,61 @@ def test_what_is_here_is_sent_and_nothing_else(seed: Seed) -> None:
     assert _ask(seed, "/readers/me", "POST", b" " * 10_000)[0] == 400
     assert _ask(seed, "/seeds", "POST", b"{}")[0] == 400
     assert _ask(seed, "/healthz", Authorization="") == (200, b"ok\n")
+
+
+class Coming:
+    """A swarm that brings chunk 1 and no other."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.met: list[str] = []
+
+    def awaits(self, mark: int) -> bool:
+        self.asked.set()
+        return mark == 1
+
+    def meet(self, url: str) -> list[str]:
+        self.met.append(url)
+        return ["http://127.0.0.1:7"]
+
+
+def test_a_request_waits_for_what_is_on_its_way() -> None:
+    coming = Coming()
+    path = f"/volumes/{SNAPSHOT}/{VOLUME.name}"
+    with Seed("127.0.0.1", TOKEN, [VOLUME]) as made:
+        made.show(5, SNAPSHOT, b"{}")
+        made.follow(coming)
+        found: list[tuple[int, bytes]] = []
+        asking = threading.Thread(
+            target=lambda: found.append(_ask(made, path + "?wait=2", Range="bytes=1048576-1048580"))
+        )
+        asking.start()
+        assert coming.asked.wait(30)
+        made.view(VOLUME.name, 1 << 20, 2 << 20)[:] = b"y" * (1 << 20)
+        made.mark(1, 1)
+        asking.join(30)
+        assert found == [(206, b"yyyyy")]
+        # What does not come is not waited for, and nothing is waited for without being asked to.
+        assert _ask(made, path + "?wait=2", Range="bytes=2097152-2097160")[0] == 404
+        assert _ask(made, path + "?wait=0.1", Range="bytes=1048570-1048580")[0] == 404
+        assert _ask(made, path + "?wait=-1e9", Range="bytes=2097152-2097160")[0] == 404
+
+
+def test_pullers_name_themselves_to_each_other() -> None:
+    coming = Coming()
+    url = "http://127.0.0.1:4444"
+    with Seed("127.0.0.1", TOKEN, [VOLUME]) as made:
+        made.show(5, SNAPSHOT, b"{}")
+        made.follow(coming)
+
+        def tell(url: str, snapshot: str = SNAPSHOT) -> tuple[int, bytes]:
+            body = msgspec.json.encode({"url": url, "snapshot": snapshot})
+            return _ask(made, "/seeds", "POST", body)
+
+        assert tell(url) == (200, b'["http://127.0.0.1:7"]') and coming.met == [url]
+        assert tell("http://10.0.0.9:4444")[0] == 400, "somebody else's address"
+        assert tell(url, "b" * 32)[0] == 410
+        assert coming.met == [url]
 
 
 def test_strangers_are_kept_out(seed: Seed) -> None:

@@ -6,11 +6,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import torchrelay as tr
 from tests.endpoint.liars import Between
+from torchrelay.endpoint.seed import Seed
+from torchrelay.sources.connection import Answered, Host
+from torchrelay.stores.records import decode
 
 NBYTES = 24 << 20
 
@@ -96,11 +100,34 @@ def test_a_seed_that_lies_or_dies_is_dropped_and_named(endpoint: tr.Endpoint) ->
     again.seed.close()
 
 
-def test_what_is_not_here_yet_is_not_sent(endpoint: tr.Endpoint) -> None:
-    from torchrelay.endpoint.seed import Seed
-    from torchrelay.sources.connection import Answered, Host
-    from torchrelay.stores.records import decode
+class Never:
+    """A swarm that says of every chunk that it is on its way."""
 
+    def awaits(self, mark: int) -> bool:
+        return True
+
+    def meet(self, url: str) -> list[str]:
+        return []
+
+
+def test_one_that_never_has_its_share_holds_up_nobody_for_long(endpoint: tr.Endpoint) -> None:
+    host = Host(endpoint.url)
+    shown = msgspec.json.decode(host.get("/steps.json", seconds=30).body)["steps"][-1]
+    data = host.get("/record?step=5", seconds=30, limit=1 << 24).body
+    with Seed("127.0.0.1", None, decode(data).files) as idle:
+        idle.show(5, shown["snapshot"], data)
+        idle.follow(Never())
+        word = msgspec.json.encode({"url": idle.url, "snapshot": shown["snapshot"]})
+        assert host.post("/seeds", word, seconds=30).status == 200
+        host.close()
+        found = _together(2, endpoint.url)
+        assert all(_is(one.state) and one.seed is not None for one in found)
+        for one in found:
+            assert one.seed is not None and idle.url not in one.report.sources
+            one.seed.close()
+
+
+def test_what_is_not_here_yet_is_not_sent(endpoint: tr.Endpoint) -> None:
     host = Host(endpoint.url)
     data = host.get("/record?step=5", seconds=30, limit=1 << 24).body
     host.close()

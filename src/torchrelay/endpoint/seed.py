@@ -22,7 +22,7 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.kept_ranges import KeptRanges
 from torchrelay.sources.connection import Host
 from torchrelay.sources.mapped_step import MappedStep, VolumePlace
-from torchrelay.sources.swarm import Swarm
+from torchrelay.sources.swarm import Arrivals
 from torchrelay.stores.records import DataFile
 
 PAGE = 4096
@@ -56,7 +56,7 @@ class Seed:
             chunks += -(-file.nbytes // file.chunk_bytes)
         self._marks = bytearray(chunks)
         self._arrived = threading.Condition()
-        self._swarm: Swarm | None = None  # that brings the rest
+        self._swarm: Arrivals | None = None  # that brings the rest
         self._arena = Arena(max(PAGE, end), populate=False)
         # Views of it keep it: what is on its way when the seed is closed has where to go.
         memory: Any = self._arena.tensor.numpy()
@@ -92,7 +92,7 @@ class Seed:
             self._marks[first : first + count] = b"\1" * count
             self._arrived.notify_all()
 
-    def follow(self, swarm: Swarm) -> None:
+    def follow(self, swarm: Arrivals) -> None:
         """Have what is asked for here come by a swarm, and tell it who asks."""
         self._swarm = swarm
 

@@ -64,13 +64,23 @@ class Piece(NamedTuple):
         return self.first * size, min(self.last * size, self.file.nbytes)
 
 
+class Arrivals(Protocol):
+    """What brings a step, as those see it who serve what is here."""
+
+    def awaits(self, mark: int) -> bool:
+        """Whether a chunk is on its way here, or will be soon."""
+
+    def meet(self, url: str) -> list[str]:
+        """Another one asks here, and so is there; who else is known."""
+
+
 class Room(Protocol):
     """Where a step is put together: memory by volume, and a mark for each chunk that is here."""
 
     def view(self, name: str, start: int, stop: int) -> memoryview: ...
     def mark(self, first: int, count: int) -> None: ...
-    def follow(self, swarm: Swarm) -> None:
-        """Hear from others who ask here: `meet`, and `awaits`."""
+    def follow(self, swarm: Arrivals) -> None:
+        """Tell it of others who ask here, and ask it what is to come."""
 
 
 def pieces_of(files: Sequence[DataFile]) -> list[Piece]:
