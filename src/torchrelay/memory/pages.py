@@ -21,11 +21,11 @@ from torchrelay.memory.crew import share_out
 HUGE_PAGE = 2 << 20
 PAGE = mmap.PAGESIZE
 _STEP = 8 << 20
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE
 _HUGE, _SMALL = 14, 15  # MADV_HUGEPAGE, MADV_NOHUGEPAGE
 _TRY_AGAIN = 64  # steps after which the kind that lost is tried once more
 
-_FIXED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
+_FIXED, NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -57,7 +57,7 @@ def side_by_side(files: Sequence[int], each: int, nbytes: int) -> mmap.mmap:
 
     Unmapped with the object.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     whole = mmap.mmap(-1, nbytes, flags=flags)
     anchor = ctypes.c_char.from_buffer(whole)
     address = ctypes.addressof(anchor)
@@ -110,6 +110,12 @@ def allocate(file: int, address: int, nbytes: int) -> None:
 def release(address: int, nbytes: int) -> None:
     """Give the pages of a range back to the system; they read as zeros after that."""
     _advise(address, nbytes, mmap.MADV_DONTNEED)
+
+
+def map_present(address: int, nbytes: int) -> None:
+    """Map the pages that a file of memory has for a range, all at once. A kernel that cannot do
+    that maps them when they are touched."""
+    _advise(address, nbytes, _POPULATE_READ)
 
 
 def populate(address: int, nbytes: int, threads: int) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
+from torchrelay.memory.mapped_range import MappedRange
 from torchrelay.sources.lease import LocalFacts, MemoryLease, Wish, machine
 from torchrelay.sources.seam import Absent
 from torchrelay.stores.writer.frames import receive_frame, send_frame
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 ASK_SECONDS = 5.0
 _IOV_MAX = 1024
+_LONG = 64 << 10  # bytes from which a memcpy of its own is faster than the kernel's copy of many
 
 _lease = msgspec.msgpack.Decoder(MemoryLease)
 
@@ -112,6 +115,7 @@ class MappedStep:
         self.trusted = trusted  # whether digests are left out
         self._data = data
         self._places = places
+        self._readers = {name: MappedReader(place) for name, place in places.items()}
 
     @classmethod
     def of(
@@ -140,15 +144,16 @@ class MappedStep:
         return {name: place.nbytes for name, place in self._places.items()}
 
     def reader(self, name: str, *, once: bool = True) -> MappedReader:
-        return MappedReader(self._places[name])
+        return self._readers[name]
 
     def close(self) -> None:
+        self._readers.clear()
         for place in self._places.values():
             place.memory.close()
 
 
 class MappedReader:
-    """A volume in memory that was lent. The kernel copies, and lets other threads run."""
+    """A volume in memory that was lent. Copies let other threads run."""
 
     cold = False
     batched = False
@@ -156,9 +161,25 @@ class MappedReader:
     def __init__(self, place: VolumePlace) -> None:
         self._place = place
         self.nbytes = place.nbytes
+        self._lock = threading.Lock()
+        self._range: MappedRange | None = None
+
+    def memory(self, position: int, nbytes: int) -> memoryview | None:
+        """See `stores.seam.MemoryReader`."""
+        return self._mapped.view(position, nbytes)
+
+    @property
+    def _mapped(self) -> MappedRange:
+        with self._lock:
+            if self._range is None:
+                self._range = MappedRange(self._place.memory.fd, self._place.start, self.nbytes)
+            return self._range
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         views = [view for view in buffers if len(view)]
+        if views and sum(map(len, views)) >= len(views) * _LONG:
+            self._mapped.copy_to(position, views)
+            return
         at = self._place.start + position
         while views:
             done = os.preadv(self._place.memory.fd, views[:_IOV_MAX], at)

@@ -16,7 +16,7 @@ from torchrelay.errors import RelayError
 from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.records import Checkpoint, DataFile, content_digest
-from torchrelay.stores.seam import DataReader
+from torchrelay.stores.seam import DataReader, MemoryReader
 
 
 class Successor:
@@ -203,6 +203,12 @@ class MendedReader:
         if self._first is None or self._patched(position, sum(map(len, buffers))):
             return False
         return self._first.read_cached(position, buffers)
+
+    def memory(self, position: int, nbytes: int) -> memoryview | None:
+        """See `stores.seam.MemoryReader`."""
+        if not isinstance(self._first, MemoryReader) or self._patched(position, nbytes):
+            return None
+        return self._first.memory(position, nbytes)
 
     def unchanged(self) -> bool:
         return self._first is None or self._first.unchanged()

@@ -172,6 +172,11 @@ class RemoteReader:
         near = self._suppliers.near(self._file.name)
         return near is not None and near.read_cached(position, buffers)
 
+    def memory(self, position: int, nbytes: int) -> memoryview | None:
+        """See `stores.seam.MemoryReader`."""
+        near = self._suppliers.near(self._file.name)
+        return None if near is None else near.memory(position, nbytes)
+
     def unchanged(self) -> bool:
         return True
 

@@ -22,7 +22,7 @@ from torchrelay.plan.stream import Stream
 from torchrelay.stores.local.reader import PAGE
 from torchrelay.stores.records import Checkpoint, DataFile
 from torchrelay.stores.retry import is_wrong
-from torchrelay.stores.seam import DataReader, MendableStep, OpenStep
+from torchrelay.stores.seam import DataReader, MemoryReader, MendableStep, OpenStep
 from torchrelay.stores.writer.ranges import WORKERS, host_view
 
 PIECE = 1 << 18  # bytes read and hashed at once: they stay in the processor's cache
@@ -168,6 +168,10 @@ class Fetch:
         return self._store.mend(name, task.start, task.stop, fault.message)
 
     def _check_chunks(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
+        memory = self._memory(task, reader)
+        if memory is not None:
+            self._compare_all(task, memory)
+            return
         if self._is_batched(reader):
             self._read_checked(task, reader, buffer)
             return
@@ -185,12 +189,24 @@ class Fetch:
         """A range of whole chunks into the buffer, each with its digest."""
         view = buffer.view(task.stop - task.start)
         self._read(task, reader, task.start, [view])
-        for chunk in self._each_chunk(task):
-            piece = view[chunk.start - task.start : chunk.stop - task.start]
-            self._compare(chunk, xxhash.xxh3_128_digest(piece))
+        self._compare_all(task, view)
+
+    def _memory(self, task: Task, reader: DataReader) -> memoryview | None:
+        """A range as it lies in memory, if it does."""
+        if not isinstance(reader, MemoryReader):
+            return None
+        try:
+            return reader.memory(task.start, task.stop - task.start)
+        except (OSError, EOFError) as fault:
+            raise unread(self._store, self._checkpoint, task, fault) from fault
 
     def _land_chunks(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
         stream = self._streams[task.file]
+        memory = None if self._pinned else self._memory(task, reader)
+        if memory is not None:
+            self._compare_all(task, memory)
+            stream.write(task.start, task.stop, torch.frombuffer(memory, dtype=torch.uint8))
+            return
         if self._is_batched(reader):
             self._read_checked(task, reader, buffer)
             stream.write(task.start, task.stop, buffer.tensor)
@@ -211,6 +227,11 @@ class Fetch:
             self._compare(chunk, hasher.digest())
 
     def _land_checked(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
+        memory = None if self._pinned else self._memory(task, reader)
+        if memory is not None:
+            data = torch.frombuffer(memory, dtype=torch.uint8)
+            self._streams[task.file].write(task.start, task.stop, data)
+            return
         direct = self._direct(self._streams[task.file], task)
         if direct and not self._batched:
             views = [host_view(address, nbytes) for _, address, nbytes in direct]
@@ -242,6 +263,12 @@ class Fetch:
             reader.read_into(at, views)
         except (OSError, EOFError) as fault:
             raise unread(self._store, self._checkpoint, task, fault) from fault
+
+    def _compare_all(self, task: Task, data: memoryview) -> None:
+        """Compare each chunk of a range with its digest."""
+        for chunk in self._each_chunk(task):
+            piece = data[chunk.start - task.start : chunk.stop - task.start]
+            self._compare(chunk, xxhash.xxh3_128_digest(piece))
 
     def _compare(self, task: Task, digest: bytes) -> None:
         record = self._checkpoint.files[task.file]

@@ -94,6 +94,16 @@ class DataReader(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class MemoryReader(DataReader, Protocol):
+    """A `DataReader` of memory that this process can map."""
+
+    def memory(self, position: int, nbytes: int) -> memoryview | None:
+        """Bytes as they lie, which do not change while the step is open: whoever has compared them
+        with their digests may copy them from there. None where they have to be read. `OSError` and
+        `EOFError` as for `read_into`."""
+
+
 class OpenStep(Protocol):
     """A committed step as it was when it was opened, whatever takes its place meanwhile.
 
