@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from torchrelay.record.pause import gc_paused
 from torchrelay.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -138,7 +139,9 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'torchrelay' has no attribute {name!r}")
-    value: object = getattr(import_module(_HOME.get(name, "torchrelay.errors")), name)
+    # Collections while modules are made would walk all of torch's objects, for half of the time.
+    with gc_paused():
+        value: object = getattr(import_module(_HOME.get(name, "torchrelay.errors")), name)
     globals()[name] = value
     return value
 

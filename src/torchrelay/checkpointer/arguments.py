@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from torchrelay.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 _MIN_BUDGET = 16 << 20
 RETRIES = 2  # of an asynchronous save whose failure stops nothing
@@ -28,3 +34,27 @@ def check_sizes(memory_budget: int | None, file_bytes: int | None) -> None:
         raise UsageError(f"memory_budget is at least {_MIN_BUDGET} bytes, not {memory_budget}")
     if file_bytes is not None and file_bytes < 1:
         raise UsageError(f"file_bytes is a positive number or None, not {file_bytes}")
+
+
+def planners(
+    given: SavePlanner | LoadPlanner | Iterable[SavePlanner | LoadPlanner] | None,
+) -> tuple[SavePlanner | None, LoadPlanner | None]:
+    """The planner for saves and that for loads, of one or both in any order."""
+    if given is None:
+        return None, None
+    # Whoever has no planner does not wait for torch's.
+    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
+    several = given
+    if isinstance(several, (SavePlanner, LoadPlanner)):
+        several = (several,)
+    save: SavePlanner | None = None
+    load: LoadPlanner | None = None
+    for planner in several:
+        if isinstance(planner, SavePlanner) and save is None:
+            save = planner
+        elif isinstance(planner, LoadPlanner) and load is None:
+            load = planner
+        else:
+            raise UsageError(f"planner takes a SavePlanner and a LoadPlanner, not {planner!r}")
+    return save, load

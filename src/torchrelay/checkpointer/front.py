@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from torchrelay.checkpointer.arguments import check_sizes, checked_retries
+from torchrelay.checkpointer.arguments import check_sizes, checked_retries, planners
 from torchrelay.checkpointer.catalog import Catalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, policy
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted, patience
 from torchrelay.checkpointer.owner import Owner, enrol
-from torchrelay.checkpointer.planners import planners
 from torchrelay.checkpointer.saves.last_save import LastSave, agreed_step
 from torchrelay.checkpointer.saves.pending import Pending, Saved, logger
 from torchrelay.checkpointer.saves.saver import Save, Saver
@@ -39,6 +37,8 @@ from torchrelay.transports.group.assembly import Assembly
 from torchrelay.version import __version__
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
     from torchrelay.endpoint.publishing import Published
     from torchrelay.keeper.front import Keeper
 

@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torchrelay.checkpointer.loading import Loading
 from torchrelay.checkpointer.selection import check_only
@@ -30,6 +29,9 @@ from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.retry import Retry
 from torchrelay.transports.group.assembly import Assembly, Call
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlanner
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlanner
 
-from torchrelay.checkpointer.planners import PlannedReads
 from torchrelay.errors import MismatchError, StorageTimeoutError
 from torchrelay.landing.commit.ending import Together, Watch, alone
 from torchrelay.landing.places import Landed
@@ -33,6 +32,11 @@ from torchrelay.stores.device_reading import DeviceFetch
 from torchrelay.stores.reading import Fetch, opened
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import LendingStep, OpenStep
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlanner
+
+    from torchrelay.checkpointer.planners import PlannedReads
 
 _HOST = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -96,6 +100,8 @@ class Loading:
             if planner is None:
                 self._new, self._own = self._reads()
             else:
+                from torchrelay.checkpointer.planners import PlannedReads
+
                 self._planner = PlannedReads(
                     planner, checkpoint, self._share, self._landing, coordinator
                 )

@@ -1,39 +1,18 @@
-"""Planners of the user's own, as they are handed in."""
+"""The reads that a planner of the user's own asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torchrelay.errors import UsageError
 from torchrelay.landing.seam import Landing
 from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.share import Portion, RankShare
 from torchrelay.stores.box_reads import asked_for, by_name
 from torchrelay.stores.metadata import metadata_of
 from torchrelay.stores.records import Checkpoint
-
-
-def planners(
-    given: SavePlanner | LoadPlanner | Iterable[SavePlanner | LoadPlanner] | None,
-) -> tuple[SavePlanner | None, LoadPlanner | None]:
-    """The planner for saves and that for loads, of one or both in any order."""
-    several = () if given is None else given
-    if isinstance(several, (SavePlanner, LoadPlanner)):
-        several = (several,)
-    save: SavePlanner | None = None
-    load: LoadPlanner | None = None
-    for planner in several:
-        if isinstance(planner, SavePlanner) and save is None:
-            save = planner
-        elif isinstance(planner, LoadPlanner) and load is None:
-            load = planner
-        else:
-            raise UsageError(f"planner takes a SavePlanner and a LoadPlanner, not {planner!r}")
-    return save, load
-
 
 Layers = list[dict[str, torch.Tensor]]
 

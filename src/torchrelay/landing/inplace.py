@@ -42,7 +42,6 @@ from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.tree import grafted, inside_records, slots, unflatten
 
 _HOST = torch.device("cpu")
-_DISTRIBUTED = (t.DTensor, t.ShardedTensor)
 
 
 class _Placed(NamedTuple):
@@ -129,7 +128,7 @@ class ExistingTensors(LandingEnd):
             return
         self._written.append(pair.destination)
         mine = self._into.flat.leaves[found.here]
-        if isinstance(mine, t.DTensor):
+        if t.is_dtensor(mine):
             self._written.append(mine)
         placed = _in_image_order(pair)
         if placed is None or late:
@@ -144,7 +143,7 @@ class ExistingTensors(LandingEnd):
         """The pairs that registered types are made of, but for distributed tensors: those are in
         them as they are."""
         leaves = self._into.flat.leaves
-        return [pair for pair in self._inside if not isinstance(leaves[pair[2]], _DISTRIBUTED)]
+        return [pair for pair in self._inside if not t.is_distributed(leaves[pair[2]])]
 
     def _want_told(self) -> tuple[list[Pair], list[ToldLeaf]]:
         """What objects are told: pairs that are filled in where they have them, as a ShardedTensor

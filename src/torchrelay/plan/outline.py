@@ -96,7 +96,7 @@ class _Outliner:
                 (_, _, _, _, nbytes), address, flags = known
                 described.append(len(self._held))
                 self._held.append(_Held(leaf, index, flags, address, address + nbytes))
-            elif isinstance(leaf, (t.DTensor, t.ShardedTensor)):
+            elif t.is_distributed(leaf):
                 described.append(self._distributed(leaf, index))
             else:
                 described.append(
@@ -212,7 +212,7 @@ class _Outliner:
     def _distributed(self, leaf: torch.Tensor, index: int) -> m.Leaf:
         """The record of a whole DTensor or ShardedTensor."""
         try:
-            if isinstance(leaf, t.DTensor):
+            if t.is_dtensor(leaf):
                 return self._dtensor(leaf, index)
             return self._sharded(leaf, index)  # type: ignore[arg-type]
         except UnsupportedLeafError as fault:

@@ -234,7 +234,7 @@ class RankShare:
         if (
             stored is None
             or not stored.shape
-            or not isinstance(like, t.DTensor)
+            or not t.is_dtensor(like)
             or stored.shape != tuple(like.shape)
         ):
             return self._made(index)
@@ -281,7 +281,7 @@ class RankShare:
             _, boxes, all_boxes, _ = t.sharded_parts(mine)
             sharded = m.ShardedLeaf(tuple(locals_), boxes, all_boxes, shape, dtype)
             return sharded, max(numbers, default=-1)
-        assert isinstance(mine, t.DTensor)
+        assert t.is_dtensor(mine)
         local, spec = t.dtensor_parts(mine)
         whole = locals_[0] if locals_ else m.TensorLeaf(dtype, tuple(local.shape), None, -1)
         coordinate = spec.mesh.get_coordinate()
@@ -303,7 +303,7 @@ class RankShare:
         for what, theirs, ours in facts:
             if theirs != ours:
                 raise MismatchError(f"{what} differs: offered {theirs}, the destination has {ours}")
-        if isinstance(mine, t.DTensor) and any(p.is_partial() for p in mine.placements):
+        if t.is_dtensor(mine) and any(p.is_partial() for p in mine.placements):
             raise MismatchError(
                 f"a DTensor with a partial placement, {mine.placements}, takes no value"
             )
@@ -324,12 +324,12 @@ def _is_settable(mine: torch.Tensor) -> bool:
 
 
 def is_distributed(mine: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(mine, (t.DTensor, t.ShardedTensor))
+    return t.is_distributed(mine)
 
 
 def _memory(mine: object) -> object:
     """What tells the memory of a tensor that is written in place from that of others."""
-    if isinstance(mine, t.DTensor):
+    if t.is_dtensor(mine):
         mine, _ = t.dtensor_parts(mine)
     if isinstance(mine, t.ShardedTensor) or not isinstance(mine, torch.Tensor) or not mine.numel():
         return None

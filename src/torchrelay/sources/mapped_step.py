@@ -165,7 +165,7 @@ class MappedReader:
         self._range: MappedRange | None = None
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
-        """See `stores.seam.MemoryReader`."""
+        """See `stores.seam.MappableReader`."""
         return self._mapped.view(position, nbytes)
 
     @property

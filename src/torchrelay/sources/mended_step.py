@@ -16,7 +16,7 @@ from torchrelay.errors import RelayError
 from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.records import Checkpoint, DataFile, content_digest
-from torchrelay.stores.seam import DataReader, MemoryReader
+from torchrelay.stores.seam import DataReader, MappableReader
 
 
 class Successor:
@@ -205,8 +205,8 @@ class MendedReader:
         return self._first.read_cached(position, buffers)
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
-        """See `stores.seam.MemoryReader`."""
-        if not isinstance(self._first, MemoryReader) or self._patched(position, nbytes):
+        """See `stores.seam.MappableReader`."""
+        if not isinstance(self._first, MappableReader) or self._patched(position, nbytes):
             return None
         return self._first.memory(position, nbytes)
 

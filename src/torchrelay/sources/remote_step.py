@@ -173,7 +173,7 @@ class RemoteReader:
         return near is not None and near.read_cached(position, buffers)
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
-        """See `stores.seam.MemoryReader`."""
+        """See `stores.seam.MappableReader`."""
         near = self._suppliers.near(self._file.name)
         return None if near is None else near.memory(position, nbytes)
 

@@ -104,7 +104,7 @@ def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> Finish:
 
 
 def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> int | Finish:
-    if isinstance(leaf, t.DTensor):
+    if t.is_dtensor(leaf):
         return _dtensor(leaf, add)
     if isinstance(leaf, t.ShardedTensor):
         return _sharded(leaf, add)

@@ -20,7 +20,7 @@ class LocalPart(NamedTuple):
 def local_parts(tensor: torch.Tensor) -> list[LocalPart]:
     """The parts of a tensor that are in this process: all of a plain one; of a distributed one what
     its mesh gives to this rank, which may be nothing."""
-    if isinstance(tensor, t.DTensor):
+    if t.is_dtensor(tensor):
         if tensor.device_mesh.get_coordinate() is None:
             return []
         local, _ = t.dtensor_parts(tensor)

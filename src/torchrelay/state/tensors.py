@@ -7,30 +7,29 @@ same memory, so that copies move bits whatever the dtype is. Callers deal in rec
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import (
-    ShardedTensorMetadata,
-    TensorProperties,
-)
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as _Shard
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement as _Placement
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.record import manifest as m
 from torchrelay.record.validation import ITEM_SIZES
 from torchrelay.state.meshes import described_mesh
+
+if TYPE_CHECKING:  # importing it takes a second, which those who have no DTensor do not wait for
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor.placement_types import Placement as _Placement
 
 __all__ = ["DTensor", "DeviceMesh", "ShardedTensor"]
 
@@ -388,24 +387,38 @@ def device_backends(group: object) -> dict[str, str]:
     return {device.type: group._get_backend(device).name().lower() for device in known}  # type: ignore[attr-defined]
 
 
+def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
+    """A process that has not imported DTensors has none."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(leaf, kind)
+
+
+def is_distributed(leaf: object) -> TypeGuard[DTensor | ShardedTensor]:
+    return isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
+
+
 def placement_record(placement: _Placement) -> m.Placement:
-    if isinstance(placement, _StridedShard):
+    from torch.distributed.tensor import placement_types as p
+
+    if isinstance(placement, p._StridedShard):
         return m.Placement("strided", dim=placement.dim, split=int(placement.split_factor))
-    if type(placement) is Shard:
+    if type(placement) is p.Shard:
         return m.Placement("shard", dim=placement.dim)
-    if type(placement) is Replicate:
+    if type(placement) is p.Replicate:
         return m.Placement("replicate")
-    if type(placement) is Partial:
+    if type(placement) is p.Partial:
         return m.Placement("partial", reduce=str(placement.reduce_op))
     raise UnsupportedLeafError(f"DTensor placement {placement}")
 
 
 def _placement(record: m.Placement) -> _Placement:
+    from torch.distributed.tensor import placement_types as p
+
     if record.kind == "shard":
-        return Shard(record.dim)
+        return p.Shard(record.dim)
     if record.kind == "strided":
-        return _StridedShard(record.dim, split_factor=record.split)
-    return Replicate() if record.kind == "replicate" else Partial(record.reduce)
+        return p._StridedShard(record.dim, split_factor=record.split)
+    return p.Replicate() if record.kind == "replicate" else p.Partial(record.reduce)
 
 
 def global_rank() -> int | None:
@@ -422,6 +435,9 @@ def dtensor(
 ) -> torch.Tensor:
     """A DTensor around `local`. Without `mesh` one is described, with no process groups behind it:
     making those is a collective call, which one rank alone cannot do."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     if mesh is None:
         mesh = described_mesh(leaf.mesh, global_rank() or 0)
     spec = DTensorSpec(

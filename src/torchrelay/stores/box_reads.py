@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from operator import itemgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import ReadItem
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.strides import contiguous_strides, packed
@@ -29,6 +28,9 @@ from torchrelay.stores.device_reading import DeviceFetch, device_of
 from torchrelay.stores.reading import Fetch, Placed
 from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.writer.ranges import WORKERS
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import ReadItem
 
 WAVE_BYTES = 256 << 20
 

@@ -56,7 +56,7 @@ from torchrelay.stores.opening import OpenedStep, open_newest, open_step
 from torchrelay.stores.reading import Fetch
 from torchrelay.stores.records import Blob, Checkpoint
 from torchrelay.stores.seam import Draft, Store
-from torchrelay.stores.shares import blobs, plans
+from torchrelay.stores.shares import blobs, planner_items, plans
 from torchrelay.stores.shares.drafting import Share, Written, check_files, commit_record, sealed
 from torchrelay.stores.shares.layout import FILE_BYTES, arrange
 from torchrelay.stores.writer.ranges import Writing
@@ -150,7 +150,7 @@ class Writer(StorageWriter):
             fqn: str(path[0]) if len(path) > 1 else None
             for fqn, path in (plan.planner_data or {}).items()
         }
-        drafted = plans.resolve_items(plan.items, planner, tops)
+        drafted = planner_items.resolve_items(plan.items, planner, tops)
         values = _values(drafted)
         layouts = arrange(plans.with_objects(drafted), rank, world, self._file_bytes)
         share = Share(drafted, layouts)

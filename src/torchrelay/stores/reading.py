@@ -22,7 +22,7 @@ from torchrelay.plan.stream import Stream
 from torchrelay.stores.local.reader import PAGE
 from torchrelay.stores.records import Checkpoint, DataFile
 from torchrelay.stores.retry import is_wrong
-from torchrelay.stores.seam import DataReader, MemoryReader, MendableStep, OpenStep
+from torchrelay.stores.seam import DataReader, MappableReader, MendableStep, OpenStep
 from torchrelay.stores.writer.ranges import WORKERS, host_view
 
 PIECE = 1 << 18  # bytes read and hashed at once: they stay in the processor's cache
@@ -193,7 +193,7 @@ class Fetch:
 
     def _memory(self, task: Task, reader: DataReader) -> memoryview | None:
         """A range as it lies in memory, if it does."""
-        if not isinstance(reader, MemoryReader):
+        if not isinstance(reader, MappableReader):
             return None
         try:
             return reader.memory(task.start, task.stop - task.start)

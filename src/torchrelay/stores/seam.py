@@ -95,7 +95,7 @@ class DataReader(Protocol):
 
 
 @runtime_checkable
-class MemoryReader(DataReader, Protocol):
+class MappableReader(DataReader, Protocol):
     """A `DataReader` of memory that this process can map."""
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:

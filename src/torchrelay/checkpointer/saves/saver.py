@@ -18,11 +18,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.planner import SavePlanner
 
 from torchrelay.checkpointer.saves.agreement import agree
 from torchrelay.checkpointer.saves.pending import Pending, Saved, logger
@@ -46,11 +45,13 @@ from torchrelay.stores.local.store import token
 from torchrelay.stores.seam import Store
 from torchrelay.stores.shares import plan_limits, plans
 from torchrelay.stores.shares.drafting import Share, Written, commit_record
-from torchrelay.stores.shares.given_planner import PlannerPlanning
 from torchrelay.stores.shares.planning import Planning, RulePlanning
 from torchrelay.stores.writer.client import WriterProcess
 from torchrelay.stores.writer.ranges import WORKERS
 from torchrelay.transports.group.assembly import Assembly, Call
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlanner
 
 RETRY_SECONDS = 1.0  # before the second attempt of a save; twice as long before each later one
 BLOCKING_ARENA = 1 << 30  # bytes that a blocking save stages through, where it must stage
@@ -101,9 +102,11 @@ class Saver:
         self._store = store
         self._all = assembly
         place = (assembly.rank, assembly.world, file_bytes)
-        self._planning: Planning = (
-            RulePlanning(*place) if planner is None else PlannerPlanning(planner, *place)
-        )
+        self._planning: Planning = RulePlanning(*place)
+        if planner is not None:
+            from torchrelay.stores.shares.given_planner import PlannerPlanning
+
+            self._planning = PlannerPlanning(planner, *place)
         self._budget = memory_budget
         self._stage = stage
         self._retries = retries

@@ -122,7 +122,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
     if not t.is_plain(into) and not into.is_quantized:
-        hint = WHOLE_TO_SHARDED if isinstance(into, t.DTensor) else ""
+        hint = WHOLE_TO_SHARDED if t.is_dtensor(into) else ""
         _differ("kind", "a strided tensor", _describe(into), hint)
     _same("dtype", part.dtype, t.NAMES[into.dtype])
     _same("shape", part.shape, tuple(into.shape))
@@ -132,7 +132,7 @@ def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
 
 
 def _fit_dtensor(leaf: m.DTensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
-    if not isinstance(into, t.DTensor):
+    if not t.is_dtensor(into):
         _differ("kind", "a DTensor", _describe(into), SHARDED_TO_WHOLE)
         return
     _same("global shape", leaf.shape, tuple(into.shape))
@@ -162,14 +162,14 @@ def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Iterable[object]) -> t.Devic
     """
     try:
         if isinstance(leaf, m.DTensorLeaf):
-            if not isinstance(like, t.DTensor):
+            if not t.is_dtensor(like):
                 _differ("kind", "a DTensor", _describe(like), SHARDED_TO_WHOLE)
                 return None
             _check_mesh(leaf, like)
             return t.dtensor_parts(like)[1].mesh
         # A scalar, such as a count of steps, is nobody's shard.
         shape = leaf.shape if isinstance(leaf, m.TensorLeaf) else ()
-        if shape and isinstance(like, t.DTensor) and shape == tuple(like.shape):
+        if shape and t.is_dtensor(like) and shape == tuple(like.shape):
             _differ("kind", "a strided tensor", _describe(like), WHOLE_TO_SHARDED)
     except MismatchError as fault:
         fault.path = fault.path or show(path)

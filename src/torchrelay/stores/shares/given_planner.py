@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torchrelay.landing.packed import pack
 from torchrelay.plan.outline import Named
 from torchrelay.state import tensors as t
-from torchrelay.stores.shares import plan_limits, plans
+from torchrelay.stores.shares import plan_limits, planner_items, plans
 from torchrelay.stores.shares.layout import FileLayout, arrange
 from torchrelay.stores.shares.planning import Decision
 from torchrelay.stores.shares.plans import Drafted, FinalPlan, LocalPlan, Outlines, Told
@@ -46,7 +46,7 @@ class PlannerPlanning:
         return _encode(
             LocalPlan(
                 Told.of(named.outline),
-                plans.items_of(plan),
+                planner_items.items_of(plan),
                 pack(plan.planner_data),
                 plan.usable,
                 replicas_of(named) if self._world > 1 else {},
@@ -57,13 +57,13 @@ class PlannerPlanning:
         locals_ = [local_plan(data, rank) for rank, data in enumerate(said)]
         renamed = plans.renames(locals_)
         whole = [
-            _renamed(plans.plan_of(local.items, local.data, local.usable), names)
+            _renamed(planner_items.plan_of(local.items, local.data, local.usable), names)
             for local, names in zip(locals_, renamed, strict=True)
         ]
         final, _ = self._planner.create_global_plan(whole)
         finals = [
             FinalPlan(
-                plans.items_of(plan),
+                planner_items.items_of(plan),
                 pack(plan.planner_data),
                 plan.usable,
                 {new: old for old, new in names.items()},
@@ -82,9 +82,9 @@ class PlannerPlanning:
         assert named is not None
         final = plan_limits.read(_final, heard, 0)
         plan_limits.check_items(final.items, 0)
-        plan = plans.plan_of(final.items, final.data, final.usable)
+        plan = planner_items.plan_of(final.items, final.data, final.usable)
         items = self._planner.finish_plan(plan).items
-        drafted = plans.resolve_items(items, self._planner, named.tops, final.renamed)
+        drafted = planner_items.resolve_items(items, self._planner, named.tops, final.renamed)
         drafted = _with_changes(drafted, named)
         layouts = arrange(plans.with_objects(drafted), self._rank, self._world, self._file_bytes)
         return drafted, layouts
@@ -123,7 +123,7 @@ def _with_changes(drafted: Drafted, named: Named) -> Drafted:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    if isinstance(tensor, t.DTensor):
+    if t.is_dtensor(tensor):
         tensor = t.dtensor_parts(tensor)[0]
     if isinstance(tensor, t.ShardedTensor):
         tensor = next(iter(t.sharded_parts(tensor)[0]), torch.empty(0, device="cpu"))

@@ -130,7 +130,7 @@ class RulePlanning:
     def _held(self, name: str, tensor: torch.Tensor) -> HeldTensor:
         if type(tensor) is torch.Tensor:
             return HeldTensor(name, facts_of(tensor), tensor.nbytes, self._rank, self._world, b"")
-        if isinstance(tensor, t.DTensor):
+        if t.is_dtensor(tensor):
             return _held_dtensor(name, tensor)
         locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
         nbytes = sum(local.nbytes for local in locals_)
@@ -261,7 +261,7 @@ def _row(one: HeldTensor, tensor: torch.Tensor) -> Row:
 def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
     if type(tensor) is torch.Tensor:
         return tensor.detach()
-    if isinstance(tensor, t.DTensor):
+    if t.is_dtensor(tensor):
         return t.dtensor_parts(tensor)[0].detach()
     return t.sharded_parts(tensor)[0][number].detach()  # type: ignore[arg-type]
 
@@ -276,7 +276,7 @@ def _signature(named: Named) -> Signature:
     for name, tensor in named.tensors.items():
         if type(tensor) is torch.Tensor:
             found.append((name, tensor.dtype, tensor.shape, named.tops[name]))
-        elif isinstance(tensor, t.DTensor):
+        elif t.is_dtensor(tensor):
             _, spec = t.dtensor_parts(tensor)
             found.append((name, tensor.dtype, tensor.shape, spec.mesh, spec.placements))
         else:

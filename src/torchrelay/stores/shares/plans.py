@@ -1,4 +1,4 @@
-"""Plans of torch's planners as messages between ranks, and what comes out of them.
+"""Plans of a save as messages between ranks, and what comes out of them.
 
 Plans travel as records of a closed list of types; what a planner of the user's own attaches to a
 plan (`planner_data`) may be anything that a state may hold.
@@ -10,35 +10,18 @@ Large plain tensors are compared by samples: those that agree in them are taken 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
 from math import prod
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
 from torchrelay.errors import CheckpointError
-from torchrelay.landing.packed import unpack
 from torchrelay.plan.outline import Outline
 from torchrelay.record.keys import check_keys
 from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES, Leaf, Node
 from torchrelay.state import tensors as t
 from torchrelay.stores.records import Own
-from torchrelay.stores.shares import blobs
 from torchrelay.stores.shares.layout import Entry
 
 Kind = Literal["TENSOR", "SHARD", "BYTE_IO"]  # names of `WriteItemType`
@@ -176,89 +159,10 @@ def with_objects(drafted: Drafted) -> list[Entry]:
     return [*drafted.entries, *objects]
 
 
-def resolve_items(
-    items: Sequence[WriteItem],
-    planner: SavePlanner,
-    tops: Mapping[str, str | None],
-    renamed: Mapping[str, str] = MappingProxyType({}),
-) -> Drafted:
-    drafted = Drafted([], [], {})
-    for item in items:
-        name = item.index.fqn
-        mine = renamed.get(name, name)
-        asked = dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=mine))
-        data = planner.resolve_data(asked)
-        if item.type == WriteItemType.BYTE_IO:
-            drafted.objects[name] = blobs.keep(name, data)
-            continue
-        assert isinstance(data, torch.Tensor) and item.tensor_data is not None
-        chunk = item.tensor_data.chunk
-        local = data.detach()
-        if tuple(local.shape) != tuple(chunk.sizes):
-            raise CheckpointError(
-                f"the planner gave a tensor of shape {tuple(local.shape)} for a box of "
-                f"{tuple(chunk.sizes)}",
-                phase="plan",
-                path=name,
-            )
-        if not local.numel():
-            continue
-        drafted.entries.append(
-            Entry(
-                name,
-                t.NAMES[local.dtype],
-                tuple(item.tensor_data.size),
-                tuple(chunk.offsets),
-                tuple(chunk.sizes),
-                tops.get(mine),
-            )
-        )
-        drafted.tensors.append(local)
-    return drafted
-
-
 def item_bytes(final: FinalPlan) -> int:
     """Bytes of the tensors that a rank is to write."""
     return sum(
         prod(item.box[1]) * t.dtype_named(item.dtype).itemsize
         for item in final.items
         if item.box is not None
-    )
-
-
-def items_of(plan: SavePlan) -> list[Item]:
-    items = []
-    for item in plan.items:
-        index, data = item.index, item.tensor_data
-        offset = None if index.offset is None else tuple(index.offset)
-        kind: Any = item.type.name
-        if data is None:
-            items.append(Item(index.fqn, kind, offset, index.index))
-            continue
-        box = (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        dtype = t.NAMES[data.properties.dtype]
-        shape = tuple(data.size)
-        items.append(Item(index.fqn, kind, offset, index.index, box, dtype, shape))
-    return items
-
-
-def plan_of(items: list[Item], data: bytes, usable: bool) -> SavePlan:
-    planner_data: Any = unpack(data)
-    return SavePlan([_write_item(item) for item in items], None, planner_data, usable)
-
-
-def _write_item(item: Item) -> WriteItem:
-    index = MetadataIndex(item.name, item.offset, item.index)
-    kind = WriteItemType[item.kind]
-    if item.box is None:
-        return WriteItem(index, kind)
-    offsets, sizes = item.box
-    return WriteItem(
-        index,
-        kind,
-        tensor_data=TensorWriteData(
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-            TensorProperties(dtype=t.dtype_named(item.dtype)),
-            torch.Size(item.shape),
-        ),
     )
