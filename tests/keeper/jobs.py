@@ -132,11 +132,11 @@ def arenas(pid: int) -> list[Path]:
 
 
 def wait_for_copies(keeper: tr.Keeper, step: int) -> dict[str, Any]:
-    """Until this rank's keeper has its copies of a step; what it says of them."""
+    """Until this rank's keeper has its copies of a step or a later one, and is at no other."""
     end = time.monotonic() + TIMEOUT
     while True:
         copies: dict[str, Any] = keeper.status()["copies"]
-        if copies["step"] == step:
+        if copies["step"] is not None and copies["step"] >= step and copies["copying"] is None:
             return copies
         assert time.monotonic() < end, copies
         time.sleep(0.01)

@@ -142,6 +142,42 @@ def test_changed_chunks_alone_are_fetched_and_damage_is_passed_over(pool2: RankP
     assert "are not those written" in found[0][1]
 
 
+def stage_while_copying(rank: int, group: Any, job: str, parts: int | None) -> Any:
+    """The most bytes that this rank's keeper had, in parts of a host, while steps were staged that
+    are not copied; and whether the last one came back. `parts` bounds its memory."""
+    part = NUMEL * 4 + 2 * 4096  # its header, and up to a page
+    memory = None if parts is None else parts * part
+    keeper = keeper_of(rank, job, ["a", "b"], rate=NUMEL * 8, memory=memory)
+    state = {"x": torch.zeros(NUMEL), "step": 0}
+    last, most = 0, 0.0
+    for _ in range(4):
+        dist.barrier()  # no keeper is at a copy: the first of these steps is copied
+        for begun in (True, False, False):
+            state["step"] += 1
+            state["x"] += 1 + rank
+            pending = keeper.stage(state["step"], state)
+            pending.wait(TIMEOUT)
+            if pending.skipped is None:
+                last = state["step"]
+            assert not begun or last == state["step"], pending.skipped
+            most = max(most, keeper.status()["staged_bytes"] / part)
+        wait_for_copies(keeper, state["step"] - 2)
+    into = {"x": torch.zeros(NUMEL), "step": 0}
+    got = tr.recover(into=into, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
+    dist.barrier()
+    return most, got.step == last and bool((into["x"] == last * (1 + rank)).all())
+
+
+def test_memory_is_bounded_where_copies_lag_behind(pool2: RankPool) -> None:
+    """Two steps for the workers, the last copied one and the one that is copied, and two copies;
+    with less memory, steps are skipped while one is copied."""
+    for parts in (None, 5):
+        for most, right in pool2.run(stage_while_copying, JOB, parts, timeout=2 * TIMEOUT):
+            assert right
+            assert most <= (parts or 6)
+        end_keepers(JOB)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_each_host_is_copied_by_another(count: int) -> None:
     urls = [f"http://h{n}" for n in range(count)]

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from typing import ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.version import __version__
 
@@ -76,6 +78,7 @@ class Host:
         self._headers = {"User-Agent": AGENT, "Accept-Encoding": "identity"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
+        self._reader = reader
         if reader:
             self._headers["Torchrelay-Reader"] = reader
         self._kept: list[http.client.HTTPConnection] = []
@@ -95,6 +98,13 @@ class Host:
 
     def post(self, path: str, body: bytes, *, seconds: float) -> Reply:
         return self._small("POST", path, body, seconds, ANSWER_BYTES)
+
+    def tell_end(self, reason: str, *, seconds: float) -> None:
+        """Tell the endpoint that this reader is done, or why it failed: what it read need not be
+        kept for it any more. Never raises."""
+        word = {"outcome": "failed" if reason else "done", "reason": reason[:300]}
+        with suppress(OSError, http.client.HTTPException, EndpointError):
+            self.post(f"/readers/{self._reader}", msgspec.json.encode(word), seconds=seconds)
 
     def _small(
         self, method: str, path: str, body: bytes | None, seconds: float, limit: int

@@ -7,7 +7,6 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -289,17 +288,14 @@ class EndpointSource:
 
     def end(self, reason: str = "") -> None:
         """Tell the endpoints how it went; never raises."""
-        word = {"outcome": "failed" if reason else "done", "reason": reason[:300]}
-        body = msgspec.json.encode(word)
         hosts = {host.url: host for host in self.hosts if host.url not in self.failed}
         for step in self._opened:
             hosts.update({one.host.url: one.host for one in step.suppliers.all if not one.dropped})
         end = time.monotonic() + 1.0
         for host in hosts.values():
-            with suppress(OSError, http.client.HTTPException, EndpointError):
-                left = end - time.monotonic()
-                if left > 0:
-                    host.post(f"/readers/{self.reader}", body, seconds=left)
+            left = end - time.monotonic()
+            if left > 0:
+                host.tell_end(reason, seconds=left)
             host.close()
 
     @property

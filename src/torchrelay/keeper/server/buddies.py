@@ -54,6 +54,7 @@ class Buddies:
         if (copy := self._copying) is not None:
             pinned |= {one.id for one in (copy.wanted.step, copy.older) if one is not None}
         self._kept.pinned = pinned - {""}
+        self._kept.filled = None if copy is None else copy.number
 
     async def whole(self, step: ServedStep) -> None:
         """All ranks have shown a step: copy it, if it is the one that was chosen."""
@@ -76,7 +77,11 @@ class Buddies:
         try:
             if room.slot not in slots:
                 fd = sealed_memory(wanted.nbytes)
-                os.posix_fallocate(fd, 0, wanted.nbytes)
+                try:
+                    os.posix_fallocate(fd, 0, wanted.nbytes)
+                except OSError:
+                    os.close(fd)
+                    raise
                 self._serving.service.snapshots.attach(room.slot, fd, wanted.nbytes)
         except OSError as fault:
             self._why = f"no memory for copies: {fault.strerror}"

@@ -30,6 +30,7 @@ from torchrelay.sources.suppliers import Supplier, Suppliers
 PIECE_BYTES = 1 << 20  # fetched at once, between looks at the rate
 LEAST_SECONDS = 60.0  # that a copy may take, and
 SLACK = 8  # times as long as it would take at its rate
+TELL_SECONDS = 1.0  # to say that it is over
 
 
 class KeeperRing(NamedTuple):
@@ -117,6 +118,7 @@ class Copying:
             raise
         finally:
             for supplier in hosts.values():
+                supplier.host.tell_end(self.why, seconds=TELL_SECONDS)
                 supplier.close()
             # What failed may have left views of the memory behind: it is unmapped with the last.
             del self._view, self._map

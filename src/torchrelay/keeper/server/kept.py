@@ -31,6 +31,7 @@ class KeptSteps:
         self._numbers = 0
         self._lock = asyncio.Lock()
         self.pinned: set[str] = set()  # steps that are kept for copies
+        self.filled: int | None = None  # the slot that a copy is being written to
 
     @property
     def _steps(self) -> ServedSteps:
@@ -102,7 +103,8 @@ class KeptSteps:
 
     def _is_idle(self, slot: int) -> bool:
         """Whether nothing in a slot is needed, and nobody reads it."""
-        if slot in self._steps.slots and self._steps.slots[slot].mapped:
+        mapped = slot in self._steps.slots and self._steps.slots[slot].mapped
+        if mapped or slot == self.filled:
             return False
         step = self._steps.in_slot(slot)
         return step is None or (
