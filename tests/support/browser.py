@@ -24,7 +24,8 @@ CALL_SECONDS = 60.0
 
 def chromium() -> str | None:
     """The browser's program, where there is one."""
-    return shutil.which("chromium") or shutil.which("chromium-browser")
+    names = ("chromium", "chromium-browser", "chromium-headless-shell")
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 class Tab:
