@@ -11,6 +11,7 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ STALL_SECONDS = 10.0  # without a byte, after which a connection is given up
 HEADER_SECONDS = 20.0  # in which status and headers have to be here
 SLOW_RATE = 64 << 10  # bytes a second that a body has to come at
 READ_BYTES = 1 << 20  # taken at once: fewer calls, and still in a cache when it is hashed
+WAKE_BYTES = 1 << 18  # that have come before whoever waits for more of them is woken
 TAIL_BYTES = 1 << 12  # of a body, read by the library, which then knows that it is over
 ANSWER_BYTES = 1 << 20  # of an answer that is no record and no volume
 RECORD_BYTES = 256 << 20
@@ -224,6 +226,7 @@ class Cutoff:
     def __init__(self, sock: socket.socket | None, seconds: float) -> None:
         self._sock = sock
         self.done = False
+        self._wakes = 1
         self._ahead = True  # whether the library may have read on, past the headers
         self._end = time.monotonic() + seconds
         _Cutter.add(self)
@@ -236,16 +239,25 @@ class Cutoff:
         """Bytes of a body that have come to a view. A large one is filled by one call that waits in
         the kernel: the library would be woken for every packet."""
         sock, left = self._sock, answer.length or 0
-        if sock is None or isinstance(sock, ssl.SSLSocket) or left <= len(view) + TAIL_BYTES:
+        view = view[: max(left - TAIL_BYTES, 0)] or view  # the library reads the end by itself
+        if sock is None or isinstance(sock, ssl.SSLSocket) or left <= TAIL_BYTES:
+            self._wake_at(1)
             return answer.readinto(view)
         if self._ahead:
             some = view[: len(answer.fp.peek(1))]
             self._ahead = len(some) == len(view)
             return answer.readinto(some)
         sock.settimeout(None)  # it is cut when its time is over
+        self._wake_at(min(WAKE_BYTES, left - len(view)))  # so many come behind the view
         done = sock.recv_into(view, 0, socket.MSG_WAITALL)
         answer.length = left - done
         return done
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Have the kernel wake a reader when so many bytes have come, not for every packet."""
+        if self._sock is not None and self._wakes != nbytes and sys.platform == "linux":
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._wakes = nbytes
 
     def over(self) -> None:
         """The request is over: nothing is cut."""
