@@ -1,9 +1,10 @@
 """A keeper beside the disk: `python -m benchmarks.keeper`.
 
 Three questions. How long a worker that was started again takes until its state is landed: from the
-keeper, and by `dcp.load` from a disk that is cold and one that is hot, each in a process of its own
-whose torch is imported. What it costs to stage every step of a loop while a buddy fetches copies.
-Whether anything grows with many stages and many workers that are killed.
+keeper, from a live peer of this host, and by `dcp.load` from a disk that is cold and one that is
+hot, each in a process of its own whose torch is imported; beside them torch's PGTransport between
+two processes whose group is ready. What it costs to stage every step of a loop while a buddy
+fetches copies. Whether anything grows with many stages and many workers that are killed.
 """
 
 from __future__ import annotations
@@ -12,109 +13,39 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from benchmarks.harness import Ranks, machine, save
+from benchmarks.keeper_tasks import (
+    COLD,
+    HOT,
+    KEEPER,
+    PEER,
+    ROOT,
+    SECONDS,
+    TENSORS,
+    Tasks,
+    is_exact,
+    state_of,
+)
 
 RESULT = Path(__file__).parent / "results" / "keeper.json"
-ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 600.0
-TENSORS = 16
 STEP_SECONDS = 0.5
-CASES = ["keeper", "dcp.load, cold", "dcp.load, hot"]
+STOCK = "PGTransport"
+CASES = [KEEPER, PEER, COLD, HOT]
+PARTS = ("recovery", "staging", "growth")
 
 _made: dict[str, Any] = {}
-
-
-def state_of(nbytes: int, value: float) -> dict[str, torch.Tensor]:
-    return {f"w{n}": torch.full((nbytes // TENSORS // 4,), value + n) for n in range(TENSORS)}
-
-
-# What processes of their own do, one task each.
-
-
-def task_keep(job: str, folder: str, nbytes: int) -> dict[str, Any]:
-    """Stage a state, and save it as torch does."""
-    import torchrelay as tr
-
-    state = state_of(nbytes, 1.0)
-    dcp.save(state, checkpoint_id=folder)  # type: ignore[attr-defined]
-    with tr.Keeper(job, group=False, lease=SECONDS) as keeper:
-        keeper.stage(1, state).wait(SECONDS)
-    return {}
-
-
-def task_recover(job: str, folder: str, nbytes: int, case: str) -> dict[str, Any]:
-    """Seconds from here, with torch imported and a model in memory, to the landed state."""
-    state = state_of(nbytes, 0.0)
-    for path in Path(folder).rglob("*") if case != "keeper" else ():
-        if path.is_file():
-            with path.open("rb") as file:
-                if case == "dcp.load, cold":
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                else:
-                    while file.read(1 << 24):
-                        pass
-    begun = time.monotonic()
-    if case == "keeper":
-        import torchrelay as tr
-
-        with tr.Keeper(job, group=False, lease=SECONDS) as keeper:
-            tr.recover(into=state, sources=[keeper])
-            spent = time.monotonic() - begun
-    else:
-        dcp.load(state, checkpoint_id=folder)  # type: ignore[attr-defined]
-        spent = time.monotonic() - begun
-    right = all(bool((state[f"w{n}"] == 1.0 + n).all()) for n in range(TENSORS))
-    return {"seconds": spent, "exact": right}
-
-
-def task_restart(job: str, nbytes: int) -> dict[str, Any]:
-    """Come back, stage the next step, and be killed."""
-    import torchrelay as tr
-
-    state: dict[str, Any] = {**state_of(nbytes, 0.0), "step": 0}
-    keeper = tr.Keeper(job, group=False, lease=SECONDS)
-    state = tr.recover(into=state, sources=[keeper]).state
-    state["step"] += 1
-    keeper.stage(state["step"], state).wait(SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
-    return {}
-
-
-TASKS: dict[str, Callable[..., dict[str, Any]]] = {
-    "keep": task_keep,
-    "recover": task_recover,
-    "restart": task_restart,
-}
-
-
-def task(name: str, *words: Any) -> dict[str, Any]:
-    """Run a task in a process of its own; what it found, or nothing if it was killed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.keeper", "--task", json.dumps([name, *words])],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        timeout=SECONDS,
-        check=False,
-    )
-    if done.returncode == -signal.SIGKILL:
-        return {}
-    done.check_returncode()
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 # The three questions.
@@ -123,34 +54,74 @@ def task(name: str, *words: Any) -> dict[str, Any]:
 def recovery(nbytes: int, laps: int, tell: Callable[[str], None]) -> dict[str, Any]:
     job = f"bench-{os.getpid()}"
     folder = tempfile.mkdtemp(dir=ROOT)  # on the disk of the sources, not in memory
-    seconds: dict[str, list[float]] = {case: [] for case in CASES}
-    exact = dict.fromkeys(CASES, True)
+    seconds: dict[str, list[float]] = {case: [] for case in [*CASES, STOCK]}
+    imported: dict[str, list[float]] = {case: [] for case in [*CASES, STOCK]}
+    exact = dict.fromkeys(seconds, True)
+    first = int(laps > 1)  # it compiles modules, and fetches memory that this guest has not had yet
+
+    def note(case: str, found: dict[str, Any], lap: int) -> None:
+        exact[case] = exact[case] and found["exact"]
+        if lap >= first:
+            seconds[case].append(found["seconds"])
+            imported[case].append(found["imported"])
+
     try:
-        task("keep", job, folder, nbytes)
-        os.sync()
-        for number in range(laps):
-            for case in CASES:
-                found = task("recover", job, folder, nbytes, case)
-                seconds[case].append(found["seconds"])
-                exact[case] = exact[case] and found["exact"]
-            tell(f"recovery: lap {number + 1} of {laps}")
+        with Tasks() as tasks, tasks.live_peer(nbytes) as url, Ranks(2, parents=True) as ranks:
+            tasks.run("keep", job, folder, nbytes)
+            os.sync()
+            places = {KEEPER: job, PEER: url, COLD: folder, HOT: folder}
+            ranks.run(prepare_stock, nbytes)
+            for lap in range(laps + first):
+                for case in CASES:
+                    note(case, tasks.run("recover", case, places[case], nbytes), lap)
+                spent, right = ranks.run(by_stock)[1]
+                note(STOCK, {"seconds": spent, "imported": spent, "exact": right}, lap)
+                tell(f"recovery: lap {lap + 1} of {laps + first}")
     finally:
         shutil.rmtree(folder)
         end(name_of(job))
-    ours = median(seconds["keeper"])
+    ours = median(seconds[KEEPER]), median(imported[KEEPER])
     return {
         "bytes": nbytes,
         "rows": [
             {
                 "case": case,
-                "seconds": median(found),
-                "keeper_is_faster": median(found) / ours,
+                "seconds": median(seconds[case]),
+                "seconds_imported": median(imported[case]),
+                "keeper_is_faster": median(seconds[case]) / ours[0],
+                "keeper_is_faster_imported": median(imported[case]) / ours[1],
                 "exact": exact[case],
-                "laps": found,
+                "laps": seconds[case],
+                "laps_imported": imported[case],
             }
-            for case, found in seconds.items()
+            for case in seconds
         ],
     }
+
+
+def prepare_stock(group: Any, nbytes: int) -> None:
+    _made["model"] = state_of(nbytes, 1.0 if dist.get_rank() == 0 else 0.0)
+
+
+def by_stock(group: Any) -> tuple[float, bool]:
+    """Seconds that torch's transport takes to put rank 0's state into rank 1's."""
+    from torchrelay.dropin.stock import PGTransport
+
+    model, rank = _made["model"], dist.get_rank()
+    if rank:
+        for tensor in model.values():
+            tensor.zero_()
+    limit, cpu = timedelta(seconds=SECONDS), torch.device("cpu")
+    stock = PGTransport(dist.group.WORLD, limit, cpu, lambda: model)  # type: ignore[arg-type]
+    dist.barrier(group)
+    begun = time.monotonic()
+    if rank:
+        stock.recv_checkpoint(0)
+    else:
+        stock.send_checkpoint([1], model)
+    spent = time.monotonic() - begun
+    dist.barrier(group)
+    return spent, is_exact(model)
 
 
 def end(name: Any) -> None:
@@ -297,11 +268,12 @@ def growth(nbytes: int, stages: int, restarts: int, tell: Callable[[str], None])
             found[f"{number} stages"] = held(pid)
     tell(f"growth: {stages} stages")
     keeper.close()
-    for number in range(1, restarts + 1):
-        task("restart", job, nbytes)
-        if number in (max(1, restarts // 10), restarts):
-            found[f"{number} restarts"] = held(pid)
-            tell(f"growth: {number} restarts")
+    with Tasks() as tasks:
+        for number in range(1, restarts + 1):
+            tasks.run("restart", job, nbytes)
+            if number in (max(1, restarts // 10), restarts):
+                found[f"{number} restarts"] = held(pid)
+                tell(f"growth: {number} restarts")
     with tr.Keeper(job, group=False, lease=SECONDS) as last:
         got = tr.recover(into=state, sources=[last])
         exact = got.step == stages + restarts and last.pid == pid
@@ -316,50 +288,58 @@ def name_of(job: str) -> Any:
     return process.KeeperName.of(job, None)
 
 
-def run(small: bool, laps: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    return {
-        "machine": machine(),
-        "recovery": recovery(1 << 20 if small else 1 << 30, 1 if small else laps, tell),
-        "staging": staging(*((1 << 20, 3, 1, 50e6) if small else (500 << 20, 40, 3, 200e6)), tell),
-        "growth": growth(*((1 << 16, 20, 1) if small else (1 << 20, 1000, 100)), tell),
+def run(small: bool, laps: int, parts: list[str], tell: Callable[[str], None]) -> dict[str, Any]:
+    ways: dict[str, Callable[[], Any]] = {
+        "recovery": lambda: recovery(1 << 20 if small else 1 << 30, 1 if small else laps, tell),
+        "staging": lambda: staging(
+            *((1 << 20, 3, 1, 50e6) if small else (500 << 20, 40, 3, 200e6)), tell
+        ),
+        "growth": lambda: growth(*((1 << 16, 20, 1) if small else (1 << 20, 1000, 100)), tell),
     }
+    return {"machine": machine(), **{part: ways[part]() for part in parts}}
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"{result['recovery']['bytes'] / 1e6:.0f} MB, from process start to landed state")
-    for row in result["recovery"]["rows"]:
-        print(f"  {row['case']:16s} {row['seconds']:8.3f} s {row['keeper_is_faster']:6.2f}x")
-    loop_of = result["staging"]
-    print(
-        f"every step of {loop_of['alone_seconds']:.2f} s staged, {loop_of['bytes'] / 1e6:.0f} MB: "
-        f"{loop_of['ratio']:.3f}x of alone, {loop_of['stage_seconds']:.3f} s in stage"
-    )
-    print(
-        f"  keeper {loop_of['keeper_bytes'] / 1e6:.0f} MB, its buddy's "
-        f"{loop_of['buddy_bytes'] / 1e6:.0f} MB, copied {loop_of['copied_bytes'] / 1e6:.0f} MB "
-        f"at {loop_of['rate'] / 1e6:.0f} MB/s at most"
-    )
-    for when, facts in result["growth"]["held"].items():
-        told = ", ".join(f"{name} {value}" for name, value in facts.items())
-        print(f"  after {when:14s} {told}")
+    if "recovery" in result:
+        print(f"{result['recovery']['bytes'] / 1e6:.0f} MB; with imports, and without:")
+        for row in result["recovery"]["rows"]:
+            print(
+                f"  {row['case']:16s} {row['seconds']:8.3f} s {row['keeper_is_faster']:6.2f}x"
+                f" {row['seconds_imported']:8.3f} s {row['keeper_is_faster_imported']:6.2f}x"
+            )
+    if "staging" in result:
+        loop_of = result["staging"]
+        print(
+            f"every step of {loop_of['alone_seconds']:.2f} s staged, "
+            f"{loop_of['bytes'] / 1e6:.0f} MB: {loop_of['ratio']:.3f}x of alone, "
+            f"{loop_of['stage_seconds']:.3f} s in stage"
+        )
+        print(
+            f"  keeper {loop_of['keeper_bytes'] / 1e6:.0f} MB, its buddy's "
+            f"{loop_of['buddy_bytes'] / 1e6:.0f} MB, copied {loop_of['copied_bytes'] / 1e6:.0f} MB "
+            f"at {loop_of['rate'] / 1e6:.0f} MB/s at most"
+        )
+    if "growth" in result:
+        for when, facts in result["growth"]["held"].items():
+            told = ", ".join(f"{name} {value}" for name, value in facts.items())
+            print(f"  after {when:14s} {told}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.keeper", description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes: a test, not a figure")
-    parser.add_argument("--laps", type=int, default=5, help="of each way back")
+    parser.add_argument("--laps", type=int, default=7, help="of each way back, beside the first")
+    parser.add_argument("--only", choices=PARTS, help="one question; the file keeps the others")
     parser.add_argument("--out", type=Path, help="result file; by default a full run has one")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.task is not None:
-        name, *words = json.loads(options.task)
-        print(json.dumps(TASKS[name](*words)))
-        return 0
-    result = run(options.small, options.laps, lambda text: print(text, file=sys.stderr))
+    parts = [options.only] if options.only else list(PARTS)
+    result = run(options.small, options.laps, parts, lambda text: print(text, file=sys.stderr))
     show(result)
-    save(result, options.out or (None if options.small else RESULT))
-    right = all(row["exact"] for row in result["recovery"]["rows"]) and result["growth"]["exact"]
-    return 0 if right else 1
+    out = options.out or (None if options.small else RESULT)
+    kept = json.loads(out.read_text()) if options.only and out and out.exists() else {}
+    save(kept | result, out)
+    found = result.get("recovery", {"rows": []})["rows"], result.get("growth", {"exact": True})
+    return 0 if all(row["exact"] for row in found[0]) and found[1]["exact"] else 1
 
 
 if __name__ == "__main__":

@@ -317,8 +317,10 @@ def test_keeper_benchmark_runs_small(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert [row["case"] for row in found["recovery"]["rows"]] == [
         "keeper",
+        "live peer",
         "dcp.load, cold",
         "dcp.load, hot",
+        "PGTransport",
     ]
     assert all(row["exact"] and row["seconds"] > 0 for row in found["recovery"]["rows"])
     assert found["staging"]["ratio"] > 0 and found["staging"]["copied_bytes"] > 0
