@@ -12,12 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchrelay as tr
+from tests.support.fsdp_job import fsdp_job, train, whole
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 
@@ -25,68 +22,22 @@ TIMEOUT = 60
 _kept: dict[str, Any] = {}  # in a rank: what stays between two calls
 
 
-def _job(seed: int, *, dims: int = 1) -> dict[str, Any]:
-    """A model under FSDP2 with its optimizer, the same on any number of ranks, and what is each
-    rank's own."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(12, 33), nn.Tanh(), nn.Linear(33, 5, bias=False))
-    world = dist.get_world_size()
-    if dims == 2:
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
-    else:
-        mesh = init_device_mesh("cpu", (world,))
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    column = distribute_tensor(
-        torch.arange(7.0 * 22).reshape(7, 22) + seed,
-        mesh,
-        [Shard(1)] if dims == 1 else [Replicate(), Shard(1)],
-    )
-    return {"model": model, "optimizer": optimizer, "column": column, "step": 0}
-
-
-def _train(job: dict[str, Any], steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        draw = torch.Generator().manual_seed(job["step"])
-        loss = job["model"](torch.randn(16, 12, generator=draw)).square().mean()
-        job["optimizer"].zero_grad()
-        loss.backward()
-        job["optimizer"].step()
-        job["step"] += 1
-        losses.append(loss.item())
-    return losses
-
-
-def _full(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _whole(job: dict[str, Any]) -> dict[str, torch.Tensor]:
-    found = {f"model.{key}": _full(x) for key, x in job["model"].state_dict().items()}
-    found["column"] = _full(job["column"])
-    for index, held in job["optimizer"].state_dict()["state"].items():
-        found.update({f"optimizer.state.{index}.{key}": _full(x) for key, x in held.items()})
-    return found
-
-
 def serve_part(rank: int, group: Any, seed: int) -> tuple[str, dict[str, torch.Tensor]]:
     """Train and serve; the URL, and the state in whole tensors."""
-    job = _job(seed)
-    _train(job, 2)
-    _kept["job"] = job
-    _kept["endpoint"] = tr.serve(job, step=2, timeout=TIMEOUT)
-    return _kept["endpoint"].url, _whole(job)
+    _kept["job"] = fsdp_job(seed)
+    train(_kept["job"], 2)
+    _kept["endpoint"] = tr.serve(_kept["job"], step=2, timeout=TIMEOUT)
+    return _kept["endpoint"].url, whole(_kept["job"])
 
 
 def publish_part(rank: int, group: Any, step: int) -> dict[str, torch.Tensor]:
-    _train(_kept["job"], 1)
+    train(_kept["job"], 1)
     _kept["endpoint"].publish(_kept["job"], step=step).wait(TIMEOUT)
-    return _whole(_kept["job"])
+    return whole(_kept["job"])
 
 
 def train_on(rank: int, group: Any, steps: int) -> list[float]:
-    return _train(_kept["job"], steps)
+    return train(_kept["job"], steps)
 
 
 def close_part(rank: int, group: Any) -> None:
@@ -95,21 +46,21 @@ def close_part(rank: int, group: Any) -> None:
 
 def pull_part(rank: int, group: Any, url: str, dims: int) -> tuple[int, Any, dict[str, int]]:
     """Pull into another mesh; the step, the state in whole tensors, and where it came from."""
-    got = _pull(url, into=_job(99, dims=dims), group=dist.group.WORLD, timeout=TIMEOUT)
+    got = _pull(url, into=fsdp_job(99, dims=dims), group=dist.group.WORLD, timeout=TIMEOUT)
     _kept["job"] = got.state
-    return got.step, _whole(got.state), got.report.sources
+    return got.step, whole(got.state), got.report.sources
 
 
 def refuse_part(rank: int, group: Any, url: str) -> tuple[str, bool]:
     """One rank's destination does not fit: no rank's is written."""
-    job = _job(98)
-    before = {name: x.clone() for name, x in _whole(job).items()}
+    job = fsdp_job(98)
+    before = {name: x.clone() for name, x in whole(job).items()}
     if rank == 1:
         job["extra"] = torch.zeros(3)
     try:
         _pull(url, into=job, group=dist.group.WORLD, timeout=TIMEOUT)
     except tr.MismatchError as fault:
-        after = _whole(job)
+        after = whole(job)
         return str(fault), all(torch.equal(before[name], after[name]) for name in before)
     return "", False
 
@@ -134,7 +85,7 @@ def _flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_one_process_pulls_the_whole(served: tuple[str, Any]) -> None:
+def test_one_process_pulls_thewhole(served: tuple[str, Any]) -> None:
     url, wanted = served
     got = _pull(url, timeout=TIMEOUT)
     assert got.step == 2 and got.state["step"] == 2

@@ -11,51 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
+from tests.support.fsdp_job import fsdp_job, train, whole
 from tests.support.ranks import reached, tell
 from torchrelay.keeper.process import KeeperName, ask
 from torchrelay.keeper.server.messages import End
 
 TIMEOUT = 120.0  # seconds that a call may take where the machine is busy
 LEASE = 120.0
-
-
-def sharded(seed: int) -> dict[str, Any]:
-    """A model under FSDP2 with its optimizer, the same on any number of ranks."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(12, 33), nn.Tanh(), nn.Linear(33, 5, bias=False))
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    return {"model": model, "optimizer": optimizer, "step": 0}
-
-
-def train(job: dict[str, Any], steps: int) -> list[float]:
-    """Every rank has the same data, so that the sums over ranks are exact for two and four."""
-    losses = []
-    for _ in range(steps):
-        draw = torch.Generator().manual_seed(job["step"])
-        loss = job["model"](torch.randn(16, 12, generator=draw)).square().mean()
-        job["optimizer"].zero_grad()
-        loss.backward()
-        job["optimizer"].step()
-        job["step"] += 1
-        losses.append(loss.item())
-    return losses
-
-
-def whole(job: dict[str, Any]) -> dict[str, torch.Tensor]:
-    found = {}
-    for key, x in job["model"].state_dict().items():
-        found[f"model.{key}"] = x.full_tensor() if isinstance(x, DTensor) else x.clone()
-    for index, held in job["optimizer"].state_dict()["state"].items():
-        for key, x in held.items():
-            full = x.full_tensor() if isinstance(x, DTensor) else x.clone()
-            found[f"optimizer.{index}.{key}"] = full
-    return found
 
 
 def keeper_of(rank: int, job: str, hosts: Iterable[str] | None = None, **more: Any) -> tr.Keeper:
@@ -68,7 +32,7 @@ def train_and_stage(
     rank: int, group: Any, job: str, steps: int, hosts: list[str] | None = None
 ) -> None:
     """Stage every step, say what the last one was, and wait to be killed."""
-    state = sharded(1)
+    state = fsdp_job(1)
     keeper = keeper_of(rank, job, hosts, copies=0)
     for _ in range(steps):
         train(state, 1)
@@ -81,7 +45,7 @@ def train_and_stage(
 def recover_and_train(
     rank: int, group: Any, job: str, hosts: list[str] | None = None
 ) -> tuple[int, str, dict[str, torch.Tensor], list[float]]:
-    state = sharded(7)
+    state = fsdp_job(7)
     keeper = keeper_of(rank, job, hosts, copies=0)
     got = tr.recover(into=state, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
     state["step"] = got.state["step"]
@@ -140,35 +104,6 @@ def wait_for_copies(keeper: tr.Keeper, step: int) -> dict[str, Any]:
             return copies
         assert time.monotonic() < end, copies
         time.sleep(0.01)
-
-
-class Scaled(torch.Tensor):
-    """A subclass that says how to flatten itself."""
-
-    inner: torch.Tensor
-    scale: float
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor, scale: float) -> Scaled:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made.inner, made.scale = inner, scale
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], object]:
-        return ["inner"], {"scale": self.scale}
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Scaled:
-        return Scaled(inner["inner"], context["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Scaled(args[0].inner, args[0].scale)
-        raise NotImplementedError(func)
-
-
-tr.register(Scaled, name="keeper.Scaled")
 
 
 def special() -> dict[str, Any]:

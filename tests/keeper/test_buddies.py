@@ -14,17 +14,15 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.keeper.jobs import (
     TIMEOUT,
-    Scaled,
     arenas,
     end_keepers,
     keeper_of,
-    sharded,
     special,
-    train,
     wait_for_copies,
-    whole,
 )
+from tests.support.fsdp_job import fsdp_job, train, whole
 from tests.support.ranks import RankPool, Ranks, reached, run_ranks, tell
+from tests.support.scaled import Scaled
 from tests.support.states import assert_same
 from torchrelay.keeper.server.copying import KeeperRing
 
@@ -39,7 +37,7 @@ def ended() -> Iterator[None]:
 
 
 def stage_and_copy(rank: int, group: Any, job: str) -> None:
-    state = {"job": sharded(1), "special": special(), "scaled": Scaled(torch.ones(3), 0.5)}
+    state = {"job": fsdp_job(1), "special": special(), "scaled": Scaled(torch.ones(3), 0.5)}
     keeper = keeper_of(rank, job, ["a", "a", "b", "b"])
     for _ in range(2):
         train(state["job"], 1)
@@ -52,7 +50,7 @@ def stage_and_copy(rank: int, group: Any, job: str) -> None:
 
 def come_back(rank: int, group: Any, job: str, hosts: list[str]) -> Any:
     expected = special()
-    state = {"job": sharded(3), "special": expected}
+    state = {"job": fsdp_job(3), "special": expected}
     made = tr.recover(sources=[keeper_of(rank, job, hosts)], group=dist.group.WORLD)
     assert_same(expected, made.state["special"], at_rest=True)
     scaled = made.state["scaled"]

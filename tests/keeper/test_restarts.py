@@ -16,11 +16,9 @@ from tests.keeper.jobs import (
     end_keepers,
     keeper_of,
     recover_and_train,
-    sharded,
-    train,
     train_and_stage,
-    whole,
 )
+from tests.support.fsdp_job import fsdp_job, train, whole
 from tests.support.ranks import Ranks, reached, run_ranks, tell
 
 JOB = f"restarts-{os.getpid()}"
@@ -56,7 +54,7 @@ def die_in_mid_stage(rank: int, group: Any, job: str) -> None:
     """Every rank stages step 2; one is killed when a part of it has been copied."""
     from torchrelay.endpoint import publishing
 
-    state = sharded(1)
+    state = fsdp_job(1)
     train(state, 1)
     keeper = keeper_of(rank, job)
     keeper.stage(1, state).wait(TIMEOUT)
@@ -77,7 +75,7 @@ def die_in_mid_stage(rank: int, group: Any, job: str) -> None:
 
 
 def recovered(rank: int, group: Any, job: str) -> tuple[int, dict[str, torch.Tensor]]:
-    state = sharded(9)
+    state = fsdp_job(9)
     keeper = keeper_of(rank, job)
     got = tr.recover(into=state, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
     return got.step, whole(state)

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.scaled import Scaled
 from tests.support.states import (
     Color,
     Level,
@@ -501,39 +502,8 @@ def test_a_decoder_that_fails_is_reported() -> None:
 # Tensor subclasses.
 
 
-class Scaled(torch.Tensor):
-    """A wrapper that says how to flatten itself."""
-
-    inner: torch.Tensor
-    scale: object
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor, scale: object) -> Scaled:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner: torch.Tensor, scale: object) -> None:
-        self.inner = inner
-        self.scale = scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], object]:
-        return ["inner"], {"scale": self.scale}
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Scaled:
-        return Scaled(inner["inner"], context["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Scaled(args[0].inner, args[0].scale)
-        raise NotImplementedError(func)
-
-
 class _NotRegistered(Scaled):
     pass
-
-
-register(Scaled)
 
 
 def test_a_subclass_that_flattens_itself() -> None:

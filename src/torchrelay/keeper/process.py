@@ -18,7 +18,7 @@ from torchrelay.endpoint.process import StepProcess, check_aiohttp
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.server import messages as k
-from torchrelay.stores.writer.frames import receive_frame, send_frame
+from torchrelay.stores.writer.frames import exchange
 from torchrelay.stores.writer.launch import launch
 
 START_SECONDS = 60.0
@@ -91,10 +91,9 @@ def begin(name: KeeperName) -> None:
     check_aiohttp()
     process, link = launch("torchrelay.keeper.server.start", mute=True)
     with link:
-        link.settimeout(START_SECONDS)
         try:
-            send_frame(link, msgspec.msgpack.encode(k.BeginKeeping(name.address)))
-            word = receive_frame(link).decode()
+            begun = msgspec.msgpack.encode(k.BeginKeeping(name.address))
+            word = exchange(link, begun, START_SECONDS).decode()
         except (OSError, EOFError) as fault:
             raise EndpointError(f"the keeper did not start: {fault}") from None
         finally:
@@ -139,13 +138,7 @@ class KeeperLink:
         return False
 
     def exchange(self, request: bytes, timeout: float, fds: Sequence[int] = ()) -> bytes:
-        if self._link is None:
-            raise EOFError("it is gone")
-        self._link.settimeout(max(timeout, 0.001))
-        send_frame(self._link, request)
-        if fds:
-            socket.send_fds(self._link, [b"a"], list(fds))
-        return receive_frame(self._link)
+        return exchange(self._link, request, timeout, fds)
 
     def drop(self) -> None:
         link, self._link = self._link, None
@@ -207,8 +200,8 @@ def ask(name: KeeperName, request: k.KeeperRequest) -> k.KeeperAnswer | None:
         return None
     with link:
         try:
-            send_frame(link, msgspec.msgpack.encode(request))
-            answer: k.KeeperAnswer = _answer.decode(receive_frame(link))
+            data = exchange(link, msgspec.msgpack.encode(request), _ASK_SECONDS)
+            answer: k.KeeperAnswer = _answer.decode(data)
         except (OSError, EOFError):
             return None
         return answer

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-from torchrelay.stores.writer.frames import receive_frame, send_frame
+from torchrelay.stores.writer.frames import exchange
 from torchrelay.stores.writer.launch import launch
 
 END_SECONDS = 5.0
@@ -44,15 +44,8 @@ class Companion:
         return True
 
     def exchange(self, request: bytes, timeout: float, fds: Sequence[int] = ()) -> bytes:
-        """Its answer. `TimeoutError`, or `EOFError` or another `OSError` where it is gone; the
-        caller drops it then, or its answer would be taken for that to the next request."""
-        if self._link is None:
-            raise EOFError("it is gone")
-        self._link.settimeout(max(timeout, 0.001))
-        send_frame(self._link, request)
-        if fds:
-            socket.send_fds(self._link, [b"a"], list(fds))
-        return receive_frame(self._link)
+        """Its answer; see `frames.exchange`. Whoever gets none drops it."""
+        return exchange(self._link, request, timeout, fds)
 
     def drop(self) -> None:
         """End it at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Sequence
 
 _LENGTH = struct.Struct("<Q")
 MAX_FRAME = 1 << 30
@@ -20,6 +21,21 @@ def receive_frame(link: socket.socket) -> bytes:
     if length > MAX_FRAME:
         raise EOFError(f"a message of {length} bytes")
     return _exactly(link, length)
+
+
+def exchange(
+    link: socket.socket | None, request: bytes, timeout: float, fds: Sequence[int] = ()
+) -> bytes:
+    """The answer to a request, with which descriptors may go. `TimeoutError`, or `EOFError` or
+    another `OSError` where the other end is gone; the caller drops the link then, or its answer
+    would be taken for that to the next request."""
+    if link is None:
+        raise EOFError("it is gone")
+    link.settimeout(max(timeout, 0.001))
+    send_frame(link, request)
+    if fds:
+        socket.send_fds(link, [b"a"], list(fds))
+    return receive_frame(link)
 
 
 def _exactly(link: socket.socket, nbytes: int) -> bytes:
