@@ -7,10 +7,9 @@ import mmap
 import os
 import ssl
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,6 +26,14 @@ from torchrelay.stores.records import DataFile
 
 PAGE = 4096
 ANNOUNCE_SECONDS = 3.0
+
+
+class _Waiting(NamedTuple):
+    """Somebody who waits for chunks [first, last)."""
+
+    first: int
+    last: int
+    over: threading.Event
 
 
 class Seed:
@@ -55,7 +62,8 @@ class Seed:
             end += -(-file.nbytes // PAGE) * PAGE
             chunks += -(-file.nbytes // file.chunk_bytes)
         self._marks = bytearray(chunks)
-        self._arrived = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: list[_Waiting] = []
         self._swarm: Arrivals | None = None  # that brings the rest
         self._arena = Arena(max(PAGE, end), populate=False)
         # Views of it keep it: what is on its way when the seed is closed has where to go.
@@ -88,9 +96,11 @@ class Seed:
         return self._memory[at + start : at + stop]
 
     def mark(self, first: int, count: int) -> None:
-        with self._arrived:
+        with self._lock:
             self._marks[first : first + count] = b"\1" * count
-            self._arrived.notify_all()
+            waiting = [one for one in self._waiting if all(self._marks[one.first : one.last])]
+        for one in waiting:  # and nobody else: many wait for other chunks
+            one.over.set()
 
     def follow(self, swarm: Arrivals) -> None:
         """Have what is asked for here come by a swarm, and tell it who asks."""
@@ -103,23 +113,22 @@ class Seed:
     def marks(self) -> bytes:
         return bytes(self._marks)
 
-    def has(self, name: str, start: int, stop: int) -> bool:
-        size, first = self._files[name].chunk_bytes, self._firsts[name]
-        return all(self._marks[first + start // size : first - (-stop // size)])
-
     def wait(self, name: str, start: int, stop: int, seconds: float) -> bool:
         """Whether every chunk of a range is here, after so long at most where it is on its way."""
-        end = time.monotonic() + seconds
-        chunk = self._firsts[name] + start // self._files[name].chunk_bytes
-        with self._arrived:
-            while not self.has(name, start, stop):
-                left = end - time.monotonic()
-                if left <= 0 or self._closed.is_set():
-                    return False
-                if self._swarm is None or not self._swarm.awaits(chunk):
-                    return False
-                self._arrived.wait(left)
-        return True
+        size, first = self._files[name].chunk_bytes, self._firsts[name]
+        low, high = first + start // size, first - (-stop // size)
+        with self._lock:
+            if all(self._marks[low:high]):
+                return True
+            waiting = _Waiting(low, high, threading.Event())
+            self._waiting.append(waiting)
+        try:
+            if self._swarm is not None and not self._closed.is_set() and self._swarm.awaits(low):
+                waiting.over.wait(seconds)
+        finally:
+            with self._lock:
+                self._waiting.remove(waiting)
+        return all(self._marks[low:high])
 
     def lend(self, name: str, start: int, nbytes: int) -> memoryview:
         """Bytes of a volume, for a tensor that may write to them: what others read stays."""
@@ -157,8 +166,9 @@ class Seed:
         if self._closed.is_set() or not self._owner.here:
             return
         self._closed.set()
-        with self._arrived:
-            self._arrived.notify_all()
+        with self._lock:
+            for one in self._waiting:
+                one.over.set()
         self._memory = memoryview(b"")
         if self._server is None or self._server.close():
             self._kept.shrink()
