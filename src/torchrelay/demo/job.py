@@ -129,13 +129,3 @@ def clear(state: object) -> None:
         for _, leaf in leaves(state):
             if isinstance(leaf, torch.Tensor):
                 leaf.zero_()
-
-
-def tensor_bytes(state: object) -> int:
-    """Bytes of the state's tensors, those that share a storage counted once."""
-    sizes = {
-        leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
-        for _, leaf in leaves(state)
-        if isinstance(leaf, torch.Tensor)
-    }
-    return sum(sizes.values())

@@ -57,7 +57,7 @@ def remove_directory(path: str, files: Files) -> bool:
     if Path(path).is_symlink():
         files.unlink(path)
         return True
-    with _closing(os.open(path, _DIRECTORY)) as within:
+    with closing(os.open(path, _DIRECTORY)) as within:
         own = ownership(_manifest_in(within))
         with os.scandir(within) as entries:
             names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
@@ -74,7 +74,7 @@ def remove_directory(path: str, files: Files) -> bool:
 
 def _manifest_in(directory: int) -> bytes | None:
     """The commit record in a directory, if one can be read."""
-    with suppress(OSError), _closing(open_plain(MANIFEST, directory)) as fd:
+    with suppress(OSError), closing(open_plain(MANIFEST, directory)) as fd:
         nbytes = os.fstat(fd).st_size
         if nbytes <= MAX_MANIFEST_BYTES:
             return os.pread(fd, nbytes, 0)
@@ -82,7 +82,7 @@ def _manifest_in(directory: int) -> bytes | None:
 
 
 @contextmanager
-def _closing(fd: int) -> Iterator[int]:
+def closing(fd: int) -> Iterator[int]:
     try:
         yield fd
     finally:

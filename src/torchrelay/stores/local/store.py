@@ -28,7 +28,7 @@ from torchrelay.stores.local.files import Files, lock, named
 from torchrelay.stores.local.final_act import FinalAct, unknown
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.reader import LocalStep
-from torchrelay.stores.local.removal import remove_directory
+from torchrelay.stores.local.removal import closing, remove_directory
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import MANIFEST, Buffer
 
@@ -161,7 +161,7 @@ class LocalStore:
                 continue  # it is the step
             held = self._claimed(self.root / name, host=match[3]) if match else None
             if held is not None:
-                with _closing(held), suppress(OSError):  # another process may be cleaning too
+                with closing(held), suppress(OSError):  # another process may be cleaning too
                     if remove_directory(str(self.root / name), self._files):
                         removed.append(name)
         return removed
@@ -175,7 +175,7 @@ class LocalStore:
             held = self._claimed(self.root / name, host=match[3])
             if held is not None:
                 # Another process was faster, or nothing can be changed here: it counts as it is.
-                with _closing(held), suppress(OSError):
+                with closing(held), suppress(OSError):
                     self._files.rename(str(self.root / name), str(self.path(int(match[1]))))
                     self._files.sync_dir(str(self.root))
 
@@ -338,16 +338,8 @@ def _held(path: str) -> Iterator[None]:
     held = None
     with suppress(OSError):
         held = lock(path)
-    with nullcontext() if held is None else _closing(held):
+    with nullcontext() if held is None else closing(held):
         yield
-
-
-@contextmanager
-def _closing(fd: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        os.close(fd)
 
 
 class _Written:
