@@ -441,6 +441,40 @@ class TestStep:
                 codec.decode(bad)
 
 
+class TestShortened:
+    def test_one_that_is_known_comes_back_with_its_step(self) -> None:
+        state = build()
+        known = codec.Recall()
+        assert known.last is None
+        known.decode(capture(state, 3).encoded())
+        assert known.last is not None
+        rest, knows = known.last[0], codec.digest_of(known.last[0])
+        for step in (None, 0, 3, 200, 70_000, 1 << 40):
+            data = capture(state, step).encoded()
+            short = codec.shortened(data, knows)
+            assert len(short) < 64 and codec.step_of(short) == step
+            assert codec.completed(short, rest) == data
+            assert codec.completed(data, rest) == codec.shortened(data, b"") == data
+            for other in (None, b"", rest[:-1], rest + b"0"):
+                with pytest.raises(ManifestError, match="as before"):
+                    codec.completed(short, other)
+            with pytest.raises(ManifestError):
+                codec.decode(short)
+
+    @pytest.mark.parametrize("name", sorted(MUTATIONS))
+    def test_one_that_changed_is_told_in_full(self, name: str) -> None:
+        state = build()
+        before = capture(state).encoded()
+        known = codec.Recall()
+        known.decode(before)
+        assert known.last is not None
+        MUTATIONS[name](state)
+        after = capture(state).encoded()
+        short = codec.shortened(after, codec.digest_of(known.last[0]))
+        assert (short == after) == (before != after)
+        assert codec.completed(short, known.last[0]) == after
+
+
 class TestRecall:
     @pytest.mark.parametrize("step", [None, 0, 127, 128, 65536, (1 << 63) - 1])
     def test_the_same_manifest_is_decoded_once(

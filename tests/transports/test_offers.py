@@ -10,8 +10,61 @@ import torch
 
 import torchrelay as tr
 from tests.support.faults import weights
+from torchrelay.record import codec
+from torchrelay.transports.protocol import sender
 
 OLD, LONG = 100, 25.0
+
+
+def described(rank: int, group: Any) -> Any:
+    """Sends of a state that stays as it is, changes, and is as before. The lengths of the offered
+    manifests, or what came."""
+    relay = tr.Relay(group, timeout=LONG)
+    lengths, got = [], []
+    state: dict[str, Any] = {f"t{n}": torch.full((4,), float(n)) for n in range(100)}
+    changes: list[tuple[str, Any]] = [
+        *(("t7", torch.full((4,), -1.0)), ("t7", torch.full((2, 2), 5.0)), ("t8", True)),
+        *(("t8", 1), ("new", torch.ones(1)), ("t9", state["t10"]), ("step", 1)),
+    ]
+    full = sender.codec.shortened
+
+    def counted(data: bytes, knows: bytes) -> bytes:
+        found = full(data, knows)
+        lengths.append((len(found) < len(data), codec.step_of(found)))
+        return found
+
+    sender.codec.shortened = counted
+    try:
+        for number, (key, value) in enumerate(changes):
+            for step in (2 * number, 2 * number + 1):
+                if rank == 0:
+                    relay.send(state, 1, step=step)
+                else:
+                    got.append(relay.recv(0, step=step))
+            state[key] = value
+    finally:
+        sender.codec.shortened = full
+    if rank == 0:
+        return lengths
+    state = {f"t{n}": torch.full((4,), float(n)) for n in range(100)}
+    for number, (key, value) in enumerate(changes):
+        for one in got[2 * number : 2 * number + 2]:
+            assert list(one.state) == list(state)
+            torch.testing.assert_close(one.state, state, rtol=0, atol=0)
+            assert {k: type(v) for k, v in one.state.items()} == {
+                k: type(v) for k, v in state.items()
+            }
+        state[key] = state["t10"] if key == "t9" else value
+    return [one.step for one in got]
+
+
+def test_a_state_is_described_in_full_unless_nothing_of_it_changed(pool2: Any) -> None:
+    """New bytes are no new description; a shape, a type or a key is one."""
+    lengths, steps = pool2.run(described, fresh_group=True, timeout=100)
+    assert steps == list(range(14))
+    assert [step for _, step in lengths] == steps
+    short = [short for short, _ in lengths]
+    assert short == [False, True, True, True, *[False, True] * 5]
 
 
 def traded(rank: int, group: Any) -> Any:

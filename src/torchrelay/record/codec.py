@@ -7,8 +7,10 @@ records agree with each other, or a `ManifestError`; time and memory are bounded
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
+import xxhash
 
 from torchrelay.errors import ManifestError
 from torchrelay.record import compact
@@ -42,6 +44,16 @@ class _Form(_Step):
     form: msgspec.Raw
 
 
+class _Again(_Step):
+    """In place of a manifest that the peer has, but for the step; `digest` is that of the rest."""
+
+    form: Literal["again"]
+    digest: bytes
+
+
+_AGAIN: Literal["again"] = "again"
+_MOST_AGAIN = 64  # bytes
+_again = msgspec.msgpack.Decoder(_Again)
 _form = msgspec.msgpack.Decoder(_Form)
 _text = msgspec.msgpack.Decoder(str)
 _step = msgspec.msgpack.Decoder(_Step)
@@ -123,6 +135,43 @@ def _step_span(data: Buffer) -> tuple[int, int]:
     return _STEP_AT, _STEP_AT + _STEP_BYTES[data[_STEP_AT]]
 
 
+def _without_step(data: Buffer) -> bytes:
+    start, stop = _step_span(data)
+    return b"".join((memoryview(data)[:start], memoryview(data)[stop:]))
+
+
+def digest_of(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def shortened(data: bytes, knows: bytes) -> bytes:
+    """What `completed` makes `data` of at a peer that has a manifest with the digest `knows`.
+
+    That is `data` itself, unless the manifest which the peer has differs in its step at most.
+    """
+    if not knows or digest_of(_without_step(data)) != knows:
+        return data
+    start, stop = _step_span(data)
+    step = msgspec.msgpack.decode(memoryview(data)[start:stop])
+    return msgspec.msgpack.encode(_Again(VERSION, step, _AGAIN, knows))
+
+
+def completed(data: bytes, known: bytes | None) -> bytes:
+    """An encoded manifest, where `data` may be short for `known` with another step.
+
+    `ManifestError` where it is short for anything else.
+    """
+    if len(data) > _MOST_AGAIN:
+        return data
+    try:
+        short = _again.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return data
+    if known is None or digest_of(known) != short.digest:
+        raise ManifestError("a manifest as before, where there was none like it")
+    return b"".join((known[:_STEP_AT], msgspec.msgpack.encode(short.step), known[_STEP_AT:]))
+
+
 class Recall:
     """`decode` that remembers the last few manifests, whatever their step.
 
@@ -149,7 +198,7 @@ class Recall:
             start, stop = _step_span(data)
         except ValueError:
             return decode(data, known(), in_time)
-        rest = b"".join((memoryview(data)[:start], memoryview(data)[stop:]))
+        rest = _without_step(data)
         found = next((entry for entry in self._known if entry[0] == rest), None)
         if found is None:
             manifest = decode(data, known(), in_time)
@@ -169,10 +218,11 @@ class Recall:
         self._known = tuple(known)
 
     @property
-    def last(self) -> Manifest | None:
-        """What was decoded last, if it is remembered. With another step it has the same records."""
+    def last(self) -> tuple[bytes, Manifest] | None:
+        """What was decoded last, if it is remembered: encoded without its step, and the manifest.
+        With another step that has the same records."""
         known = self._known
-        return known[-1][1] if known else None
+        return known[-1] if known else None
 
     def clear(self) -> None:
         """Forget everything."""

@@ -8,6 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from torchrelay.deadlines import Deadline, InterruptedTransfer
 from torchrelay.errors import (
     ManifestError,
@@ -97,6 +99,7 @@ class Receiving:
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._group_lines, self._wanted, self._resources = group_lines, wanted, resources
         self._step, self._route = wanted.step, wanted.route
+        self._last = resources.recall.last  # the manifest that came last, which the sender may name
         self._deadline, self.watch, self._progress = call.deadline, call.watch, call.progress
         # With route "group" nobody's memory is read.
         self._nonce = b"" if self._route == "group" else secrets.token_bytes(wire.NONCE_BYTES)
@@ -139,10 +142,12 @@ class Receiving:
     def _run(self) -> Landed:
         with self.watch("join"):
             self._line.send(self._join())
-            self._expect()
+            if self._last is not None and self._wanted.destination is not None:
+                # Mostly the next state is described as the last was, and the sender takes a while.
+                self._wanted.destination.expect(self._last[1])
             self._hear("offer")
             assert self._machine.offer is not None
-            offer = self._exchange(self._machine.offer)
+            offer = self._exchange(self._complete(self._machine.offer))
             landing, choice = self._consider(offer)
             mover, name = choice.mover, choice.route.name
             self._machine.accept(wire.Accept(name, mover.answer, choice.instead, mover.hashed))
@@ -173,12 +178,13 @@ class Receiving:
             self._line.ended.wait(GRACE)
         return landed
 
-    def _expect(self) -> None:
-        """Work out where the state goes that came last: mostly the next is described as it was, and
-        the sender takes a while to do so."""
-        last, into = self._resources.recall.last, self._wanted.destination
-        if last is not None and into is not None:
-            into.expect(last)
+    def _complete(self, offer: wire.Offer) -> wire.Offer:
+        """The offer with its manifest in full, where that is the one that was said to be known."""
+        try:
+            manifest = codec.completed(offer.manifest, self._last and self._last[0])
+        except ManifestError as fault:
+            raise RemoteProtocolError(fault.message, rank=self._sender, phase="join") from None
+        return msgspec.structs.replace(offer, manifest=manifest)
 
     def _known_tree(self) -> KnownTree | None:
         into = self._wanted.destination
@@ -220,7 +226,8 @@ class Receiving:
             with suppress(OSError):  # then no device memory is told of
                 self._proof = place.Proof(self._claim(self._me, self._sender))
                 fd = self._proof.process.fd
-        return wire.Join(self._step, here, self._nonce, fd)
+        knows = b"" if self._last is None else codec.digest_of(self._last[0])
+        return wire.Join(self._step, here, self._nonce, fd, knows)
 
     @property
     def _me(self) -> int:

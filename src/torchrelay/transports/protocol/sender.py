@@ -15,6 +15,7 @@ from torchrelay.deadlines import TICK
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.memory.pool import cores
 from torchrelay.plan.snapshot import Snapshot
+from torchrelay.record import codec
 from torchrelay.record.columns import devices_of
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines
 from torchrelay.transports.protocol import wire
@@ -183,7 +184,7 @@ class Sending:
             if not isinstance(found, Unavailable):
                 routes[name] = found
         offer = wire.Offer(
-            self.snapshot.encoded(),
+            codec.shortened(self.snapshot.encoded(), join.knows),
             self._verify,
             self._device,
             routes,

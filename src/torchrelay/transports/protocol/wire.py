@@ -127,6 +127,7 @@ class Join(_Message, tag="join", frozen=True):
     place: Place = Place()
     nonce: Token = b""  # random, for whoever wants to be read by me; empty where I read nobody
     fd: Descriptor = -1  # file with my own claim, where I might open device memory
+    knows: Digest = b""  # of an encoded manifest that I have, but for its step
 
 
 class Survey(_Message, tag="survey", frozen=True):
