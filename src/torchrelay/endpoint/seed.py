@@ -95,6 +95,12 @@ class Seed:
         at = self._starts[name]
         return self._memory[at + start : at + stop]
 
+    def space(self, name: str, start: int, stop: int) -> memoryview:
+        """The same, for bytes that arrive; `MemoryError` where the system has no more memory."""
+        if start < stop:
+            self._arena.reserve(self._starts[name] + start, stop - start)
+        return self.view(name, start, stop)
+
     def mark(self, first: int, count: int) -> None:
         with self._lock:
             self._marks[first : first + count] = b"\1" * count

@@ -24,8 +24,7 @@ class Arena:
     """`nbytes` of shared memory; `MemoryError` if there is none. Freed by `close`.
 
     It is one range here, of at most `parts` files (`fds`) that have `each` bytes of it. Without
-    `populate` it has its pages too, and they are cleared when they are first used: where bytes
-    arrive slowly, that costs no time of its own.
+    `populate` it has no pages yet, and what is written to is to be `reserve`d before.
     """
 
     def __init__(
@@ -49,9 +48,6 @@ class Arena:
         try:
             if populate:
                 share_out(range(len(self.fds)), lambda: self._allocate, len(self.fds))
-            else:
-                for part, fd in enumerate(self.fds):
-                    reserve(fd, min(self.each, nbytes - part * self.each))
             if pinned:
                 self._register()
         except BaseException:
@@ -62,6 +58,10 @@ class Arena:
     def fd(self) -> int:
         """Of an arena of one part; -1 when it is closed."""
         return self.fds[0] if self.fds else -1
+
+    def reserve(self, start: int, nbytes: int) -> None:
+        """Give a range of an arena of one part its pages; `MemoryError` where there are none."""
+        reserve(self.fd, nbytes, start)
 
     def _allocate(self, part: int) -> None:
         at = part * self.each

@@ -90,10 +90,10 @@ def sealed_memory(nbytes: int) -> int:
     return fd
 
 
-def reserve(file: int, nbytes: int) -> None:
-    """Give a file of memory its pages; `MemoryError` where the system has no more memory."""
+def reserve(file: int, nbytes: int, start: int = 0) -> None:
+    """Give a range of a file of memory its pages; `MemoryError` where the system has no more."""
     try:
-        os.posix_fallocate(file, 0, nbytes)
+        os.posix_fallocate(file, start, nbytes)
     except OSError as fault:
         raise MemoryError(f"no memory: {fault.strerror}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.pull import SeedingShelf
+from torchrelay.memory import threads
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.keeper import KeeperSource
 from torchrelay.sources.peer import PeerSource
@@ -28,5 +29,10 @@ class Resharing:
         return shelf.open(step)
 
     def close(self) -> None:
+        """Serve no more. The memory is given back on the side: that takes as long as it is large,
+        and the state is there."""
         for shelf in self._shelves:
-            shelf.close()
+            try:
+                threads.run(shelf.close, "seed")
+            except RuntimeError:  # the interpreter ends, and no thread is started any more
+                shelf.close()

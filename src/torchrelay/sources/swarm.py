@@ -77,7 +77,7 @@ class Arrivals(Protocol):
 class Room(Protocol):
     """Where a step is put together: memory by volume, and a mark for each chunk that is here."""
 
-    def view(self, name: str, start: int, stop: int) -> memoryview: ...
+    def space(self, name: str, start: int, stop: int) -> memoryview: ...
     def mark(self, first: int, count: int) -> None: ...
     def follow(self, swarm: Arrivals) -> None:
         """Tell it of others who ask here, and ask it what is to come."""
@@ -367,7 +367,7 @@ class Swarm:
     def _fetch(self, piece: Piece, giver: Neighbour | None) -> bool:
         """Whether a piece is here; it is told to others then."""
         start, stop = piece.span
-        view = self._room.view(piece.file.name, start, stop)
+        view = self._room.space(piece.file.name, start, stop)
         if giver is None:
             self._remote.reader(piece.file.name).read_into(start, [view])
         elif not self._from_neighbour(piece, giver, view):
