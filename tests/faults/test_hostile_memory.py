@@ -27,7 +27,7 @@ from tests.support.ways import elsewhere, patched
 from torchrelay.geometry.runs import Runs
 from torchrelay.transports.group.lines import ControlLine
 from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.receiver import off_schedule
+from torchrelay.transports.protocol.receiver import LastTables, off_schedule
 from torchrelay.transports.routes import notes
 from torchrelay.transports.routes.choice import GROUP
 from torchrelay.transports.routes.host import HostServer, Memory
@@ -216,8 +216,14 @@ def test_a_receiver_does_not_read_a_third_process_on_a_senders_word(
 
 
 def test_no_receiver_tells_where_its_memory_is() -> None:
-    """Before it knows who asks: joining says a nonce, which is good for being read by others."""
-    assert wire.Join.__struct_fields__ == ("step", "place", "nonce", "fd")
+    """Before it knows who asks: joining says a nonce, which is good for being read by others, and
+    a digest of what this very sender has said."""
+    assert wire.Join.__struct_fields__ == ("step", "place", "nonce", "fd", "knows")
+    tables = LastTables()
+    tables.keep(2, {"host": wire.RouteOffer(b"", b"addresses")})
+    assert wire.tables(tables.of(2)) == [b"host", b"addresses"] and not tables.of(1)
+    tables.keep(2, {"host": wire.RouteOffer(b"", bytes(LastTables.limit + 1))})
+    assert not tables.of(2)
     assert not any("token" in name or "beacon" in name for name in wire.Join.__struct_fields__)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,13 +24,13 @@ def described(rank: int, group: Any) -> Any:
     lengths, got = [], []
     state: dict[str, Any] = {f"t{n}": torch.full((4,), float(n)) for n in range(100)}
     changes: list[tuple[str, Any]] = [
-        *(("t7", torch.full((4,), -1.0)), ("t7", torch.full((2, 2), 5.0)), ("t8", True)),
+        *(("t7", state["t7"]), ("t7", torch.full((2, 2), 5.0)), ("t8", True)),
         *(("t8", 1), ("new", torch.ones(1)), ("t9", state["t10"]), ("step", 1)),
     ]
     full = sender.codec.shortened
 
-    def counted(data: bytes, knows: bytes) -> bytes:
-        found = full(data, knows)
+    def counted(data: bytes, knows: bytes, beside: Sequence[bytes]) -> bytes:
+        found = full(data, knows, beside)
         lengths.append((len(found) < len(data), codec.step_of(found)))
         return found
 
@@ -42,6 +43,8 @@ def described(rank: int, group: Any) -> Any:
                 else:
                     got.append(relay.recv(0, step=step))
             state[key] = value
+            if not number:
+                value.fill_(-1)
     finally:
         sender.codec.shortened = full
     if rank == 0:
@@ -55,11 +58,13 @@ def described(rank: int, group: Any) -> Any:
                 k: type(v) for k, v in state.items()
             }
         state[key] = state["t10"] if key == "t9" else value
+        if not number:
+            value.fill_(-1)
     return [one.step for one in got]
 
 
 def test_a_state_is_described_in_full_unless_nothing_of_it_changed(pool2: Any) -> None:
-    """New bytes are no new description; a shape, a type or a key is one."""
+    """New bytes are no new description; other memory, a shape, a type or a key is one."""
     lengths, steps = pool2.run(described, fresh_group=True, timeout=100)
     assert steps == list(range(14))
     assert [step for _, step in lengths] == steps

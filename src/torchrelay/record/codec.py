@@ -6,7 +6,7 @@ records agree with each other, or a `ManifestError`; time and memory are bounded
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -140,23 +140,28 @@ def _without_step(data: Buffer) -> bytes:
     return b"".join((memoryview(data)[:start], memoryview(data)[stop:]))
 
 
-def digest_of(data: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(data)
+def digest_of(data: bytes, beside: Sequence[bytes] = ()) -> bytes:
+    """Of a manifest without its step, and of what is told beside it."""
+    found = xxhash.xxh3_128()
+    for part in (data, *beside):
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.digest()
 
 
-def shortened(data: bytes, knows: bytes) -> bytes:
+def shortened(data: bytes, knows: bytes, beside: Sequence[bytes] = ()) -> bytes:
     """What `completed` makes `data` of at a peer that has a manifest with the digest `knows`.
 
     That is `data` itself, unless the manifest which the peer has differs in its step at most.
     """
-    if not knows or digest_of(_without_step(data)) != knows:
+    if not knows or digest_of(_without_step(data), beside) != knows:
         return data
     start, stop = _step_span(data)
     step = msgspec.msgpack.decode(memoryview(data)[start:stop])
     return msgspec.msgpack.encode(_Again(VERSION, step, _AGAIN, knows))
 
 
-def completed(data: bytes, known: bytes | None) -> bytes:
+def completed(data: bytes, known: bytes | None, beside: Sequence[bytes] = ()) -> bytes:
     """An encoded manifest, where `data` may be short for `known` with another step.
 
     `ManifestError` where it is short for anything else.
@@ -167,7 +172,7 @@ def completed(data: bytes, known: bytes | None) -> bytes:
         short = _again.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return data
-    if known is None or digest_of(known) != short.digest:
+    if known is None or digest_of(known, beside) != short.digest:
         raise ManifestError("a manifest as before, where there was none like it")
     return b"".join((known[:_STEP_AT], msgspec.msgpack.encode(short.step), known[_STEP_AT:]))
 

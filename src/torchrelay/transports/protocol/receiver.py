@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -43,7 +44,7 @@ from torchrelay.transports.protocol.machines.actions import Say
 from torchrelay.transports.protocol.machines.events import CLOSED, failure
 from torchrelay.transports.protocol.machines.receiver_machine import ReceiverMachine
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
-from torchrelay.transports.resources import Resources
+from torchrelay.transports.resources import Kept, Resources
 from torchrelay.transports.routes.choice import GROUP, Choice, choose
 from torchrelay.transports.routes.nearby import place
 from torchrelay.transports.routes.seam import Incoming, Mover, Route
@@ -82,6 +83,29 @@ def transfer_of(group_lines: GroupLines, sender: int, first: int) -> int:
     return transfer
 
 
+class LastTables(Kept):
+    """What routes said at length in the last offer. Threads may share it: it is replaced as one.
+
+    It is for the sender that said it: no other is to learn, by a digest, where its memory lies.
+    """
+
+    limit = 8 << 20  # bytes
+
+    def __init__(self) -> None:
+        self._last: tuple[int, Mapping[str, wire.RouteOffer]] = -1, {}
+
+    def of(self, sender: int) -> Mapping[str, wire.RouteOffer]:
+        rank, routes = self._last
+        return routes if rank == sender else {}
+
+    def keep(self, sender: int, routes: Mapping[str, wire.RouteOffer]) -> None:
+        small = sum(len(route.fixed) for route in routes.values()) <= self.limit
+        self._last = sender, routes if small else {}
+
+    def forget(self) -> None:
+        self._last = -1, {}
+
+
 class Receiving:
     """One `recv` call, from the join on. `run` returns what landed."""
 
@@ -99,7 +123,9 @@ class Receiving:
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._group_lines, self._wanted, self._resources = group_lines, wanted, resources
         self._step, self._route = wanted.step, wanted.route
-        self._last = resources.recall.last  # the manifest that came last, which the sender may name
+        # The manifest that came last, which the sender may name, and the tables that came with it.
+        self._last, self._tables = resources.recall.last, resources.of(LastTables)
+        self._known = self._tables.of(sender)
         self._deadline, self.watch, self._progress = call.deadline, call.watch, call.progress
         # With route "group" nobody's memory is read.
         self._nonce = b"" if self._route == "group" else secrets.token_bytes(wire.NONCE_BYTES)
@@ -181,10 +207,19 @@ class Receiving:
     def _complete(self, offer: wire.Offer) -> wire.Offer:
         """The offer with its manifest in full, where that is the one that was said to be known."""
         try:
-            manifest = codec.completed(offer.manifest, self._last and self._last[0])
+            known, tables = self._last and self._last[0], wire.tables(self._known)
+            manifest = codec.completed(offer.manifest, known, tables)
         except ManifestError as fault:
             raise RemoteProtocolError(fault.message, rank=self._sender, phase="join") from None
-        return msgspec.structs.replace(offer, manifest=manifest)
+        if manifest is offer.manifest:
+            self._tables.keep(self._sender, offer.routes)
+            return offer
+        routes = {
+            name: wire.RouteOffer(route.fresh, self._known[name].fixed)
+            for name, route in offer.routes.items()
+            if name in self._known
+        }
+        return msgspec.structs.replace(offer, manifest=manifest, routes=routes)
 
     def _known_tree(self) -> KnownTree | None:
         into = self._wanted.destination
@@ -226,7 +261,9 @@ class Receiving:
             with suppress(OSError):  # then no device memory is told of
                 self._proof = place.Proof(self._claim(self._me, self._sender))
                 fd = self._proof.process.fd
-        knows = b"" if self._last is None else codec.digest_of(self._last[0])
+        knows = b""
+        if self._last is not None:
+            knows = codec.digest_of(self._last[0], wire.tables(self._known))
         return wire.Join(self._step, here, self._nonce, fd, knows)
 
     @property

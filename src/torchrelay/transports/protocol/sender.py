@@ -183,8 +183,12 @@ class Sending:
             found = server.offer(join, self._lines[rank])
             if not isinstance(found, Unavailable):
                 routes[name] = found
+        encoded = self.snapshot.encoded()
+        manifest = codec.shortened(encoded, join.knows, wire.tables(routes))
+        if manifest is not encoded:  # the receiver has the tables too
+            routes = {name: wire.RouteOffer(route.fresh) for name, route in routes.items()}
         offer = wire.Offer(
-            codec.shortened(self.snapshot.encoded(), join.knows),
+            manifest,
             self._verify,
             self._device,
             routes,

@@ -9,6 +9,7 @@ is never taken for one of another.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Annotated, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -127,7 +128,7 @@ class Join(_Message, tag="join", frozen=True):
     place: Place = Place()
     nonce: Token = b""  # random, for whoever wants to be read by me; empty where I read nobody
     fd: Descriptor = -1  # file with my own claim, where I might open device memory
-    knows: Digest = b""  # of an encoded manifest that I have, but for its step
+    knows: Digest = b""  # of a manifest that I have, but for its step, and its routes' tables
 
 
 class Survey(_Message, tag="survey", frozen=True):
@@ -229,6 +230,11 @@ class RouteOffer(msgspec.Struct, array_like=True, frozen=True):
 
     fresh: Blob = b""
     fixed: Blob = b""  # long, and the same as long as the state is in the same memory
+
+
+def tables(routes: Mapping[str, RouteOffer]) -> list[bytes]:
+    """What is long of the offers of routes, in an order that both sides have."""
+    return [part for name in sorted(routes) for part in (name.encode(), routes[name].fixed)]
 
 
 class Offer(_Message, tag="offer", frozen=True):
