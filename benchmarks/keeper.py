@@ -56,6 +56,7 @@ def recovery(nbytes: int, laps: int, tell: Callable[[str], None]) -> dict[str, A
     folder = tempfile.mkdtemp(dir=ROOT)  # on the disk of the sources, not in memory
     seconds: dict[str, list[float]] = {case: [] for case in [*CASES, STOCK]}
     imported: dict[str, list[float]] = {case: [] for case in [*CASES, STOCK]}
+    processor: dict[str, list[float]] = {case: [] for case in [*CASES, STOCK]}
     exact = dict.fromkeys(seconds, True)
     first = int(laps > 1)  # it compiles modules, and fetches memory that this guest has not had yet
 
@@ -64,6 +65,7 @@ def recovery(nbytes: int, laps: int, tell: Callable[[str], None]) -> dict[str, A
         if lap >= first:
             seconds[case].append(found["seconds"])
             imported[case].append(found["imported"])
+            processor[case].append(found["processor"])
 
     try:
         with Tasks() as tasks, tasks.live_peer(nbytes) as url, Ranks(2, parents=True) as ranks:
@@ -74,8 +76,7 @@ def recovery(nbytes: int, laps: int, tell: Callable[[str], None]) -> dict[str, A
             for lap in range(laps + first):
                 for case in CASES:
                     note(case, tasks.run("recover", case, places[case], nbytes), lap)
-                spent, right = ranks.run(by_stock)[1]
-                note(STOCK, {"seconds": spent, "imported": spent, "exact": right}, lap)
+                note(STOCK, by_both(ranks.run(by_stock)), lap)
                 tell(f"recovery: lap {lap + 1} of {laps + first}")
     finally:
         shutil.rmtree(folder)
@@ -88,6 +89,7 @@ def recovery(nbytes: int, laps: int, tell: Callable[[str], None]) -> dict[str, A
                 "case": case,
                 "seconds": median(seconds[case]),
                 "seconds_imported": median(imported[case]),
+                "processor_seconds": median(processor[case]),
                 "keeper_is_faster": median(seconds[case]) / ours[0],
                 "keeper_is_faster_imported": median(imported[case]) / ours[1],
                 "exact": exact[case],
@@ -103,7 +105,12 @@ def prepare_stock(group: Any, nbytes: int) -> None:
     _made["model"] = state_of(nbytes, 1.0 if dist.get_rank() == 0 else 0.0)
 
 
-def by_stock(group: Any) -> tuple[float, bool]:
+def by_both(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the receiver found, with the processor seconds of the sender too."""
+    return found[1] | {"processor": sum(one["processor"] for one in found)}
+
+
+def by_stock(group: Any) -> dict[str, Any]:
     """Seconds that torch's transport takes to put rank 0's state into rank 1's."""
     from torchrelay.dropin.stock import PGTransport
 
@@ -114,14 +121,14 @@ def by_stock(group: Any) -> tuple[float, bool]:
     limit, cpu = timedelta(seconds=SECONDS), torch.device("cpu")
     stock = PGTransport(dist.group.WORLD, limit, cpu, lambda: model)  # type: ignore[arg-type]
     dist.barrier(group)
-    begun = time.monotonic()
+    begun, used = time.monotonic(), time.process_time()
     if rank:
         stock.recv_checkpoint(0)
     else:
         stock.send_checkpoint([1], model)
-    spent = time.monotonic() - begun
+    spent, used = time.monotonic() - begun, time.process_time() - used
     dist.barrier(group)
-    return spent, is_exact(model)
+    return {"seconds": spent, "imported": spent, "processor": used, "exact": is_exact(model)}
 
 
 def end(name: Any) -> None:
@@ -229,8 +236,8 @@ def staging(
     }
 
 
-def held(pid: int) -> dict[str, int]:
-    """What a keeper has, and what there is of keepers and shared memory."""
+def held(job: str, pid: int) -> dict[str, int]:
+    """What a keeper has, and what there is of keepers of its job and of shared memory."""
     from torchrelay.keeper import process
 
     facts = {}
@@ -245,9 +252,14 @@ def held(pid: int) -> dict[str, int]:
         "shared_bytes": facts["RssShmem"],
         "threads": facts["Threads"],
         "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
-        "keepers": len(process.KeeperName.all()),
-        "shm_entries": len(list(Path("/dev/shm").iterdir())),
+        "keepers": sum(name.job == job for name in process.KeeperName.all()),
+        "shm_entries": shm_entries(),
     }
+
+
+def shm_entries() -> int:
+    """Names in shared memory that are this library's."""
+    return len(list(Path("/dev/shm").glob("*torchrelay*")))
 
 
 def growth(nbytes: int, stages: int, restarts: int, tell: Callable[[str], None]) -> Any:
@@ -255,7 +267,6 @@ def growth(nbytes: int, stages: int, restarts: int, tell: Callable[[str], None])
     import torchrelay as tr
 
     job = f"growth-{os.getpid()}"
-    shm = len(list(Path("/dev/shm").iterdir()))
     state: dict[str, Any] = {**state_of(nbytes, 1.0), "step": 0}
     keeper = tr.Keeper(job, group=False, lease=SECONDS)
     pid = keeper.pid
@@ -265,21 +276,20 @@ def growth(nbytes: int, stages: int, restarts: int, tell: Callable[[str], None])
         state["step"] = number
         keeper.stage(number, state).wait(SECONDS)
         if number in (max(1, stages // 10), stages):
-            found[f"{number} stages"] = held(pid)
+            found[f"{number} stages"] = held(job, pid)
     tell(f"growth: {stages} stages")
     keeper.close()
     with Tasks() as tasks:
         for number in range(1, restarts + 1):
             tasks.run("restart", job, nbytes)
             if number in (max(1, restarts // 10), restarts):
-                found[f"{number} restarts"] = held(pid)
+                found[f"{number} restarts"] = held(job, pid)
                 tell(f"growth: {number} restarts")
     with tr.Keeper(job, group=False, lease=SECONDS) as last:
         got = tr.recover(into=state, sources=[last])
         exact = got.step == stages + restarts and last.pid == pid
     end(name_of(job))
-    left = len(list(Path("/dev/shm").iterdir())) - shm
-    return {"bytes": nbytes, "held": found, "exact": exact, "left_in_shm": left}
+    return {"bytes": nbytes, "held": found, "exact": exact, "left_in_shm": shm_entries()}
 
 
 def name_of(job: str) -> Any:
@@ -306,6 +316,7 @@ def show(result: dict[str, Any]) -> None:
             print(
                 f"  {row['case']:16s} {row['seconds']:8.3f} s {row['keeper_is_faster']:6.2f}x"
                 f" {row['seconds_imported']:8.3f} s {row['keeper_is_faster_imported']:6.2f}x"
+                f" {row['processor_seconds']:8.3f} s of the processor"
             )
     if "staging" in result:
         loop_of = result["staging"]
