@@ -1,8 +1,9 @@
 """A live state pulled over HTTP, beside torchft's HTTPTransport: `python -m benchmarks.endpoint`.
 
 Two processes: one has the state, the other takes it, in turn by each way, into new tensors as
-torchft does and into the ones it has. Then a trainer's step time, alone and while four readers
-that are throttled to 100 MB/s in all pull what it publishes.
+torchft does and into the ones it has. A process that has pulled before has memory from then; a
+`first` pull is one without. Then a trainer's step time, alone and while four readers that are
+throttled to 100 MB/s in all pull what it publishes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from benchmarks.harness import Ranks, machine, save
+from torchrelay.endpoint import pull as pulls
 
 RESULT = Path(__file__).parent / "results" / "endpoint.json"
 LIMIT = timedelta(seconds=120)
 STOCK = "torchft HTTPTransport"
-CASES = [STOCK, "pull, TCP", "pull, TCP, in place", "pull, mapped", "pull, mapped, in place"]
+CASES = [STOCK, "pull, TCP, first", "pull, TCP", "pull, TCP, in place", "pull, TCP, not atomic"]
+CASES += ["pull, mapped", "pull, mapped, in place"]
 READERS, RATE = 4, 25_000_000  # bytes a second of each
 
 _made: dict[str, Any] = {}
@@ -69,15 +72,19 @@ def lap(group: Any, case: str, url: str, address: str) -> tuple[float, bool]:
     if dist.get_rank() == 0:
         dist.barrier(group)
         return 0.0, True
-    into = _made["state"] if "in place" in case else None
+    atomic = "not atomic" not in case
+    into = _made["state"] if "in place" in case or not atomic else None
     for tensor in _made["state"].values() if into else ():
         tensor.zero_()
+    if "first" in case:
+        pulls._pool(os.getpid()).close()
+        pulls._pool.cache_clear()
     begun = time.monotonic()
     if case == STOCK:
         transport = _made.setdefault("transport", _transport())
         got = transport.recv_checkpoint(0, address, 1, LIMIT)
     else:
-        got = tr.pull(url, into=into, same_host="mapped" in case).state
+        got = tr.pull(url, into=into, atomic=atomic, same_host="mapped" in case).state
     spent = time.monotonic() - begun
     right = all(bool((got[f"w{n}"] == n + 1).all()) for n in range(len(got)))
     dist.barrier(group)
