@@ -303,7 +303,7 @@ def test_endpoint_benchmark_runs_small(tmp_path: Path) -> None:
     done = run_program("benchmarks.endpoint", *words, folder=ROOT, seconds=100)
     assert done.code == 0, done.output
     found = json.loads(out.read_text())
-    assert [len(state["rows"]) for state in found["states"]] == [5, 5]
+    assert [len(state["rows"]) for state in found["states"]] == [7, 7]
     assert all(row["exact"] for state in found["states"] for row in state["rows"])
     assert found["trainer"]["ratio"] > 0 and found["trainer"]["published"] > 0
 
