@@ -167,7 +167,7 @@ def reads_of(record: Checkpoint, state: dict[str, Any]) -> Iterator[Any]:
 
 def _sizes(state: dict[str, Any]) -> Iterator[int]:
     for tensor in state["model"].values():
-        local = t.dtensor_parts(tensor)[0] if isinstance(tensor, t.DTensor) else tensor
+        local = t.dtensor_parts(tensor)[0] if t.is_dtensor(tensor) else tensor
         yield local.nbytes
 
 

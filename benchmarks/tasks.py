@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
+
 from benchmarks.contenders import ByCopy, ByTorchft
 from benchmarks.harness import SECONDS
 from benchmarks.rows import Kind
 from benchmarks.workloads import suite
-from torchrelay.demo.job import clear, fingerprint, leaves, tensor_bytes
+from torchrelay.demo.job import clear, fingerprint, leaves
 from torchrelay.demo.versus import SOURCE, Contender, Course, Lap, Who
 
 _state: Any = None
@@ -31,7 +33,9 @@ def prepare(group: Any, name: str, small: bool, destination: bool) -> tuple[int,
         gc.collect()
         if needed:
             _state = next(w for w in suite(small) if w.name == name).make()
-    return sum(1 for _, leaf in leaves(_state) if hasattr(leaf, "nbytes")), tensor_bytes(_state)
+    tensors = [leaf for _, leaf in leaves(_state) if isinstance(leaf, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return len(tensors), sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 def first_lap(group: Any, kind: Kind) -> tuple[Lap, str]:
