@@ -196,6 +196,15 @@ def loop(group: Any, steps: int, work: int, staged: bool) -> tuple[float, list[f
     return spent, waits, most
 
 
+def rest(group: Any) -> None:
+    """Wait until this rank's keeper has its copies: a round has to do with its own alone."""
+    until = time.monotonic() + SECONDS
+    while _made["keeper"].status()["copies"]["copying"] is not None:
+        if time.monotonic() > until:
+            raise TimeoutError("copies do not end")
+        time.sleep(0.05)
+
+
 def end_loop(group: Any) -> dict[str, Any]:
     copies: dict[str, Any] = _made["keeper"].status()["copies"]
     dist.barrier(group)
@@ -211,13 +220,12 @@ def staging(
     most = [0, 0]
     with Ranks(2, parents=True) as ranks:
         work = ranks.run(prepare_loop, f"bench-{os.getpid()}", nbytes, rate)[0]
-        ranks.run(loop, 2, work, True)
-        alone = ranks.run(loop, 4, work, False)[0][
-            0
-        ]  # what was counted first may have been held up
+        alone = ranks.run(loop, 4, work, False)[0][0]  # with the state's change, and the machine's
         work = max(1, round(work * STEP_SECONDS / alone))
+        ranks.run(loop, 2, work, True)
         for number in range(rounds):
             for staged in (False, True):
+                ranks.run(rest)
                 found = ranks.run(loop, steps, work, staged)
                 seconds[staged].append(found[0][0])
                 waits += found[0][1]
