@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -185,16 +185,16 @@ def test_too_many_connections_are_turned_away_and_others_served_after(
     endpoint: tr.Endpoint,
 ) -> None:
     deadline = time.monotonic() + 20
-    lines: list[socket.socket] = []
-    while len(lines) < 12:
-        try:
-            lines.append(_connect(endpoint))
-        except ConnectionError:  # one that an earlier test has left still counts
-            assert time.monotonic() < deadline
-    extra = _connect(endpoint)
-    assert _is_closed(extra)
-    for line in [*lines, extra]:
-        line.close()
+    with ExitStack() as lines:
+        had = 0
+        while had < 12:
+            try:
+                lines.enter_context(_connect(endpoint))
+                had += 1
+            except ConnectionError:  # one that an earlier test has left still counts
+                assert time.monotonic() < deadline
+        with suppress(ConnectionError):  # it may be turned away before it knows of its connection
+            assert _is_closed(lines.enter_context(_connect(endpoint)))
     deadline = time.monotonic() + 20
     while True:
         try:
