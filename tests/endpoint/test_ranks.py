@@ -44,11 +44,21 @@ def close_part(rank: int, group: Any) -> None:
     _kept.pop("endpoint").close()
 
 
-def pull_part(rank: int, group: Any, url: str, dims: int) -> tuple[int, Any, dict[str, int]]:
+def pull_part(
+    rank: int, group: Any, url: str, dims: int, reshare: bool
+) -> tuple[int, Any, dict[str, int]]:
     """Pull into another mesh; the step, the state in whole tensors, and where it came from."""
-    got = _pull(url, into=fsdp_job(99, dims=dims), group=dist.group.WORLD, timeout=TIMEOUT)
+    into = fsdp_job(99, dims=dims)
+    got = _pull(url, into=into, group=dist.group.WORLD, reshare=reshare, timeout=TIMEOUT)
     _kept["job"] = got.state
+    if got.seed is not None:
+        dist.barrier()  # the other may still take from it
+        got.seed.close()
     return got.step, whole(got.state), got.report.sources
+
+
+def train_undisturbed(rank: int, group: Any, seed: int, dims: int) -> list[float]:
+    return train(fsdp_job(seed, dims=dims), 4)
 
 
 def refuse_part(rank: int, group: Any, url: str) -> tuple[str, bool]:
@@ -85,7 +95,7 @@ def _flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_one_process_pulls_thewhole(served: tuple[str, Any]) -> None:
+def test_one_process_pulls_the_whole(served: tuple[str, Any]) -> None:
     url, wanted = served
     got = _pull(url, timeout=TIMEOUT)
     assert got.step == 2 and got.state["step"] == 2
@@ -117,16 +127,18 @@ def test_curl_gets_whole_tensors_of_all_ranks(served: tuple[str, Any], tmp_path:
         assert part.read_bytes() == file.read_bytes()[start : stop + 1]
 
 
+@pytest.mark.parametrize("reshare", [False, True])
 @pytest.mark.parametrize("dims", [1, 2])
 def test_two_ranks_of_another_mesh_pull_their_parts_and_train_on(
-    served: tuple[str, Any], pool2: Any, dims: int
+    served: tuple[str, Any], pool2: Any, dims: int, reshare: bool
 ) -> None:
     url, wanted = served
-    for step, found, sources in pool2.run(pull_part, url, dims):
+    for step, found, sources in pool2.run(pull_part, url, dims, reshare):
         assert step == 2
         assert _same(found, wanted)
         assert len(sources) > 1
-    assert len(set(map(tuple, pool2.run(train_on, 2)))) == 1
+    undisturbed = pool2.run(train_undisturbed, 1, dims)[0]
+    assert pool2.run(train_on, 2) == [undisturbed[2:]] * 2
 
 
 def test_one_rank_that_cannot_land_keeps_all_from_it(served: tuple[str, Any], pool2: Any) -> None:

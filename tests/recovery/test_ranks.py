@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import torchrelay as tr
 from tests.recovery.test_recover import Job, damage, losses_of_an_undisturbed_run, saved
 from tests.support.ranks import RankPool
+from torchrelay.sources.endpoint import EndpointSource
 
 
 def apart(rank: int, group: Any, root: str) -> tuple[int, set[str], list[float]]:
@@ -112,9 +113,10 @@ class ShardedJob(Job):
     """The job by FSDP2. Each rank has the same batch, so that the mean of the gradients is exact
     for any number of ranks that is a power of two, and so are the losses."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int | DeviceMesh) -> None:
         super().__init__()
-        fully_shard(self.model, mesh=DeviceMesh("cpu", list(range(ranks))))
+        mesh = DeviceMesh("cpu", list(range(ranks))) if isinstance(ranks, int) else ranks
+        fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
 
@@ -136,6 +138,30 @@ def recut(rank: int, group: Any, root: str) -> list[list[float]]:
             found.append(job.train(3))
         dist.barrier(group)
     return found
+
+
+def heal(rank: int, group: Any) -> list[float]:
+    """Served by four ranks, each its part; two of them start anew, and take it from each other."""
+    four = ShardedJob(4)
+    four.train(3)
+    two = dist.new_group([0, 1])
+    mesh_of_two = DeviceMesh("cpu", [0, 1])  # which all ranks make
+    with tr.serve(four.state(), step=3, group=group, timeout=60) as endpoint:
+        losses = four.train(3)
+        if rank < 2:
+            job = ShardedJob(mesh_of_two)
+            source = EndpointSource(endpoint.url, same_host=False)
+            got = tr.recover(
+                into=job.state(), sources=[source], group=two, reshare=True, timeout=60
+            )
+            job.take(got)
+            assert got.step == 3 and job.train(3) == losses
+        dist.barrier(group)
+    return losses
+
+
+def test_ranks_that_recover_from_each_other_train_on_with_the_same_losses(pool4: RankPool) -> None:
+    assert pool4.run(heal, timeout=150) == [losses_of_an_undisturbed_run(6)[3:]] * 4
 
 
 def test_fewer_ranks_than_before_train_on_with_the_same_losses(
