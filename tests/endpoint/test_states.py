@@ -13,6 +13,7 @@ from torch import nn
 
 import torchrelay as tr
 from tests.endpoint.conftest import Stage
+from tests.support.fsdp_job import train
 from tests.support.rounds import rounds
 from tests.support.states import (
     STRIDED_DTYPES,
@@ -97,27 +98,14 @@ def _job(seed: int) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01), "step": 0}
 
 
-def _train(job: dict[str, Any], steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        draw = torch.Generator().manual_seed(job["step"])
-        loss = job["model"](torch.randn(32, 8, generator=draw)).square().mean()
-        job["optimizer"].zero_grad()
-        loss.backward()
-        job["optimizer"].step()
-        job["step"] += 1
-        losses.append(loss.item())
-    return losses
-
-
 def test_a_trainer_publishes_while_it_trains_and_a_puller_trains_on(stage: Stage) -> None:
     trainer = _job(1)
     for _ in range(3):
-        _train(trainer, 2)
+        train(trainer, 2, features=8)
         step = stage.show(trainer)
     got = _pull(stage.url, step=step, into=_job(2), timeout=30)
     assert got.state["step"] == 6
-    assert _train(got.state, 5) == _train(trainer, 5)
+    assert train(got.state, 5, features=8) == train(trainer, 5, features=8)
 
 
 def test_a_destination_that_does_not_fit_stays_as_it_is(stage: Stage) -> None:

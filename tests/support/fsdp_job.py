@@ -32,12 +32,13 @@ def fsdp_job(seed: int, *, dims: int = 1) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "column": column, "step": 0}
 
 
-def train(job: dict[str, Any], steps: int) -> list[float]:
-    """Every rank has the same data, so that the sums over ranks are exact for two and four."""
+def train(job: dict[str, Any], steps: int, *, features: int = 12) -> list[float]:
+    """Every rank has the same data, so that the sums over ranks are exact for two and four.
+    `features`: what the job's model takes."""
     losses = []
     for _ in range(steps):
         draw = torch.Generator().manual_seed(job["step"])
-        loss = job["model"](torch.randn(16, 12, generator=draw)).square().mean()
+        loss = job["model"](torch.randn(16, features, generator=draw)).square().mean()
         job["optimizer"].zero_grad()
         loss.backward()
         job["optimizer"].step()

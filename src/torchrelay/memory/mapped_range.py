@@ -10,7 +10,7 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 
-from torchrelay.memory.pages import NO_RESERVE, PAGE, map_present
+from torchrelay.memory.pages import NO_RESERVE, PAGE, address_of, map_present
 
 
 class MappedRange:
@@ -49,9 +49,3 @@ class MappedRange:
         if position + nbytes > self.nbytes:
             raise EOFError(f"the memory ends before byte {position + nbytes}")
         map_present(self._address + position, nbytes)
-
-
-def address_of(buffer: mmap.mmap | memoryview) -> int:
-    """Where the first byte of writable memory is, which must not be empty."""
-    # What is made here goes at once: an export would keep memory from being given back.
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

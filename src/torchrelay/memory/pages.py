@@ -47,9 +47,13 @@ class Mapping:
             )
         except (OSError, ValueError, OverflowError) as fault:
             raise MemoryError(f"no {nbytes} bytes of memory: {fault}") from None
-        anchor = ctypes.c_char.from_buffer(self._map)
-        self.address = -(-ctypes.addressof(anchor) // HUGE_PAGE) * HUGE_PAGE
-        del anchor  # an export would keep the mapping from being closed
+        self.address = -(-address_of(self._map) // HUGE_PAGE) * HUGE_PAGE
+
+
+def address_of(buffer: mmap.mmap | memoryview) -> int:
+    """Where the first byte of writable memory is, which must not be empty."""
+    # What is made here goes at once: an export would keep memory from being given back.
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def side_by_side(files: Sequence[int], each: int, nbytes: int) -> mmap.mmap:
@@ -59,9 +63,7 @@ def side_by_side(files: Sequence[int], each: int, nbytes: int) -> mmap.mmap:
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     whole = mmap.mmap(-1, nbytes, flags=flags)
-    anchor = ctypes.c_char.from_buffer(whole)
-    address = ctypes.addressof(anchor)
-    del anchor  # an export would keep the range from being unmapped
+    address = address_of(whole)
     for number, file in enumerate(files):
         at = number * each
         code = _libc.mmap(

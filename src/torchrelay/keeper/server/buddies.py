@@ -15,7 +15,7 @@ from torchrelay.endpoint.server.snapshots import ServedStep
 from torchrelay.keeper.server.copying import Copying, CopyPlan, KeeperRing
 from torchrelay.keeper.server.kept import OWN, KeptSteps
 from torchrelay.keeper.server.messages import CopiesTold, CopyNext
-from torchrelay.memory.pages import sealed_memory
+from torchrelay.memory.pages import reserve, sealed_memory
 
 
 class Buddies:
@@ -78,13 +78,13 @@ class Buddies:
             if room.slot not in slots:
                 fd = sealed_memory(wanted.nbytes)
                 try:
-                    os.posix_fallocate(fd, 0, wanted.nbytes)
-                except OSError:
+                    reserve(fd, wanted.nbytes)
+                except MemoryError:
                     os.close(fd)
                     raise
                 self._serving.service.snapshots.attach(room.slot, fd, wanted.nbytes)
-        except OSError as fault:
-            self._why = f"no memory for copies: {fault.strerror}"
+        except (OSError, MemoryError) as fault:
+            self._why = f"nothing is copied: {fault}"
             self._pin()
             return
         self._copying = Copying(

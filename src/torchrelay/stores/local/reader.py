@@ -10,12 +10,12 @@ cache, which would have to find room for them page by page.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 
+from torchrelay.memory.pages import address_of
 from torchrelay.stores.local.files import named, open_plain
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.retry import ONCE, Retry
@@ -229,7 +229,7 @@ def _read_whole(fd: int, path: str, position: int, buffers: Sequence[memoryview]
 
 def _read_direct(fd: int, position: int, view: memoryview) -> tuple[int, list[memoryview]]:
     """Read what is aligned of a range; returns what is left to read."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    address = address_of(view)
     whole = len(view) // PAGE * PAGE
     if position % PAGE or address % PAGE:
         whole = 0

@@ -8,7 +8,6 @@ torch, and ends when the trainer's end of the socket closes, however that came a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import signal
@@ -17,7 +16,7 @@ import socket
 import msgspec
 
 from torchrelay.errors import CheckpointError
-from torchrelay.memory.pages import side_by_side
+from torchrelay.memory.pages import address_of, side_by_side
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
@@ -131,7 +130,7 @@ class _Writer:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._arena))
+        self._base = address_of(self._arena)
 
     def _abort(self) -> None:
         if self._writing is not None:
