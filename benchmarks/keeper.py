@@ -143,14 +143,14 @@ def end(name: Any) -> None:
         time.sleep(0.01)
 
 
-def prepare_loop(group: Any, job: str, nbytes: int, rate: float) -> int:
+def prepare_loop(group: Any, job: str, nbytes: int, rate: float, steps: int) -> int:
     """Rank 0 has the state; rank 1, on a host that is pretended, has little. Multiplications that
     take the seconds of a step."""
     import torchrelay as tr
 
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    _made["keeper"] = tr.Keeper(job, host="ab"[rank], rate=rate, lease=SECONDS)
+    _made["keeper"] = tr.Keeper(job, host="ab"[rank], rate=rate, steps=steps, lease=SECONDS)
     _made["state"] = state_of(nbytes if rank == 0 else TENSORS * 4, 1.0)
     _made["step"] = 0
     _made["batch"] = torch.randn(512, 512)
@@ -167,11 +167,11 @@ def burn(most: int, seconds: float = float("inf")) -> int:
 
 
 def loop(group: Any, steps: int, work: int, staged: bool) -> tuple[float, list[float], int]:
-    """Seconds of a step on average, those that the loop waits for `stage`, and the most bytes that
-    this rank's keeper has."""
+    """Seconds of a step on average, those that the loop waits for `stage`, and how many steps were
+    staged."""
     rank = dist.get_rank()
     waits: list[float] = []
-    most = 0
+    kept = 0
     dist.barrier(group)
     begun = time.monotonic()
     for _ in range(steps):
@@ -184,16 +184,12 @@ def loop(group: Any, steps: int, work: int, staged: bool) -> tuple[float, list[f
             now = time.monotonic()
             pending = _made["keeper"].stage(_made["step"], _made["state"])
             waits.append(time.monotonic() - now)
-            if pending.skipped is not None:
-                raise RuntimeError(pending.skipped)
-            if rank == 1:
-                most = max(most, _made["keeper"].status()["staged_bytes"])
+            kept += pending.skipped is None
     spent = (time.monotonic() - begun) / steps
     if staged:
         pending.wait(SECONDS)
-        most = max(most, _made["keeper"].status()["staged_bytes"])
     dist.barrier(group)
-    return spent, waits, most
+    return spent, waits, kept
 
 
 def rest(group: Any) -> None:
@@ -206,20 +202,28 @@ def rest(group: Any) -> None:
 
 
 def end_loop(group: Any) -> dict[str, Any]:
-    copies: dict[str, Any] = _made["keeper"].status()["copies"]
+    facts: dict[str, Any] = _made["keeper"].status()
     dist.barrier(group)
     _made["keeper"].end()
-    return copies
+    return facts
 
 
 def staging(
     nbytes: int, steps: int, rounds: int, rate: float, tell: Callable[[str], None]
 ) -> dict[str, Any]:
+    """With as many steps in memory as a keeper has by default, and with as many as it takes for
+    every step to be staged while another is copied."""
+    return {"rows": [staged_loop(nbytes, steps, rounds, rate, most, tell) for most in (2, 4)]}
+
+
+def staged_loop(
+    nbytes: int, steps: int, rounds: int, rate: float, most: int, tell: Callable[[str], None]
+) -> dict[str, Any]:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     waits: list[float] = []
-    most = [0, 0]
+    kept = 0
     with Ranks(2, parents=True) as ranks:
-        work = ranks.run(prepare_loop, f"bench-{os.getpid()}", nbytes, rate)[0]
+        work = ranks.run(prepare_loop, f"bench-{os.getpid()}", nbytes, rate, most)[0]
         alone = ranks.run(loop, 4, work, False)[0][0]  # with the state's change, and the machine's
         work = max(1, round(work * STEP_SECONDS / alone))
         ranks.run(loop, 2, work, True)
@@ -229,22 +233,24 @@ def staging(
                 found = ranks.run(loop, steps, work, staged)
                 seconds[staged].append(found[0][0])
                 waits += found[0][1]
-                most = [max(a, one[2]) for a, one in zip(most, found, strict=True)]
-            tell(f"staging: round {number + 1} of {rounds}")
-        copies = ranks.run(end_loop)[1]
+                kept += found[0][2]
+            tell(f"staging, {most} steps in memory: round {number + 1} of {rounds}")
+        own, buddy = ranks.run(end_loop)
     alone, beside = median(seconds[False]), median(seconds[True])
     return {
         "bytes": nbytes,
         "rate": rate,
+        "steps_in_memory": most,
         "alone_seconds": alone,
         "staged_seconds": beside,
         "ratio": beside / alone,
         "stage_seconds": median(waits),
-        "keeper_bytes": most[0],
-        "buddy_bytes": most[1],
-        "copied_bytes": copies["fetched_bytes"],
-        "copied_step": copies["step"],
+        "keeper_bytes": own["most_bytes"],
+        "buddy_bytes": buddy["most_bytes"],
+        "copied_bytes": buddy["copies"]["fetched_bytes"],
+        "copied_step": buddy["copies"]["step"],
         "steps": steps * rounds,
+        "staged": kept,
     }
 
 
@@ -331,17 +337,18 @@ def show(result: dict[str, Any]) -> None:
                 f" {row['processor_seconds']:8.3f} s of the processor"
             )
     if "staging" in result:
-        loop_of = result["staging"]
-        print(
-            f"every step of {loop_of['alone_seconds']:.2f} s staged, "
-            f"{loop_of['bytes'] / 1e6:.0f} MB: {loop_of['ratio']:.3f}x of alone, "
-            f"{loop_of['stage_seconds']:.3f} s in stage"
-        )
-        print(
-            f"  keeper {loop_of['keeper_bytes'] / 1e6:.0f} MB, its buddy's "
-            f"{loop_of['buddy_bytes'] / 1e6:.0f} MB, copied {loop_of['copied_bytes'] / 1e6:.0f} MB "
-            f"at {loop_of['rate'] / 1e6:.0f} MB/s at most"
-        )
+        for row in result["staging"]["rows"]:
+            size = row["bytes"]
+            print(
+                f"{row['staged']} of {row['steps']} steps of {row['alone_seconds']:.2f} s staged, "
+                f"{size / 1e6:.0f} MB: {row['ratio']:.3f}x of alone, "
+                f"{row['stage_seconds']:.3f} s in stage"
+            )
+            print(
+                f"  {row['steps_in_memory']} steps at most: keeper {row['keeper_bytes'] / size:.2f}"
+                f"x of the state, its buddy's copies {row['buddy_bytes'] / size:.2f}x, copied "
+                f"{row['copied_bytes'] / 1e6:.0f} MB at {row['rate'] / 1e6:.0f} MB/s at most"
+            )
     if "growth" in result:
         for when, facts in result["growth"]["held"].items():
             told = ", ".join(f"{name} {value}" for name, value in facts.items())

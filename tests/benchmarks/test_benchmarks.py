@@ -323,7 +323,9 @@ def test_keeper_benchmark_runs_small(tmp_path: Path) -> None:
         "PGTransport",
     ]
     assert all(row["exact"] and row["seconds"] > 0 for row in found["recovery"]["rows"])
-    assert found["staging"]["ratio"] > 0 and found["staging"]["copied_bytes"] > 0
+    for row in found["staging"]["rows"]:
+        assert row["ratio"] > 0 and row["copied_bytes"] > 0
+        assert row["keeper_bytes"] < (row["steps_in_memory"] + 0.1) * row["bytes"]
     assert found["growth"]["exact"] and len(found["growth"]["held"]) >= 3
 
 

@@ -140,40 +140,97 @@ def test_changed_chunks_alone_are_fetched_and_damage_is_passed_over(pool2: RankP
     assert "are not those written" in found[0][1]
 
 
-def stage_while_copying(rank: int, group: Any, job: str, parts: int | None) -> Any:
-    """The most bytes that this rank's keeper had, in parts of a host, while steps were staged that
-    are not copied; and whether the last one came back. `parts` bounds its memory."""
+def stage_while_copying(rank: int, group: Any, job: str, steps: int, parts: int | None) -> Any:
+    """The most that this rank's keeper had, in parts of a host, while more steps were staged than
+    can be copied; whether every few of them something came along; what came back in the end."""
     part = NUMEL * 4 + 2 * 4096  # its header, and up to a page
     memory = None if parts is None else parts * part
-    keeper = keeper_of(rank, job, ["a", "b"], rate=NUMEL * 8, memory=memory)
+    keeper = keeper_of(rank, job, ["a", "b"], rate=NUMEL * 16, steps=steps, memory=memory)
     state = {"x": torch.zeros(NUMEL), "step": 0}
     last, most = 0, 0.0
-    for _ in range(4):
-        dist.barrier()  # no keeper is at a copy: the first of these steps is copied
-        for begun in (True, False, False):
+    came = []
+    for _ in range(3):
+        dist.barrier()  # no keeper is at a copy
+        before = last, keeper.status()["copies"]["step"]
+        for _ in range(3):
             state["step"] += 1
             state["x"] += 1 + rank
             pending = keeper.stage(state["step"], state)
             pending.wait(TIMEOUT)
             if pending.skipped is None:
                 last = state["step"]
-            assert not begun or last == state["step"], pending.skipped
             most = max(most, keeper.status()["staged_bytes"] / part)
-        wait_for_copies(keeper, state["step"] - 2)
+        copied = wait_for_copies(keeper, 1)["step"]
+        came.append((last, copied) != before)
     into = {"x": torch.zeros(NUMEL), "step": 0}
     got = tr.recover(into=into, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
     dist.barrier()
-    return most, got.step == last and bool((into["x"] == last * (1 + rank)).all())
+    right = got.step == last and bool((into["x"] == last * (1 + rank)).all())
+    return most, came, right, last == state["step"]
 
 
-def test_memory_is_bounded_where_copies_lag_behind(pool2: RankPool) -> None:
-    """Two steps for the workers, the last copied one and the one that is copied, and two copies;
-    with less memory, steps are skipped while one is copied."""
-    for parts in (None, 5):
-        for most, right in pool2.run(stage_while_copying, JOB, parts, timeout=2 * TIMEOUT):
-            assert right
-            assert most <= (parts or 6)
-        end_keepers(JOB)
+@pytest.mark.parametrize(
+    ("steps", "parts"), [(2, None), (2, 4), (3, 5), (4, 4), (4, None)], ids=str
+)
+def test_memory_is_bounded_where_copies_lag_behind(
+    pool2: RankPool, steps: int, parts: int | None
+) -> None:
+    """So many steps of the workers, and two copies. With fewer than four, steps are skipped while
+    one is copied; with any number, steps are staged and copied on and on."""
+    for most, came, right, all_of_them in pool2.run(
+        stage_while_copying, JOB, steps, parts, timeout=2 * TIMEOUT
+    ):
+        assert right and came == [True] * 3
+        assert most <= min(steps + 2, parts or 6)
+        assert all_of_them == ((steps, parts) == (4, None))
+
+
+def stage_with_too_little(rank: int, group: Any, job: str, parts: float) -> str:
+    keeper = keeper_of(rank, job, ["a", "b"], memory=int(parts * NUMEL * 4))
+    with pytest.raises(tr.UsageError, match="is too little") as fault:
+        keeper.stage(1, {"x": torch.full((NUMEL,), float(rank))})
+    return str(fault.value)
+
+
+def test_a_budget_that_is_too_small_is_an_error_at_once(pool2: RankPool) -> None:
+    for told in pool2.run(stage_with_too_little, JOB, 3.9, timeout=2 * TIMEOUT):
+        assert "two steps of its host" in told and "two copies of other hosts' parts" in told
+
+
+def lose_a_host_amid_a_copy(rank: int, group: Any, job: str) -> tuple[int, int | None]:
+    """Step 1 is copied; step 2 is on its way when a host is lost."""
+    keeper = keeper_of(rank, job, ["a", "b"], rate=NUMEL)
+    state = {"x": torch.full((NUMEL,), 1.0 + rank), "step": 1}
+    keeper.stage(1, state).wait(TIMEOUT)
+    wait_for_copies(keeper, 1)
+    dist.barrier()
+    state["x"] += 1
+    keeper.stage(2, state).wait(TIMEOUT)
+    assert keeper.stage(3, state).skipped is not None
+    found = keeper.status()["copies"]["copying"]
+    dist.barrier()
+    keeper.close()
+    return keeper.pid or 0, found
+
+
+def come_back_to(rank: int, group: Any, job: str, wanted: int) -> bool:
+    keeper = keeper_of(rank, job, ["a", "c"])
+    into = {"x": torch.zeros(NUMEL), "step": 0}
+    got = tr.recover(into=into, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
+    right = got.step == wanted and bool((into["x"] == wanted + rank).all())
+    for step in range(4, 8):  # others have taken the place of those, and steps are staged again
+        keeper.stage(step, into).wait(TIMEOUT)
+        wait_for_copies(keeper, step)
+    keeper.close()
+    return right
+
+
+def test_a_host_that_is_lost_amid_a_copy_costs_the_step_alone(pool2: RankPool) -> None:
+    """Host a still has its own part of the last step that is copied, beside the copy of b's."""
+    (_, first), (lost, second) = pool2.run(lose_a_host_amid_a_copy, JOB, timeout=2 * TIMEOUT)
+    assert first == second == 2
+    os.kill(lost, signal.SIGKILL)
+    assert pool2.run(come_back_to, JOB, 1, timeout=2 * TIMEOUT) == [True, True]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

@@ -96,11 +96,13 @@ def test_the_budget_is_kept() -> None:
         small, large = state_of(1, nbytes // 4), state_of(2, 3 * nbytes // 4)
         keeper.stage(20, small).wait(TIMEOUT)
         keeper.stage(21, small).wait(TIMEOUT)
-        assert keeper.stage(22, large).skipped is None  # one small slot is given up for it
-        skipped = keeper.stage(23, large)
-        assert skipped.skipped is not None and f"budget of {5 * nbytes}" in skipped.skipped
+        with pytest.raises(tr.UsageError, match=f"memory={5 * nbytes} is too little"):
+            keeper.stage(22, large)
+        medium = state_of(2, 2 * nbytes // 4)
+        keeper.stage(22, medium).wait(TIMEOUT)  # small slots are given up for it
+        keeper.stage(23, medium).wait(TIMEOUT)
         assert keeper.status()["staged_bytes"] <= 5 * nbytes
-        assert tr.recover(into=large, sources=[keeper]).step == 22
+        assert tr.recover(into=medium, sources=[keeper]).step == 23
         assert keeper.pid is not None
         held = sum(path.stat().st_size for path in arenas(keeper.pid))
         assert held <= 5 * nbytes
@@ -243,7 +245,7 @@ def test_a_request_before_joining_is_refused(keeper: tr.Keeper) -> None:
     name = KeeperName.of(JOB, None)
     from torchrelay.keeper.server.messages import RoomWanted
 
-    answer = process.ask(name, RoomWanted(10))
+    answer = process.ask(name, RoomWanted(10, 1))
     assert "join first" in str(answer)
     assert process.ask(name, Tell()) is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:  # nonsense ends that line only

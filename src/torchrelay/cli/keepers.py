@@ -70,7 +70,16 @@ def _run(name: process.KeeperName, lease: float, memory: int | None, address: Ad
     token = find_token(None, token_file())
     if token is not None:
         check_listening(address, token)
-    join = k.JoinKeeper(address.host, token or "", memory or 0, process.RATE, 1, lease, __version__)
+    join = k.JoinKeeper(
+        address.host,
+        token or "",
+        memory or 0,
+        process.STEPS,
+        process.RATE,
+        1,
+        lease,
+        __version__,
+    )
     worker = process.KeeperProcess(name, join)
     worker.start()
     worker.close()

@@ -192,15 +192,15 @@ class Publisher:
         """What this rank's process has to say to the others'."""
         return b""
 
-    def _confer(self, notes: list[bytes], urls: list[str]) -> bytes:
-        """The coordinator's: what the notes of all ranks add up to."""
-        return b""
+    def _confer(self, notes: list[bytes], urls: list[str]) -> tuple[bytes, str]:
+        """The coordinator's: what the notes of all ranks add up to; why the step is skipped."""
+        return b"", ""
 
     def _meet(self, urls: list[str], note: bytes, deadline: Deadline) -> None:
         """All ranks said where they show their parts, and what they had to say."""
         self.urls = urls
 
-    def _room(self, call: Call, nbytes: int, deadline: Deadline) -> RoomOffer:
+    def _room(self, call: Call, nbytes: int, step: int, deadline: Deadline) -> RoomOffer:
         """A slot for so many bytes. All ranks have one, or none does."""
         slot = 1 - self._newest
         freed = self._server.ask(m.Reclaim(slot, ask=False), m.Reclaimed, deadline.left())
@@ -229,8 +229,8 @@ class Publisher:
             deadline.hasten(min(offer.left for offer in offers))
             urls.extend(offer.url for offer in offers)
             busy = next((offer.busy for offer in offers if offer.busy), "")
-            note = self._confer([offer.note for offer in offers], urls)
-            answer = _Answered(list(dict.fromkeys(urls)), deadline.left(), busy, note)
+            note, full = self._confer([offer.note for offer in offers], urls)
+            answer = _Answered(list(dict.fromkeys(urls)), deadline.left(), busy or full, note)
             return [msgspec.msgpack.encode(answer)] * len(said)
 
         call.at("planning a publish")
@@ -247,7 +247,7 @@ class Publisher:
         outlines = self._planning.outlines if self._all.coordinates else None
         call.at("staging")
         nbytes = max(PAGE, sum(-(-file.nbytes // PAGE) * PAGE for file in share.files))
-        room = self._room(call, nbytes, deadline)
+        room = self._room(call, nbytes, step, deadline)
         if room.why:
             return room.why
         settle()

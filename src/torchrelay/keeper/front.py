@@ -16,7 +16,7 @@ from torchrelay.endpoint.publishing import Published
 from torchrelay.endpoint.security import Address, check_listening, find_token
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
-from torchrelay.keeper.process import LEASE_SECONDS, RATE, KeeperName, KeeperProcess
+from torchrelay.keeper.process import LEASE_SECONDS, RATE, STEPS, KeeperName, KeeperProcess
 from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.stager import Stager
 from torchrelay.sources.keeper import KeeperSource
@@ -62,8 +62,10 @@ class Keeper:
     - `group`: the ranks that stage one state together; by default all, where torch.distributed is
       initialized. `False`: this process alone.
     - `host`: which of a job's keepers is this worker's; by default the machine's name.
-    - `memory`: bytes that a keeper has at most. A step that would go over it is skipped, and
-      `Published.skipped` says so. None: as many as it takes.
+    - `memory`: bytes that a keeper has at most; None: as many as it takes. Two steps and, where
+      there are copies, two copies have to fit in, else `stage` raises `UsageError`.
+    - `steps`: how many steps a keeper has of its workers at most. With 2, one that is staged while
+      the one before is copied is skipped, and `Published.skipped` says so; with 4 none is.
     - `copies`: how many other hosts have a copy of each host's part of a step.
     - `rate`: bytes a second at which a keeper fetches copies, at most.
     - `lease`: seconds.
@@ -83,6 +85,7 @@ class Keeper:
         group: Any = None,
         host: str | None = None,
         memory: int | None = None,
+        steps: int = STEPS,
         copies: int = 1,
         rate: float = RATE,
         lease: float = LEASE_SECONDS,
@@ -106,6 +109,8 @@ class Keeper:
                 check_listening(self._address, given)
             if memory is not None and memory < _MIN_MEMORY:
                 raise UsageError(f"memory is at least {_MIN_MEMORY} bytes or None, not {memory!r}")
+            if type(steps) is not int or steps < STEPS:
+                raise UsageError(f"steps is a number from {STEPS}, not {steps!r}")
             if type(copies) is not int or copies < 0:
                 raise UsageError(f"copies is a number from 0, not {copies!r}")
             if not 0 < lease < 1e8:
@@ -114,7 +119,14 @@ class Keeper:
                 raise UsageError(f"rate is a number of bytes a second, not {rate!r}")
             self._owner = Owner("Keeper")
             join = k.JoinKeeper(
-                self._address.host, given or "", memory or 0, rate, copies, lease, __version__
+                self._address.host,
+                given or "",
+                memory or 0,
+                steps,
+                rate,
+                copies,
+                lease,
+                __version__,
             )
             self._name = KeeperName.of(job, host)
             self._process = KeeperProcess(self._name, join)
@@ -122,7 +134,7 @@ class Keeper:
         self._token, self._known = "", list[str]()
         self._closed = False
         self._calls = threading.RLock()
-        self._stager = Stager(self._all, self._process, self._own_url, self._tell, copies)
+        self._stager = Stager(self._all, self._process, self._own_url, self._tell, join)
         try:
             self._gather(given is not None)
         except BaseException:

@@ -24,6 +24,7 @@ from torchrelay.stores.writer.launch import launch
 START_SECONDS = 60.0
 LEASE_SECONDS = 60.0
 RATE = 200e6  # bytes a second at which copies are fetched
+STEPS = 2  # the newest one, and the one that is being staged
 _ASK_SECONDS = 5.0
 _PAUSE = 0.02
 _PREFIX = "torchrelay-keeper"

@@ -13,11 +13,23 @@ import msgspec
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.publishing import Publisher, RoomOffer
 from torchrelay.endpoint.server import messages as m
+from torchrelay.keeper.choice import check_budget, choose
 from torchrelay.keeper.process import KeeperProcess
 from torchrelay.keeper.server import messages as k
 from torchrelay.stores.shares import plan_limits
 from torchrelay.transports.group.assembly import COORDINATOR, Assembly, Call
 
+
+class _RoomFound(msgspec.Struct, array_like=True):
+    """The slot that a rank's keeper has for so many bytes, or why it has none; its budget."""
+
+    slot: int
+    why: str
+    nbytes: int
+    memory: int
+
+
+_found = msgspec.msgpack.Decoder(_RoomFound)
 _room = msgspec.msgpack.Decoder(RoomOffer)
 _told = msgspec.msgpack.Decoder(k.CopiesTold)
 
@@ -31,11 +43,12 @@ class Stager(Publisher):
         keeper: KeeperProcess,
         url: Callable[[], str],
         tell: Callable[[list[str]], None],
-        copies: int,
+        join: k.JoinKeeper,
     ) -> None:
         super().__init__(assembly, keeper, url)
-        self._copies = copies
+        self._memory, self._copies = join.memory, join.copies
         self._tell = tell  # this host's keeper who the others are
+        self._places: list[str] = []  # the coordinator's: each rank's keeper
 
     def _begin_anew(self) -> None:
         """Another keeper, or the same after the connection was lost: neither knows these slots."""
@@ -46,19 +59,18 @@ class Stager(Publisher):
         return ""
 
     def _note_for_all(self, deadline: Deadline) -> bytes:
-        if not self._copies:
-            return b""
         told = self._server.ask(k.TellCopies(), k.CopiesTold, deadline.left())
         return msgspec.msgpack.encode(told)
 
-    def _confer(self, notes: list[bytes], urls: list[str]) -> bytes:
-        """One step at a time is copied by all keepers; the last one that all have is safe."""
-        if not all(notes):
-            return b""
+    def _confer(self, notes: list[bytes], urls: list[str]) -> tuple[bytes, str]:
+        self._places = urls
         told = [plan_limits.read(_told, data, rank) for rank, data in enumerate(notes)]
-        safe = told[0].copied if len({one.copied for one in told}) == 1 else ""
-        begin = len(set(urls)) > 1 and all(one.idle for one in told)
-        return msgspec.msgpack.encode(k.CopyNext(safe, begin))
+        word, why = choose(
+            told,
+            several=len(set(urls)) > 1 and self._copies > 0,
+            others=list(dict.fromkeys(urls)) != self.urls,
+        )
+        return msgspec.msgpack.encode(word), why
 
     def _meet(self, urls: list[str], note: bytes, deadline: Deadline) -> None:
         if urls != self.urls:
@@ -71,22 +83,28 @@ class Stager(Publisher):
         """The keepers of all ranks, before the first step."""
         self._meet(urls, b"", deadline)
 
-    def _room(self, call: Call, nbytes: int, deadline: Deadline) -> RoomOffer:
+    def _room(self, call: Call, nbytes: int, step: int, deadline: Deadline) -> RoomOffer:
         given: list[k.RoomGiven] = []
 
         def mine() -> bytes:
-            given.append(self._server.ask(k.RoomWanted(nbytes), k.RoomGiven, deadline.left()))
-            return msgspec.msgpack.encode(RoomOffer(given[0].slot, given[0].why))
+            wanted = k.RoomWanted(nbytes, step)
+            given.append(self._server.ask(wanted, k.RoomGiven, deadline.left()))
+            found = _RoomFound(given[0].slot, given[0].why, nbytes, self._memory)
+            return msgspec.msgpack.encode(found)
 
         def decide(said: list[bytes]) -> list[bytes]:
-            offers = [plan_limits.read(_room, data, rank) for rank, data in enumerate(said)]
-            why = next((offer.why for offer in offers if offer.why), "")
-            return [msgspec.msgpack.encode(RoomOffer(offer.slot, why)) for offer in offers]
+            rooms = [plan_limits.read(_found, data, rank) for rank, data in enumerate(said)]
+            parts, budgets = [one.nbytes for one in rooms], [one.memory for one in rooms]
+            check_budget(parts, self._places, budgets, self._copies)
+            why = next((room.why for room in rooms if room.why), "")
+            return [msgspec.msgpack.encode(RoomOffer(room.slot, why)) for room in rooms]
 
-        found = plan_limits.read(_room, call.round("room", mine, decide, deadline), COORDINATOR)
-        for slot in given[0].gone:
-            self._drop_arena(slot)
-        return found
+        try:
+            heard = call.round("room", mine, decide, deadline)
+        finally:
+            for slot in given[0].gone if given else ():
+                self._drop_arena(slot)
+        return plan_limits.read(_room, heard, COORDINATOR)
 
     def _listing(self, urls: list[str]) -> set[int]:
         return {urls.index(url) for url in urls}

@@ -1,8 +1,8 @@
 """Which step a keeper has copies of, for the hosts before it in the ring. No torch.
 
 What has to outlive a host is a step of which every host's part is on another host too. So all
-keepers copy the same step: the ranks tell them which (`CopyNext`), when no keeper is at a copy any
-more. Until it is done everywhere, the one before is kept, whatever is staged meanwhile.
+keepers copy the same step: the ranks tell them when to begin (`CopyNext`), when no keeper is at a
+copy any more. Until it is done everywhere, the one before is kept, whatever is staged meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Buddies:
         self.rate, self.copies = 1.0, 0
         self._safe = ""  # the step of which every keeper had its copies when it was last asked
         self._copied = ""  # the step of which this one has its copies
-        self._next = False  # whether the next step that is whole is to be copied
+        self._next = False  # whether the next step that is told to be whole is to be copied
+        self._failed = 0  # copies in a row that went wrong
         self._copying: Copying | None = None
         self._why = ""
         self.fetched = 0  # bytes, of all copies
@@ -36,15 +37,23 @@ class Buddies:
     def meet(self, ring: KeeperRing, token: str) -> None:
         """The keepers of the job from here on: with others, other copies are to be made."""
         if ring != self._ring:
-            self._copied = ""
+            self._copied = self._safe = ""
+            self._failed = self._kept.reserved = 0
+            self._kept.doubt()
             if self._copying is not None:  # from one that may be gone
                 self._copying.stop()
+            self._pin()
         self._ring, self._token = ring, token
 
     def told(self) -> CopiesTold:
-        return CopiesTold(self._copied, self._copying is None)
+        idle, full = self._copying is None, self._kept.full()
+        return CopiesTold(self._copied, idle, self._failed, full, self._kept.told())
 
     def take(self, word: CopyNext) -> None:
+        self._kept.settle(word.whole, word.void)
+        if word.alone:
+            self._copied = self._safe = ""
+            self._failed = 0
         self._safe = word.safe or self._safe
         self._next = word.begin
         self._pin()
@@ -56,12 +65,18 @@ class Buddies:
         self._kept.pinned = pinned - {""}
         self._kept.filled = None if copy is None else copy.number
 
-    async def whole(self, step: ServedStep) -> None:
-        """All ranks have shown a step: copy it, if it is the one that was chosen."""
+    async def copy(self, step: ServedStep | None) -> None:
+        """All ranks have shown a step, or it is the newest and another was skipped: copy it, if
+        that was chosen."""
+        if step is None:
+            return
+        wanted = CopyPlan.of(step, self._ring.sources(self.copies))
+        self._kept.reserved = max(self._kept.reserved, 2 * wanted.nbytes) if wanted.volumes else 0
         if not self._next or self._copying is not None:
             return
         self._next = False
-        wanted = CopyPlan.of(step, self._ring.sources(self.copies))
+        if step.id == self._copied:
+            return
         if not wanted.volumes:
             self._copied = step.id
             self._pin()
@@ -71,6 +86,7 @@ class Buddies:
         room = await self._kept.room(OWN, wanted.nbytes)
         self._why = room.why
         if room.why:
+            self._failed += 1
             self._pin()
             return
         slots = self._serving.service.snapshots.slots
@@ -85,6 +101,7 @@ class Buddies:
                 self._serving.service.snapshots.attach(room.slot, fd, wanted.nbytes)
         except (OSError, MemoryError) as fault:
             self._why = f"nothing is copied: {fault}"
+            self._failed += 1
             self._pin()
             return
         self._copying = Copying(
@@ -109,6 +126,7 @@ class Buddies:
     def _finished(self, copy: Copying) -> None:
         self._copying, self._why = None, copy.why
         self.fetched += copy.fetched
+        self._failed = self._failed + 1 if copy.why and copy.ring == self._ring else 0
         step = copy.wanted.step
         if not copy.why and step in self._serving.service.snapshots.shown:
             self._serving.service.snapshots.show(

@@ -19,11 +19,13 @@ class JoinKeeper(msgspec.Struct, tag="join"):
     """A worker is here. The first one says where the keeper listens. Answered with `Joined`.
 
     `token`: the job's, where the worker knows it. `memory`: bytes at most, 0 for any number.
+    `steps`: how many steps the keeper has of its workers at most.
     """
 
     host: str
     token: str
     memory: int
+    steps: int
     rate: float
     copies: int
     lease: float
@@ -49,9 +51,10 @@ class Members(msgspec.Struct, tag="members"):
 
 
 class RoomWanted(msgspec.Struct, tag="room"):
-    """Memory for a rank's part of the next step. Answered with `RoomGiven`."""
+    """Memory for a rank's part of a step. Answered with `RoomGiven`."""
 
     nbytes: int
+    step: int
 
 
 class RoomGiven(msgspec.Struct, tag="given"):
@@ -63,23 +66,49 @@ class RoomGiven(msgspec.Struct, tag="given"):
     gone: list[int] = []
 
 
+class HeldStep(msgspec.Struct, array_like=True, frozen=True):
+    """A step that a keeper has something of. `whole`: it heard that every rank had staged it.
+
+    `volumes`: how many the step has, 0 where its record is not here. `here`: a number whose bits
+    say which of them are here, as bytes from the lowest on.
+    """
+
+    snapshot: str
+    whole: bool
+    volumes: int
+    here: bytes
+
+
 class TellCopies(msgspec.Struct, tag="copies"):
-    """How far the keeper is with its copies. Answered with `CopiesTold`."""
+    """What the keeper has, and how far it is with its copies. Answered with `CopiesTold`."""
 
 
 class CopiesTold(msgspec.Struct, tag="copied"):
-    """The step of which it has the copies that it is to have, and whether it is at none."""
+    """`copied`: the step of which it has the copies that it is to have. `idle`: it is at none.
+    `failed`: how often in a row copies went wrong. `full`: why it has no room for another step as
+    long as it is at this copy."""
 
     copied: str
     idle: bool
+    failed: int
+    full: str
+    steps: list[HeldStep]
 
 
 class CopyNext(msgspec.Struct, tag="copy"):
-    """What all keepers said adds up to: the step that all of them have their copies of, if there is
-    one, and whether the step that is being staged is the next to be copied."""
+    """What all keepers said adds up to.
+
+    `safe`: the step that all of them have their copies of, if there is one. `begin`: they copy the
+    step that is being staged or, where it has to be skipped, the newest. `alone`: copies went wrong
+    too often, and steps are no longer kept for them. `whole` and `void`: steps of which the keepers
+    have all parts, and of which they do not.
+    """
 
     safe: str
     begin: bool
+    alone: bool
+    whole: list[str]
+    void: list[str]
 
 
 class End(msgspec.Struct, tag="end"):

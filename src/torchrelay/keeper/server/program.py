@@ -108,7 +108,7 @@ class Keeping:
         if worker.number not in self._workers:
             return m.Refused("join first")
         if isinstance(request, k.RoomWanted):
-            return serving.on_loop(self._kept.room(worker.number, request.nbytes))
+            return serving.on_loop(self._kept.room(worker.number, request.nbytes, request.step))
         if isinstance(request, k.TellCopies):
             return serving.on_loop(self._copies())
         if isinstance(request, m.AttachSlot):
@@ -144,7 +144,8 @@ class Keeping:
             return m.Refused("it has another token than this worker was given")
         if join.host != self._host:
             return m.Refused(f"it listens at {self._host}, not at {join.host}: end it first")
-        self._kept.memory, self._lease = join.memory, join.lease
+        self._kept.memory, self._kept.steps = join.memory, join.steps
+        self._lease = join.lease
         self._buddies.rate, self._buddies.copies = join.rate, join.copies
         self._workers.add(worker.number)
         self._kept.enter(worker.number)
@@ -153,7 +154,7 @@ class Keeping:
 
     async def _meet(self, members: k.Members) -> None:
         self._members, self._token = members.urls, members.token
-        self._buddies.meet(KeeperRing(members.urls, members.own), members.token)
+        self._buddies.meet(KeeperRing(sorted(members.urls), members.own), members.token)
         if self._serving.app is not None:
             self._serving.app.take_token(members.token)
             self._serving.service.url = members.own
@@ -177,8 +178,7 @@ class Keeping:
             if request.skipped is None:
                 self._whole_members = self._members
             step = await self._kept.note(worker.number, request)
-            if step is not None:
-                await self._buddies.whole(step)
+            await self._buddies.copy(step or self._kept.newest)
 
     async def _status(self) -> dict[str, object]:
         facts: dict[str, object] = {
@@ -187,6 +187,7 @@ class Keeping:
             "lease": self._lease,
             "memory": self._kept.memory or None,
             "staged_bytes": self._kept.nbytes,
+            "most_bytes": self._kept.most,
             "members": self._members,
         }
         if self._serving.app is not None:
