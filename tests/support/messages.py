@@ -54,6 +54,9 @@ def _walk(kind: type, found: Any, name: str, path: tuple[int | str, ...]) -> Ite
         yield Field(kind, name, path, found)
         if isinstance(found, inspect.VarTupleType):
             yield from _walk(kind, found.item_type, f"{name}[]", (*path, 0))
+        elif isinstance(found, inspect.TupleType):
+            for index, item in enumerate(found.item_types):
+                yield from _walk(kind, item, f"{name}.{index}", (*path, index))
         elif isinstance(found, inspect.DictType):
             yield from _walk(kind, found.value_type, f"{name}{{}}", (*path, "name"))
 
@@ -71,6 +74,8 @@ def sample(found: Any) -> Any:
         return values if found.tag is None else [found.tag, *values]
     if isinstance(found, inspect.VarTupleType):
         return [sample(found.item_type)]
+    if isinstance(found, inspect.TupleType):
+        return [sample(item) for item in found.item_types]
     if isinstance(found, inspect.DictType):
         return {"name": sample(found.value_type)}
     if isinstance(found, inspect.IntType):

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchrelay.geometry.runs import Runs
 from torchrelay.stores.seam import Buffer
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
 from torchrelay.transports.routes.nearby import ipc_handles
+from torchrelay.transports.routes.nearby.chunk_ways import chunks_in, stretches
 from torchrelay.transports.routes.nearby.device_digests import CELL_BYTES, CELLS, cell_bytes, cells
 from torchrelay.transports.routes.nearby.ipc_handles import Export, IpcError, pack, sources
 
@@ -151,3 +155,17 @@ def test_a_file_whose_digests_are_all_known_keeps_them() -> None:
     writing = Writing(files, [FileSpec("a", len(image), 4096, b"\7" * 64)])
     writing.write([Range(0, 0, len(image), Staged(0, data.data_ptr()))])
     assert writing.finish() == [b"\7" * 64] and bytes(files.sinks["a"].data) == image
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_chunks_travel_as_stretches(chosen: set[int]) -> None:
+    chunks = tuple(sorted(chosen))
+    told = stretches(chunks)
+    assert chunks_in(told, 61) == chunks
+    assert all(low > high for (_, high), (low, _) in pairwise(told)), "neighbours are one stretch"
+
+
+@pytest.mark.parametrize("told", [((0, 9),), ((2, 1),), ((0, 2), (1, 3)), ((3, 4), (0, 1))])
+def test_stretches_of_other_chunks_are_refused(told: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="chunks that do not exist"):
+        chunks_in(told, 8)

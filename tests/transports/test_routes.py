@@ -373,8 +373,10 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "sums that wrap": ({"host": table((16, 0, BIG))}, "RemoteProtocolError"),
     "overlap": ({"host": table((0, 0, 64), (32, 0, 64))}, "RemoteProtocolError"),
     "out of order": ({"host": table((64, 0, 16), (0, 0, 16))}, "RemoteProtocolError"),
-    "no such chunks": ({"apart": (0, 999)}, "RemoteProtocolError"),
-    "negative chunks": ({"apart": (-1,)}, "RemoteProtocolError"),
+    "no such chunks": ({"apart": ((0, 999),)}, "RemoteProtocolError"),
+    "more chunks than memory": ({"apart": ((0, wire.MAX_CHUNKS),)}, "RemoteProtocolError"),
+    "negative chunks": ({"apart": ((-1, 1),)}, "RemoteProtocolError"),
+    "chunks backwards": ({"apart": ((3, 1),)}, "RemoteProtocolError"),
     "wild addresses": ({"host": None}, "PeerLostError"),
 }
 

@@ -19,7 +19,7 @@ from torchrelay.errors import RemoteProtocolError
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.steps import MAX_STEP
 
-MAJOR, MINOR = 1, 10
+MAJOR, MINOR = 1, 11
 T = TypeVar("T")
 
 PRELUDE_TAG = 1  # shared with torch's protocol
@@ -27,7 +27,7 @@ ID_BITS = 26
 LANES = 16  # lane 0 is for control messages, the others for data
 CONTROL_LANE = 0
 
-FRAME_BYTES = 128
+FRAME_BYTES = 512  # what is said before each transfer fits: a second message costs its latency
 _HEAD = struct.Struct("<4sHHQ")
 _MAGIC = b"TRLY"
 INLINE_BYTES = FRAME_BYTES - _HEAD.size
@@ -92,6 +92,9 @@ Blob = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 Lengths = Annotated[tuple[Offset, ...], Meta(max_length=64)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=1024)]
 Chunks = Annotated[tuple[Chunk, ...], Meta(max_length=MAX_CHUNKS)]
+# Chunks in ascending order as stretches: the first, and the one after the last.
+Stretch = tuple[Chunk, Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]]
+Stretches = Annotated[tuple[Stretch, ...], Meta(max_length=MAX_CHUNKS)]
 Digests = Annotated[tuple[Digest, ...], Meta(max_length=MAX_CHUNKS)]
 Reasons = Annotated[dict[Name, Text], Meta(max_length=64)]
 

@@ -22,6 +22,7 @@ from torchrelay.transports.routes.host import (
     reach,
 )
 from torchrelay.transports.routes.nearby import device_digests, place
+from torchrelay.transports.routes.nearby.chunk_ways import stretches
 from torchrelay.transports.routes.nearby.device_digests import DeviceDigests, Sources
 from torchrelay.transports.routes.nearby.ipc_handles import (
     Export,
@@ -46,8 +47,7 @@ class DeviceMemory(msgspec.Struct, array_like=True, frozen=True):
 
     memory: Memory  # without its table
     digests: bool = False  # of device memory come with the trailer
-    exports: Annotated[tuple[Export, ...], Meta(max_length=1 << 20)] = ()
-    strays: wire.Chunks = ()  # chunks that have bytes elsewhere which no export reaches
+    strays: wire.Stretches = ()  # chunks that have bytes elsewhere which no export reaches
     no_exports: wire.Text = ""  # why there are none
 
 
@@ -56,6 +56,7 @@ class DeviceTables(msgspec.Struct, array_like=True, frozen=True):
 
     host: wire.Blob = b""  # as of `Memory`
     device: wire.Blob = b""  # `ipc_handles.pack`
+    exports: Annotated[tuple[Export, ...], Meta(max_length=1 << 20)] = ()
 
 
 class CudaServer(HostServer):
@@ -102,9 +103,9 @@ class CudaServer(HostServer):
             return wire.RouteOffer(msgspec.msgpack.encode(told))
         self._hash_early = self._hash_early or bool(join.place.devices)
         memory = self.memory(join, line)
-        tables = DeviceTables(memory.host, found.device)
+        tables = DeviceTables(memory.host, found.device, found.exports)
         memory = msgspec.structs.replace(memory, host=b"")
-        told = DeviceMemory(memory, self._hash_devices, found.exports, self._layout.strays)
+        told = DeviceMemory(memory, self._hash_devices, stretches(self._layout.strays))
         return wire.RouteOffer(msgspec.msgpack.encode(told), msgspec.msgpack.encode(tables))
 
     def offered(self) -> None:
@@ -186,7 +187,7 @@ class CudaIpcRoute(Route):
         found = reach(msgspec.structs.replace(device.memory, host=tables.host), incoming)
         if isinstance(found, Unavailable):
             return found
-        exported = Exported(device.exports, tables.device)
+        exported = Exported(tables.exports, tables.device)
         try:
             openings = incoming.resources.of(Openings)
             total = incoming.landing.chunks.stream_bytes

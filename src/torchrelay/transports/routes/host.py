@@ -26,7 +26,13 @@ from torchrelay.record.digest import RollingDigest
 from torchrelay.record.pause import gc_paused
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes.nearby import place
-from torchrelay.transports.routes.nearby.chunk_ways import SenderMemory, Shares, share
+from torchrelay.transports.routes.nearby.chunk_ways import (
+    SenderMemory,
+    Shares,
+    chunks_in,
+    share,
+    stretches,
+)
 from torchrelay.transports.routes.nearby.place import Process
 from torchrelay.transports.routes.nearby.ring import (
     Fill,
@@ -63,7 +69,7 @@ class Memory(msgspec.Struct, array_like=True, frozen=True):
     beacon: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     fd: wire.Descriptor = -1
     host: wire.Blob = b""  # `geometry.runs.Runs.pack`; the fixed part of the offer
-    apart: wire.Chunks = ()  # chunks that have bytes elsewhere: on a device, or strided
+    apart: wire.Stretches = ()  # chunks that have bytes elsewhere: on a device, or strided
     verify: bool = False  # digests come with the trailer
 
     @property
@@ -110,7 +116,12 @@ class HostServer(Server):
         self._proofs.append(proof)
         process, layout = proof.process, self._layout
         return Memory(
-            self._here, process.beacon, process.fd, layout.host, layout.apart, self.hashes
+            self._here,
+            process.beacon,
+            process.fd,
+            layout.host,
+            stretches(layout.apart),
+            self.hashes,
         )
 
     def answer(self, rank: int, taken: str, word: bytes, deadline: Deadline) -> None:
@@ -159,7 +170,7 @@ def find_ways(
     *,
     reads: bool,
     exported: Runs | None = None,
-    strays: tuple[int, ...] = (),
+    strays: wire.Stretches = (),
 ) -> Ways:
     """`exported`: bytes in device memory that is open here; `strays`: chunks that have others too.
 
@@ -168,7 +179,8 @@ def find_ways(
     chunks, places = incoming.landing.chunks, incoming.landing.places()
     try:
         sources = Runs.unpack(memory.host, chunks.stream_bytes)
-        theirs = SenderMemory(sources, memory.apart, reads, exported, strays)
+        apart, beyond = (chunks_in(some, len(chunks)) for some in (memory.apart, strays))
+        theirs = SenderMemory(sources, apart, reads, exported, beyond)
         shares = share(chunks, places, theirs, verify=memory.verify)
     except ValueError as fault:
         rank = incoming.line.peer

@@ -7,6 +7,7 @@ through the ring where the sender's end cannot be read from here.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,21 @@ from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.landing.places import Places
 
 _Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def stretches(chunks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Ascending chunks as the first of each stretch, and the one after its last."""
+    firsts = [n for n, chunk in enumerate(chunks) if not n or chunk != chunks[n - 1] + 1]
+    lasts = [n - 1 for n in (*firsts[1:], len(chunks))]
+    return tuple((chunks[a], chunks[b] + 1) for a, b in zip(firsts, lasts, strict=False))
+
+
+def chunks_in(stretches: tuple[tuple[int, int], ...], count: int) -> tuple[int, ...]:
+    """The chunks of stretches, of so many; `ValueError` for chunks that are none."""
+    edges = [0, *(edge for stretch in stretches for edge in stretch), count]
+    if any(low > high for low, high in pairwise(edges)):
+        raise ValueError("chunks that do not exist")
+    return tuple(chunk for low, high in stretches for chunk in range(low, high))
 
 
 class Shares(NamedTuple):
@@ -36,11 +52,9 @@ class SenderMemory(NamedTuple):
 
 
 def share(chunks: Chunks, places: Places, memory: SenderMemory, *, verify: bool) -> Shares:
-    """`verify`: host memory is hashed. `ValueError` for chunks that are none."""
+    """`verify`: host memory is hashed."""
     sources, exported, reads = memory.host, memory.exported, memory.reads
     count = len(chunks)
-    if not {*memory.apart, *memory.strays} <= set(range(count)):
-        raise ValueError("chunks that do not exist")
     if exported is not None and _all_opened(count, places, memory, exported):
         return Shares(list(range(count)), [], [], frozenset(range(count)))
     device = places.device.stretches
