@@ -25,7 +25,7 @@ from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory import kernels
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.kernels import ChunkTable, CudaError, Tables
-from torchrelay.memory.pinned import PIECE, Upload, pinned_buffers, room_on
+from torchrelay.memory.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.side import on_side_stream
 from torchrelay.plan.region import Region
 from torchrelay.stores.reading import Fetch, Placed, Task, damaged, merged, opened, unread
@@ -35,6 +35,9 @@ from torchrelay.stores.seam import DataReader, OpenStep
 GROUP_BYTES = 256 << 20  # the least slab that is worth it
 ROUND_BYTES = 4 << 30  # of device memory, where bytes are not held back in it
 MARGIN = 512 << 20  # bytes of a device that are left free beside the slab
+# Of a local disk past the page cache: what keeps it busiest. Larger reads by more threads wait for
+# each other there.
+DISK_PIECE, DISK_THREADS = 1 << 20, 8
 _ALIGN = 512
 _ITEM = 16  # bytes of the largest item
 
@@ -167,9 +170,11 @@ class DeviceFetch:
         if verify:
             kernels.warm_up(self._device)
         base = slab.data_ptr()
-        tasks = [(group, at) for group in groups for at in range(group.start, group.stop, PIECE)]
         files = {group.file for group in groups}
         readers = {file: opened(self._store, self._checkpoint, file, once=True) for file in files}
+        of_disk = not self._store.costly_reads and all(one.cold for one in readers.values())
+        piece, most = (DISK_PIECE, DISK_THREADS) if of_disk else (PIECE, MOST_THREADS)
+        tasks = [(group, at) for group in groups for at in range(group.start, group.stop, piece)]
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         uploads: list[Upload] = []
         numbers = count()
@@ -181,7 +186,7 @@ class DeviceFetch:
 
                 def do(task: tuple[_Group, int]) -> None:
                     group, at = task
-                    nbytes = min(PIECE, group.stop - at)
+                    nbytes = min(piece, group.stop - at)
                     part = Task(group.file, at, at + nbytes)
                     self._fill(part, readers[group.file], upload.view(nbytes))
                     upload.send(base + group.at + at - group.start, nbytes)
@@ -190,7 +195,7 @@ class DeviceFetch:
                 return do
 
             try:
-                share_out(tasks, hand, buffers.threads)
+                share_out(tasks, hand, min(most, buffers.threads))
                 if verify:
                     with torch.cuda.device(self._device), torch.cuda.stream(stream):
                         self._compare(groups, slab)  # as soon as the last copy is over
