@@ -119,22 +119,27 @@ def _refuses(me: Me, relay: tr.Relay, mode: str, error: str) -> tuple[tr.Report,
 
 
 def written_wrong(me: Me, mode: str) -> Any:
-    """A bit flips in the receiver's memory after it was copied: read again, and found."""
+    """A bit flips in the receiver's memory when it has been copied: hashed there, and found."""
     relay = relay_of(me, route="cuda_ipc")
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
         expect(("PeerLostError",), lambda: relay.send(state, to=1))
         report, note = relay.send(state, to=1), ""
     else:
-        original, left = kernels.copy, [1]
+        original, left = kernels.digests, [1]
 
-        def flip(moves: Any, device: int, tables: Any) -> None:
-            original(moves, device, tables)
-            if left:
-                left.pop()
-                kernels.device_bytes(int(moves.destinations[-1]), 1, device).bitwise_xor_(4)
+        def flip(hashed: Any, device: int, tables: Any) -> torch.Tensor:
+            found = original(hashed, device, tables)
+            if not left:
+                return found
+            left.pop()
+            if not hashed.copies:
+                raise Wrong("it was not copied and hashed at once")
+            _, end, to = hashed.segments[hashed.segments[:, 2] > 0][-1].tolist()
+            kernels.device_bytes((to + end - 1) % (1 << 64), 1, device).bitwise_xor_(4)
+            return original(hashed.landed, device, tables)
 
-        with patched(kernels, "copy", flip):
+        with patched(kernels, "digests", flip):
             report, note = _refuses(me, relay, mode, "DigestError")
         if mode != "in place" and not ("['g']" in note and "from byte" in note):
             raise Wrong(f"the tensor and the place in it are not named: {note}")

@@ -93,7 +93,14 @@ def exact(rounds: int, seed: int) -> int:
         got = kernels.digests(hashed, 0, tables).cpu().numpy()
         for row, (found, digest) in enumerate(zip(got, wanted, strict=True)):
             assert found.tobytes() == digest, f"seed {seed}: chunk {row}: {chunks[row]}"
-        compared += len(wanted)
+        to, landed, expected = _targets(draw, runs, image, base)
+        copying = kernels.ChunkTable.of(
+            memory, begin, begin + np.array(sizes, np.uint64), Runs.of(landed)
+        )
+        again = kernels.digests(copying, 0, tables).cpu().numpy()
+        assert (again == got).all(), f"seed {seed}: digests of what was copied"
+        assert (to.cpu().numpy() == expected).all(), f"seed {seed}: copied with other bits"
+        compared += 2 * len(wanted)
         _copies(draw, pool, image, tables)
     return compared
 
@@ -103,6 +110,24 @@ def _split(draw: random.Random, size: int) -> list[tuple[int, int]]:
     edges = sorted({0, size, *(draw.randrange(size + 1) for _ in range(draw.randrange(12)))})
     widths = [high - low for low, high in pairwise(edges)]
     return [(-1 if draw.random() < 0.2 else draw.randrange(16 << 20), w) for w in widths]
+
+
+def _targets(
+    draw: random.Random, runs: list[tuple[int, int, int]], image: np.ndarray[Any, Any], base: int
+) -> tuple[torch.Tensor, list[tuple[int, int, int]], np.ndarray[Any, Any]]:
+    """Memory for copies of all runs at random distances, where each goes, and what it has then."""
+    landed, at = [], 0
+    places = []
+    for position, _, size in runs:
+        at += draw.choice([0, 0, 8, draw.randrange(1, 40)])
+        places.append((position, at, size))
+        at += size
+    to = torch.zeros(at + 64, dtype=torch.uint8, device="cuda")
+    expected = np.zeros(at + 64, np.uint8)
+    for (position, there, size), (_, address, _) in zip(places, runs, strict=True):
+        landed.append((position, to.data_ptr() + there, size))
+        expected[there : there + size] = image[address - base : address - base + size]
+    return to, landed, expected
 
 
 def _copies(
@@ -144,17 +169,20 @@ def measure(count: int, nbytes: int) -> list[dict[str, Any]]:
     )
     total = count * nbytes
 
-    def grid(size: int) -> kernels.ChunkTable:
+    def grid(size: int, to: Runs | None = None) -> kernels.ChunkTable:
         begin = np.arange(0, total, size, dtype=np.uint64)
-        return kernels.ChunkTable.of(
-            memory, begin, np.minimum(begin + size, total).astype(np.uint64)
-        )
+        stops = np.minimum(begin + size, total).astype(np.uint64)
+        return kernels.ChunkTable.of(memory, begin, stops, to)
 
     jobs: dict[str, Callable[[], object]] = {
         f"XXH3-128, chunks of {size >> 10} KiB": partial(kernels.digests, grid(size), 0, tables)
         for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20)
     }
     jobs["copy"] = lambda: kernels.copy(moves, 0, tables)
+    landed = Runs(starts, [y.data_ptr() for y in b], [nbytes] * count)
+    for size in (64 << 10, 1 << 20):
+        name = f"copy and XXH3-128, chunks of {size >> 10} KiB"
+        jobs[name] = partial(kernels.digests, grid(size, landed), 0, tables)
     jobs["torch copy_, one by one"] = lambda: [y.copy_(x) for x, y in pairs]
     rows = []
     for name, job in jobs.items():
@@ -167,7 +195,7 @@ def measure(count: int, nbytes: int) -> list[dict[str, Any]]:
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
         speed = total / 1e9 / median(seconds)
-        print(f"{name:32s} {speed:8.0f} GB/s")
+        print(f"{name:40s} {speed:8.0f} GB/s")
         rows.append(
             {"case": name, "gb_s": round(speed, 1), "seconds": [round(s, 6) for s in seconds]}
         )

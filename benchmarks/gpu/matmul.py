@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.harness import SECONDS
 from torchrelay import Relay
 from torchrelay.geometry.runs import Runs
-from torchrelay.memory.kernels import Tables, by_device
+from torchrelay.memory.kernels import by_device
 from torchrelay.transports.routes.nearby import device_digests
 from torchrelay.transports.routes.nearby.ipc_handles import Exports, Openings
 
@@ -87,7 +87,6 @@ def device_work(group: Any, tensors: list[torch.Tensor], openings: Openings) -> 
         starts.append(ends)
         ends += tensor.nbytes
     mine = Runs(starts, [one.data_ptr() for one in tensors], [one.nbytes for one in tensors])
-    tables = Tables()
     if group.rank() == 0:
         exported = Exports().of(mine)
         grid = device_digests.Grid()
@@ -103,7 +102,7 @@ def device_work(group: Any, tensors: list[torch.Tensor], openings: Openings) -> 
     sources = openings.sources(0, told[0], ends)
 
     def copy() -> None:
-        copied = device_digests.copy(sources, by_device(mine), ends, tables, digests=True)
+        copied = openings.copier.copy(sources, by_device(mine), ends, digests=True)
         if copied.differs(told[1]) is not None:
             raise RuntimeError("WRONG BITS beside the matmul loop")
 

@@ -21,18 +21,23 @@ import xxhash
 from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
 from torchrelay.memory.kernels import ChunkTable
 from torchrelay.transports.routes.nearby import device_digests
-from torchrelay.transports.routes.nearby.device_digests import Copied, Grid, cell_bytes
+from torchrelay.transports.routes.nearby.device_digests import Copied, Copier, Grid, cell_bytes
 
 CELL = 64
 
 
 def hash_on_host(hashed: ChunkTable, device: int, tables: object) -> torch.Tensor:
+    """And copies first, as the kernel does."""
     rows = []
     for first, nbytes in hashed.chunks.tolist():
         digest, at = xxhash.xxh3_128(), 0
         while at < nbytes:
-            base, end = hashed.segments[first].tolist()
+            base, end, to = hashed.segments[first].tolist()
             here = (base + at) % (1 << 64)
+            if base and hashed.copies:
+                there = (to + at) % (1 << 64)
+                ctypes.memmove(there, here, end - at)
+                here = there
             digest.update(ctypes.string_at(here, end - at) if base else bytes(end - at))
             first, at = first + 1, end
         rows.append(list(digest.digest()))
@@ -61,7 +66,6 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_digests.kernels, "digests", hash_on_host)
     monkeypatch.setattr(device_digests, "_copy_across", lambda m, there, here: copy_one_by_one(m))
     monkeypatch.setattr(device_digests, "side_stream", no_stream)
-    monkeypatch.setattr(device_digests, "on_side_stream", no_stream)
     monkeypatch.setattr(device_digests, "CELL_BYTES", (CELL, CELL))
     monkeypatch.setattr(torch.cuda, "device", lambda number: nullcontext())
 
@@ -69,8 +73,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class Scene:
     """Memory of a sender in pieces, and of a receiver that wants some of it, cut otherwise."""
 
-    def __init__(self, seed: int, whole: bool, devices: int = 1) -> None:
+    def __init__(self, seed: int, whole: bool, devices: int = 1, *, shifted: bool = True) -> None:
         draw = random.Random(seed)
+        self._shifts = range(8) if shifted else range(1)
         self.total = draw.randint(200, 3000)
         self.there = np.random.default_rng(seed).integers(0, 256, self.total * 2, dtype=np.uint8)
         self.here = np.zeros(self.total * 2, np.uint8)
@@ -78,6 +83,7 @@ class Scene:
         self.destinations = self._cut(draw, self.here, 1, 0.0 if whole else 0.4)
         memory = Runs.merged(*self.sources.values())
         self.sent = b""
+        self.copier = Copier()
         grid = Grid()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device_digests, "by_device", lambda runs: self.sources)
@@ -88,7 +94,7 @@ class Scene:
     ) -> dict[int, Runs]:
         edges = sorted({0, self.total, *(draw.randrange(self.total) for _ in range(12))})
         rows: dict[int, list[tuple[int, int, int]]] = {n: [] for n in range(devices)}
-        shift = draw.randrange(8)
+        shift = draw.choice(self._shifts)
         for low, high in pairwise(edges):
             if draw.random() >= skipped:
                 row = (low, memory.ctypes.data + low + shift, high - low)
@@ -96,21 +102,19 @@ class Scene:
         return {n: Runs.of(some) for n, some in rows.items() if some}
 
     def copy(self) -> Copied:
-        return device_digests.copy(
-            self.sources,
-            self.destinations,
-            self.total,
-            None,
-            digests=True,  # type: ignore[arg-type]
-        )
+        return self.copier.copy(self.sources, self.destinations, self.total, digests=True)
 
 
+@pytest.mark.parametrize("shifted", [True, False])
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("seed", range(15))
-def test_what_holds_is_found_to_hold(seed: int, whole: bool, devices: int) -> None:
-    scene = Scene(seed, whole, devices)
-    assert scene.copy().differs(scene.sent) is None
+def test_what_holds_is_found_to_hold(seed: int, whole: bool, devices: int, shifted: bool) -> None:
+    scene = Scene(seed, whole, devices, shifted=shifted)
+    copied = scene.copy()
+    assert copied.differs(scene.sent) is None
+    assert whole is False or copied.holds(device_digests.summary(scene.sent))
+    assert scene.copy().differs(scene.sent) is None, "by the plan of the first time"
     got = device_digests.moves(
         Runs.merged(*scene.sources.values()), Runs.merged(*scene.destinations.values())
     )
@@ -137,8 +141,35 @@ def test_a_bit_that_flips_where_it_was_copied_to_is_found_in_its_cell(
 
     monkeypatch.setattr(device_digests.kernels, "copy", flip)
     monkeypatch.setattr(device_digests, "_copy_across", lambda m, there, here: flip(m, here, None))
-    found = scene.copy().differs(scene.sent)
+    copied = scene.copy()
+    found = copied.differs(scene.sent)
     assert left and found == left[0] // CELL * CELL
+    assert not copied.holds(device_digests.summary(scene.sent))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_bit_that_flips_where_it_is_copied_and_hashed_at_once_is_found(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(seed, whole=True, shifted=False)
+    left: list[int] = []
+
+    def flip(hashed: ChunkTable, device: int, tables: object) -> torch.Tensor:
+        hash_on_host(hashed, device, tables)
+        assert hashed.copies, "copied and hashed at once"
+        chunk = seed % hashed.count
+        first = int(hashed.chunks[chunk, 0])
+        last = int(hashed.chunks[chunk + 1, 0]) if chunk + 1 < hashed.count else None
+        _, end, to = next(row for row in hashed.segments[first:last].tolist() if row[2])
+        ctypes.c_ubyte.from_address((to + end - 1) % (1 << 64)).value ^= 8
+        left.append(chunk)
+        return hash_on_host(hashed.landed, device, tables)
+
+    monkeypatch.setattr(device_digests.kernels, "digests", flip)
+    copied = scene.copy()
+    begin = copied.compared[0].cells.begin
+    assert copied.differs(scene.sent) == int(begin[left[0]])
+    assert not copied.holds(device_digests.summary(scene.sent))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -151,7 +182,8 @@ def test_memory_that_changes_after_the_sender_hashed_it_is_found(seed: int) -> N
 
 @pytest.mark.parametrize("sent", [b"", b"x" * 16, b"y" * 17])
 def test_digests_of_another_number_of_cells_do_not_hold(sent: bytes) -> None:
-    assert Scene(1, whole=True).copy().differs(sent) == 0
+    copied = Scene(1, whole=True).copy()
+    assert copied.differs(sent) == 0 and not copied.holds(sent)
 
 
 def test_both_ends_have_cells_of_one_size() -> None:

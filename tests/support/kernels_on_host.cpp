@@ -31,14 +31,18 @@ static unsigned long long __shfl_xor_sync(unsigned, unsigned long long word, int
     return found;
 }
 
+static void __syncwarp(unsigned) { meeting.arrive_and_wait(); }
+
 #include "kernels.cu"
 
-extern "C" void hash_on_host(const Chunk* chunks, u64 count, const Segment* segments, u64* found) {
+extern "C" void hash_on_host(
+    const Chunk* chunks, u64 count, const Segment* segments, u64* found, bool copies) {
     std::vector<std::thread> lanes;
     for (unsigned lane = 0; lane < 8; lane++)
         lanes.emplace_back([=] {
             threadIdx.x = lane;
-            torchrelay_xxh3_128(chunks, count, segments, found);
+            const auto kernel = copies ? torchrelay_copy_xxh3_128 : torchrelay_xxh3_128;
+            kernel(chunks, count, segments, found);
         });
     for (auto& lane : lanes) lane.join();
 }

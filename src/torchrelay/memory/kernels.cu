@@ -1,4 +1,4 @@
-// Two kernels for many pieces of device memory at once: copies of them, and their digests.
+// Kernels for many pieces of device memory at once: copies of them, their digests, and both.
 //
 // kernels.ptx is made of this file by `python -m benchmarks.gpu.kernels --write`.
 
@@ -77,7 +77,9 @@ extern "C" __global__ void torchrelay_copy(const Tile* tiles, u64 count) {
 // chunk; byte `at` of the chunk lies at `base + at`, or is zero where `base` is 0. The segments of
 // a chunk are `first` up to that of the next chunk. Its digest is 16 bytes in canonical order.
 //
-// Eight lanes take a chunk: one for each of the algorithm's accumulators.
+// Eight lanes take a chunk: one for each of the algorithm's accumulators. Where they also copy it,
+// byte `at` goes to `to + at`, and what is hashed is read again from there: a second pass over the
+// memory would cost half as much as the copy, and this one finds it in the device's cache.
 
 struct Chunk {
     u64 first, nbytes;
@@ -86,6 +88,7 @@ struct Chunk {
 struct Segment {
     const u8* base;
     u64 end;
+    u8* to;
 };
 
 struct Hash {
@@ -133,34 +136,58 @@ __device__ __noinline__ u64 swapped(u64 word) {
     return other;
 }
 
+// Where the bytes of a segment are hashed: where they lie, or where they have been copied to.
+template <bool COPIED>
+__device__ __forceinline__ const u8* hashed_at(const Segment* segment) {
+    return COPIED ? segment->to : segment->base;
+}
+
 // The bytes [at, at + count) of a chunk as a number, wherever they lie. `segment` is the one that
 // holds byte `at`, or one before it.
+template <bool COPIED>
 __device__ __noinline__ u64 gathered(const Segment* segment, u64 at, int count) {
     while (segment->end <= at) segment++;
-    if (count == 8 && at + 8 <= segment->end)
-        return segment->base ? word_at(segment->base + at) : 0;
+    const u8* base = hashed_at<COPIED>(segment);
+    if (count == 8 && at + 8 <= segment->end) return base ? word_at(base + at) : 0;
     u64 word = 0;
 #pragma unroll 1
     for (int byte = 0; byte < count; byte++, at++) {
         while (segment->end <= at) segment++;
-        if (segment->base) word |= (u64)segment->base[at] << (8 * byte);
+        base = hashed_at<COPIED>(segment);
+        if (base) word |= (u64)base[at] << (8 * byte);
     }
     return word;
 }
 
+// The eight lanes that take a chunk.
+__device__ __forceinline__ u32 group() { return 0xffu << (threadIdx.x & 24); }
+
+// Copy the bytes [at, stop) of a chunk by eight lanes, each of which sees all of them afterwards.
+__device__ __noinline__ void copied(const Segment* segment, u64 at, u64 stop, int lane) {
+#pragma unroll 1
+    for (at += lane; at < stop; at += 8) {
+        while (segment->end <= at) segment++;
+        if (segment->base) segment->to[at] = segment->base[at];
+    }
+    __syncwarp(group());
+}
+
+template <bool COPIED>
 __device__ __noinline__ void mix(Hash& acc, const Segment* s, u64 one, u64 other, int key) {
-    const u64 a = gathered(s, one, 8), b = gathered(s, one + 8, 8);
-    const u64 c = gathered(s, other, 8), d = gathered(s, other + 8, 8);
+    const u64 a = gathered<COPIED>(s, one, 8), b = gathered<COPIED>(s, one + 8, 8);
+    const u64 c = gathered<COPIED>(s, other, 8), d = gathered<COPIED>(s, other + 8, 8);
     acc.low = (acc.low + fold(a ^ secret(key), b ^ secret(key + 8))) ^ (c + d);
     acc.high = (acc.high + fold(c ^ secret(key + 16), d ^ secret(key + 24))) ^ (a + b);
 }
 
 // Of at most 240 bytes, by one lane.
+template <bool COPIED>
 __device__ __noinline__ Hash short_hash(const Segment* s, u64 n) {
     if (n == 0)
         return {avalanche64(secret(64) ^ secret(72)), avalanche64(secret(80) ^ secret(88))};
     if (n <= 3) {
-        const u32 a = gathered(s, 0, 1), b = gathered(s, n >> 1, 1), c = gathered(s, n - 1, 1);
+        const u32 a = gathered<COPIED>(s, 0, 1), b = gathered<COPIED>(s, n >> 1, 1);
+        const u32 c = gathered<COPIED>(s, n - 1, 1);
         const u32 low = a << 16 | b << 24 | c | (u32)n << 8;
         const u32 other = swapped(low) >> 32;
         const u32 high = other << 13 | other >> 19;
@@ -169,7 +196,7 @@ __device__ __noinline__ Hash short_hash(const Segment* s, u64 n) {
                 avalanche64(high ^ (u32)(flop ^ flop >> 32))};
     }
     if (n <= 8) {
-        const u64 word = gathered(s, 0, 4) + (gathered(s, n - 4, 4) << 32);
+        const u64 word = gathered<COPIED>(s, 0, 4) + (gathered<COPIED>(s, n - 4, 4) << 32);
         const u64 a = word ^ secret(16) ^ secret(24), b = P1 + (n << 2);
         u64 low = a * b, high = __umul64hi(a, b);
         high += low << 1;
@@ -178,8 +205,8 @@ __device__ __noinline__ Hash short_hash(const Segment* s, u64 n) {
         return {low ^ low >> 28, avalanche(high)};
     }
     if (n <= 16) {
-        const u64 first = gathered(s, 0, 8);
-        u64 last = gathered(s, n - 8, 8);
+        const u64 first = gathered<COPIED>(s, 0, 8);
+        u64 last = gathered<COPIED>(s, n - 8, 8);
         const u64 a = first ^ last ^ secret(32) ^ secret(40);
         u64 low = a * P1 + ((n - 1) << 54), high = __umul64hi(a, P1);
         last ^= secret(48) ^ secret(56);
@@ -191,22 +218,21 @@ __device__ __noinline__ Hash short_hash(const Segment* s, u64 n) {
     if (n <= 128) {
 #pragma unroll 1
         for (int round = (int)((n - 1) / 32); round >= 0; round--)
-            mix(acc, s, 16 * round, n - 16 * (round + 1), 32 * round);
+            mix<COPIED>(acc, s, 16 * round, n - 16 * (round + 1), 32 * round);
     } else {
 #pragma unroll 1
-        for (int at = 0; at < 128; at += 32) mix(acc, s, at, at + 16, at);
+        for (int at = 0; at < 128; at += 32) mix<COPIED>(acc, s, at, at + 16, at);
         acc = {avalanche(acc.low), avalanche(acc.high)};
 #pragma unroll 1
-        for (int at = 128; at + 32 <= n; at += 32) mix(acc, s, at, at + 16, at - 125);
-        mix(acc, s, n - 16, n - 32, 103);
+        for (int at = 128; at + 32 <= n; at += 32) mix<COPIED>(acc, s, at, at + 16, at - 125);
+        mix<COPIED>(acc, s, n - 16, n - 32, 103);
     }
     return {avalanche(acc.low + acc.high),
             0 - avalanche(acc.low * P1 + acc.high * P4 + n * P2)};
 }
 
 __device__ __forceinline__ u64 shuffled(u64 word, int other) {
-    const u32 group = 0xffu << (threadIdx.x & 24);
-    return __shfl_xor_sync(group, word, other, 8);
+    return __shfl_xor_sync(group(), word, other, 8);
 }
 
 __device__ __forceinline__ u64 accumulated(u64 acc, u64 word, u64 key) {
@@ -214,15 +240,28 @@ __device__ __forceinline__ u64 accumulated(u64 acc, u64 word, u64 key) {
     return acc + (keyed & 0xffffffffu) * (keyed >> 32) + shuffled(word, 1);
 }
 
+// A word of device memory as all of the device sees it, not one of its processors.
+__device__ __forceinline__ u64 word_of_device(const u8* at) {
+#ifdef __CUDA_ARCH__
+    u64 word;
+    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(word) : "l"(at) : "memory");
+    return word;
+#else
+    return *(const volatile u64*)at;
+#endif
+}
+
 // So many stripes from the one that has this lane's word at `at`, wherever they lie.
+template <bool COPIED>
 __device__ __noinline__ u64 stripes(const Segment* segment, u64 acc, u64 at, int count, int lane) {
 #pragma unroll 1
     for (int k = 0; k < count; k++, at += STRIPE)
-        acc = accumulated(acc, gathered(segment, at, 8), SECRET[k + lane]);
+        acc = accumulated(acc, gathered<COPIED>(segment, at, 8), SECRET[k + lane]);
     return acc;
 }
 
 // Of more than 240 bytes, by eight lanes together.
+template <bool COPIES>
 __device__ Hash long_hash(const Segment* segment, u64 n, int lane, const u64* keys) {
     const u64 initial[8] = {Q3, P1, P2, P3, P4, Q2, P5, Q1};
     u64 acc = 0;
@@ -236,19 +275,28 @@ __device__ Hash long_hash(const Segment* segment, u64 n, int lane, const u64* ke
         const u64 begin = block * BLOCK;
         while (here.end <= begin) here = *++segment;
         const u8* from = here.base + at;
-        if (here.base && begin + BLOCK <= here.end && ((u64)from & 7) == 0) {
+        u8* to = COPIES ? here.to + at : (u8*)0;
+        if (here.base && begin + BLOCK <= here.end && (((u64)from | (u64)to) & 7) == 0) {
             u64 words[STRIPES];
 #pragma unroll
             for (int k = 0; k < STRIPES; k++) words[k] = *(const u64*)(from + STRIPE * k);
+            if (COPIES) {
+#pragma unroll
+                for (int k = 0; k < STRIPES; k++) *(u64*)(to + STRIPE * k) = words[k];
+#pragma unroll
+                for (int k = 0; k < STRIPES; k++) words[k] = word_of_device(to + STRIPE * k);
+            }
 #pragma unroll
             for (int k = 0; k < STRIPES; k++) acc = accumulated(acc, words[k], keys[k]);
         } else {
-            acc = stripes(segment, acc, at, STRIPES, lane);
+            if (COPIES) copied(segment, begin, begin + BLOCK, lane);
+            acc = stripes<COPIES>(segment, acc, at, STRIPES, lane);
         }
         acc = ((acc ^ acc >> 47) ^ scramble) * Q1;
     }
-    acc = stripes(segment, acc, at, (int)((n - 1 - blocks * BLOCK) / STRIPE), lane);
-    const u64 end = gathered(segment, n - STRIPE + 8 * lane, 8);
+    if (COPIES) copied(segment, blocks * BLOCK, n, lane);
+    acc = stripes<COPIES>(segment, acc, at, (int)((n - 1 - blocks * BLOCK) / STRIPE), lane);
+    const u64 end = gathered<COPIES>(segment, n - STRIPE + 8 * lane, 8);
     acc = accumulated(acc, end, secret(SECRET_BYTES - STRIPE - 7 + 8 * lane));
     // Each even lane folds its accumulator with its neighbour's.
     const u64 next = shuffled(acc, 1);
@@ -262,7 +310,8 @@ __device__ Hash long_hash(const Segment* segment, u64 n, int lane, const u64* ke
     return {avalanche(n * P1 + sum.low), avalanche(~(n * P2) + sum.high)};
 }
 
-extern "C" __global__ void torchrelay_xxh3_128(
+template <bool COPIES>
+__device__ __forceinline__ void hash_chunks(
     const Chunk* chunks, u64 count, const Segment* segments, u64* digests) {
     const int lane = threadIdx.x % 8;
     const u64 groups = (u64)gridDim.x * blockDim.x / 8;
@@ -274,13 +323,25 @@ extern "C" __global__ void torchrelay_xxh3_128(
         const Chunk chunk = chunks[number];
         const Segment* segment = segments + chunk.first;
         Hash hash = {0, 0};
-        if (chunk.nbytes > 240)
-            hash = long_hash(segment, chunk.nbytes, lane, keys);
-        else if (lane == 0)
-            hash = short_hash(segment, chunk.nbytes);
+        if (chunk.nbytes > 240) {
+            hash = long_hash<COPIES>(segment, chunk.nbytes, lane, keys);
+        } else {
+            if (COPIES) copied(segment, 0, chunk.nbytes, lane);
+            if (lane == 0) hash = short_hash<COPIES>(segment, chunk.nbytes);
+        }
         if (lane == 0) {
             digests[2 * number] = swapped(hash.high);
             digests[2 * number + 1] = swapped(hash.low);
         }
     }
+}
+
+extern "C" __global__ void torchrelay_xxh3_128(
+    const Chunk* chunks, u64 count, const Segment* segments, u64* digests) {
+    hash_chunks<false>(chunks, count, segments, digests);
+}
+
+extern "C" __global__ void torchrelay_copy_xxh3_128(
+    const Chunk* chunks, u64 count, const Segment* segments, u64* digests) {
+    hash_chunks<true>(chunks, count, segments, digests);
 }

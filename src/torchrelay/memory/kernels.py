@@ -1,4 +1,4 @@
-"""Two kernels for many pieces of GPU memory at once: copies of them, and their digests.
+"""Kernels for many pieces of GPU memory at once: copies of them, their digests, and both.
 
 Hundreds of copies take the host longer to ask for than the device to do, and a digest on the device
 covers the way to the host and back. The kernels' source is kernels.cu; what the driver loads is
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ BLOCKS_PER_PROCESSOR = 4
 HASH_THREADS = 32
 CHUNKS_PER_BLOCK = HASH_THREADS // 8  # eight threads take a chunk
 _ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-_NAMES = (b"torchrelay_copy", b"torchrelay_xxh3_128")
+_NAMES = (b"torchrelay_copy", b"torchrelay_xxh3_128", b"torchrelay_copy_xxh3_128")
+_WORD = 8  # bytes that the kernels hash at a time, where they lie and go to
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -68,6 +70,7 @@ def take_context(device: int) -> None:
 class _Kernels(NamedTuple):
     copy: ctypes.c_void_p
     hash: ctypes.c_void_p
+    copy_and_hash: ctypes.c_void_p
     processors: int
 
 
@@ -87,7 +90,7 @@ def _load(device: int) -> _Kernels:
             check(code, "find a kernel")
             found.append(function)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return _Kernels(found[0], found[1], processors)
+    return _Kernels(found[0], found[1], found[2], processors)
 
 
 def kernels(device: int) -> _Kernels | None:
@@ -114,27 +117,31 @@ class Tables:
     no memory alive but their own."""
 
     def __init__(self, most: int = 8) -> None:
-        self._kept: dict[tuple[int, bytes], torch.Tensor] = {}
+        self._kept: list[tuple[int, Numbers, torch.Tensor]] = []
         self._most = most
         self._lock = threading.Lock()
 
     def of(self, table: Numbers, device: int) -> torch.Tensor:
         """The numbers on the device, in one dimension."""
-        key = (device, table.tobytes())
         with self._lock:
-            known = self._kept.pop(key, None)
-            if known is None:
+            found = next((one for one in self._kept if _is(one, table, device)), None)
+            if found is None:
                 flat = np.ascontiguousarray(table).view(np.int64).reshape(-1)
-                known = torch.from_numpy(flat).to(f"cuda:{device}")
+                there = torch.from_numpy(flat).to(f"cuda:{device}")
                 torch.cuda.current_stream(device).synchronize()
-            self._kept[key] = known
-            while len(self._kept) > self._most:
-                del self._kept[next(iter(self._kept))]
-            return known
+                found = device, table, there
+            others = [one for one in self._kept if one is not found]
+            self._kept = [*others, found][-self._most :]
+            return found[2]
 
     def clear(self) -> None:
         with self._lock:
             self._kept.clear()
+
+
+def _is(kept: tuple[int, Numbers, torch.Tensor], table: Numbers, device: int) -> bool:
+    on, known, _ = kept
+    return on == device and (known is table or np.array_equal(known, table))
 
 
 def copy(moves: Moves, device: int, tables: Tables) -> None:
@@ -154,21 +161,46 @@ def copy(moves: Moves, device: int, tables: Tables) -> None:
             _launch(loaded.copy, grid, COPY_THREADS, [table.data_ptr(), len(rows)])
 
 
-class ChunkTable(NamedTuple):
-    """Chunks of a stream, and where their bytes lie, as the kernel takes them.
+@dataclass(frozen=True)
+class ChunkTable:
+    """Chunks of a stream, where their bytes lie and where they are copied to, as the kernels take
+    them.
 
-    `chunks`: a row for each, its first segment and its bytes. `segments`: a row for each, the
-    address that byte 0 of its chunk would have, or 0 for zeros, and where in the chunk it ends.
+    `numbers` has a row for each of the `count` chunks, its first segment and its bytes; then one
+    for each segment: the address that byte 0 of its chunk would have, or 0 for zeros, where in the
+    chunk it ends, and the address that byte 0 would go to, or 0.
     """
 
-    chunks: Numbers
-    segments: Numbers
+    numbers: Numbers
+    count: int
+    copies: bool
+
+    @property
+    def chunks(self) -> Numbers:
+        return self.numbers[: 2 * self.count].reshape(-1, 2)
+
+    @property
+    def segments(self) -> Numbers:
+        return self.numbers[2 * self.count :].reshape(-1, 3)
+
+    @property
+    def landed(self) -> ChunkTable:
+        """The same chunks where they have been copied to."""
+        base, end, to = self.segments.T
+        segments = np.stack([to, end, np.zeros_like(base)], axis=1)
+        return ChunkTable(
+            np.concatenate((self.chunks.ravel(), segments.ravel())), self.count, False
+        )
 
     @classmethod
-    def of(cls, memory: Runs, starts: Column, stops: Column) -> ChunkTable:
-        """Chunks [start, stop), in the order of the stream. What is not in memory is zeros."""
-        # Four ascending columns: a sort that finds that out is done with them at once.
-        edges = np.concatenate((memory.starts, memory.stops, starts, stops))
+    def of(cls, memory: Runs, starts: Column, stops: Column, to: Runs | None = None) -> ChunkTable:
+        """Chunks [start, stop), in the order of the stream. What is not in memory is zeros. With
+        `to`, where the same bytes are copied to."""
+        copies = to is not None
+        to = memory if to is None else to
+        # Ascending columns: a sort that finds that out is done with them at once.
+        several = (memory.starts, memory.stops, *((to.starts, to.stops) if copies else ()))
+        edges = np.concatenate((*several, starts, stops))
         edges.sort(kind="stable")
         edges = edges[np.append(True, edges[1:] != edges[:-1])] if len(edges) else edges
         low, high = edges[:-1], edges[1:]
@@ -176,33 +208,65 @@ class ChunkTable(NamedTuple):
         chunk[stops[chunk] <= low] = -1
         inside = chunk >= 0
         low, high, chunk = low[inside], high[inside], chunk[inside]
-        run = holding(memory, low)
         begin = starts[chunk]
-        if len(memory.starts):
-            base = memory.addresses[run] + (begin - memory.starts[run])  # modulo 2**64
-            base[run < 0] = 0
-        else:
-            base = np.zeros(len(low), np.uint64)
+        base = _bases(memory, low, begin)
+        target = _bases(to, low, begin) if copies else np.zeros_like(base)
         first = np.searchsorted(chunk, np.arange(len(starts))).astype(np.uint64)
-        return cls(
-            np.stack([first, stops - starts], axis=1), np.stack([base, high - begin], axis=1)
-        )
+        chunks = np.stack([first, stops - starts], axis=1)
+        segments = np.stack([base, high - begin, target], axis=1)
+        return cls(np.concatenate((chunks.ravel(), segments.ravel())), len(starts), copies)
+
+
+def _bases(memory: Runs, low: Column, begin: Column) -> Column:
+    """Where the chunks that begin there would begin, by where these bytes of them are; 0 where they
+    are nowhere."""
+    if not len(memory.starts):
+        return np.zeros(len(low), np.uint64)
+    run = holding(memory, low)
+    found: Column = memory.addresses[run] + (begin - memory.starts[run])  # modulo 2**64
+    found[run < 0] = 0
+    return found
+
+
+def in_words(moves: Moves) -> bool:
+    """Whether nearly all bytes can be copied and hashed at once: the kernel takes words of a stream
+    that are words of memory at both ends, and others byte by byte."""
+    apart = (moves.sources - moves.positions) | (moves.destinations - moves.positions)
+    odd = moves.nbytes[apart % np.uint64(_WORD) > 0].sum()
+    return bool(odd * 64 <= moves.nbytes.sum())
 
 
 def digests(hashed: ChunkTable, device: int, tables: Tables) -> torch.Tensor:
-    """Ask a device, on its current stream, for the digest of each chunk: rows of bytes there."""
-    count = len(hashed.chunks)
+    """Ask a device, on its current stream, for the digest of each chunk: rows of bytes there. What
+    the table has copied is copied first, and hashed where it has come to lie."""
+    count = hashed.count
     with torch.cuda.device(device):
         loaded = kernels(device)
         if loaded is None:
+            if hashed.copies:
+                _copy_segments(hashed, device)
+                hashed = hashed.landed
             return _digests_on_host(hashed, device).to(f"cuda:{device}")
         found = torch.empty(count, DIGEST_BYTES, dtype=torch.uint8, device="cuda")
         if count:
-            both = tables.of(np.concatenate((hashed.chunks, hashed.segments)), device)
+            both = tables.of(hashed.numbers, device)
             segments = both.data_ptr() + hashed.chunks.nbytes
             numbers = [both.data_ptr(), count, segments, found.data_ptr()]
-            _launch(loaded.hash, -(-count // CHUNKS_PER_BLOCK), HASH_THREADS, numbers)
+            kernel = loaded.copy_and_hash if hashed.copies else loaded.hash
+            _launch(kernel, -(-count // CHUNKS_PER_BLOCK), HASH_THREADS, numbers)
         return found
+
+
+def _copy_segments(hashed: ChunkTable, device: int) -> None:
+    """Piece by piece."""
+    segments, firsts = hashed.segments, set(hashed.chunks[:, 0].tolist())
+    at = 0  # in the chunk
+    for number, (base, end, to) in enumerate(segments.tolist()):
+        at = 0 if number in firsts else at
+        if base:
+            source = device_bytes((base + at) % (1 << 64), end - at, device)
+            device_bytes((to + at) % (1 << 64), end - at, device).copy_(source)
+        at = end
 
 
 def _launch(function: ctypes.c_void_p, grid: int, threads: int, numbers: Iterable[int]) -> None:
@@ -221,7 +285,7 @@ def _digests_on_host(hashed: ChunkTable, device: int) -> torch.Tensor:
     def of(first: int, nbytes: int) -> bytes:
         running, at = running_digest(), 0
         while at < nbytes:
-            base, end = hashed.segments[first].tolist()
+            base, end, _ = hashed.segments[first].tolist()
             address = (base + at) % (1 << 64)
             data = device_bytes(address, end - at, device).cpu() if base else None
             running.update(bytes(end - at) if data is None else data.numpy())

@@ -41,6 +41,8 @@ from torchrelay.transports.routes.seam import (
     Unavailable,
 )
 
+WHICH = b"digests"  # what a receiver says that wants to know them one by one
+
 
 class DeviceMemory(msgspec.Struct, array_like=True, frozen=True):
     """Device memory of the sender, and what of the state lies elsewhere."""
@@ -117,9 +119,17 @@ class CudaServer(HostServer):
         return super().begin(rank)
 
     def trailer(self, rank: int) -> bytes:
-        """Digests of all that receivers have opened; waits for the device."""
+        """The digests of all that receivers have opened, as one; waits for the device."""
         self._exports.taken = True
-        return b"" if self._digests is None else self._digests.packed()
+        return b"" if self._digests is None else device_digests.summary(self._digests.packed())
+
+    def hear(self, line: Line, word: bytes) -> str:
+        if word != WHICH:
+            return super().hear(line, word)
+        if self._digests is None:
+            return "asked for digests that there are not"
+        line.send(wire.Word(self._digests.packed()))
+        return ""
 
     def _start_digests(self) -> None:
         if self._hash_devices and self._digests is None:
@@ -142,6 +152,7 @@ class CudaPull(HostPull):
         self._opened, self._device_digests = opened, digests
         self.verified = memory.verify or digests
         self._copied: device_digests.Copied | None = None
+        self._cells: bytes | None = None  # the sender's digests, where they were asked for
 
     def _begin(self, go: wire.Go) -> None:
         super()._begin(go)
@@ -149,20 +160,28 @@ class CudaPull(HostPull):
 
     def _copy_device_memory(self) -> None:
         """Returns when all of it is in its place."""
-        self._copied = device_digests.copy(
+        self._copied = self._incoming.resources.of(Openings).copier.copy(
             self._opened,
             by_device(self._ways.places.device),
             self._chunks.stream_bytes,
-            self._incoming.resources.of(Openings).tables,
             digests=self._device_digests,
         )
         self.messages += self._copied.pieces
         self._count(self._copied.nbytes)
 
+    def _hear(self, word: bytes) -> None:
+        if self._asked or self._outstanding:
+            super()._hear(word)
+        else:
+            self._cells = word
+
     def _check(self, word: bytes) -> None:
-        if self._copied is None or not self._device_digests:
+        if self._copied is None or not self._device_digests or self._copied.holds(word):
             return
-        if (at := self._copied.differs(word)) is not None:
+        self._line.send(wire.Word(WHICH))
+        while self._cells is None:
+            self._handle(self._next())
+        if (at := self._copied.differs(self._cells)) is not None:
             total = self._chunks.stream_bytes
             end = min(at + device_digests.cell_bytes(total), total)
             raise self._differs(f"device memory with {self._incoming.named(at, end)}")

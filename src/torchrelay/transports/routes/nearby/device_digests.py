@@ -8,7 +8,7 @@ open, with its own.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from torchrelay.geometry.chunks import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Moves, Runs, moves, reached
 from torchrelay.memory import kernels
 from torchrelay.memory.kernels import ChunkTable, Tables, by_device, device_bytes
-from torchrelay.memory.side import on_side_stream, side_stream
+from torchrelay.memory.side import side_stream
+from torchrelay.record.digest import running_digest
 
 Sources = dict[int, Runs]  # memory by the device that it is on
+Digests = np.ndarray[Any, np.dtype[np.uint8]]
 CELL_BYTES = (64 << 10, 1 << 20)  # the least and the most
 CELLS = 1 << 13  # as many keep a GPU busy
 
@@ -57,9 +59,9 @@ def _bytes_in(memory: Runs, begin: Column, size: int) -> Column:
     return counts
 
 
-def _hashed(memory: Runs, begin: Column, stream_bytes: int) -> ChunkTable:
+def _hashed(memory: Runs, begin: Column, stream_bytes: int, to: Runs | None = None) -> ChunkTable:
     stops = begin + np.uint64(cell_bytes(stream_bytes))
-    return ChunkTable.of(memory, begin, np.minimum(stops, np.uint64(stream_bytes)))
+    return ChunkTable.of(memory, begin, np.minimum(stops, np.uint64(stream_bytes)), to)
 
 
 class Grid:
@@ -81,114 +83,210 @@ class Grid:
         return DeviceDigests(last[2], self._tables)
 
 
+def summary(digests: bytes) -> bytes:
+    """The digest of the digests of all cells: what is said of them as long as they hold."""
+    found = running_digest()
+    found.update(digests)
+    return bytes(found.digest())
+
+
+class _OnHost:
+    """Digests that the current stream makes, on their way to the host."""
+
+    def __init__(self, found: torch.Tensor) -> None:
+        self._found, self._over = found, None
+        if found.is_cuda:
+            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._found.copy_(found, non_blocking=True)
+            self._over = torch.cuda.current_stream().record_event()
+
+    @property
+    def rows(self) -> Digests:
+        """A row for each; waits for them."""
+        if self._over is not None:
+            self._over.synchronize()
+        rows: Digests = self._found.numpy()
+        return rows
+
+
 class DeviceDigests:
     """Of a sender's device memory: asked of its devices, not awaited."""
 
     def __init__(self, hashed: dict[int, ChunkTable], tables: Tables) -> None:
-        self._found: list[torch.Tensor] = []
+        self._found: list[_OnHost] = []
         for device, some in hashed.items():
             with torch.cuda.device(device), side_stream():
-                self._found.append(kernels.digests(some, device, tables))
+                self._found.append(_OnHost(kernels.digests(some, device, tables)))
 
     def packed(self) -> bytes:
         """All of them, device by device; waits for these."""
-        with side_stream():
-            return b"".join(found.cpu().numpy().tobytes() for found in self._found)
+        return b"".join(found.rows.tobytes() for found in self._found)
 
 
-class _Compared(NamedTuple):
-    """Cells of one device of the sender's, with digests of what is here; `whole` marks those of
-    which all bytes are, the others are compared with `there`."""
+class _Cells(NamedTuple):
+    """Cells of one device of the sender's that come to one device here. `whole` marks those of
+    which all bytes do: the others are compared with the memory at the other end, `read`."""
 
     first: int  # of the sender's digests
     begin: Column
     wanted: Column  # which of that device's cells
     whole: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    here: torch.Tensor
-    there: torch.Tensor | None
+    landed: ChunkTable  # copies them too, where that can be done at once
+    read: ChunkTable | None
 
 
-class Copied:
-    """What `copy` did."""
+class _Compared(NamedTuple):
+    """Cells, and digests of what has come of them; of those in part, of what was read too."""
 
-    def __init__(self) -> None:
-        self.compared: list[_Compared] = []
-        self.cells = 0  # of the sender
-        self.pieces = 0
-        self.nbytes = 0
-
-    def differs(self, theirs: bytes) -> int | None:
-        """The position of the first cell whose bytes are not those that were sent, if there is."""
-        if len(theirs) != self.cells * DIGEST_BYTES:
-            return 0
-        sent = np.frombuffer(theirs, np.uint8).reshape(-1, DIGEST_BYTES)
-        found: list[int] = []
-        for first, begin, wanted, whole, here, there in self.compared:
-            with torch.cuda.device(here.get_device()), on_side_stream():
-                mine = here.cpu().numpy()
-            expected = sent[first + wanted.astype(np.int64)]
-            if there is not None:
-                expected = np.where(whole[:, None], expected, there.cpu().numpy())
-            bad = (expected != mine).any(axis=1)
-            found += begin[bad][:1].tolist()
-        return min(found, default=None)
+    cells: _Cells
+    here: _OnHost
+    there: _OnHost | None
 
 
-def copy(
-    sources: Sources, destinations: Sources, stream_bytes: int, tables: Tables, *, digests: bool
-) -> Copied:
-    """Copy what both have; returns when it is over. With `digests`, those of all that has come are
-    made meanwhile: `Copied.differs` waits for them, in the same thread."""
-    copied = Copied()
+class _Way(NamedTuple):
+    """What goes from one device to one here."""
+
+    there: int
+    here: int
+    both: Moves
+    cells: _Cells | None  # with digests
+
+
+class CopyPlan(NamedTuple):
+    """What is copied from where to where, and which cells are compared with what. Numbers alone."""
+
+    ways: list[_Way]
+    cells: int  # of the sender
+    pieces: int
+    nbytes: int
+
+
+def plan_copy(
+    sources: Sources, destinations: Sources, stream_bytes: int, *, digests: bool
+) -> CopyPlan:
+    """For what both have; `digests`: those of all that comes are wanted."""
+    ways, count = [], 0
     size = cell_bytes(stream_bytes)
     for there, theirs in _in_order(sources):
         known = cells(theirs, size) if digests else np.zeros(0, np.uint64)
         for here, ours in destinations.items():
             both = moves(theirs, ours)
-            copied.pieces += len(both.nbytes)
-            copied.nbytes += int(both.nbytes.sum())
-            with torch.cuda.device(here), side_stream() as stream:
-                if there == here:
-                    kernels.copy(both, here, tables)
-                else:
-                    _copy_across(both, there, here)
-                over = stream.record_event()
-                if digests and len(both.nbytes):
-                    copied.compared.append(
-                        _compared(
-                            copied.cells, known, stream_bytes, theirs, both, (there, here), tables
-                        )
-                    )
-                over.synchronize()
-        copied.cells += len(known)
-    return copied
+            found = None
+            if digests and len(both.nbytes):
+                found = _cells(count, known, stream_bytes, theirs, both, at_once=there == here)
+            ways.append(_Way(there, here, both, found))
+        count += len(known)
+    pieces = sum(len(way.both.nbytes) for way in ways)
+    return CopyPlan(ways, count, pieces, sum(int(way.both.nbytes.sum()) for way in ways))
 
 
-def _compared(
-    first: int,
-    known: Column,
-    stream_bytes: int,
-    theirs: Runs,
-    both: Moves,
-    devices: tuple[int, int],
-    tables: Tables,
-) -> _Compared:
-    there, here = devices
+def _cells(
+    first: int, known: Column, stream_bytes: int, theirs: Runs, both: Moves, *, at_once: bool
+) -> _Cells:
     size = cell_bytes(stream_bytes)
     landed = Runs(both.positions, both.destinations, both.nbytes)
+    read = Runs(both.positions, both.sources, both.nbytes)
     begin = cells(landed, size)
-    found = kernels.digests(_hashed(landed, begin, stream_bytes), here, tables)
     if both.nbytes.sum() == (theirs.stops - theirs.starts).sum():
         whole = np.ones(len(begin), bool)
     else:
         whole = _bytes_in(landed, begin, size) == _bytes_in(theirs, begin, size)
     wanted = np.searchsorted(known, begin).astype(np.uint64)
-    if whole.all():
-        return _Compared(first, begin, wanted, whole, found, None)
-    read = Runs(both.positions, both.sources, both.nbytes)
-    with torch.cuda.device(there), on_side_stream():
-        source = kernels.digests(_hashed(read, begin, stream_bytes), there, tables)
-    return _Compared(first, begin, wanted, whole, found, source)
+    if at_once and kernels.in_words(both):
+        table = _hashed(read, begin, stream_bytes, landed)
+    else:
+        table = _hashed(landed, begin, stream_bytes)
+    source = None if whole.all() else _hashed(read, begin, stream_bytes)
+    return _Cells(first, begin, wanted, whole, table, source)
+
+
+class Copier:
+    """Copies device memory; the plan and the tables of the last time are kept, for a state that
+    comes from the same memory to the same memory again."""
+
+    def __init__(self) -> None:
+        self._tables = Tables()
+        self._last: tuple[Sources, Sources, tuple[int, bool], CopyPlan] | None = None
+
+    def clear(self) -> None:
+        self._tables.clear()
+        self._last = None
+
+    def copy(
+        self, sources: Sources, destinations: Sources, stream_bytes: int, *, digests: bool
+    ) -> Copied:
+        """Copy what both have; returns when it is over. With `digests`, those of all that has come
+        are made meanwhile: `Copied.differs` waits for them, in the same thread."""
+        last, how = self._last, (stream_bytes, digests)
+        if (
+            last is None
+            or last[2] != how
+            or last[0] is not sources
+            or not _same(last[1], destinations)
+        ):
+            plan = plan_copy(sources, destinations, stream_bytes, digests=digests)
+            self._last = last = sources, destinations, how, plan
+        return self._carry_out(last[3])
+
+    def _carry_out(self, plan: CopyPlan) -> Copied:
+        copied = Copied(plan)
+        for there, here, both, found in plan.ways:
+            with torch.cuda.device(here), side_stream() as stream:
+                at_once = found is not None and found.landed.copies
+                if there != here:
+                    _copy_across(both, there, here)
+                elif not at_once:
+                    kernels.copy(both, here, self._tables)
+                over = stream.record_event()
+                if found is not None:
+                    copied.compared.append(self._compared(found, there, here))
+                (stream.record_event() if at_once else over).synchronize()
+        return copied
+
+    def _compared(self, found: _Cells, there: int, here: int) -> _Compared:
+        mine = _OnHost(kernels.digests(found.landed, here, self._tables))
+        if found.read is None:
+            return _Compared(found, mine, None)
+        with torch.cuda.device(there), side_stream():
+            theirs = _OnHost(kernels.digests(found.read, there, self._tables))
+        return _Compared(found, mine, theirs)
+
+
+class Copied:
+    """What was copied, and whether it holds."""
+
+    def __init__(self, plan: CopyPlan) -> None:
+        self.pieces, self.nbytes, self._cells = plan.pieces, plan.nbytes, plan.cells
+        self.compared: list[_Compared] = []
+
+    def holds(self, theirs: bytes) -> bool:
+        """Whether all cells are here, and their digests together have the digest `theirs`."""
+        if any(one.there is not None for one in self.compared):
+            return False
+        mine = b"".join(one.here.rows.tobytes() for one in self.compared)
+        return len(mine) == self._cells * DIGEST_BYTES and summary(mine) == theirs
+
+    def differs(self, theirs: bytes) -> int | None:
+        """The position of the first cell whose bytes are not those that were sent, if there is."""
+        if len(theirs) != self._cells * DIGEST_BYTES:
+            return 0
+        sent = np.frombuffer(theirs, np.uint8).reshape(-1, DIGEST_BYTES)
+        found: list[int] = []
+        for (first, begin, wanted, whole, _, _), here, there in self.compared:
+            expected = sent[first + wanted.astype(np.int64)]
+            if there is not None:
+                expected = np.where(whole[:, None], expected, there.rows)
+            bad = (expected != here.rows).any(axis=1)
+            found += begin[bad][:1].tolist()
+        return min(found, default=None)
+
+
+def _same(some: Sources, others: Sources) -> bool:
+    return some.keys() == others.keys() and all(
+        np.array_equal(getattr(runs, column), getattr(others[device], column))
+        for device, runs in some.items()
+        for column in ("starts", "stops", "addresses")
+    )
 
 
 def _copy_across(both: Moves, there: int, here: int) -> None:

@@ -22,12 +22,12 @@ import torch
 from msgspec import Meta
 
 from torchrelay.geometry.runs import Runs, moves
-from torchrelay.memory.kernels import CudaError, Tables, brief_driver, device_at, driver
+from torchrelay.memory.kernels import CudaError, brief_driver, device_at, driver
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.resources import Kept
 from torchrelay.transports.routes.nearby import place
-from torchrelay.transports.routes.nearby.device_digests import Grid, Sources
+from torchrelay.transports.routes.nearby.device_digests import Copier, Grid, Sources
 
 HANDLE_BYTES = 64
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
@@ -216,7 +216,7 @@ class Openings(Kept):
         self._open: dict[int, dict[int, _Opened]] = {}  # by the sender's rank
         self._last: dict[int, tuple[object, Sources]] = {}
         self._lock = threading.Lock()
-        self.tables = Tables()
+        self.copier = Copier()
 
     def sources(self, sender: int, memory: Exported, stream_bytes: int) -> Sources:
         """The sender's memory, opened; `IpcError` if that fails."""
@@ -246,7 +246,7 @@ class Openings(Kept):
     def close(self) -> None:
         with self._lock:
             self._last.clear()
-            self.tables.clear()
+            self.copier.clear()
             while self._open:
                 self._close(self._open.popitem()[1], keep={})
 
