@@ -75,8 +75,9 @@ class CudaServer(HostServer):
         self._exported: Exported | str | None = None
 
     def get_ready(self) -> None:
-        if self._exports.taken:
-            self._export()  # it will be asked for again
+        if self._exports.taken and isinstance(self._export(), Exported):
+            # It will be asked for again; and the device has nothing else to do before it is.
+            self._start_digests()
 
     def _export(self) -> Exported | str:
         """Device memory for receivers to open, or why there is none."""
