@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from benchmarks.harness import machine, save
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.plan.outline import outline
 from torchrelay.plan.reads import plan_reads
 from torchrelay.record import manifest as m

@@ -241,6 +241,13 @@ def test_the_lease_ends_it_and_nothing_is_left() -> None:
     assert connect(name) is None
 
 
+def test_a_keeper_is_small(keeper: tr.Keeper) -> None:
+    """Neither torch nor numpy is in it, which would be most of it."""
+    keeper.stage(70, state_of(70)).wait(TIMEOUT)
+    mapped = Path(f"/proc/{keeper.pid}/maps").read_text()
+    assert "/python" in mapped and "/_multiarray_umath" not in mapped and "libtorch" not in mapped
+
+
 def test_a_request_before_joining_is_refused(keeper: tr.Keeper) -> None:
     name = KeeperName.of(JOB, None)
     from torchrelay.keeper.server.messages import RoomWanted

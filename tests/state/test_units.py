@@ -32,8 +32,9 @@ from tests.support.states import (
 )
 from tests.support.trips import chunk_of, trip
 from torchrelay.errors import ManifestError, MismatchError, UnsupportedLeafError, UsageError
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry import chunks as plan
-from torchrelay.geometry.chunks import ALIGN, DIGEST_BYTES, MAX_CHUNK_BYTES, aligned
+from torchrelay.geometry.chunks import ALIGN, MAX_CHUNK_BYTES, aligned
 from torchrelay.geometry.strides import (
     contiguous_strides,
     extent,

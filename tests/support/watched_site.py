@@ -10,7 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from tests.support.held_source import HeldSource
-from torchrelay.endpoint.page.answers import PAGE, PageAnswers
+from torchrelay.endpoint.page import PAGE
+from torchrelay.endpoint.page.answers import PageAnswers
 from torchrelay.inspection.seam import Contents
 
 

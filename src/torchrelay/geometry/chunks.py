@@ -16,8 +16,6 @@ import numpy as np
 
 from torchrelay.geometry.runs import Column
 
-DIGEST_BYTES = 16  # of a chunk: its XXH3-128
-
 Sizes = Sequence[int] | Column | np.ndarray[Any, np.dtype[np.int64]]
 MIB = 1 << 20
 ALIGN = 16  # bytes; every item size divides it, so no chunk boundary splits an element

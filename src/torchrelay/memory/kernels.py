@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Moves, Runs, holding
 from torchrelay.record.digest import running_digest
 

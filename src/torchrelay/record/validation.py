@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from torchrelay.errors import ManifestError
-from torchrelay.geometry.chunks import ALIGN, DIGEST_BYTES, MAX_CHUNK_BYTES, stream_bytes
+from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.geometry.chunks import ALIGN, MAX_CHUNK_BYTES, stream_bytes
 from torchrelay.geometry.memo import remembered
 from torchrelay.geometry.strides import contiguous_strides, extent
 from torchrelay.record import manifest as m

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import xxhash
 
 from torchrelay.errors import RelayError
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.records import Checkpoint, DataFile, content_digest
 from torchrelay.stores.seam import DataReader, MappableReader

@@ -16,7 +16,7 @@ import xxhash
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.sources.connection import Answered
 from torchrelay.sources.suppliers import Supplier, Suppliers
 

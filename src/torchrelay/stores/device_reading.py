@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory import kernels
 from torchrelay.memory.crew import share_out

@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from torchrelay.errors import ManifestError
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.strides import extent, packed
 from torchrelay.plan.outline import Outline
 from torchrelay.record.keys import check_keys

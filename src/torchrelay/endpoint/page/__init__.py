@@ -12,6 +12,8 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import NamedTuple
 
+PAGE = "/"
+PATHS = ("/page/steps.json", "/page/tree.json", "/page/histogram.json", "/page/changes.json")
 SCRIPTS = ("dom", "api", "overview", "graph", "list", "tree", "changes", "main")
 
 

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torchrelay.endpoint.page import watch_page
+from torchrelay.endpoint.page import PAGE, watch_page
 from torchrelay.endpoint.page.data import WatchedSteps, changes, settle, tree, values
 from torchrelay.errors import RelayError
 
-PAGE = "/"
-PATHS = ("/page/steps.json", "/page/tree.json", "/page/histogram.json", "/page/changes.json")
 _STEP = re.compile(r"[0-9]{1,19}")
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from torchrelay.endpoint.page.answers import PAGE, PATHS, PageAnswers
+from torchrelay.endpoint.page import PAGE, PATHS
+from torchrelay.endpoint.page.answers import PageAnswers
 from torchrelay.endpoint.page.data import WatchedSteps
 from torchrelay.endpoint.security import Address
 from torchrelay.endpoint.server.limits import LimitedServer, refusal

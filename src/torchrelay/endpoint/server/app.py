@@ -7,16 +7,15 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import xxhash
 from aiohttp import ClientSession, web
 
-from torchrelay.endpoint.page.answers import PAGE, PATHS, PageAnswers
+from torchrelay.endpoint.page import PAGE, PATHS
 from torchrelay.endpoint.seed_word import read_seed_word
 from torchrelay.endpoint.server import limits
-from torchrelay.endpoint.server.pages import ServedWatch
 from torchrelay.endpoint.server.sending import (
     FileReader,
     Pieces,
@@ -31,6 +30,9 @@ from torchrelay.endpoint.server.status import metrics, status
 from torchrelay.endpoint.server.transfers import Transfer
 from torchrelay.endpoint.server.whole_file import WholeFile, chosen
 from torchrelay.sources.lease import LocalFacts, machine
+
+if TYPE_CHECKING:
+    from torchrelay.endpoint.page.answers import PageAnswers
 
 READER = re.compile(r"[A-Za-z0-9]{16,64}")
 MAX_WAIT = 60.0
@@ -65,7 +67,7 @@ class App:
     def __init__(self, service: Service, token: str | None, *, tls: bool) -> None:
         self._token, self._tls = token, tls
         self.service = service
-        self._answers = PageAnswers(ServedWatch(service, token))
+        self._answers: PageAnswers | None = None  # once the page was asked for
         self._session: ClientSession | None = None
         self._files: dict[tuple[str, tuple[str, ...]], WholeFile] = {}
         self._routes: dict[str, tuple[str, Callable[[web.BaseRequest], Answer]]] = {
@@ -84,7 +86,7 @@ class App:
     def take_token(self, token: str) -> None:
         """What readers have to know from here on."""
         self._token = token
-        self._answers = PageAnswers(ServedWatch(self.service, token))
+        self._answers = None
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; whatever is wrong with it is said in a line."""
@@ -370,6 +372,12 @@ class App:
         return _json(status(self.service))
 
     async def _page(self, request: web.BaseRequest) -> web.StreamResponse:
+        # Imported for the page alone: with numpy it takes as much memory as the server itself.
+        from torchrelay.endpoint.page.answers import PageAnswers
+        from torchrelay.endpoint.server.pages import ServedWatch
+
+        if self._answers is None:
+            self._answers = PageAnswers(ServedWatch(self.service, self._token))
         status, body, headers = await self._answers.answer(request.path, request.query)
         return web.Response(status=status, body=body, headers=headers)
 

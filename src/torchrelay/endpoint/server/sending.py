@@ -20,7 +20,7 @@ from torchrelay.endpoint.server.snapshots import ServedStep, Slot
 from torchrelay.endpoint.server.spans import Span, send_span
 from torchrelay.endpoint.server.transfers import Ledger, Transfer
 from torchrelay.endpoint.server.whole_file import Band, Run, WholeFile
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 
 COPY_BYTES = 1 << 20
 REMOTE_BYTES = 4 << 20

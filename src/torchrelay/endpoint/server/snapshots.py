@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 import xxhash
 
 from torchrelay.endpoint.server.messages import Show, Volume
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
 
 HASHERS = 2  # threads: the trainer's own go first

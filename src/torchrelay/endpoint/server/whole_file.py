@@ -14,7 +14,6 @@ from math import prod
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from torchrelay.endpoint.server.messages import VolumeBox, VolumeTensor
 
@@ -49,6 +48,8 @@ class Band(NamedTuple):
 
     def put_together(self, parts: Iterable[tuple[VolumeBox, bytes | memoryview]]) -> bytes:
         """The rows, of the bytes of each run."""
+        import numpy as np  # 8 MB, which a keeper does without unless somebody asks for such a file
+
         element = np.dtype((np.void, self.tensor.itemsize))
         rows = np.empty((self.last - self.first, *self.tensor.shape[1:]), element)
         for box, data in parts:

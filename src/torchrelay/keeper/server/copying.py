@@ -21,7 +21,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.server.messages import Volume
 from torchrelay.endpoint.server.snapshots import ServedStep, Slot
 from torchrelay.errors import RelayError
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.pages import PAGE
 from torchrelay.sources.connection import Host
 from torchrelay.sources.remote_step import RemoteReader

@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from torchrelay.errors import CheckpointError
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.plan.outline import Outline
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf
 from torchrelay.stores.records import Own

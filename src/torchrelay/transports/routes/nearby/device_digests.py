@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchrelay.geometry.chunks import DIGEST_BYTES
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Moves, Runs, moves, reached
 from torchrelay.memory import kernels
 from torchrelay.memory.kernels import ChunkTable, Tables, by_device, device_bytes
