@@ -65,9 +65,10 @@ def train(
 
     def keep(step: int) -> None:
         state["step"] = step
-        checkpointer.stage(step, state)
         if step % save_every == 0:
-            checkpointer.save_async(step, state)
+            checkpointer.save_async(step, state)  # in memory too
+        else:
+            checkpointer.stage(step, state)
 
     # -- training, as ever -----------------------------------------------------------------------
     for step in range(state["step"] + 1, steps + 1):

@@ -71,7 +71,8 @@ class Checkpointer:
       it at once, ranks of a group at the `tick`, `save` or `save_async` that they agree on.
     - `read_only`: nothing is cleaned up at the start, and saving and deleting are refused.
     - `file_bytes`: how large a data file may get before tensors go to another; None: any size.
-    - `keeper`: where `stage` keeps states in memory, between those that are saved.
+    - `keeper`: where `stage` keeps states in memory, between those that are saved; `save_async`
+      stages there too, so that the step outlives this process before it is written.
 
     A context manager; `close` ends the writer process and frees the arena.
     """
@@ -121,6 +122,7 @@ class Checkpointer:
                 stage=stage,
                 retries=retries,
                 version=__version__,
+                keeper=keeper,
             )
             self._closed = False
             self._calls = threading.RLock()

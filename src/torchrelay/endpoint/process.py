@@ -54,6 +54,11 @@ class StepProcess:
     def pid(self) -> int | None:
         return self._process.pid
 
+    @property
+    def generation(self) -> int:
+        """Which of the processes it is, or connections to it, that there were one after another."""
+        return self._process.generation
+
     def start(self) -> bool:
         """Have it run; whether it had to be started, or was met for the first time."""
         with self._lock:

@@ -113,7 +113,14 @@ _recorded = msgspec.msgpack.Decoder(_Recorded)
 _written = msgspec.msgpack.Decoder(Written)
 
 
-class _StagedStep(NamedTuple):
+class PlannedShare(NamedTuple):
+    """What a rank has of a step; the coordinator also has what all ranks have."""
+
+    share: Share
+    outlines: plans.Outlines | None
+
+
+class StagedStep(NamedTuple):
     """A step that is staged here, on its way to be shown."""
 
     step: int
@@ -139,6 +146,12 @@ class Publisher:
         self.urls: list[str] = []  # where the ranks show their parts; the first lists them all
 
     def publish(self, state: object, step: int, deadline: Deadline) -> Published:
+        return self._publish(lambda call: self._plan(call, state, deadline), step, deadline)[0]
+
+    def _publish(
+        self, plan: Callable[[Call], PlannedShare], step: int, deadline: Deadline
+    ) -> tuple[Published, StagedStep | None]:
+        """Stage what is planned, and have it shown; all of it, or it is skipped."""
         call = self._all.call(f"publish {step}")
         if self._last is not None and not self._last._ended.wait(deadline.left()):
             raise TimeoutError(f"step {self._last.step} is still being published")
@@ -148,7 +161,7 @@ class Publisher:
         except EndpointError:  # it was lost just now
             self._begin(deadline)
         try:
-            staged = self._stage(call, state, step, deadline, begun)
+            staged = self._stage(call, plan, step, deadline, begun)
         except BaseException:
             self._planning.forget()
             self._server.ask(m.Expect(False), m.Obeyed, deadline.left() + 1)
@@ -156,7 +169,7 @@ class Publisher:
         if isinstance(staged, str):
             self._server.ask(m.Expect(False), m.Obeyed, deadline.left())
             self._note(step, 0, time.monotonic() - begun, 0.0, staged)
-            return Published(step, skipped=staged)
+            return Published(step, skipped=staged), None
         self._last = published = Published(step)
         threading.Thread(
             target=self._finish,
@@ -164,7 +177,7 @@ class Publisher:
             name="torchrelay-publish",
             daemon=True,
         ).start()
-        return published
+        return published, staged
 
     def _begin(self, deadline: Deadline) -> None:
         """Have the process that serves, and tell it that a step comes."""
@@ -214,9 +227,20 @@ class Publisher:
 
     # Plan and stage, while the caller waits.
 
+    def _plan(self, call: Call, state: object, deadline: Deadline) -> PlannedShare:
+        with gc_paused():
+            agreed = agree(self._planning, call, deadline, state, lambda: ("published", ""))
+            share = Share(*self._planning.resolve(agreed.plan))
+        return PlannedShare(share, self._planning.outlines if self._all.coordinates else None)
+
     def _stage(
-        self, call: Call, state: object, step: int, deadline: Deadline, begun: float
-    ) -> _StagedStep | str:
+        self,
+        call: Call,
+        plan: Callable[[Call], PlannedShare],
+        step: int,
+        deadline: Deadline,
+        begun: float,
+    ) -> StagedStep | str:
         urls: list[str] = []
 
         def mine() -> bytes:
@@ -241,10 +265,7 @@ class Publisher:
         self._meet(answer.urls, answer.note, deadline)
         if answer.skipped:
             return answer.skipped
-        with gc_paused():
-            agreed = agree(self._planning, call, deadline, state, lambda: ("published", ""))
-            share = Share(*self._planning.resolve(agreed.plan))
-        outlines = self._planning.outlines if self._all.coordinates else None
+        share, outlines = plan(call)
         call.at("staging")
         nbytes = max(PAGE, sum(-(-file.nbytes // PAGE) * PAGE for file in share.files))
         room = self._room(call, nbytes, step, deadline)
@@ -253,7 +274,7 @@ class Publisher:
         settle()
         volumes = self._copy(share, room.slot, nbytes, deadline)
         seconds = time.monotonic() - begun
-        return _StagedStep(step, room.slot, share, volumes, outlines, urls, seconds)
+        return StagedStep(step, room.slot, share, volumes, outlines, urls, seconds)
 
     def _copy(self, share: Share, slot: int, nbytes: int, deadline: Deadline) -> list[m.Volume]:
         """Copy a share into its slot; where in it each of its volumes lies."""
@@ -291,7 +312,7 @@ class Publisher:
     # Hash and show, on a thread.
 
     def _finish(
-        self, call: Call, staged: _StagedStep, published: Published, deadline: Deadline
+        self, call: Call, staged: StagedStep, published: Published, deadline: Deadline
     ) -> None:
         begun = time.monotonic()
         fault: BaseException | None = None
@@ -311,13 +332,13 @@ class Publisher:
         call.farewell()
         published.end(fault)
 
-    def _hashed(self, staged: _StagedStep, deadline: Deadline) -> Written:
+    def _hashed(self, staged: StagedStep, deadline: Deadline) -> Written:
         asked = m.Hash(staged.slot, staged.volumes)
         return staged.share.written(
             self._server.ask(asked, m.VolumeDigests, deadline.left()).digests
         )
 
-    def _show(self, call: Call, staged: _StagedStep, written: Written, deadline: Deadline) -> None:
+    def _show(self, call: Call, staged: StagedStep, written: Written, deadline: Deadline) -> None:
         """Every rank shows its volumes; the record of them all is shown by the coordinator when
         all are there, and by the other ranks that list them."""
         listing = self._listing(staged.urls)

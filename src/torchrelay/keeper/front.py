@@ -18,10 +18,12 @@ from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.process import LEASE_SECONDS, RATE, STEPS, KeeperName, KeeperProcess
 from torchrelay.keeper.server import messages as k
-from torchrelay.keeper.stager import Stager
+from torchrelay.keeper.stager import LentSlot, Stager
 from torchrelay.sources.keeper import KeeperSource
 from torchrelay.sources.lease import machine
 from torchrelay.steps import check_step
+from torchrelay.stores.shares import plans
+from torchrelay.stores.shares.drafting import Share
 from torchrelay.transports.group.assembly import Assembly
 from torchrelay.version import __version__
 
@@ -221,6 +223,21 @@ class Keeper:
                 raise UsageError("this keeper was closed")
             deadline = Deadline(self._timeout if timeout is None else timeout)
             return self._stager.publish(state, step, deadline)
+
+    def _lend(
+        self, step: int, share: Share, outlines: plans.Outlines | None, timeout: float
+    ) -> LentSlot | None:
+        """For a `Checkpointer`: stage what it has planned, and lend it the memory to write from;
+        None where the step has to be skipped."""
+        self._owner.check()
+        with self._calls:
+            if self._closed:
+                return None
+            return self._stager.lend(share, outlines, step, Deadline(min(timeout, self._timeout)))
+
+    def _is_for(self, rank: int, world: int) -> bool:
+        """Whether the ranks that stage together are these."""
+        return (self._all.rank, self._all.world) == (rank, world)
 
     def source(self) -> KeeperSource:
         """The steps of all keepers of the job, as a source of `recover`."""

@@ -6,18 +6,26 @@ record of the whole step, whichever ranks are on its host.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.publishing import Publisher, RoomOffer
+from torchrelay.endpoint.process import StepProcess
+from torchrelay.endpoint.publishing import PlannedShare, Publisher, RoomOffer, StagedStep
 from torchrelay.endpoint.server import messages as m
+from torchrelay.errors import EndpointError
 from torchrelay.keeper.choice import check_budget, choose
 from torchrelay.keeper.process import KeeperProcess
 from torchrelay.keeper.server import messages as k
-from torchrelay.stores.shares import plan_limits
+from torchrelay.memory.arena import Arena
+from torchrelay.stores.shares import plan_limits, plans
+from torchrelay.stores.shares.drafting import Share
 from torchrelay.transports.group.assembly import COORDINATOR, Assembly, Call
+
+_RELEASE_SECONDS = 5.0
 
 
 class _RoomFound(msgspec.Struct, array_like=True):
@@ -32,6 +40,27 @@ class _RoomFound(msgspec.Struct, array_like=True):
 _found = msgspec.msgpack.Decoder(_RoomFound)
 _room = msgspec.msgpack.Decoder(RoomOffer)
 _told = msgspec.msgpack.Decoder(k.CopiesTold)
+
+
+class LentSlot:
+    """The memory of a staged step, for whoever writes it to disk: files as in an `Arena`, and where
+    each volume starts. It stays as it is until `release`, whatever becomes of the keeper."""
+
+    def __init__(self, server: StepProcess, arena: Arena, staged: StagedStep) -> None:
+        self._server, self._generation = server, server.generation
+        self._slot = staged.slot
+        self.fds = [os.dup(fd) for fd in arena.fds]
+        self.each, self.nbytes = arena.each, arena.nbytes
+        self.starts = [volume.start for volume in staged.volumes]
+
+    def release(self) -> None:
+        """Another step may be staged there. Never raises."""
+        fds, self.fds = self.fds, []
+        for fd in fds:
+            os.close(fd)
+        if fds and self._server.generation == self._generation:
+            with suppress(EndpointError):  # it is lost, and its slots with it
+                self._server.ask(k.HoldSlot(self._slot, False), m.Obeyed, _RELEASE_SECONDS)
 
 
 class Stager(Publisher):
@@ -105,6 +134,17 @@ class Stager(Publisher):
             for slot in given[0].gone if given else ():
                 self._drop_arena(slot)
         return plan_limits.read(_room, heard, COORDINATOR)
+
+    def lend(
+        self, share: Share, outlines: plans.Outlines | None, step: int, deadline: Deadline
+    ) -> LentSlot | None:
+        """Stage a share, and have its memory to be read from; None where it has to be skipped."""
+        _, staged = self._publish(lambda _: PlannedShare(share, outlines), step, deadline)
+        if staged is None:
+            return None
+        hold = k.HoldSlot(staged.slot, True)
+        self._server.ask(hold, m.Obeyed, deadline.left())
+        return LentSlot(self._server, self._arenas[staged.slot], staged)
 
     def _listing(self, urls: list[str]) -> set[int]:
         return {urls.index(url) for url in urls}

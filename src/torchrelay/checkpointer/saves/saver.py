@@ -34,7 +34,7 @@ from torchrelay.checkpointer.saves.staging import (
 )
 from torchrelay.checkpointer.saves.step_draft import StepDraft
 from torchrelay.deadlines import Deadline, Stopwatch
-from torchrelay.errors import CheckpointError, StorageTimeoutError
+from torchrelay.errors import CheckpointError, EndpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.device import DeviceCopy
 from torchrelay.memory.pool import cores
@@ -52,6 +52,9 @@ from torchrelay.transports.group.assembly import Assembly, Call
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
+
+    from torchrelay.keeper.front import Keeper
+    from torchrelay.keeper.stager import LentSlot
 
 RETRY_SECONDS = 1.0  # before the second attempt of a save; twice as long before each later one
 BLOCKING_ARENA = 1 << 30  # bytes that a blocking save stages through, where it must stage
@@ -82,6 +85,7 @@ class _Staged(NamedTuple):
     share: Share
     finish: Callable[[], list[bytes]]
     again: Callable[[], list[bytes]] | None  # the same for another draft, if all is still staged
+    release: Callable[[], None] = lambda: None  # called in the end, however it ends
 
 
 class Saver:
@@ -98,6 +102,7 @@ class Saver:
         stage: str,
         retries: int,
         version: str,
+        keeper: Keeper | None = None,
     ) -> None:
         self._store = store
         self._all = assembly
@@ -109,6 +114,7 @@ class Saver:
             self._planning = PlannerPlanning(planner, *place)
         self._budget = memory_budget
         self._stage = stage
+        self._keeper = keeper if keeper and keeper._is_for(assembly.rank, assembly.world) else None
         self._retries = retries
         self._version = version
         self.failures = 0  # of asynchronous saves, with all of their attempts
@@ -158,6 +164,9 @@ class Saver:
     def prepare(self, save: Save, state: object) -> int:
         """Have memory and process ready for states like this one; the bytes staged for it."""
         share, drafted = self._plan(save, state, dry=True)
+        if self._keeper is not None:  # its memory is had by staging
+            self._process.start()
+            return share.nbytes
         budget = self._budget
         if self._copy_on_device(drafted) is not None:
             self._spare.wait()
@@ -271,6 +280,9 @@ class Saver:
         copied = self._copy_on_device(drafted)
         if copied is None:
             settle()
+            lent = self._lent(save, share)
+            if lent is not None:
+                return self._write_from(save, share, lent)
             return self._stage_here(save, share, self._budget)
         copies = plans.Drafted(drafted.entries, copied, drafted.objects)
         spare = Share(copies, share.layouts)
@@ -292,6 +304,36 @@ class Saver:
             if wanted:
                 raise
             return None
+
+    def _lent(self, save: Save, share: Share) -> LentSlot | None:
+        """The share staged in the keeper's memory, where it outlives this process; None where this
+        process has to stage it: there is no keeper, or it has no room now."""
+        if self._keeper is None:
+            return None
+        if self._budget is not None and self._budget < arena_bytes(share.files):
+            return None
+        try:
+            return self._keeper._lend(save.step, share, save.outlines, save.deadline.left())
+        except (EndpointError, CheckpointError, TimeoutError) as fault:
+            logger.warning("step %d is saved without its keeper: %s", save.step, fault)
+            return None
+
+    def _write_from(self, save: Save, share: Share, lent: LentSlot) -> _Staged:
+        """What writes a share that lies in a keeper's memory."""
+        placed = [(at, 0, file.nbytes, lent.starts[at]) for at, file in enumerate(share.files)]
+
+        def write() -> list[bytes]:
+            place = (self._store.url, save.step, save.token)
+            target = ProcessTarget(self._process, lent, place, share.files, save.deadline)
+            try:
+                for part in in_parts(placed, share.files, Bar(save.progress, share.nbytes)):
+                    target.write(part, save.deadline)
+            except BaseException:
+                target.abort()
+                raise
+            return target.finish(save.deadline)
+
+        return _Staged(share, write, write, lent.release)
 
     def _stage_here(self, save: Save, share: Share, budget: int | None) -> _Staged:
         share.hash_on_devices()
@@ -342,7 +384,10 @@ class Saver:
             self._give_up(save, word)
             return None, None
         try:
-            saved = self._written(save, word)
+            try:
+                saved = self._written(save, word)
+            finally:
+                word.release()
             after()
         except BaseException as fault:
             self.failures += 1

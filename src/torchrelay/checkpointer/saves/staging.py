@@ -28,6 +28,14 @@ PART_BYTES = 64 << 20  # after which somebody who looks on is told
 Placed = tuple[int, int, int, int]  # file, start and stop in it, place in the arena
 
 
+class StagedMemory(Protocol):
+    """Files of shared memory with `each` of its bytes, the last with the rest."""
+
+    fds: list[int]
+    each: int
+    nbytes: int
+
+
 class Target(Protocol):
     """Where staged bytes are written from: this process, or the writer process."""
 
@@ -72,7 +80,7 @@ class ProcessTarget:
     def __init__(
         self,
         process: WriterProcess,
-        arena: Arena,
+        arena: StagedMemory,
         draft: tuple[str, int, str],
         files: list[FileSpec],
         deadline: Deadline,

@@ -29,6 +29,8 @@ class KeptSteps:
         self.reserved = 0  # bytes that copies take, or will
         self._owners: dict[int, int] = {}  # by slot, the number of its worker
         self._sizes: dict[int, int] = {}  # by slot, bytes
+        self._held: set[int] = set()  # slots that their workers have written to disk
+        self._holders: set[int] = set()  # workers that ever did
         self._live: set[int] = {OWN}
         self._whole: set[str] = set()  # steps that every rank has shown
         self._void: set[str] = set()  # steps that have parts which no keeper has
@@ -55,6 +57,8 @@ class KeptSteps:
     async def leave(self, worker: int) -> None:
         """A worker is gone: what it has not shown goes with it."""
         self._live.discard(worker)
+        self._holders.discard(worker)
+        self._held -= self._of(worker)
         for slot in self._of(worker):
             if self._steps.in_slot(slot) is None:
                 self._free(slot)
@@ -86,7 +90,8 @@ class KeptSteps:
             key=lambda slot: (self._steps.in_slot(slot) is not None, self._sizes[slot] < nbytes),
         )
         chosen = idle[0] if idle else None
-        spare = len(self._of(worker)) > self.steps or not self._fits(worker, chosen, nbytes)
+        most = self.steps + (worker in self._holders)  # one that is held does not count
+        spare = len(self._of(worker)) > most or not self._fits(worker, chosen, nbytes)
         gone = [slot for slot in idle if slot != chosen] if spare else []
         for slot in gone:
             await self._clear(slot)
@@ -122,10 +127,13 @@ class KeptSteps:
     def _is_idle(self, slot: int, before: int | None = None) -> bool:
         """Whether nothing in a slot is needed, and nobody reads it."""
         mapped = slot in self._steps.slots and self._steps.slots[slot].mapped
-        if mapped or slot == self.filled:
+        if mapped or slot == self.filled or slot in self._held:
             return False
         step = self._steps.in_slot(slot)
-        return step is None or not (step in self._needed(before) or self._serving.readers(step))
+        if step is None:
+            return True
+        needed = step in self._needed(before) and not _is_elsewhere(step, slot)
+        return not (needed or self._serving.readers(step))
 
     def _needed(self, before: int | None = None) -> list[ServedStep]:
         """Steps that must not be lost; `before`: while such a step is staged, which ends what is
@@ -163,6 +171,14 @@ class KeptSteps:
         self._sizes[slot] = nbytes
         self.most = max(self.most, self.nbytes)
 
+    def hold(self, worker: int, slot: int, held: bool) -> None:
+        """A worker reads from a slot of its own; or does so no more."""
+        if held and self.has(worker, slot):
+            self._held.add(slot)
+            self._holders.add(worker)
+        elif self.has(worker, slot):
+            self._held.discard(slot)
+
     def has(self, worker: int, slot: int) -> bool:
         return self._owners.get(slot) == worker
 
@@ -195,6 +211,7 @@ class KeptSteps:
     def _free(self, slot: int) -> None:
         self._owners.pop(slot)
         self._sizes.pop(slot)
+        self._held.discard(slot)
         self._steps.detach(slot)
 
 
@@ -203,3 +220,9 @@ def _held(step: ServedStep, whole: bool) -> HeldStep:
     order = step.order if step.record else []
     bits = sum(1 << at for at, volume in enumerate(order) if volume.name in there)
     return HeldStep(step.id, whole, len(order), bits.to_bytes(-(-len(order) // 8), "little"))
+
+
+def _is_elsewhere(step: ServedStep, slot: int) -> bool:
+    """Whether a slot that is to stay has all that this one has: the step was staged twice."""
+    here = step.parts[slot].volumes.keys()
+    return any(number > slot and part.volumes.keys() >= here for number, part in step.parts.items())

@@ -79,6 +79,13 @@ class HeldStep(msgspec.Struct, array_like=True, frozen=True):
     here: bytes
 
 
+class HoldSlot(msgspec.Struct, tag="hold"):
+    """A slot of the worker is read, and is not to be written to; or (`held` is false) no more."""
+
+    slot: int
+    held: bool
+
+
 class TellCopies(msgspec.Struct, tag="copies"):
     """What the keeper has, and how far it is with its copies. Answered with `CopiesTold`."""
 
@@ -119,6 +126,7 @@ KeeperRequest = (
     JoinKeeper
     | Members
     | RoomWanted
+    | HoldSlot
     | TellCopies
     | CopyNext
     | End

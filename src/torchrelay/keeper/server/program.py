@@ -116,6 +116,8 @@ class Keeping:
             serving.on_loop(self._attach(worker, request, fd))
         elif isinstance(request, m.Hash):
             return serving.hashed(request)
+        elif isinstance(request, k.HoldSlot):
+            serving.on_loop(self._hold(worker, request))
         elif isinstance(request, k.Members):
             serving.on_loop(self._meet(request))
         elif isinstance(request, k.CopyNext):
@@ -164,6 +166,9 @@ class Keeping:
 
     async def _copy_next(self, word: k.CopyNext) -> None:
         self._buddies.take(word)
+
+    async def _hold(self, worker: WorkerLink, request: k.HoldSlot) -> None:
+        self._kept.hold(worker.number, request.slot, request.held)
 
     async def _attach(self, worker: WorkerLink, request: m.AttachSlot, fd: int) -> None:
         if not self._kept.has(worker.number, request.slot):
