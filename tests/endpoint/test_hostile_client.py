@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import torchrelay as tr
+from tests.support.certificates import certificate
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 
@@ -260,13 +261,7 @@ def test_volumes_go_to_others_while_some_readers_take_little_or_nothing(
 
 
 def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:
-    key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key]
-    command += ["-out", cert, "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    if made.returncode:
-        pytest.skip(f"openssl makes no certificate: {made.stderr[-200:]}")
+    key, cert = certificate(tmp_path)
     state = {"w": torch.arange(5_000_000.0)}
     options = {"certfile": cert, "keyfile": key, "token": TOKEN, "timeout": 60}
     with tr.serve(state, step=3, **options) as endpoint:  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.keeper.jobs import (
     special,
     wait_for_copies,
 )
+from tests.support.certificates import certificate
 from tests.support.fsdp_job import fsdp_job, train, whole
 from tests.support.ranks import RankPool, Ranks, reached, run_ranks, tell
 from tests.support.scaled import Scaled
@@ -231,6 +233,42 @@ def test_a_host_that_is_lost_amid_a_copy_costs_the_step_alone(pool2: RankPool) -
     assert first == second == 2
     os.kill(lost, signal.SIGKILL)
     assert pool2.run(come_back_to, JOB, 1, timeout=2 * TIMEOUT) == [True, True]
+
+
+def stage_by_tls(rank: int, group: Any, job: str, key: str, cert: str) -> Any:
+    """A step that is staged and copied by TLS, and who is turned away."""
+    files = {"certfile": cert, "keyfile": key, "cafile": cert}
+    keeper = keeper_of(rank, job, ["a", "b"], **files)
+    state = {"x": torch.full((NUMEL,), 5.0 + rank), "step": 1}
+    keeper.stage(1, state).wait(TIMEOUT)
+    wait_for_copies(keeper, 1)
+    with pytest.raises(tr.UsageError, match="with TLS: end it first"):
+        tr.Keeper(job, host="ab"[rank], group=False, timeout=TIMEOUT)
+    stranger = tr.Keeper(
+        job, host="ab"[rank], group=False, timeout=TIMEOUT, certfile=cert, keyfile=key
+    )
+    with pytest.raises(tr.NothingToRecoverError, match="certificate"):
+        tr.recover(sources=[stranger], timeout=TIMEOUT)  # it trusts what the system trusts
+    stranger.close()
+    dist.barrier()
+    keeper.close()
+    return keeper.url, keeper.pid
+
+
+def come_back_by_tls(rank: int, group: Any, job: str, key: str, cert: str) -> bool:
+    keeper = keeper_of(rank, job, ["a", "c"], certfile=cert, keyfile=key, cafile=cert)
+    into = {"x": torch.zeros(NUMEL), "step": 0}
+    got = tr.recover(into=into, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
+    keeper.close()
+    return got.step == 1 and bool((got.state["x"] == 5.0 + rank).all())
+
+
+def test_keepers_copy_and_are_read_by_tls(pool2: RankPool, tmp_path: Path) -> None:
+    files = certificate(tmp_path)
+    (first, _), (second, lost) = pool2.run(stage_by_tls, JOB, *files, timeout=2 * TIMEOUT)
+    assert first.startswith("https://") and second.startswith("https://")
+    os.kill(lost, signal.SIGKILL)
+    assert pool2.run(come_back_by_tls, JOB, *files, timeout=2 * TIMEOUT) == [True, True]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

@@ -32,8 +32,7 @@ def cafile() -> str | None:
 
 def endpoints(urls: str | list[str]) -> EndpointSource:
     """Endpoints that commands read from."""
-    from torchrelay.endpoint.pull import trusted
-    from torchrelay.endpoint.security import find_token
+    from torchrelay.endpoint.security import find_token, trusted
     from torchrelay.sources.endpoint import EndpointSource
 
     token = find_token(None, _given["token_file"])

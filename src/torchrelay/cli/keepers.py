@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 
-from torchrelay.cli.access import token_file
+from torchrelay.cli.access import cafile, token_file
 from torchrelay.cli.output import JSON, fail, one_line_errors, print_json, size
-from torchrelay.endpoint.security import Address, check_listening, find_token
+from torchrelay.endpoint.security import (
+    Address,
+    check_certificate,
+    check_listening,
+    find_token,
+)
 from torchrelay.errors import UsageError
 from torchrelay.keeper import process
 from torchrelay.keeper.server import messages as k
@@ -21,6 +27,8 @@ END = typer.Option(False, "--end", help="End it, and with it all that it has.")
 LEASE = typer.Option(60.0, "--lease", min=0.1, help="Seconds that it goes on without a worker.")
 MEMORY = typer.Option(None, "--memory", min=1, help="Bytes that it has at most.")
 ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:0, where it listens.")
+CERTFILE = typer.Option(None, "--certfile", help="Serve by TLS with this certificate,")
+KEYFILE = typer.Option(None, "--keyfile", help="and this key.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -36,6 +44,8 @@ def _keeper(
     lease: float = LEASE,
     memory: int | None = MEMORY,
     address: str = ADDRESS,
+    certfile: str | None = CERTFILE,
+    keyfile: str | None = KEYFILE,
     as_json: bool = JSON,
 ) -> None:
     """Run the keeper of a job on this machine, or say what it has.
@@ -55,7 +65,9 @@ def _keeper(
                     fail(f"no keeper of job {job} runs here")
                 return
             if not status:
-                _run(names[0], lease, memory, Address.parse(address))
+                check_certificate(certfile, keyfile)
+                files = certfile, keyfile, cafile()
+                _run(names[0], lease, memory, Address.parse(address), files)
         found = [(name, facts) for name in names if (facts := process.status(name)) is not None]
         if job is not None and not found:
             fail(f"no keeper of job {job} runs here")
@@ -66,7 +78,13 @@ def _keeper(
             print(_line(name, facts))
 
 
-def _run(name: process.KeeperName, lease: float, memory: int | None, address: Address) -> None:
+def _run(
+    name: process.KeeperName,
+    lease: float,
+    memory: int | None,
+    address: Address,
+    files: Sequence[str | None],
+) -> None:
     token = find_token(None, token_file())
     if token is not None:
         check_listening(address, token)
@@ -79,6 +97,7 @@ def _run(name: process.KeeperName, lease: float, memory: int | None, address: Ad
         1,
         lease,
         __version__,
+        *process.full_paths(*files),
     )
     worker = process.KeeperProcess(name, join)
     worker.start()

@@ -109,9 +109,9 @@ class InKeepers:
 
     def keep(self, job: ShardedJob) -> KeptByWorker:
         step, state = job.position, job.live_state()
-        if step % self._plan.settings.save_every == 0:
-            if not self._checkpointer.save_async(step, state, on_busy="skip").skipped:
-                return KeptByWorker()  # in memory too, which nobody is told of here
+        due = step % self._plan.settings.save_every == 0
+        if due and not self._checkpointer.save_async(step, state, on_busy="skip").skipped:
+            return KeptByWorker()  # in memory too, which nobody is told of here
         try:
             staged = self._checkpointer.stage(step, state)
             pid = self.keeper.pid

@@ -17,7 +17,7 @@ import torch
 
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
 from torchrelay.deadlines import Deadline, Timeout
-from torchrelay.endpoint.security import check_certificate, find_token, server_context
+from torchrelay.endpoint.security import check_certificate, find_token, server_context, trusted
 from torchrelay.endpoint.seed import Seed, SeededFiles
 from torchrelay.errors import (
     RelayError,
@@ -274,15 +274,3 @@ def _own_certificate(
     if certfile is None:
         raise UsageError("reshare=True from https needs certfile=: others verify this seed by it")
     return server_context(certfile, keyfile)
-
-
-def trusted(cafile: str | None) -> ssl.SSLContext | None:
-    """What an endpoint's certificate has to hold against; None: what the system trusts."""
-    if cafile is None:
-        return None
-    context = ssl.create_default_context()
-    try:
-        context.load_verify_locations(cafile)
-    except (OSError, ssl.SSLError) as fault:
-        raise UsageError(f"cafile {cafile} has no certificates: {fault}") from None
-    return context

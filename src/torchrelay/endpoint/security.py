@@ -114,3 +114,15 @@ def check_certificate(certfile: str | None, keyfile: str | None) -> None:
     for path in filter(None, (certfile, keyfile)):
         if not Path(path).is_file():
             raise UsageError(f"no file {path}")
+
+
+def trusted(cafile: str | None) -> ssl.SSLContext | None:
+    """What an endpoint's certificate has to hold against; None: what the system trusts."""
+    if cafile is None:
+        return None
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(cafile)
+    except (OSError, ssl.SSLError) as fault:
+        raise UsageError(f"cafile {cafile} has no certificates: {fault}") from None
+    return context

@@ -13,10 +13,23 @@ import torch.distributed as dist
 from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.publishing import Published
-from torchrelay.endpoint.security import Address, check_listening, find_token
+from torchrelay.endpoint.security import (
+    Address,
+    check_certificate,
+    check_listening,
+    find_token,
+    trusted,
+)
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
-from torchrelay.keeper.process import LEASE_SECONDS, RATE, STEPS, KeeperName, KeeperProcess
+from torchrelay.keeper.process import (
+    LEASE_SECONDS,
+    RATE,
+    STEPS,
+    KeeperName,
+    KeeperProcess,
+    full_paths,
+)
 from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.stager import LentSlot, Stager
 from torchrelay.sources.keeper import KeeperSource
@@ -75,6 +88,8 @@ class Keeper:
       port is a free one. Several machines need an address that the others reach, as 0.0.0.0:0.
     - `token`, or `token_file`, or the environment's TORCHRELAY_TOKEN: what lets one read. Without
       one the job makes one, which its ranks and keepers alone know.
+    - `certfile`, `keyfile`: keepers serve by TLS. `cafile`: certificates that those of all keepers
+      are signed by; without, what the system trusts.
     - `timeout` bounds each call.
 
     Ranks of a group make the same calls in the same order. `tr.recover` takes a keeper as a source.
@@ -94,6 +109,9 @@ class Keeper:
         address: str = "127.0.0.1:0",
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
+        certfile: str | None = None,
+        keyfile: str | None = None,
+        cafile: str | None = None,
         timeout: Timeout = 300.0,
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -109,6 +127,9 @@ class Keeper:
             given = find_token(token, token_file)
             if given is not None:
                 check_listening(self._address, given)
+            check_certificate(certfile, keyfile)
+            self._trusted = trusted(cafile)
+            self._scheme = "http" if certfile is None else "https"
             if memory is not None and memory < _MIN_MEMORY:
                 raise UsageError(f"memory is at least {_MIN_MEMORY} bytes or None, not {memory!r}")
             if type(steps) is not int or steps < STEPS:
@@ -129,6 +150,7 @@ class Keeper:
                 copies,
                 lease,
                 __version__,
+                *full_paths(certfile, keyfile, cafile),
             )
             self._name = KeeperName.of(job, host)
             self._process = KeeperProcess(self._name, join)
@@ -146,7 +168,7 @@ class Keeper:
 
     def _own_url(self) -> str:
         assert self._process.joined is not None
-        return f"http://{self._address.shown}:{self._process.joined.port}"
+        return f"{self._scheme}://{self._address.shown}:{self._process.joined.port}"
 
     def _gather(self, given: bool) -> None:
         """All ranks tell each other where their keepers are, and agree on one token."""
@@ -242,7 +264,8 @@ class Keeper:
     def source(self) -> KeeperSource:
         """The steps of all keepers of the job, as a source of `recover`."""
         self._owner.check()
-        return KeeperSource(self._known, name=f"keeper {self._name.job}", token=self._token)
+        name = f"keeper {self._name.job}"
+        return KeeperSource(self._known, name=name, token=self._token, context=self._trusted)
 
     def status(self) -> dict[str, Any]:
         """What this host's keeper has, and who reads it."""

@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -68,6 +69,11 @@ class KeeperName(NamedTuple):
                 if len(parts) == 4 and parts[:2] == [_PREFIX, str(os.getuid())]:
                     found.append(cls(*parts[2:]))
         return sorted(set(found))
+
+
+def full_paths(*files: str | None) -> list[str | None]:
+    """Files as a keeper finds them, which is in another folder."""
+    return [None if file is None else str(Path(file).resolve()) for file in files]
 
 
 def connect(name: KeeperName) -> socket.socket | None:

@@ -7,6 +7,7 @@ compared with its digest as it is read; one that is wrong comes from another kee
 from __future__ import annotations
 
 import http.client
+import ssl
 from collections.abc import Sequence
 
 from torchrelay.deadlines import Deadline
@@ -26,8 +27,15 @@ class KeeperSource(EndpointSource):
 
     most = 4096
 
-    def __init__(self, urls: Sequence[str], *, name: str, token: str) -> None:
-        super().__init__(urls, token=token)
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        name: str,
+        token: str,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__(urls, token=token, context=context)
         self._name = name
         self._here: dict[tuple[str, str], list[str]] = {}  # volumes by keeper and snapshot
 

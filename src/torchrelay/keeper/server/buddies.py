@@ -8,6 +8,7 @@ copy any more. Until it is done everywhere, the one before is kept, whatever is 
 from __future__ import annotations
 
 import os
+import ssl
 
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.serving import Serving
@@ -26,6 +27,7 @@ class Buddies:
         self._ring = KeeperRing([], "")
         self._token = ""
         self.rate, self.copies = 1.0, 0
+        self.trusted: ssl.SSLContext | None = None  # who other keepers have to be, where by TLS
         self._safe = ""  # the step of which every keeper had its copies when it was last asked
         self._copied = ""  # the step of which this one has its copies
         self._next = False  # whether the next step that is told to be whole is to be copied
@@ -111,6 +113,7 @@ class Buddies:
             older,
             ring=self._ring,
             token=self._token,
+            trusted=self.trusted,
             rate=self.rate,
             done=lambda copy: self._serving.call_soon(lambda: self._finished(copy)),
         )

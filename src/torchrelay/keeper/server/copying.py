@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -84,13 +85,14 @@ class Copying:
         *,
         ring: KeeperRing,
         token: str,
+        trusted: ssl.SSLContext | None = None,
         rate: float,
         done: Callable[[Copying], None],
     ) -> None:
         self.wanted, self.number, self.ring, self.why = wanted, number, ring, ""
         self.fetched = 0  # bytes that came from others
         self.older = older
-        self._token, self._rate = token, rate
+        self._token, self._trusted, self._rate = token, trusted, rate
         self._done = done
         self._stopped = threading.Event()
         self._map = mmap.mmap(slot.file.fileno(), slot.nbytes)
@@ -107,7 +109,9 @@ class Copying:
         deadline = Deadline(seconds)
         try:
             for url in dict.fromkeys(self.wanted.urls):
-                hosts[url] = Supplier(Host(url, token=self._token, reader=os.urandom(16).hex()))
+                reader = os.urandom(16).hex()
+                host = Host(url, token=self._token, context=self._trusted, reader=reader)
+                hosts[url] = Supplier(host)
             begun = time.monotonic()
             for volume, url in zip(self.wanted.volumes, self.wanted.urls, strict=True):
                 self._copy(volume, hosts[url], deadline, begun)

@@ -19,7 +19,8 @@ class JoinKeeper(msgspec.Struct, tag="join"):
     """A worker is here. The first one says where the keeper listens. Answered with `Joined`.
 
     `token`: the job's, where the worker knows it. `memory`: bytes at most, 0 for any number.
-    `steps`: how many steps the keeper has of its workers at most.
+    `steps`: how many steps the keeper has of its workers at most. `certfile`, `keyfile`: what the
+    keeper serves TLS by; `cafile`: what those of other keepers are signed by.
     """
 
     host: str
@@ -30,6 +31,9 @@ class JoinKeeper(msgspec.Struct, tag="join"):
     copies: int
     lease: float
     version: str
+    certfile: str | None = None
+    keyfile: str | None = None
+    cafile: str | None = None
 
 
 class Joined(msgspec.Struct, tag="joined"):

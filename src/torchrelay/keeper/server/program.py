@@ -20,6 +20,7 @@ import time
 
 import msgspec
 
+from torchrelay.endpoint.security import trusted
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.program import NICE
 from torchrelay.endpoint.server.serving import Serving, obey
@@ -55,7 +56,7 @@ class Keeping:
         self._members: list[str] = []
         self._whole_members: list[str] = []  # those who had the newest step that is whole
         self._joining = threading.Lock()
-        self._host, self._port, self._token = "", 0, ""
+        self._host, self._port, self._token, self._tls = "", 0, "", False
 
     async def run(self) -> None:
         threading.Thread(target=self._accept, name="torchrelay-accept", daemon=True).start()
@@ -133,19 +134,22 @@ class Keeping:
                 join.host,
                 0,
                 self._token,
-                None,
-                None,
+                join.certfile,
+                join.keyfile,
                 HOLD_SECONDS,
                 CONNECTIONS,
                 STALL_SECONDS,
                 join.version,
             )
             self._port = (await self._serving.listen(wanted)).port
-            self._host = join.host
+            self._host, self._tls = join.host, join.certfile is not None
         if join.token and not secrets.compare_digest(join.token, self._token):
             return m.Refused("it has another token than this worker was given")
         if join.host != self._host:
             return m.Refused(f"it listens at {self._host}, not at {join.host}: end it first")
+        if (join.certfile is not None) != self._tls:
+            return m.Refused(f"it listens with{'' if self._tls else 'out'} TLS: end it first")
+        self._buddies.trusted = trusted(join.cafile)
         self._kept.memory, self._kept.steps = join.memory, join.steps
         self._lease = join.lease
         self._buddies.rate, self._buddies.copies = join.rate, join.copies
