@@ -31,6 +31,7 @@ from torchrelay.checkpointer.saves.staging import (
     ProcessTarget,
     arena_bytes,
     in_parts,
+    write_staged,
 )
 from torchrelay.checkpointer.saves.step_draft import StepDraft
 from torchrelay.deadlines import Deadline, Stopwatch
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
     from torchrelay.keeper.front import Keeper
-    from torchrelay.keeper.stager import LentSlot
 
 RETRY_SECONDS = 1.0  # before the second attempt of a save; twice as long before each later one
 BLOCKING_ARENA = 1 << 30  # bytes that a blocking save stages through, where it must stage
@@ -280,10 +280,8 @@ class Saver:
         copied = self._copy_on_device(drafted)
         if copied is None:
             settle()
-            lent = self._lent(save, share)
-            if lent is not None:
-                return self._write_from(save, share, lent)
-            return self._stage_here(save, share, self._budget)
+            kept = self._stage_in_keeper(save, share)
+            return kept or self._stage_here(save, share, self._budget)
         copies = plans.Drafted(drafted.entries, copied, drafted.objects)
         spare = Share(copies, share.layouts)
 
@@ -305,33 +303,25 @@ class Saver:
                 raise
             return None
 
-    def _lent(self, save: Save, share: Share) -> LentSlot | None:
-        """The share staged in the keeper's memory, where it outlives this process; None where this
-        process has to stage it: there is no keeper, or it has no room now."""
-        if self._keeper is None:
-            return None
-        if self._budget is not None and self._budget < arena_bytes(share.files):
+    def _stage_in_keeper(self, save: Save, share: Share) -> _Staged | None:
+        """Stage a share where it outlives this process; None where that cannot be: there is no
+        keeper, or it has no room now."""
+        whole = self._budget is None or self._budget >= arena_bytes(share.files)
+        if self._keeper is None or not whole:
             return None
         try:
-            return self._keeper._lend(save.step, share, save.outlines, save.deadline.left())
+            lent = self._keeper._lend(save.step, share, save.outlines, save.deadline.left())
         except (EndpointError, CheckpointError, TimeoutError) as fault:
             logger.warning("step %d is saved without its keeper: %s", save.step, fault)
             return None
-
-    def _write_from(self, save: Save, share: Share, lent: LentSlot) -> _Staged:
-        """What writes a share that lies in a keeper's memory."""
-        placed = [(at, 0, file.nbytes, lent.starts[at]) for at, file in enumerate(share.files)]
+        if lent is None:
+            return None
 
         def write() -> list[bytes]:
             place = (self._store.url, save.step, save.token)
             target = ProcessTarget(self._process, lent, place, share.files, save.deadline)
-            try:
-                for part in in_parts(placed, share.files, Bar(save.progress, share.nbytes)):
-                    target.write(part, save.deadline)
-            except BaseException:
-                target.abort()
-                raise
-            return target.finish(save.deadline)
+            bar = Bar(save.progress, share.nbytes)
+            return write_staged(target, share.files, lent.starts, save.deadline, bar)
 
         return _Staged(share, write, write, lent.release)
 

@@ -151,6 +151,20 @@ def in_parts(placed: list[Placed], files: list[FileSpec], bar: Bar) -> Iterator[
         placed = rest
 
 
+def write_staged(
+    target: Target, files: list[FileSpec], starts: list[int], deadline: Deadline, bar: Bar
+) -> list[bytes]:
+    """Write files that lie whole in memory, each from its start on; the digests of their chunks."""
+    placed = [(at, 0, file.nbytes, starts[at]) for at, file in enumerate(files)]
+    try:
+        for part in in_parts(placed, files, bar):
+            target.write(part, deadline)
+    except BaseException:
+        target.abort()
+        raise
+    return target.finish(deadline)
+
+
 def _paged(nbytes: int) -> int:
     return -(-nbytes // 4096) * 4096
 
