@@ -12,7 +12,7 @@ import xxhash
 
 from torchrelay.endpoint.server.messages import Show, Volume
 from torchrelay.endpoint.server.snapshots import ServedStep, Slot
-from torchrelay.keeper.server.copying import Copying, CopyPlan, KeeperRing
+from torchrelay.keeper.server.copying import Copying, KeeperRing, WantedCopies
 from torchrelay.memory.pages import sealed_memory
 from torchrelay.sources import suppliers
 
@@ -67,7 +67,7 @@ def copy_from(url: str, slot: Slot) -> Copying:
     step = ServedStep(Show(1, 1, "snapshot", b"{}", [volume], ranks=[url], places=[0]))
     over = threading.Event()
     copy = Copying(
-        CopyPlan.of(step, [url]),
+        WantedCopies.of(step, [url]),
         1,
         slot,
         None,

@@ -28,7 +28,7 @@ PART_BYTES = 64 << 20  # after which somebody who looks on is told
 Placed = tuple[int, int, int, int]  # file, start and stop in it, place in the arena
 
 
-class StagedMemory(Protocol):
+class SharedFiles(Protocol):
     """Files of shared memory with `each` of its bytes, the last with the rest."""
 
     fds: list[int]
@@ -80,7 +80,7 @@ class ProcessTarget:
     def __init__(
         self,
         process: WriterProcess,
-        arena: StagedMemory,
+        arena: SharedFiles,
         draft: tuple[str, int, str],
         files: list[FileSpec],
         deadline: Deadline,

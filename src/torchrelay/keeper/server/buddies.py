@@ -13,7 +13,7 @@ import ssl
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.serving import Serving
 from torchrelay.endpoint.server.snapshots import ServedStep
-from torchrelay.keeper.server.copying import Copying, CopyPlan, KeeperRing
+from torchrelay.keeper.server.copying import Copying, KeeperRing, WantedCopies
 from torchrelay.keeper.server.kept import OWN, KeptSteps
 from torchrelay.keeper.server.messages import CopiesTold, CopyNext
 from torchrelay.memory.pages import reserve, sealed_memory
@@ -72,7 +72,7 @@ class Buddies:
         that was chosen."""
         if step is None:
             return
-        wanted = CopyPlan.of(step, self._ring.sources(self.copies))
+        wanted = WantedCopies.of(step, self._ring.sources(self.copies))
         self._kept.reserved = max(self._kept.reserved, 2 * wanted.nbytes) if wanted.volumes else 0
         if not self._next or self._copying is not None:
             return

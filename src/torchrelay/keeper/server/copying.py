@@ -49,7 +49,7 @@ class KeeperRing(NamedTuple):
 
 
 @dataclass
-class CopyPlan:
+class WantedCopies:
     """What is to be copied of a step: volumes, each with who has it and where it goes."""
 
     step: ServedStep
@@ -58,7 +58,7 @@ class CopyPlan:
     nbytes: int = PAGE
 
     @classmethod
-    def of(cls, step: ServedStep, sources: Sequence[str]) -> CopyPlan:
+    def of(cls, step: ServedStep, sources: Sequence[str]) -> WantedCopies:
         found = cls(step)
         end = 0
         for volume, place in zip(step.order, step.places, strict=True):
@@ -78,7 +78,7 @@ class Copying:
 
     def __init__(
         self,
-        wanted: CopyPlan,
+        wanted: WantedCopies,
         number: int,
         slot: Slot,
         older: ServedStep | None,
