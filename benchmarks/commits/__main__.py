@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 RESULT = ROOT / "benchmarks" / "results" / "commits.json"
 BAR = 0.95  # of the speed before
+ENOUGH = 8.0  # seconds of a workload: short laps differ by more than the bar, and are made often
+MOST = 8  # times as many laps as were asked for
 
 
 class Job(NamedTuple):
@@ -111,43 +114,52 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.commits", description=__doc__)
     parser.add_argument("before", help="a commit")
     parser.add_argument("after", nargs="?", default=".", help='another one; by default "."')
-    parser.add_argument("--laps", type=int, default=7, help="that count, of each")
+    parser.add_argument("--laps", type=int, default=7, help="that count, of each, at least")
     parser.add_argument("--only", default="", help="workloads with this in their title")
     parser.add_argument("--small", action="store_true", help="tiny sizes: a test, not a figure")
     parser.add_argument("--out", type=Path, default=None, help=f"by default {RESULT.name}")
     parser.add_argument("--memory", default="/dev/shm", help="where steps are saved")
     options = parser.parse_args()
+    out = options.out or (None if options.small or options.only else RESULT)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    # A run that is ended from outside leaves no ranks and no checkout behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     chosen = [job for job in jobs(options.small) if options.only in job.title]
     rows = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.memory)))
         sides = [checked_out(stack, rev, folder) for rev in (options.before, options.after)]
+        names = [name for name, _ in sides]
+        facts = {"machine": machine(), "before": names[0], "after": names[1], "bar": BAR}
         for size in sorted({job.ranks for job in chosen}):
             crews = [Crew(tree, size, scratch / f"{n}") for n, (_, tree) in enumerate(sides)]
             try:
                 for job in [job for job in chosen if job.ranks == size]:
-                    rows.append(measured(job, crews, options.laps))
+                    enough = 0.0 if options.small else ENOUGH
+                    rows.append(measured(job, crews, options.laps, enough))
                     print(line(rows[-1]), flush=True)
+                    if out is not None:  # what is measured so far outlives an early end
+                        found = {**facts, "laps": options.laps, "rows": rows}
+                        out.write_text(json.dumps(found, indent=2) + "\n")
             finally:
                 for crew in crews:
                     crew.close()
-    names = [name for name, _ in sides]
     slow = [row["workload"] for row in rows if row["speed"] < BAR]
     print(
         f"{names[1]} against {names[0]}: {len(rows) - len(slow)} of {len(rows)} at {BAR}x or more"
     )
-    out = options.out or (None if options.small or options.only else RESULT)
-    if out is not None:
-        facts = {"machine": machine(), "before": names[0], "after": names[1], "bar": BAR}
-        out.write_text(json.dumps({**facts, "laps": options.laps, "rows": rows}, indent=2) + "\n")
     return 0
 
 
-def measured(job: Job, crews: list[Crew], laps: int) -> dict[str, Any]:
-    """Both commits in turn; the first lap of each is not counted."""
+def measured(job: Job, crews: list[Crew], laps: int, enough: float) -> dict[str, Any]:
+    """Both commits in turn; the first lap of each is not counted. More laps than were asked for,
+    until there are `enough` seconds of them."""
     seconds: list[list[float]] = [[], []]
-    for lap in range(laps + 1):
+    for lap in range(MOST * laps + 1):
+        if lap > laps and sum(map(sum, seconds)) >= enough:
+            break
         order = (0, 1) if lap % 2 else (1, 0)
         for side in order:
             spent = crews[side].lap(job.command)
