@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 RESULT = ROOT / "benchmarks" / "results" / "commits.json"
 BAR = 0.95  # of the speed before
-ENOUGH = 8.0  # seconds of a workload: short laps differ by more than the bar, and are made often
-MOST = 8  # times as many laps as were asked for
+ENOUGH = 5.0  # seconds of a workload: short laps differ by more than the bar, and are made often
+MOST = 4  # times as many laps as were asked for
 
 
 class Job(NamedTuple):

@@ -174,7 +174,8 @@ def completed(data: bytes, known: bytes | None, beside: Sequence[bytes] = ()) ->
         return data
     if known is None or digest_of(known, beside) != short.digest:
         raise ManifestError("a manifest as before, where there was none like it")
-    return b"".join((known[:_STEP_AT], msgspec.msgpack.encode(short.step), known[_STEP_AT:]))
+    rest = memoryview(known)
+    return b"".join((rest[:_STEP_AT], msgspec.msgpack.encode(short.step), rest[_STEP_AT:]))
 
 
 class Recall:
