@@ -25,11 +25,13 @@ from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.plan.outline import outline
 from torchrelay.plan.reads import plan_reads
 from torchrelay.record import manifest as m
+from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.commit import decode
+from torchrelay.record.meshes import mesh_of as described
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import described_mesh
 from torchrelay.stores.box_reads import by_name
-from torchrelay.stores.records import Checkpoint, decode
 from torchrelay.stores.shares.drafting import Share, Written, commit_record, sealed
 from torchrelay.stores.shares.planning import RulePlanning
 
@@ -39,7 +41,7 @@ ROWS = 4  # of a rank's part of a tensor, at the largest mesh
 COLUMNS = 4
 
 
-def mesh_of(world: int) -> tuple[int, int]:
+def square(world: int) -> tuple[int, int]:
     """Two dimensions, as square as they get."""
     rows = 1
     while (rows * 2) ** 2 <= world:
@@ -54,7 +56,7 @@ class Job:
     def __init__(self, world: int, tensors: int, rows: int, columns: int) -> None:
         self.world, self.tensors = world, tensors
         self.shape = (rows, columns)
-        self.mesh = m.Mesh("cpu", mesh_of(world), tuple(range(world)), ("shard", "tensor"))
+        self.mesh = described("cpu", square(world), tuple(range(world)), ("shard", "tensor"))
         self._spare: dict[tuple[int, ...], torch.Tensor] = {}
 
     def state(self, rank: int) -> dict[str, Any]:
@@ -179,7 +181,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args(words)
     worlds = [int(word) for word in given.ranks.split(",")]
-    rows, columns = (a * b for a, b in zip(mesh_of(max(worlds)), (ROWS, COLUMNS), strict=True))
+    rows, columns = (a * b for a, b in zip(square(max(worlds)), (ROWS, COLUMNS), strict=True))
     found: dict[str, dict[str, float]] = {}
     for world in worlds:
         cost, manifest = save_once(Job(world, given.tensors, rows, columns))

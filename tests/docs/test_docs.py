@@ -40,12 +40,11 @@ from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
 from torchrelay.geometry import boxes
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
-from torchrelay.plan import outline
 from torchrelay.plan.snapshot import capture
-from torchrelay.record import codec, manifest, meshes, validation
+from torchrelay.record import checkpoint as commit
+from torchrelay.record import codec, consistency, manifest, meshes, stored, validation
 from torchrelay.record.digest import digest
 from torchrelay.stores import dcp, seam
-from torchrelay.stores import records as commit
 from torchrelay.stores.objects import store as objects
 from torchrelay.stores.shares import layout
 from torchrelay.transports.protocol import wire
@@ -496,6 +495,7 @@ def test_limits_are_as_described() -> None:
     assert (caps["dimensions of a mesh"], meshes.MAX_MESH_DIMS) == ("16", 16)
     different = caps["dimensions of all different meshes, and 1 for each"]
     assert (different, meshes.MAX_MESH_WORK) == ("2^12", 1 << 12)
+    assert (caps["ranks of all different meshes"], meshes.MAX_MESH_RANKS) == ("2^22", 1 << 22)
     more = caps["dimensions of all tensors, beyond 8 of each"]
     assert (more, validation.MAX_MORE_DIMS) == ("2^19", 1 << 19)
 
@@ -528,7 +528,7 @@ def test_worked_example_matches_the_code() -> None:
 FORMAT = text_of("docs/checkpoint-format.md")
 
 
-@pytest.mark.parametrize("record", records(commit, outline), ids=lambda record: record.__name__)
+@pytest.mark.parametrize("record", records(commit, stored), ids=lambda record: record.__name__)
 def test_commit_record_is_as_described(record: type[msgspec.Struct]) -> None:
     check_record(record, FORMAT)
 
@@ -546,14 +546,14 @@ def test_safetensors_dtypes_are_as_described() -> None:
 def test_checkpoint_limits_are_as_described() -> None:
     caps = dict(rows_under("## Limits", FORMAT))
     assert (caps["commit record"], seam.MAX_MANIFEST_BYTES) == ("2^31 bytes", 1 << 31)
-    compared = caps["comparisons of shards, beyond 64 for each and for each dimension"]
+    compared = caps["comparisons of boxes, beyond 64 for each and for each dimension"]
     assert (compared, boxes.MAX_COMPARISONS) == ("2^20 in all", 1 << 20)
     named = caps["classes of namedtuples in a tree, fields of all of them"]
     assert named == "512, 2^14"
     assert (validation.MAX_CLASSES, validation.MAX_FIELDS) == (512, 1 << 14)
     assert (caps["dimensions of a mesh"], meshes.MAX_MESH_DIMS) == ("16", 16)
     assert steps.MAX_STEP == (1 << 63) - 1 and "below 2^63" in FORMAT
-    assert caps["file name"] == f"`{commit.PLAIN_NAME.pattern}`"
+    assert caps["file name"] == f"`{consistency.PLAIN_NAME.pattern}`"
     assert layout.CHUNK_BYTES == (4 << 10, 1 << 20) and "1 MiB" in FORMAT and "4 KiB" in FORMAT
     assert layout.CHUNKS == (256, 4096) and "256 chunks" in FORMAT and "4,096 chunks" in FORMAT
     assert layout.FILE_BYTES == 1 << 30 and "`file_bytes`, 1 GiB" in FORMAT

@@ -13,8 +13,8 @@ import torch
 import torchrelay as tr
 from tests.endpoint.liars import Between
 from torchrelay.endpoint.seed import Seed
+from torchrelay.record.commit import decode
 from torchrelay.sources.connection import Answered, Host
-from torchrelay.stores.records import decode
 
 NBYTES = 24 << 20
 

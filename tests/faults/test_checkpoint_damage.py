@@ -26,10 +26,21 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 import torchrelay as tr
-from tests.support.forge import body_of, change, flip, forged, forged_bytes, kept, little_memory
+from tests.support.forge import (
+    body_of,
+    change,
+    column,
+    first_format,
+    flip,
+    forged,
+    forged_bytes,
+    kept,
+    little_memory,
+    packed,
+)
 from tests.support.rounds import rounds
 from tests.support.saved import equal, state, which
-from torchrelay.stores import records
+from torchrelay.record import commit
 from torchrelay.stores.reading import leaves_in
 from torchrelay.stores.shares import blobs
 
@@ -328,10 +339,8 @@ def absurd(body: Body) -> None:
 def some_gigabytes(body: Body) -> None:
     """Small enough for a kernel that promises memory it does not have."""
     absurd(body)
-    text = records.encode(records.decode(forged(body))).replace(
-        b"%d" % (1 << 49), b"%d" % (1 << 33)
-    )
-    body.update(body_of(forged_bytes(text[len(b'{"checkpoint":') : text.index(b',"digest"')])))
+    text = msgspec.json.encode(body).replace(b"%d" % (1 << 49), b"%d" % (1 << 33))
+    body.update(msgspec.json.decode(text))
 
 
 def strides_of(*strides: int) -> Callable[[Body], None]:
@@ -470,7 +479,7 @@ FORGED: dict[str, Callable[[Body], Any]] = {
     "a leaf past its tensor": put([1 << 20], "outlines", 0, 1, 0, 2),
     "a blob past its file": put([["b", "raw", 0, 0, 1 << 40]], "blobs"),
     "a blob of another kind": put([["b", "pickle", 0, 0, 1]], "blobs"),
-    "another format": put([2, 0], "format"),
+    "another format": put([3, 0], "format"),
     "no format": lambda body: body.pop("format"),
     "no step": lambda body: body.pop("step"),
     "a step of another kind": put("two", "step"),
@@ -487,14 +496,106 @@ FORGED: dict[str, Callable[[Body], Any]] = {
     "a list": lambda body: [1],
     "a string": lambda body: "x",
 }
+
+
+def columns(**changed: Callable[[list[int]], list[int]]) -> Callable[[Body], None]:
+    """Other numbers in the columns of all tensors: `numbers`, `files` and `starts`."""
+
+    def forge(body: Body) -> None:
+        tilings, names, *found = body["tensors"]
+        which = column(found[0], len(names))
+        boxes = sum(tilings[number][2] for number in which)
+        for at, (name, count) in enumerate(zip(COLUMNS, (len(names), boxes, boxes), strict=True)):
+            if name in changed:
+                numbers = changed[name](column(found[at], count))
+                body["tensors"][2 + at] = packed(numbers)
+
+    return forge
+
+
+COLUMNS = ("numbers", "files", "starts")
+
+
+def tiled(*fields: Any) -> Callable[[Body], None]:
+    """Other boxes of model.w, a tensor of 8 by 5 floats: count, offsets and sizes."""
+
+    def forge(body: Body) -> None:
+        tilings, names, numbers, files, starts = body["tensors"]
+        number = column(numbers, len(names))[names.index("model.w")]
+        assert tilings[number][:3] == ["float32", [8, 5], 1]
+        count, offsets, sizes = fields
+        tilings[number][2:] = [count, packed(offsets), packed(sizes)]
+        which = column(numbers, len(names))
+        counts = [1 if tiling is not tilings[number] else count for tiling in tilings]
+        for at, text in ((3, files), (4, starts)):
+            old, new = column(text, len(names)), []
+            for one, value in zip(which, old, strict=True):
+                new += [value] * counts[one] if 0 < count < 1000 else [value]
+            body["tensors"][at] = packed(new)
+
+    return forge
+
+
+def unused(tiling: list[Any]) -> Callable[[Body], None]:
+    def forge(body: Body) -> None:
+        body["tensors"][0].append(tiling)
+
+    return forge
+
+
+IN_COLUMNS: dict[str, Callable[[Body], Any]] = {
+    "overlapping boxes": tiled(2, [0, 0, 3, 0], [5, 5, 3, 5]),
+    "one box twice": tiled(2, [0, 0, 0, 0], [4, 5, 4, 5]),
+    "half of the boxes": tiled(1, [0, 0], [4, 5]),
+    "a box out of its tensor": tiled(1, [1, 0], [8, 5]),
+    "a box at an offset past 63 bits": tiled(1, [-1, 0], [8, 5]),
+    "a box of a size past 63 bits": tiled(1, [0, 0], [-8, -5]),
+    "sizes whose sum wraps": tiled(1, [(1 << 63) - 4, 0], [8, 5]),
+    "no boxes": tiled(0, [], []),
+    "fewer boxes than none": tiled(-1, [], []),
+    "more boxes than there are": tiled(1 << 40, [0, 0], [8, 5]),
+    "boxes past 63 bits": tiled(1 << 70, [0, 0], [8, 5]),
+    "a box of other dimensions": tiled(1, [0], [40]),
+    "a box without its sizes": tiled(1, [0, 0], []),
+    "a scalar in many boxes": unused(["float32", [], 1 << 40, "", ""]),
+    "a tiling of nothing": unused(["float32", [0], 1, "", ""]),
+    "a tiling of no dtype": unused(["float7", [1], 1, "", ""]),
+    "a tiling past 63 bits": unused(["int8", [1 << 61, 1 << 61], 1, "", ""]),
+    "a tiling of a hundred dimensions": unused(["int8", [1] * 100, 1, "", ""]),
+    "a tensor of no tiling": columns(numbers=lambda old: [99, *old[1:]]),
+    "a tiling before the first": columns(numbers=lambda old: [-1, *old[1:]]),
+    "a file that there is not": columns(files=lambda old: [9, *old[1:]]),
+    "a file before the first": columns(files=lambda old: [-1, *old[1:]]),
+    "a box before its file": columns(starts=lambda old: [-8, *old[1:]]),
+    "a box past its file": columns(starts=lambda old: [1 << 40, *old[1:]]),
+    "a start that wraps": columns(starts=lambda old: [(1 << 63) - 8, *old[1:]]),
+    "elements at odd bytes": columns(starts=lambda old: [at + 1 for at in old]),
+    "a box too many": columns(starts=lambda old: [*old, 0]),
+    "a box too few": columns(files=lambda old: old[1:]),
+    "a column of odd bytes": put("AAAA", "tensors", 3),
+    "a name too many": lambda body: body["tensors"][1].append("more"),
+    "a tensor twice": lambda body: put(body["tensors"][1][0], "tensors", 1, 1)(body),
+    "strides of no tensor": put([[99, [5, 1]]], "outlines", 0, 3),
+    "strides twice": put([[0, [5, 1]], [0, [5, 1]]], "outlines", 0, 3),
+    "own leaves twice": put([[0, [[0, ["z", []]], [0, ["z", []]]], []]], "own"),
+    "own leaves of no place": put([[0, [[99, ["v", "plain", 1]]], []]], "own"),
+    "own names of no place": put([[0, [], [[99, "model.w"]]]], "own"),
+    "own names of no tensor": put([[0, [], [[0, "nothing"]]]], "own"),
+    "leaves of no rank": put([[7, [], []]], "own"),
+    "one rank twice": put([[0, [], []], [0, [], []]], "own"),
+    "many tilings": much(("tensors", 0), ["int8", [3, 3], 1, "AAA=", "AwQ="]),
+    "many tilings that overlap": much(("tensors", 0), ["int8", [2], 2, "AAE=", "AgE="]),
+}
 MISFITS = ("a petabyte", "some gigabytes")
 HARMLESS = ("many ranks", "many shards", "many ranks of many leaves")  # odd, and true
 
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_record_is_refused(place: Place, name: str) -> None:
+    """Of format 1.0, as far as it is said otherwise there."""
     path = place.step(2) / "manifest.json"
-    body = body_of(path.read_bytes())
+    body = first_format(body_of(path.read_bytes()))
+    assert commit.decode(forged(body)) == commit.decode(path.read_bytes())
     result = FORGED[name](body)
     data = result if isinstance(result, bytes) else forged(body if result is None else result)
     path.write_bytes(data if not isinstance(result, (list, str)) else forged(result))
@@ -507,6 +608,22 @@ def test_a_forged_record_is_refused(place: Place, name: str) -> None:
             refused(place, fits=name not in MISFITS)
             falls_back(place)
     assert time.monotonic() - begun < 10
+
+
+def test_records_with_forged_columns_are_refused(place: Place) -> None:
+    path = place.step(2) / "manifest.json"
+    whole = path.read_bytes()
+    for name, forge in IN_COLUMNS.items():
+        body = body_of(whole)
+        forge(body)
+        begun = time.monotonic()
+        with little_memory(2 << 30), pytest.raises(tr.ManifestError):
+            commit.decode(forged(body))
+            pytest.fail(name)
+        assert time.monotonic() - begun < 10, name
+    path.write_bytes(forged(body))
+    refused(place)
+    falls_back(place)
 
 
 # Forged at random --------------------------------------------------------------------------------
@@ -585,10 +702,12 @@ def test_records_forged_at_random(tmp_path: Path) -> None:
         for index in range(rounds(MUTANTS)):
             rng = random.Random(SEED * MUTANTS + index)
             body = body_of(whole)
+            if index % 2:
+                first_format(body)
             mutate(rng, body)
             data = forged(body)
             try:
-                records.decode(data)
+                commit.decode(data)
             except tr.ManifestError:
                 counts["refused"] += 1
                 continue

@@ -20,14 +20,17 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay.checkpointer.saves import agreement
-from torchrelay.errors import CheckpointError, ManifestError, RelayError
+from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.plan.outline import outline
+from torchrelay.record.checkpoint import Checkpoint, DataFile, Outline
+from torchrelay.record.stored import Shard, StoredTensor, Tensors
 from torchrelay.resharding import record
 from torchrelay.resharding.owners import whole_of
 from torchrelay.resharding.record import RankBox, RankRecord
 from torchrelay.stores.shares import plan_limits
+from torchrelay.stores.shares.drafting import sealed
 from torchrelay.stores.shares.given_planner import PlannerPlanning, local_plan
-from torchrelay.stores.shares.plans import Item, Told, merge_outlines
+from torchrelay.stores.shares.plans import Item, merge_outlines
 
 SECONDS = 2.0  # of the processor, for any input of 2 MB
 ROWS = 4000
@@ -114,16 +117,28 @@ def test_strides_of_another_rank_that_make_no_good_dict_are_refused(
     hostile = msgspec.structs.replace(local, outline=told)
     data = msgspec.msgpack.encode(hostile)
     begun = time.process_time()
-    with pytest.raises(RelayError):
-        merge_outlines([local, local_plan(data, 1)])
+    merged = merge_outlines([local, local_plan(data, 1)])
+    tensors = Tensors.of([StoredTensor("x", "int8", (1,), [Shard((0,), (1,), 0, 0)])])
+    record = Checkpoint(
+        step=1,
+        time="",
+        torch="",
+        torchrelay="",
+        outlines=merged.outlines[1:],
+        ranks=(0,),
+        tensors=tensors,
+        files=(DataFile("x", 1, 1, bytes(16)),),
+    )
+    with pytest.raises(CheckpointError, match="strides that have no place"):
+        sealed(record)
     assert time.process_time() - begun < SECONDS
 
 
 def test_an_outline_is_the_same_after_its_way_to_another_rank() -> None:
     found = outline({"x": torch.zeros(3, 5).t(), "y": [1, torch.ones(2)]}).outline
     assert found.strides
-    data = msgspec.msgpack.encode(Told.of(found))
-    assert msgspec.msgpack.decode(data, type=Told).outline == found
+    data = msgspec.msgpack.encode(found)
+    assert msgspec.msgpack.decode(data, type=Outline) == found
 
 
 def test_boxes_of_several_ranks_and_of_one_pass() -> None:

@@ -301,7 +301,7 @@ def test_too_many_leaves_are_refused_before_anything_is_made_of_them(
 ) -> None:
     fields = fields_of(capture([torch.ones(2), torch.ones(2), 1]).encoded())
     data = msgspec.msgpack.encode(fields)
-    monkeypatch.setattr(compact, "_unpack", lambda *args: pytest.fail("unpacked"))
+    monkeypatch.setattr(compact, "unpack", lambda *args: pytest.fail("unpacked"))
     monkeypatch.setattr(m, "MAX_LEAVES", 2)
     with pytest.raises(ManifestError, match="the cap"):
         codec.decode(data)

@@ -33,7 +33,6 @@ from torchrelay.resharding import record as records
 from torchrelay.resharding.holding import Holding
 from torchrelay.resharding.owners import whole_of
 from torchrelay.resharding.record import RankBox, RankRecord
-from torchrelay.stores.shares.plans import Told
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.machines.peers import Peer
 from torchrelay.transports.protocol.parts import Branch
@@ -528,7 +527,7 @@ LEAF = outline({"w": torch.zeros(4, 4)}).outline
 
 def rank_record(*boxes: RankBox, plain: bool = False) -> RankRecord:
     known = {"w": b"same"} if plain else {}
-    return RankRecord(step=None, outline=Told.of(LEAF), boxes=boxes, plain=known)
+    return RankRecord(step=None, outline=LEAF, boxes=boxes, plain=known)
 
 
 def test_boxes_that_several_have_are_shared_out() -> None:

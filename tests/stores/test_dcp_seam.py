@@ -20,8 +20,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay import dropin
+from torchrelay.record.checkpoint import Blob
+from torchrelay.record.commit import encode
 from torchrelay.stores.dcp import Reader, Writer
-from torchrelay.stores.records import Blob, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import resource
 import shutil
@@ -16,6 +17,47 @@ import xxhash
 def body_of(data: bytes) -> Any:
     """What stands in a commit record, as plain values."""
     return msgspec.json.decode(data)["checkpoint"]
+
+
+def first_format(body: Any) -> Any:
+    """The same as a record of format 1.0 says it."""
+    tilings, names, numbers, files, starts = body["tensors"]
+    which = column(numbers, len(names))
+    counts = [tilings[number][2] for number in which]
+    places = zip(column(files, sum(counts)), column(starts, sum(counts)), strict=True)
+    body["tensors"] = []
+    for name, number in zip(names, which, strict=True):
+        dtype, shape, count, offsets, sizes = tilings[number]
+        boxes = [([0] * len(shape), shape)]
+        if offsets or sizes:
+            rows = [in_rows(column(one, count * len(shape)), count) for one in (offsets, sizes)]
+            boxes = list(zip(*rows, strict=True))
+        shards = [[*box, *next(places)] for box in boxes]
+        body["tensors"].append([name, dtype, shape, shards])
+    for outline in body["outlines"]:
+        outline[3] = {str(index): strides for index, strides in outline[3]}
+    own = {}
+    for rank, *tables in body["own"]:
+        own[str(rank)] = [{str(index): item for index, item in table} for table in tables]
+    body.update(own=own, format=[1, 0])
+    return body
+
+
+def column(text: str, count: int) -> list[int]:
+    data = base64.b64decode(text)
+    width = len(data) // max(1, count)
+    return [int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width)]
+
+
+def in_rows(numbers: list[int], count: int) -> list[list[int]]:
+    width = len(numbers) // count
+    return [numbers[at : at + width] for at in range(0, len(numbers), width)]
+
+
+def packed(numbers: list[int], width: int = 8) -> str:
+    """A column of numbers, which may be such as no writer writes."""
+    data = b"".join((number % (1 << 8 * width)).to_bytes(width, "little") for number in numbers)
+    return base64.b64encode(data).decode()
 
 
 def forged(body: Any) -> bytes:

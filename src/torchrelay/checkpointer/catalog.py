@@ -15,9 +15,9 @@ from torchrelay.errors import (
     StepOrderError,
 )
 from torchrelay.progress import Bar, ProgressCallback
+from torchrelay.record.checkpoint import Checkpoint
 from torchrelay.stores.opening import OpenedStep, open_newest, open_step
 from torchrelay.stores.reading import Fetch, everything
-from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import Store
 

@@ -23,6 +23,7 @@ from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.reads import BoxRead, plan_reads
 from torchrelay.plan.region import Region
 from torchrelay.plan.share import Portion, RankShare
+from torchrelay.record.checkpoint import Checkpoint
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
@@ -30,7 +31,6 @@ from torchrelay.state.tree import show
 from torchrelay.stores.box_reads import ShardRead, Wave, arrived, by_name, waves
 from torchrelay.stores.device_reading import DeviceFetch
 from torchrelay.stores.reading import Fetch, opened
-from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import LendingStep, OpenStep
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torchrelay.landing.seam import Landing
 from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.share import Portion, RankShare
+from torchrelay.record.checkpoint import Checkpoint
 from torchrelay.stores.box_reads import asked_for, by_name
 from torchrelay.stores.metadata import metadata_of
-from torchrelay.stores.records import Checkpoint
 
 Layers = list[dict[str, torch.Tensor]]
 

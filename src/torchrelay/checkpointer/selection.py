@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 
 from torchrelay.errors import MismatchError
 from torchrelay.plan.selection import Texts
+from torchrelay.record.checkpoint import Checkpoint
 from torchrelay.state.tree import slots
-from torchrelay.stores.records import Checkpoint
 
 _SHOWN = 8
 _COMPARED = 2048  # keys that a pattern is compared with to find one like it

@@ -23,9 +23,10 @@ from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.side import settle
 from torchrelay.memory.staging import Copy, stage
+from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.commit import content_digest, encode
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.validation import itemsize
-from torchrelay.stores.records import Checkpoint, content_digest, encode
 from torchrelay.stores.shares import plan_limits, plans
 from torchrelay.stores.shares.drafting import Share, Written, commit_record
 from torchrelay.stores.shares.layout import DTYPES

@@ -19,10 +19,10 @@ from torchrelay.endpoint.seed_server import SeededStep, SeedServer
 from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.kept_ranges import KeptRanges
+from torchrelay.record.checkpoint import DataFile
 from torchrelay.sources.connection import Host
 from torchrelay.sources.mapped_step import MappedStep, VolumePlace
 from torchrelay.sources.swarm import Arrivals
-from torchrelay.stores.records import DataFile
 
 PAGE = 4096
 ANNOUNCE_SECONDS = 3.0

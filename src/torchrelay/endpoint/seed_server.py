@@ -24,8 +24,8 @@ import msgspec
 
 from torchrelay.endpoint.admission import is_own_user, refusal
 from torchrelay.endpoint.seed_word import read_seed_word
+from torchrelay.record.checkpoint import DataFile
 from torchrelay.sources.connection import AGENT, SLOW_RATE, STALL_SECONDS, Cutoff
-from torchrelay.stores.records import DataFile
 
 CONNECTIONS = 256
 KEPT_SECONDS = 75.0  # that a connection may stay open between requests

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torchrelay.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from torchrelay.stores.file_places import PlacedBox  # its module needs torch
+    from torchrelay.record.places import PlacedBox
 
 
 class BoxedTensor(Protocol):

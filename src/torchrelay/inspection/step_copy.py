@@ -5,10 +5,10 @@ from __future__ import annotations
 from torchrelay.errors import CheckpointError, StepExistsError
 from torchrelay.memory.crew import share_out
 from torchrelay.progress import Bar, ProgressCallback
+from torchrelay.record.checkpoint import DataFile
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.local.store import token
 from torchrelay.stores.reading import Fetch, Task, everything, opened, unread
-from torchrelay.stores.records import DataFile
 from torchrelay.stores.seam import Draft, Sink, Store
 
 PIECE = 8 << 20  # about so many bytes are read at once, in whole chunks

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchrelay.inspection.seam import Alias, Contents, PlainValue, VolumeFacts
-from torchrelay.plan.outline import Outline, dotted
+from torchrelay.plan.outline import dotted
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m
+from torchrelay.record.checkpoint import Checkpoint, Outline
+from torchrelay.record.manifest import parts
 from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened
-from torchrelay.state.leaves import parts
 from torchrelay.state.tree import slots
 from torchrelay.stores.reading import Fetch, Task, everything, opened, unread
-from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import DataReader
 from torchrelay.stores.shares.layout import rank_of
 
@@ -61,7 +61,8 @@ class StepSource:
 def contents_of(record: Checkpoint) -> Contents:
     """What a commit record tells, in the words of all sources."""
     outline = record.outline(0)
-    names = {tensor.name for tensor in record.tensors}
+    names = set(record.tensors.names)
+    others = [dict(own.leaves) for own in record.own]
     found_values: list[PlainValue] = []
     aliases: list[Alias] = []
     for path, index in slots(outline.tree):
@@ -70,7 +71,7 @@ def contents_of(record: Checkpoint) -> Contents:
             continue
         text = _text(outline.leaves[index])
         if text is not None:
-            own = {_text(own.leaves[index]) for own in record.own.values() if index in own.leaves}
+            own = {_text(leaves[index]) for leaves in others if index in leaves}
             found_values.append(PlainValue(name, text, len(own | {text})))
         else:
             target = _target(outline, index)
@@ -79,7 +80,7 @@ def contents_of(record: Checkpoint) -> Contents:
     return Contents(
         record.step,
         record.world,
-        record.tensors,
+        tuple(record.tensors),
         tuple(
             VolumeFacts(file.name, file.nbytes, rank_of(file.name), file.chunk_bytes, file.digests)
             for file in record.files

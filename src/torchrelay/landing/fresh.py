@@ -26,9 +26,10 @@ from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate, large
 from torchrelay.plan.offer import OfferedState
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import Numbers, by_device, devices_of, others_of, sizes_of, table_of
+from torchrelay.record.manifest import parts
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import is_plain, parts
+from torchrelay.state.leaves import is_plain
 from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.tree import check_types, has_records, unflatten
 

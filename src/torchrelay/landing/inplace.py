@@ -32,10 +32,10 @@ from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.offer import OfferedState
 from torchrelay.plan.region import Region, copy_boxes
 from torchrelay.record import manifest as m
+from torchrelay.record.manifest import parts
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import with_hints
-from torchrelay.state.leaves import parts
 from torchrelay.state.matching import Matched
 from torchrelay.state.objects import parameter_of
 from torchrelay.state.paths import LeafPaths, Path

@@ -18,8 +18,9 @@ from torchrelay.landing.fresh import place_for
 from torchrelay.landing.leaves import check_leaf, make_leaf
 from torchrelay.landing.workspace import Workspace, allocate, large_rooms
 from torchrelay.record import manifest as m
+from torchrelay.record.manifest import parts
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import Part, parts
+from torchrelay.state.leaves import Part
 from torchrelay.state.paths import Path
 
 

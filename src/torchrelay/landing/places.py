@@ -13,7 +13,7 @@ from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Runs
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import sizes_of
-from torchrelay.state.leaves import parts
+from torchrelay.record.manifest import parts
 from torchrelay.state.tree import leaf_paths, show
 
 _NAMED = 8  # tensors in a message

@@ -20,6 +20,7 @@ from torchrelay.geometry.strides import contiguous_strides, extent, overlapping,
 from torchrelay.plan.images import touched
 from torchrelay.plan.plain import survey
 from torchrelay.record import manifest as m
+from torchrelay.record.checkpoint import Outline
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Finish, describe
@@ -27,19 +28,6 @@ from torchrelay.state.meshes import mesh_record
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import leaf_paths, show, text_of
-
-
-class Outline(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A state but for its bytes. In its leaves, `storage` counts in `names`.
-
-    The leaf of a DTensor or ShardedTensor describes the whole tensor, not one rank's part of it.
-    `strides` has the layout in memory of named tensors that were not row-major.
-    """
-
-    tree: m.Node
-    leaves: tuple[m.Leaf, ...]
-    names: tuple[str, ...]
-    strides: dict[int, tuple[int, ...]] = {}
 
 
 class Named(NamedTuple):
@@ -117,7 +105,7 @@ class _Outliner:
                 _refuse_distributed_parts(leaf_record, self._paths[index])
         names = tuple(self._tensors)
         self.named = Named(
-            Outline(flat.tree, tuple(leaves), names, self._strides),
+            Outline(flat.tree, tuple(leaves), names, tuple(sorted(self._strides.items()))),
             self._tensors,
             self._tops,
         )

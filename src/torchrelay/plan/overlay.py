@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torchrelay.plan.outline import Outline
 from torchrelay.record import manifest as m
+from torchrelay.record.checkpoint import Outline
 from torchrelay.record.keys import identities
 from torchrelay.record.values import Key
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from torchrelay.geometry.boxes import Box, shared, within
-from torchrelay.record.stored import Shard, StoredTensor
+from torchrelay.record.stored import Shard, Shards, StoredTensor
 from torchrelay.state.local_parts import cut
-
-_MANY = 32  # shards of a tensor that are not looked at one by one
 
 
 class BoxRead(NamedTuple):
@@ -36,12 +33,8 @@ def plan_reads(stored: StoredTensor, box: Box, place: torch.Tensor) -> Iterator[
             yield BoxRead(stored, shard, within(both, around), both[1], part)
 
 
-def _near(shards: Sequence[Shard], box: Box) -> Sequence[Shard]:
-    """The shards that may have elements of a box: where there are many, most have none."""
-    if len(shards) <= _MANY:
-        return shards
-    offsets = np.array([shard.offsets for shard in shards], np.int64)
-    ends = offsets + np.array([shard.sizes for shard in shards], np.int64)
-    first = np.array(box[0], np.int64)
-    meet = ((offsets < first + np.array(box[1], np.int64)) & (ends > first)).all(1)
-    return [shards[index] for index in np.flatnonzero(meet).tolist()]
+def _near(shards: Sequence[Shard], box: Box) -> Iterable[Shard]:
+    """The shards that may have elements of a box of a destination."""
+    if isinstance(shards, Shards):
+        return map(shards.__getitem__, shards.tiling.near(box))
+    return shards

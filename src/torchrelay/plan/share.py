@@ -18,15 +18,16 @@ from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.plan.offer import Beside
-from torchrelay.plan.outline import Outline
 from torchrelay.plan.overlay import Overlay, pruned
 from torchrelay.plan.selection import Selection
 from torchrelay.record import manifest as m
+from torchrelay.record.checkpoint import Outline
 from torchrelay.record.columns import Storages
+from torchrelay.record.manifest import parts
 from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.record.validation import itemsize
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import parts, with_parts
+from torchrelay.state.leaves import with_parts
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.matching import Matched, Pair
 from torchrelay.state.meshes import mesh_record
@@ -207,7 +208,7 @@ class RankShare:
 
     def _placed(self, index: int, leaf: m.Leaf) -> m.Leaf:
         """A leaf over images of whole tensors, in the layout that they had in memory."""
-        layouts = self._offer.homes[index].strides
+        layouts = self._offer.homes[index].layouts
 
         def place(part: m.TensorLeaf) -> m.TensorLeaf:
             if part.storage < 0:

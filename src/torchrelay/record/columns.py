@@ -55,13 +55,13 @@ class Table(NamedTuple):
         ]
 
 
-class _Records(Sequence[Record]):
+class RecordSequence(Sequence[Record]):
     """A sequence that is equal to a tuple of the same records."""
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, (tuple, _Records)):
+        if not isinstance(other, (tuple, RecordSequence)):
             return NotImplemented
         return tuple(self) == tuple(other)
 
@@ -83,7 +83,7 @@ class _Records(Sequence[Record]):
         raise NotImplementedError
 
 
-class Leaves(_Records[m.Leaf]):
+class Leaves(RecordSequence[m.Leaf]):
     """Tensors in a table, and the other leaves by their numbers."""
 
     def __init__(self, table: Table, others: Mapping[int, m.Leaf]) -> None:
@@ -123,7 +123,7 @@ class Leaves(_Records[m.Leaf]):
         return self.table.record(int(np.searchsorted(self.table.rows, index)))
 
 
-class Storages(_Records[m.Storage]):
+class Storages(RecordSequence[m.Storage]):
     """Sizes, and devices by number; all are on the first one where there are no numbers."""
 
     def __init__(self, sizes: Numbers, devices: Sequence[str], numbers: Numbers | None) -> None:

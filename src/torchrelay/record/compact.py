@@ -7,7 +7,7 @@ many tensors. Numbers are little-endian; a column that is left out (empty) has t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from torchrelay.record.columns import (
     sizes_of,
     table_of,
 )
+from torchrelay.record.numbers import pack, unpack
 
 FORM: Literal["columns"] = "columns"  # stands where a manifest in records has its tree
 
@@ -71,14 +72,14 @@ def encode(manifest: m.Manifest, tree: bytes | None = None) -> bytes:
             FORM,
             msgspec.Raw(_encode(manifest.tree) if tree is None else tree),
             tuple([others[index] for index in sorted(others)]),
-            _pack(table.rows, _NUMBER) if others else b"",
+            pack(table.rows, _NUMBER) if others else b"",
             tuple(table.kinds),
-            _pack(table.numbers, _NUMBER) if len(table.kinds) > 1 else b"",
-            _pack(table.storages, _SIGNED),
-            _pack(table.offsets, _LONG) if table.offsets.any() else b"",
-            _pack(sizes_of(manifest.storages), _LONG),
+            pack(table.numbers, _NUMBER) if len(table.kinds) > 1 else b"",
+            pack(table.storages, _SIGNED),
+            pack(table.offsets, _LONG) if table.offsets.any() else b"",
+            pack(sizes_of(manifest.storages), _LONG),
             devices,
-            b"" if on is None else _pack(on, _NUMBER),
+            b"" if on is None else pack(on, _NUMBER),
             manifest.chunks,
         )
     )
@@ -92,21 +93,21 @@ def decode(
     found = _compact.decode(data)
     if len(found.storages) // 4 + len(found.others) > m.MAX_LEAVES:
         raise ManifestError(f"more leaves than the cap of {m.MAX_LEAVES}")
-    storages = _unpack(found.storages, _SIGNED)
+    storages = unpack(found.storages, _SIGNED)
     count = len(storages)
     leaves = count + len(found.others)
-    rows = np.arange(count) if not found.others else _unpack(found.rows, _NUMBER, count)
+    rows = np.arange(count) if not found.others else unpack(found.rows, _NUMBER, count)
     if found.others and count:
         if (rows[1:] <= rows[:-1]).any() or rows[-1] >= leaves:
             raise ManifestError("tensors out of order or of range")
     elif found.rows:
         raise ManifestError("rows of tensors that are known")
-    numbers = _unpack(found.numbers, _NUMBER, count) if found.numbers else np.zeros(count, np.int64)
+    numbers = unpack(found.numbers, _NUMBER, count) if found.numbers else np.zeros(count, np.int64)
     if count and int(numbers.max()) >= len(found.kinds):
         raise ManifestError("a tensor of no kind")
-    offsets = _unpack(found.offsets, _LONG, count) if found.offsets else np.zeros(count, np.int64)
-    sizes = _unpack(found.sizes, _LONG)
-    on = _unpack(found.on, _NUMBER, len(sizes)) if found.on else None
+    offsets = unpack(found.offsets, _LONG, count) if found.offsets else np.zeros(count, np.int64)
+    sizes = unpack(found.sizes, _LONG)
+    on = unpack(found.on, _NUMBER, len(sizes)) if found.on else None
     if len(sizes) and (0 if on is None else int(on.max())) >= len(found.devices):
         raise ManifestError("a storage on no device")
     table = Table(rows, found.kinds, numbers, storages, offsets)
@@ -143,16 +144,3 @@ def _devices(storages: Sequence[m.Storage]) -> tuple[tuple[str, ...], Numbers | 
     if len(names) < 2:
         return tuple(names), None
     return tuple(names), np.array([names.index(storage.device) for storage in storages], np.int64)
-
-
-def _pack(column: Numbers, kind: str) -> bytes:
-    return column.astype(kind).tobytes()
-
-
-def _unpack(data: bytes, kind: str, count: int | None = None) -> Numbers:
-    """A column of `count` numbers. What does not fit into 63 bits is negative."""
-    size = np.dtype(kind).itemsize
-    if len(data) % size or (count is not None and len(data) != count * size):
-        raise ManifestError(f"a column of {len(data)} bytes for {count} numbers of {size}")
-    column: Any = np.frombuffer(data, kind).astype(np.int64)
-    return cast("Numbers", column)

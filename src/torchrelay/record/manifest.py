@@ -10,6 +10,8 @@ into chunks; a chunk is the unit of sending and of verification.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from torchrelay.record.values import Key, Value
@@ -18,6 +20,7 @@ VERSION = (1, 0)
 
 # Caps on what a manifest may claim. They bound memory and time before anything else is looked at.
 MAX_ENCODED_BYTES = 1 << 30
+MAX_RECORD_BYTES = 1 << 31  # of the record of a step at rest
 MAX_LEAVES = 1 << 24
 MAX_DEPTH = 128
 MAX_STREAM_BYTES = 1 << 50
@@ -128,10 +131,14 @@ class SizeLeaf(_Record, tag="z", frozen=True):
 
 
 class Mesh(_Record, frozen=True):
+    """`ranks` are all of them, row-major; or the first alone where `strides` say what one step
+    along each dimension adds, so that a mesh of many ranks takes no more room than one of few."""
+
     device_type: str
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     names: tuple[str, ...] | None
+    strides: tuple[int, ...] = ()
 
 
 class Placement(_Record, frozen=True):
@@ -225,3 +232,23 @@ class Manifest(_Record, frozen=True):
     @property
     def stream_bytes(self) -> int:
         return sum(self.chunks)
+
+
+def parts(leaf: Leaf) -> Iterator[TensorLeaf]:
+    """The strided tensors of a leaf, nested ones included."""
+    if isinstance(leaf, TensorLeaf):
+        yield leaf
+    elif isinstance(leaf, QuantizedLeaf):
+        yield leaf.raw
+        yield from leaf.tensors
+    elif isinstance(leaf, SparseLeaf):
+        yield from leaf.parts
+    elif isinstance(leaf, DTensorLeaf):
+        yield leaf.local
+    elif isinstance(leaf, ShardedLeaf):
+        yield from leaf.shards
+    elif isinstance(leaf, SubclassLeaf):
+        for inner in (*leaf.parts, *leaf.context_leaves):
+            yield from parts(inner)
+    elif isinstance(leaf, ArrayLeaf) and leaf.nbytes:
+        yield TensorLeaf("uint8", (leaf.nbytes,), None, leaf.storage)

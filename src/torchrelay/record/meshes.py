@@ -9,36 +9,100 @@ from operator import eq
 import msgspec
 
 from torchrelay.errors import ManifestError
+from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 
 MAX_MESH_DIMS = 16
 MAX_MESH_WORK = 1 << 12  # dimensions of different meshes, and one more for each
+MAX_MESH_RANKS = 1 << 22  # of all different meshes
+_FEW = 8  # ranks of a mesh that are all written down
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def mesh_of(
+    device_type: str, shape: tuple[int, ...], ranks: tuple[int, ...], names: tuple[str, ...] | None
+) -> m.Mesh:
+    """The record of a mesh of these ranks, in few words where they are many."""
+    if len(ranks) > _FEW:
+        first = ranks[0]
+        steps = contiguous_strides(shape)
+        strides = [ranks[s] - first if n > 1 else 0 for s, n in zip(steps, shape, strict=True)]
+        short = m.Mesh(device_type, shape, (first,), names, tuple(strides))
+        if _apart(short) and ranks_of(short) == ranks:
+            return short
+    return m.Mesh(device_type, shape, ranks, names)
+
+
+def ranks_of(mesh: m.Mesh) -> tuple[int, ...]:
+    """All ranks of a mesh that is valid, row-major."""
+    if not mesh.strides:
+        return mesh.ranks
+    found = mesh.ranks
+    for size, stride in zip(mesh.shape, mesh.strides, strict=True):
+        found = tuple([rank + stride * step for rank in found for step in range(size)])
+    return found
+
+
+def coordinate_of(mesh: m.Mesh, rank: int) -> tuple[int, ...] | None:
+    """The place of a rank in a mesh that is valid, if it is in it."""
+    found = [0] * len(mesh.shape)
+    if mesh.strides:
+        left, strides = rank - mesh.ranks[0], mesh.strides
+    elif rank in mesh.ranks:
+        left, strides = mesh.ranks.index(rank), contiguous_strides(mesh.shape)
+    else:
+        return None
+    for stride, dim in sorted(zip(strides, range(len(strides)), strict=True), reverse=True):
+        if mesh.shape[dim] > 1:
+            found[dim], left = divmod(left, stride)
+    inside = all(0 <= at < size for at, size in zip(found, mesh.shape, strict=True))
+    return tuple(found) if inside and not left else None
+
+
+def _apart(mesh: m.Mesh) -> bool:
+    """Whether strides give each place a rank of its own: each is past all that lesser ones
+    reach."""
+    reach = 0
+    for stride, size in sorted(zip(mesh.strides, mesh.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return reach < 1 << 31
+
+
 def check_mesh(mesh: m.Mesh) -> None:
-    ranks = sorted(mesh.ranks)
-    if len(ranks) != prod(mesh.shape) or any(map(eq, ranks, ranks[1:])):
-        raise ManifestError("the ranks of a mesh do not fit its shape")
-    if ranks and not 0 <= ranks[0] <= ranks[-1] < 1 << 31:
-        raise ManifestError("rank out of range")
     dims = len(mesh.shape)
     if dims > MAX_MESH_DIMS:
         raise ManifestError(f"a mesh of {dims} dimensions, the cap is {MAX_MESH_DIMS}")
+    ranks = sorted(mesh.ranks)
+    if mesh.strides:
+        fits = len(ranks) == 1 and len(mesh.strides) == dims and 0 not in mesh.shape
+        if not fits or min(mesh.strides) < 0 or not _apart(mesh):
+            raise ManifestError("the strides of a mesh do not fit its shape")
+        steps = zip(mesh.strides, mesh.shape, strict=True)
+        ranks.append(ranks[0] + sum(stride * (size - 1) for stride, size in steps))
+    elif len(ranks) != prod(mesh.shape) or any(map(eq, ranks, ranks[1:])):
+        raise ManifestError("the ranks of a mesh do not fit its shape")
+    if ranks and not 0 <= ranks[0] <= ranks[-1] < 1 << 31:
+        raise ManifestError("rank out of range")
 
 
 def check_meshes(leaves: Iterable[m.Leaf]) -> None:
     """Raise `ManifestError` if the leaves lie on too many different meshes."""
     known: set[bytes] = set()  # spelled as bytes: a peer's numbers may all have one hash
-    work = 0
+    work = ranks = 0
     for mesh in _meshes(leaves):
         spelled = _encode(mesh)
         if spelled not in known:
             known.add(spelled)
             work += 1 + len(mesh.shape)
+            ranks += prod(mesh.shape)
             if work > MAX_MESH_WORK:
                 raise ManifestError(f"tensors on over {len(known) - 1} different meshes")
+            if ranks > MAX_MESH_RANKS:
+                raise ManifestError(f"meshes of {ranks} ranks, the cap is {MAX_MESH_RANKS}")
 
 
 def _meshes(leaves: Iterable[m.Leaf]) -> Iterator[m.Mesh]:

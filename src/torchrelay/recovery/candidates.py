@@ -10,12 +10,12 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.crew import Crew
+from torchrelay.record.checkpoint import Checkpoint
 from torchrelay.recovery.estimate import estimates
 from torchrelay.recovery.report import SourceAccount
 from torchrelay.recovery.resharing import Resharing
 from torchrelay.sources.mended_step import MendedStep, Successor
 from torchrelay.sources.seam import Opened, Source
-from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.retry import ONCE, Retry
 
 ASK_SECONDS = 10.0  # that a source may take to say what it has

@@ -11,7 +11,6 @@ from torchrelay.plan.outline import outline
 from torchrelay.resharding.record import RankBox, RankRecord, encode
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut, local_parts
-from torchrelay.stores.shares.plans import Told
 from torchrelay.stores.shares.replicas import replicas_of
 from torchrelay.transports.protocol.wire import Cut
 
@@ -35,7 +34,7 @@ class Holding:
         self.record = encode(
             RankRecord(
                 step=step,
-                outline=Told.of(named.outline),
+                outline=named.outline,
                 boxes=tuple(boxes),
                 plain=replicas_of(named),
             )

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box
-from torchrelay.record.stored import Shard, StoredTensor
+from torchrelay.record.checkpoint import Checkpoint, DataFile
+from torchrelay.record.consistency import check
+from torchrelay.record.places import ALIGN
+from torchrelay.record.stored import Shard, StoredTensor, Tensors
 from torchrelay.record.validation import itemsize
 from torchrelay.resharding.record import RankRecord
-from torchrelay.stores.file_places import ALIGN
-from torchrelay.stores.records import Checkpoint, DataFile, check
 from torchrelay.stores.shares.plans import LocalPlan, merge_outlines, renames
 
 
@@ -77,7 +78,7 @@ def whole_of(records: Mapping[int, RankRecord]) -> Whole:
         outlines=outlines.outlines,
         ranks=outlines.ranks,
         own=outlines.own,
-        tensors=tuple(tensors),
+        tensors=Tensors.of(tensors),
         files=tuple(
             DataFile(f"rank-{rank}", max(1, size), max(1, size), bytes(16))
             for rank, size in zip(ranks, owners.ends, strict=True)

@@ -11,10 +11,10 @@ from math import prod
 import msgspec
 
 from torchrelay.errors import ManifestError
+from torchrelay.record.checkpoint import Outline
 from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.validation import check_step
-from torchrelay.stores.shares.plans import Told
 
 
 class RankBox(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -32,7 +32,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     name on another rank, by name; distributed ones are the same everywhere."""
 
     step: int | None
-    outline: Told
+    outline: Outline
     boxes: tuple[RankBox, ...]
     plain: dict[str, bytes]
 

@@ -21,13 +21,14 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.memory.crew import Crew
+from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.commit import content_digest, decode
 from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
 from torchrelay.sources.lease import LocalFacts
 from torchrelay.sources.mapped_step import LentMemory, MappedStep
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.sources.seam import Absent, Newest
 from torchrelay.sources.suppliers import Supplier, Suppliers
-from torchrelay.stores.records import Checkpoint, content_digest, decode
 
 ASK_SECONDS = 20.0  # that an endpoint may take to say what it has
 MAX_URLS = 64

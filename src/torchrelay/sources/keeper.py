@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError
+from torchrelay.record.checkpoint import Checkpoint
 from torchrelay.sources.connection import Host
 from torchrelay.sources.endpoint import EndpointSource, StepFacts
 from torchrelay.sources.mapped_step import LentMemory, MappedStep
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.sources.suppliers import Supplier, Suppliers
-from torchrelay.stores.records import Checkpoint
 
 ASK_SECONDS = 5.0  # that a keeper may take to say what it has: it may be gone with its host
 

@@ -14,8 +14,9 @@ import xxhash
 
 from torchrelay.errors import RelayError
 from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.record.checkpoint import Checkpoint, DataFile
+from torchrelay.record.commit import content_digest
 from torchrelay.sources.seam import Opened
-from torchrelay.stores.records import Checkpoint, DataFile, content_digest
 from torchrelay.stores.seam import DataReader, MappableReader
 
 

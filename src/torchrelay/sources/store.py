@@ -8,10 +8,10 @@ from contextlib import closing
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.memory.bounded import bounded
+from torchrelay.record.commit import content_digest
 from torchrelay.sources.seam import Absent, Newest, Opened
 from torchrelay.stores.locate import OBJECTS, open_store, scheme_of
 from torchrelay.stores.opening import open_step
-from torchrelay.stores.records import content_digest
 from torchrelay.stores.retry import Retry
 from torchrelay.stores.seam import Store
 

@@ -27,9 +27,9 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError, TransferTimeoutError
 from torchrelay.memory import threads
 from torchrelay.memory.crew import Crew, share_out
+from torchrelay.record.checkpoint import DataFile
 from torchrelay.sources.connection import Answered, Host
 from torchrelay.sources.remote_step import ArrivingChunks, RemoteStep
-from torchrelay.stores.records import DataFile
 
 PIECE_BYTES = 2 << 20
 ASK_SECONDS = 0.2  # between two questions who there is, in the first seconds, and

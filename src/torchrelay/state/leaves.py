@@ -7,7 +7,7 @@ and a record that says how to put the parts together again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.record.arrays import dtype_from_text, dtype_to_text
+from torchrelay.record.manifest import parts
 from torchrelay.record.validation import SUB_BYTE, packed_bytes
 from torchrelay.record.values import decode_value, encode_value
 from torchrelay.state import tensors as t
@@ -220,26 +221,6 @@ def _subclass(leaf: torch.Tensor, path: Path, add: Add) -> Finish:
 
 def finished(described: int | Finish, part: Callable[[int], m.TensorLeaf]) -> m.Leaf:
     return part(described) if isinstance(described, int) else described(part)
-
-
-def parts(leaf: m.Leaf) -> Iterator[m.TensorLeaf]:
-    """The strided tensors of a leaf, nested ones included."""
-    if isinstance(leaf, m.TensorLeaf):
-        yield leaf
-    elif isinstance(leaf, m.QuantizedLeaf):
-        yield leaf.raw
-        yield from leaf.tensors
-    elif isinstance(leaf, m.SparseLeaf):
-        yield from leaf.parts
-    elif isinstance(leaf, m.DTensorLeaf):
-        yield leaf.local
-    elif isinstance(leaf, m.ShardedLeaf):
-        yield from leaf.shards
-    elif isinstance(leaf, m.SubclassLeaf):
-        for inner in (*leaf.parts, *leaf.context_leaves):
-            yield from parts(inner)
-    elif isinstance(leaf, m.ArrayLeaf) and leaf.nbytes:
-        yield m.TensorLeaf("uint8", (leaf.nbytes,), None, leaf.storage)
 
 
 def with_parts(leaf: m.Leaf, change: Callable[[m.TensorLeaf], m.TensorLeaf]) -> m.Leaf:

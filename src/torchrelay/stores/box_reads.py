@@ -22,11 +22,11 @@ from torchrelay.memory.crew import share_out
 from torchrelay.memory.host import host_block
 from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
+from torchrelay.record.checkpoint import Checkpoint
 from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.stores.device_reading import DeviceFetch, device_of
 from torchrelay.stores.reading import Fetch, Placed
-from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.writer.ranges import WORKERS
 
 if TYPE_CHECKING:

@@ -47,6 +47,7 @@ from torchrelay.landing.packed import unpack
 from torchrelay.memory.bounded import bounded
 from torchrelay.plan.outline import outline
 from torchrelay.plan.region import Region
+from torchrelay.record.checkpoint import Blob, Checkpoint, Outline
 from torchrelay.stores.box_reads import Wave, asked_for, waves
 from torchrelay.stores.flattened import outline_of
 from torchrelay.stores.local.store import token
@@ -54,7 +55,6 @@ from torchrelay.stores.locate import open_store
 from torchrelay.stores.metadata import AsPlanned, Unknown, as_planned
 from torchrelay.stores.opening import OpenedStep, open_newest, open_step
 from torchrelay.stores.reading import Fetch
-from torchrelay.stores.records import Blob, Checkpoint
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.shares import blobs, planner_items, plans
 from torchrelay.stores.shares.drafting import Share, Written, check_files, commit_record, sealed
@@ -176,7 +176,7 @@ class Writer(StorageWriter):
         ]
         try:
             outlined = outline_of(metadata, shares)
-            ranks = plans.Outlines((outlined,), (0,) * max(1, len(results)), {})
+            ranks = plans.Outlines((outlined,), (0,) * max(1, len(results)), ())
             record = commit_record(self._step, shares, ranks, __version__, self.save_id)
             self._within("look at the files", lambda: check_files(draft, record))
             self._commit(draft, sealed(record))
@@ -221,14 +221,14 @@ def _write(draft: Draft, share: Share) -> list[bytes]:
         raise
 
 
-def _values(drafted: plans.Drafted) -> dict[str, plans.Told]:
+def _values(drafted: plans.Drafted) -> dict[str, Outline]:
     """Objects that are plain values go into the commit record, and not into a file."""
     values = {}
     for name, (kind, data) in list(drafted.objects.items()):
         if kind == blobs.STATE:
             found = outline(unpack(data)).outline
             if not found.names:
-                values[name] = plans.Told.of(found)
+                values[name] = found
                 del drafted.objects[name]
     return values
 

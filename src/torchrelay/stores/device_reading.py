@@ -28,8 +28,8 @@ from torchrelay.memory.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.side import on_side_stream
 from torchrelay.plan.region import Region
+from torchrelay.record.checkpoint import Checkpoint
 from torchrelay.stores.reading import Fetch, Placed, Task, damaged, merged, opened, unread
-from torchrelay.stores.records import Checkpoint
 from torchrelay.stores.seam import DataReader, OpenStep
 
 GROUP_BYTES = 256 << 20  # the least slab that is worth it

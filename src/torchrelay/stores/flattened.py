@@ -14,14 +14,13 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrelay.errors import CheckpointError
-from torchrelay.plan.outline import Outline
 from torchrelay.plan.overlay import shifted
 from torchrelay.plan.pathtree import Key, tree_of_paths
 from torchrelay.record import manifest as m
+from torchrelay.record.checkpoint import Outline
 from torchrelay.state.paths import Path
 from torchrelay.state.tensors import NAMES
 from torchrelay.stores.shares.drafting import Written
-from torchrelay.stores.shares.plans import Told
 
 GROUPS, PARAMS, STATE = "param_groups", "params", "state"
 _NOTHING = m.DictNode("dict", (), ())
@@ -34,7 +33,7 @@ def outline_of(metadata: Metadata, shares: Sequence[Written]) -> Outline:
 
     `CheckpointError` names what no rank has written.
     """
-    stored = {box.name: box for share in shares for box in share.boxes}
+    stored = {tensor.name: tensor for share in shares for tensor in share.tensors}
     values = {name: value for share in shares for name, value in share.values.items()}
     objects = {blob.name for share in shares for blob in share.blobs}
     places = {name: place for place, name in enumerate(stored)}
@@ -46,9 +45,9 @@ def outline_of(metadata: Metadata, shares: Sequence[Written]) -> Outline:
         path = _with_keys(text_path, optimizers)
         entry = metadata.state_dict_metadata[name]
         if name in stored:
-            box = stored[name]
+            tensor = stored[name]
             placed.append((path, len(leaves)))
-            leaves.append(m.TensorLeaf(box.dtype, box.shape, None, places[name]))
+            leaves.append(m.TensorLeaf(tensor.dtype, tensor.shape, None, places[name]))
         elif name in values:
             placed.append((path, shifted(values[name].tree, len(leaves))))
             leaves += values[name].leaves
@@ -70,7 +69,7 @@ def _paths(metadata: Metadata) -> dict[str, Path]:
     return paths | {name: (name,) for name in entries if name not in paths}
 
 
-def _optimizers(paths: Mapping[str, Path], values: Mapping[str, Told]) -> dict[Path, _Keys]:
+def _optimizers(paths: Mapping[str, Path], values: Mapping[str, Outline]) -> dict[Path, _Keys]:
     """Where states of optimizers are, and the numbers by which each knows its parameters."""
     found: dict[Path, _Keys] = {}
     for name, path in paths.items():

@@ -7,7 +7,8 @@ from functools import cached_property
 import xxhash
 
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError, StepNotFoundError
-from torchrelay.stores.records import Checkpoint, decode
+from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.commit import decode
 from torchrelay.stores.retry import ONCE, Retry, is_wrong
 from torchrelay.stores.seam import MANIFEST, Store
 

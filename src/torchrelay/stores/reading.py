@@ -19,8 +19,8 @@ from torchrelay.errors import CheckpointError, DamagedError, RelayError
 from torchrelay.memory.crew import share_out
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
+from torchrelay.record.checkpoint import Checkpoint, DataFile
 from torchrelay.stores.local.reader import PAGE
-from torchrelay.stores.records import Checkpoint, DataFile
 from torchrelay.stores.retry import is_wrong
 from torchrelay.stores.seam import DataReader, MappableReader, MendableStep, OpenStep
 from torchrelay.stores.writer.ranges import WORKERS, host_view

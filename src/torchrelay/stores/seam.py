@@ -13,12 +13,13 @@ import re
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from torchrelay.record.manifest import MAX_RECORD_BYTES
 from torchrelay.stores.retry import ONCE, Retry
 
 Buffer = bytes | bytearray | memoryview
 
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 31
+MAX_MANIFEST_BYTES = MAX_RECORD_BYTES
 DATA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors(\.index\.json)?")
 
 

@@ -9,43 +9,16 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
-
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedStep
 from torchrelay.errors import EndpointError
 from torchrelay.inspection.seam import Contents, VolumeFacts
-from torchrelay.record.stored import StoredTensor
+from torchrelay.record.commit import decode
 from torchrelay.sources.connection import Answered, Host
 from torchrelay.stores.shares.layout import rank_of
 
 KEPT = 8  # steps whose contents are remembered, to say what changed
 READ_SECONDS = 60.0  # that another rank may take to give some bytes
-
-
-class RecordFile(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `DataFile` of a commit record."""
-
-    name: str
-    nbytes: int
-    chunk_bytes: int
-    digests: bytes
-
-
-class _PageBody(msgspec.Struct):
-    """A commit record, as far as a page needs it."""
-
-    tensors: tuple[StoredTensor, ...]
-    files: tuple[RecordFile, ...]
-    ranks: tuple[int, ...]
-    torch: str
-
-
-class _PageRecord(msgspec.Struct):
-    checkpoint: _PageBody
-
-
-_record = msgspec.json.Decoder(_PageRecord)
 
 
 class ServedWatch:
@@ -90,11 +63,11 @@ class ServedWatch:
 
 
 def _contents(one: ServedStep) -> Contents:
-    body = _record.decode(one.record).checkpoint
+    body = decode(one.record)
     volumes = [
         VolumeFacts(f.name, f.nbytes, rank_of(f.name), f.chunk_bytes, f.digests) for f in body.files
     ]
-    return Contents(one.step, len(body.ranks), body.tensors, volumes, torch=body.torch)
+    return Contents(one.step, body.world, tuple(body.tensors), volumes, torch=body.torch)
 
 
 class ServedSource:

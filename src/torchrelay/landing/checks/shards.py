@@ -8,6 +8,7 @@ from typing import Literal
 
 from torchrelay.errors import MismatchError, UsageError
 from torchrelay.record import manifest as m
+from torchrelay.record.meshes import coordinate_of
 from torchrelay.state import tensors as t
 from torchrelay.state.tree import show
 
@@ -61,20 +62,12 @@ def _of_mesh(leaf: m.DTensorLeaf, rank: int | None, shards: Shards) -> str:
     cut = [d for d, (one, size) in enumerate(placements) if one.kind != "replicate" and size > 1]
     if not cut:
         return ""
-    if rank not in leaf.mesh.ranks:
+    here = None if rank is None else coordinate_of(leaf.mesh, rank)
+    if here is None:
         return "" if shards == "replica" else "and this rank is not in its mesh"
-    here = _coordinate(leaf.mesh, leaf.mesh.ranks.index(rank))
     if leaf.coordinate is not None and all(here[d] == leaf.coordinate[d] for d in cut):
         return ""
     return f"cut for place {leaf.coordinate} of its mesh, and this rank is at {here}"
-
-
-def _coordinate(mesh: m.Mesh, place: int) -> tuple[int, ...]:
-    found = []
-    for size in reversed(mesh.shape):
-        place, at = divmod(place, size)
-        found.append(at)
-    return tuple(reversed(found))
 
 
 def _of_boxes(leaf: m.ShardedLeaf, rank: int | None, shards: Shards) -> str:

@@ -12,45 +12,28 @@ import torch
 from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
-from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf
-from torchrelay.record.stored import Shard, StoredTensor
-from torchrelay.state.leaves import parts
-from torchrelay.stores.records import (
-    Blob,
-    Checkpoint,
-    DataFile,
-    Own,
-    decode,
-    encode,
-)
+from torchrelay.record.checkpoint import Blob, Checkpoint, DataFile, Outline, Own
+from torchrelay.record.commit import decode, encode
+from torchrelay.record.joined import joined
+from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf, parts
+from torchrelay.record.places import check_tensors
+from torchrelay.record.stored import Shard, StoredTensor, Tensors
 from torchrelay.stores.seam import Draft
 from torchrelay.stores.shares.device_hashing import DeviceHashing
-from torchrelay.stores.shares.layout import FileLayout
-from torchrelay.stores.shares.plans import Drafted, Outlines, Told, with_objects
+from torchrelay.stores.shares.layout import Entry, FileLayout
+from torchrelay.stores.shares.plans import Drafted, Outlines, with_objects
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged
 
 PASS_BYTES = 64 << 20
-
-
-class WrittenBox(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A box that a rank wrote; `file` counts in its own files."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: int
-    start: int
 
 
 class Written(msgspec.Struct, array_like=True, frozen=True):
     """What a rank has written: the coordinator makes the commit record of these."""
 
     files: list[DataFile]
-    boxes: list[WrittenBox]
+    tensors: Tensors  # in these files
     blobs: list[Blob]
-    values: dict[str, Told] = {}  # objects that are plain values, by name
+    values: dict[str, Outline] = {}  # objects that are plain values, by name
     origins: tuple[tuple[str, str], ...] = ()  # see `Drafted`
     dtypes: tuple[tuple[str, str], ...] = ()
 
@@ -68,9 +51,9 @@ class Share:
         self.files = [FileSpec(file.name, file.nbytes, file.chunk_bytes) for file in layouts]
         self.streams: list[Stream] = []
         self._keep: list[object] = []
-        self._boxes: list[WrittenBox] = []
         self._blobs: list[Blob] = []
         self._hashing: DeviceHashing | None = None
+        boxes: dict[str, tuple[Entry, list[Shard]]] = {}
         for number, layout in enumerate(layouts):
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
             placed = [(0, Region.row_major(head))]
@@ -81,9 +64,14 @@ class Share:
                     kind, data = drafted.objects[entry.name]
                     self._blobs.append(Blob(entry.name, kind, number, start, len(data)))
                 else:
-                    self._boxes.append(WrittenBox(*entry[:5], number, start))
+                    shard = Shard(entry.offsets, entry.sizes, number, start)
+                    boxes.setdefault(entry.name, (entry, []))[1].append(shard)
             self._keep.append((head, tensors))
             self.streams.append(Stream.of(placed, layout.nbytes))
+        self._tensors = Tensors.of(
+            StoredTensor(entry.name, entry.dtype, entry.shape, shards)
+            for entry, shards in boxes.values()
+        )
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +126,9 @@ class Share:
             DataFile(file.name, file.nbytes, file.chunk_bytes, known)
             for file, known in zip(self.files, digests, strict=True)
         ]
-        return Written(files, self._boxes, self._blobs, origins=self._origins, dtypes=self._dtypes)
+        return Written(
+            files, self._tensors, self._blobs, origins=self._origins, dtypes=self._dtypes
+        )
 
 
 def commit_record(
@@ -150,20 +140,16 @@ def commit_record(
 ) -> Checkpoint:
     """The commit record of a step that all ranks have written."""
     files: list[DataFile] = []
-    shards: dict[str, list[Shard]] = {}
-    facts: dict[str, tuple[str, tuple[int, ...]]] = {}
+    firsts: list[int] = []
     blobs: list[Blob] = []
     for share in shares:
         first = len(files)
+        check_tensors(share.tensors, [file.nbytes for file in share.files], whole=False)
         files += share.files
-        for box in share.boxes:
-            facts.setdefault(box.name, (box.dtype, box.shape))
-            shards.setdefault(box.name, []).append(
-                Shard(box.offsets, box.sizes, first + box.file, box.start)
-            )
+        firsts.append(first)
         blobs += [msgspec.structs.replace(blob, file=first + blob.file) for blob in share.blobs]
-    tensors = [StoredTensor(name, *facts[name], tuple(shards[name])) for name in shards]
-    outlines = _as_written(shares, outlines, set(facts))
+    tensors = joined([share.tensors for share in shares], firsts)
+    outlines = _as_written(shares, outlines, set(tensors.names))
     torch_version: Any = torch.__version__
     return Checkpoint(
         step=step,
@@ -173,7 +159,7 @@ def commit_record(
         outlines=outlines.outlines,
         ranks=outlines.ranks,
         own=outlines.own,
-        tensors=tuple(tensors),
+        tensors=tensors,
         files=tuple(files),
         blobs=tuple(blobs),
         save_id=save_id,
@@ -193,8 +179,8 @@ def sealed(record: Checkpoint) -> bytes:
     if encode(found) != data:
         raise _not_sealed(record, "it reads back as another one")
     held = {name for outline in found.outlines for name in outline.names}
-    held.update(name for own in found.own.values() for name in own.names.values())
-    lost = next((tensor.name for tensor in found.tensors if tensor.name not in held), None)
+    held.update(name for own in found.own for _, name in own.names)
+    lost = next((name for name in found.tensors.names if name not in held), None)
     if lost is not None:
         raise _not_sealed(record, "a tensor that was written is in no rank's state", path=lost)
     return data
@@ -255,15 +241,16 @@ def _as_written(shares: Sequence[Written], outlines: Outlines, names: set[str]) 
         raise CheckpointError("the planner converted a part of a leaf", phase="commit", path=path)
 
     bases = []
-    own = {}
+    own = []
     for base in outlines.outlines:
         known = tuple(map(name_of, base.names))
         leaves = tuple(leaf_of(leaf, known) for leaf in base.leaves) if dtypes else base.leaves
         bases.append(msgspec.structs.replace(base, names=known, leaves=leaves))
-    for rank, held in outlines.own.items():
-        named = {index: name_of(name) for index, name in held.names.items()}
-        known = bases[outlines.ranks[rank]].names
-        known = tuple(named.get(index, name) for index, name in enumerate(known))
-        kept = {index: leaf_of(leaf, known) for index, leaf in held.leaves.items()}
-        own[rank] = Own(kept, named)
-    return Outlines(tuple(bases), outlines.ranks, own)
+    for held in outlines.own:
+        named = tuple((index, name_of(name)) for index, name in held.names)
+        known = bases[outlines.ranks[held.rank]].names
+        changed = dict(named)
+        known = tuple(changed.get(index, name) for index, name in enumerate(known))
+        kept = tuple((index, leaf_of(leaf, known)) for index, leaf in held.leaves)
+        own.append(Own(held.rank, kept, named))
+    return Outlines(tuple(bases), outlines.ranks, tuple(own))

@@ -18,7 +18,7 @@ from torchrelay.state import tensors as t
 from torchrelay.stores.shares import plan_limits, planner_items, plans
 from torchrelay.stores.shares.layout import FileLayout, arrange
 from torchrelay.stores.shares.planning import Decision
-from torchrelay.stores.shares.plans import Drafted, FinalPlan, LocalPlan, Outlines, Told
+from torchrelay.stores.shares.plans import Drafted, FinalPlan, LocalPlan, Outlines
 from torchrelay.stores.shares.replicas import replicas_of
 
 _local = msgspec.msgpack.Decoder(LocalPlan)
@@ -33,7 +33,7 @@ class PlannerPlanning:
         self._planner = planner
         self._rank, self._world, self._file_bytes = rank, world, file_bytes
         self._named: Named | None = None
-        self.outlines = Outlines((), (), {})
+        self.outlines = Outlines((), (), ())
         self.nbytes = 0
 
     def forget(self) -> None:
@@ -45,7 +45,7 @@ class PlannerPlanning:
         plan = self._planner.create_local_plan()
         return _encode(
             LocalPlan(
-                Told.of(named.outline),
+                named.outline,
                 planner_items.items_of(plan),
                 pack(plan.planner_data),
                 plan.usable,

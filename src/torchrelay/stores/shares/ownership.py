@@ -19,10 +19,9 @@ import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.plan.outline import Outline
+from torchrelay.record.checkpoint import Outline, Own, pairs
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf
-from torchrelay.stores.records import Own
-from torchrelay.stores.shares.plans import Outlines, Told
+from torchrelay.stores.shares.plans import Outlines
 
 BUCKETS = 64
 _Buckets = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)], ...], msgspec.Meta()]
@@ -81,7 +80,7 @@ class Details(msgspec.Struct, array_like=True, frozen=True):
 
     tensors: list[Row]
     leaves: list[tuple[int, Leaf]]
-    outline: Told | None
+    outline: Outline | None
     nbytes: int  # that it writes of tensors that are the same everywhere
 
 
@@ -130,8 +129,7 @@ def digests_of_leaves(leaves: Sequence[Leaf]) -> bytes:
 
 
 def shape_of(outline: Outline) -> bytes:
-    told = Told.of(outline)
-    return xxhash.xxh3_128_digest(_encode((told.tree, told.names, told.strides)))
+    return xxhash.xxh3_128_digest(_encode((outline.tree, outline.names, outline.strides)))
 
 
 def written_by_rule(held: Iterable[HeldTensor]) -> set[str]:
@@ -280,7 +278,7 @@ def merge(
     bases: list[Outline] = []
     first: dict[bytes, int] = {}  # by shape, the first rank
     ranks: list[int] = []
-    own: dict[int, Own] = {}
+    own: list[Own] = []
     places: list[Mapping[str, int]] = []
     for rank, (statement, one, ruling) in enumerate(zip(said, details, ruled, strict=True)):
         if statement.shape not in first:
@@ -294,14 +292,14 @@ def merge(
             places[base][name]: new for name, new in ruling.renamed.items() if name in places[base]
         }
         if leaves or names:
-            own[rank] = Own(leaves, names)
-    return Outlines(tuple(bases), tuple(ranks), own)
+            own.append(Own(rank, pairs(leaves), pairs(names)))
+    return Outlines(tuple(bases), tuple(ranks), tuple(own))
 
 
 def _told(details: Details, rank: int) -> Outline:
     if details.outline is None:
         raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")
-    return details.outline.outline
+    return details.outline
 
 
 def _own_leaves(

@@ -15,14 +15,15 @@ import msgspec
 import torch
 import xxhash
 
-from torchrelay.plan.outline import Named, Outline
+from torchrelay.plan.outline import Named
+from torchrelay.record.checkpoint import Outline
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import mesh_record
 from torchrelay.stores.shares import ownership, plan_limits
 from torchrelay.stores.shares.layout import Entry, FileLayout, arrange
 from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling, Statement
-from torchrelay.stores.shares.plans import Drafted, Outlines, Told
+from torchrelay.stores.shares.plans import Drafted, Outlines
 from torchrelay.stores.shares.replicas import facts_of
 
 Signature = list[tuple[object, ...]]
@@ -99,7 +100,7 @@ class RulePlanning:
         self._known: _KnownPlan | None = None
         self._current: _Current | None = None
         self._said: list[Statement] = []
-        self.outlines = Outlines((), (), {})
+        self.outlines = Outlines((), (), ())
         self.nbytes = 0
 
     def forget(self) -> None:
@@ -140,7 +141,7 @@ class RulePlanning:
     def decide(self, said: Sequence[bytes]) -> Decision:
         outline = self._now.named.outline
         if self._world == 1:
-            self.outlines = Outlines((outline,), (0,), {})
+            self.outlines = Outlines((outline,), (0,), ())
             wholes = self._now.named.tensors.values()
             self.nbytes = sum(prod(whole.size()) * whole.dtype.itemsize for whole in wholes)
             return Decision([_encode(Ruling())], final=True)
@@ -154,7 +155,7 @@ class RulePlanning:
         if asked is not None:
             self._said = statements
             return Decision([_encode(question) for question in asked], final=False)
-        self.outlines = Outlines((outline,), (0,) * len(said), {})
+        self.outlines = Outlines((outline,), (0,) * len(said), ())
         self.nbytes = sum(statement.nbytes for statement in statements)
         return Decision([_encode(Ruling())] * len(said), final=True)
 
@@ -181,7 +182,7 @@ class RulePlanning:
         details = Details(
             rows,
             [(index, leaves[index]) for bucket in question.leaves for index in places[bucket]],
-            Told.of(now.named.outline) if question.outline else None,
+            now.named.outline if question.outline else None,
             _bytes_by_rule(same),
         )
         return _encode(details)

@@ -17,11 +17,9 @@ import msgspec
 import torch
 
 from torchrelay.errors import CheckpointError
-from torchrelay.plan.outline import Outline
-from torchrelay.record.keys import check_keys
-from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES, Leaf, Node
+from torchrelay.record.checkpoint import Outline, Own
+from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES
 from torchrelay.state import tensors as t
-from torchrelay.stores.records import Own
 from torchrelay.stores.shares.layout import Entry
 
 Kind = Literal["TENSOR", "SHARD", "BYTE_IO"]  # names of `WriteItemType`
@@ -41,30 +39,10 @@ class Item(msgspec.Struct, array_like=True, frozen=True, gc=False):
     shape: Lengths = ()
 
 
-class Told(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An `Outline` as a message. Its strides are pairs: the decoder would make a dict of another
-    rank's numbers before anybody could see whether it is one that works."""
-
-    tree: Node
-    leaves: tuple[Leaf, ...]
-    names: tuple[str, ...]
-    strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
-
-    @classmethod
-    def of(cls, outline: Outline) -> Told:
-        return cls(outline.tree, outline.leaves, outline.names, tuple(outline.strides.items()))
-
-    @property
-    def outline(self) -> Outline:
-        """`ManifestError` where the strides are not those of an outline."""
-        check_keys(tuple(index for index, _ in self.strides))
-        return Outline(self.tree, self.leaves, self.names, dict(self.strides))
-
-
 class LocalPlan(msgspec.Struct, array_like=True, frozen=True):
     """What a rank tells the coordinator before a save."""
 
-    outline: Told | None
+    outline: Outline | None
     items: list[Item]
     data: bytes  # the plan's `planner_data`, packed
     usable: bool = True
@@ -81,11 +59,11 @@ class FinalPlan(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Outlines(NamedTuple):
-    """The outlines of all ranks with what they share held once; see `records.Checkpoint`."""
+    """The outlines of all ranks with what they share held once; see `Checkpoint`."""
 
     outlines: tuple[Outline, ...]
     ranks: tuple[int, ...]
-    own: dict[int, Own]
+    own: tuple[Own, ...]
 
 
 def renames(locals_: list[LocalPlan]) -> list[dict[str, str]]:
@@ -106,10 +84,10 @@ def renames(locals_: list[LocalPlan]) -> list[dict[str, str]]:
 
 def merge_outlines(locals_: list[LocalPlan]) -> Outlines:
     """Hold each distinct outline once, and what single ranks have of their own apart."""
-    bases: list[Told] = []
+    bases: list[Outline] = []
     known: dict[bytes, int] = {}
     ranks: list[int] = []
-    own: dict[int, Own] = {}
+    own: list[Own] = []
     for rank, (local, renamed) in enumerate(zip(locals_, renames(locals_), strict=True)):
         outline = local.outline
         if outline is None:
@@ -122,20 +100,20 @@ def merge_outlines(locals_: list[LocalPlan]) -> Outlines:
                 bases.append(outline)
             known[key] = base
         ranks.append(base)
-        leaves = {
-            index: leaf
+        leaves = tuple(
+            (index, leaf)
             for index, (leaf, other) in enumerate(
                 zip(outline.leaves, bases[base].leaves, strict=True)
             )
             if leaf != other
-        }
-        names = {i: renamed[name] for i, name in enumerate(outline.names) if name in renamed}
+        )
+        names = tuple((i, renamed[name]) for i, name in enumerate(outline.names) if name in renamed)
         if leaves or names:
-            own[rank] = Own(leaves, names)
-    return Outlines(tuple(base.outline for base in bases), tuple(ranks), own)
+            own.append(Own(rank, leaves, names))
+    return Outlines(tuple(bases), tuple(ranks), tuple(own))
 
 
-def _alike(one: Told, other: Told) -> bool:
+def _alike(one: Outline, other: Outline) -> bool:
     return (one.tree, one.names, one.strides) == (other.tree, other.names, other.strides)
 
 

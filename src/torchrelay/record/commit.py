@@ -1,0 +1,76 @@
+"""Records as bytes: JSON at rest, MessagePack on the wire. One schema, and one validator.
+
+At rest, in `manifest.json`, a record is one JSON object of two fields: `checkpoint`, the record,
+and `digest`, the xxh3-128 of the bytes of that field as they stand in the file. Columns of numbers
+are bytes: base64 in JSON.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import xxhash
+
+from torchrelay.errors import ManifestError
+from torchrelay.record import first_format
+from torchrelay.record.checkpoint import FORMAT, Checkpoint
+from torchrelay.record.consistency import check
+from torchrelay.record.manifest import MAX_RECORD_BYTES
+from torchrelay.record.pause import gc_paused
+
+
+class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
+    checkpoint: msgspec.Raw
+    digest: str
+
+
+class _StepVersion(msgspec.Struct):
+    format: tuple[int, int]
+
+
+_envelope = msgspec.json.Decoder(_Envelope)
+_version = msgspec.json.Decoder(_StepVersion)
+_checkpoint = msgspec.json.Decoder(Checkpoint)
+
+
+def encode(checkpoint: Checkpoint) -> bytes:
+    body = msgspec.json.encode(checkpoint)
+    return msgspec.json.encode(_Envelope(msgspec.Raw(body), xxhash.xxh3_128_hexdigest(body)))
+
+
+def content_digest(checkpoint: Checkpoint) -> str:
+    """What a step holds, whenever and by whichever version it was saved, as a digest."""
+    bare = msgspec.structs.replace(checkpoint, time="", torch="", torchrelay="")
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(bare))
+
+
+def decode(data: bytes) -> Checkpoint:
+    """The record in `data`, its digest and every number in it checked, or `ManifestError`. One of
+    an earlier format is given as if it were of this one."""
+    if len(data) > MAX_RECORD_BYTES:
+        raise ManifestError(f"commit record of {len(data)} bytes, the cap is {MAX_RECORD_BYTES}")
+    with gc_paused():
+        try:
+            checkpoint = _decode(data)
+            check(checkpoint)
+        except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as fault:
+            raise ManifestError(f"not a commit record: {fault}") from None
+    return checkpoint
+
+
+def _decode(data: bytes) -> Checkpoint:
+    envelope = _envelope.decode(data)
+    body = bytes(envelope.checkpoint)
+    # Byte for byte: nothing beside the two fields, and those in one spelling.
+    if data != msgspec.json.encode(envelope):
+        raise ManifestError("not a commit record: bytes that were not written by torchrelay")
+    if envelope.digest != xxhash.xxh3_128_hexdigest(body):
+        raise ManifestError("the commit record does not have the digest it was written with")
+    major, minor = _version.decode(body).format
+    if major == first_format.MAJOR:
+        return first_format.decode(body)
+    if major != FORMAT[0]:
+        raise ManifestError(
+            f"a checkpoint of format {major}.{minor}, this version reads "
+            f"{first_format.MAJOR}.x and {FORMAT[0]}.x"
+        )
+    return _checkpoint.decode(body)
