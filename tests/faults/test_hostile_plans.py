@@ -22,11 +22,12 @@ from tests.support.ranks import RankPool
 from torchrelay.checkpointer.saves import agreement
 from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.plan.outline import outline
+from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint import Checkpoint, DataFile, Outline
 from torchrelay.record.stored import Shard, StoredTensor, Tensors
 from torchrelay.resharding import record
 from torchrelay.resharding.owners import whole_of
-from torchrelay.resharding.record import RankBox, RankRecord
+from torchrelay.resharding.record import LiveRank
 from torchrelay.stores.shares import plan_limits
 from torchrelay.stores.shares.drafting import sealed
 from torchrelay.stores.shares.given_planner import PlannerPlanning, local_plan
@@ -150,13 +151,20 @@ def test_boxes_of_several_ranks_and_of_one_pass() -> None:
 
 
 def test_a_live_rank_whose_boxes_have_one_hash_is_refused() -> None:
-    mine = outline({"w": torch.zeros(4, 4)}).outline
     prime = (1 << 61) - 1
-    boxes = tuple(
-        RankBox("w", "float32", (2 * prime,) * 14, place, (1,) * 14)
-        for place in itertools.product((0, prime), repeat=14)
+    places = itertools.islice(itertools.product((0, prime), repeat=14), 2000)
+    shards = [Shard(place, (1,) * 14, 0, 0) for place in places]
+    part = Checkpoint(
+        step=1,
+        time="",
+        torch="",
+        torchrelay="",
+        outlines=(Outline(m.DictNode("dict", (), ()), (), ()),),
+        ranks=(0,),
+        tensors=Tensors.of([StoredTensor("w", "float32", (2 * prime,) * 14, shards)]),
+        files=(DataFile("memory", 4, 4, b""),),
     )
-    data = record.encode(RankRecord(step=1, outline=mine, boxes=boxes[:2000], plain={}))
+    data = record.encode(LiveRank(step=1, part=part, replicas={}))
     begun = time.process_time()
     with pytest.raises(ManifestError):
         whole_of({0: record.decode(data)})

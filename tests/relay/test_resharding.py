@@ -29,10 +29,13 @@ from tests.support.ways import patched
 from torchrelay import dropin
 from torchrelay.errors import ManifestError, MismatchError, RelayError, RemoteProtocolError
 from torchrelay.plan.outline import outline
+from torchrelay.record.checkpoint import Checkpoint, DataFile
+from torchrelay.record.stored import Shard as StoredShard
+from torchrelay.record.stored import StoredTensor, Tensors
 from torchrelay.resharding import record as records
 from torchrelay.resharding.holding import Holding
 from torchrelay.resharding.owners import whole_of
-from torchrelay.resharding.record import RankBox, RankRecord
+from torchrelay.resharding.record import LiveRank
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.machines.peers import Peer
 from torchrelay.transports.protocol.parts import Branch
@@ -480,9 +483,8 @@ def single_rank_usage(words: str, sources: list[int], **options: Any) -> None:
 # Records, and what a peer may say.
 
 
-def record_of(state: object, **changes: Any) -> RankRecord:
-    made = records.decode(Holding(state, 3).record)
-    return msgspec.structs.replace(made, **changes)
+def record_of(state: object, **changes: Any) -> LiveRank:
+    return records.decode(Holding(state, 3).record)._replace(**changes)
 
 
 STATE = {"w": torch.arange(12.0).view(3, 4), "n": 7, "s": torch.ones(4, 4)[:, ::2]}
@@ -490,11 +492,12 @@ STATE = {"w": torch.arange(12.0).view(3, 4), "n": 7, "s": torch.ones(4, 4)[:, ::
 
 def test_a_record_of_plain_tensors_says_what_is_there() -> None:
     made = record_of(STATE)
-    assert made.step == 3 and made.outline.outline == outline(STATE).outline
-    assert [(box.name, box.shape, box.offsets, box.sizes) for box in made.boxes] == [
-        ("w", (3, 4), (0, 0), (3, 4)),
-        ("s", (4, 2), (0, 0), (4, 2)),
+    assert made.step == 3 and made.part.outlines == (outline(STATE).outline,)
+    assert [(one.name, one.shape, tuple(one.shards)) for one in made.part.tensors] == [
+        ("w", (3, 4), (StoredShard((0, 0), (3, 4), 0, 0),)),
+        ("s", (4, 2), (StoredShard((0, 0), (4, 2), 0, 48),)),
     ]
+    assert [file.nbytes for file in made.part.files] == [80]
 
 
 def test_boxes_are_views_of_the_tensors() -> None:
@@ -517,17 +520,30 @@ def test_a_box_that_is_not_there_is_refused(cut: wire.Cut) -> None:
         Holding(STATE, None).select([cut])
 
 
-def box(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], **other: Any) -> RankBox:
+def box(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], **other: Any) -> StoredTensor:
     shape = other.get("shape", (4, 4))
-    return RankBox(name, other.get("dtype", "float32"), shape, offsets, sizes)
+    shard = StoredShard(offsets, sizes, 0, 0)
+    return StoredTensor(name, other.get("dtype", "float32"), shape, (shard,))
 
 
 LEAF = outline({"w": torch.zeros(4, 4)}).outline
 
 
-def rank_record(*boxes: RankBox, plain: bool = False) -> RankRecord:
-    known = {"w": b"same"} if plain else {}
-    return RankRecord(step=None, outline=LEAF, boxes=boxes, plain=known)
+def rank_record(*boxes: StoredTensor, plain: bool = False) -> LiveRank:
+    """A rank with these boxes of one tensor."""
+    shards = tuple(shard for one in boxes for shard in one.shards)
+    part = Checkpoint(
+        step=0,
+        time="",
+        torch="",
+        torchrelay="",
+        outlines=(LEAF,),
+        ranks=(0,),
+        tensors=Tensors.of([msgspec.structs.replace(boxes[0], shards=shards)]),
+        files=(DataFile("memory", 1 << 10, 1 << 10, b""),),
+    )
+    made = LiveRank(step=None, part=part, replicas={"w": b"same"} if plain else {})
+    return records.decode(records.encode(made))
 
 
 def test_boxes_that_several_have_are_shared_out() -> None:
@@ -562,7 +578,7 @@ def test_a_rank_with_all_of_a_tensor_is_asked_for_it() -> None:
         (box("w", (0, 0), (2, 8), shape=(2, 8)), r"of shape \(2, 8\)"),
     ],
 )
-def test_parts_that_make_no_whole_are_refused(second: RankBox, words: str) -> None:
+def test_parts_that_make_no_whole_are_refused(second: StoredTensor, words: str) -> None:
     with pytest.raises(MismatchError, match=words):
         whole_of({0: rank_record(box("w", (0, 0), (2, 4))), 1: rank_record(second)})
 

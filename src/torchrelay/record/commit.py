@@ -1,4 +1,4 @@
-"""Records as bytes: JSON at rest, MessagePack on the wire. One schema, and one validator.
+"""Records as bytes: JSON at rest, MessagePack between live ranks. One schema, and one validator.
 
 At rest, in `manifest.json`, a record is one JSON object of two fields: `checkpoint`, the record,
 and `digest`, the xxh3-128 of the bytes of that field as they stand in the file. Columns of numbers
@@ -30,6 +30,7 @@ class _StepVersion(msgspec.Struct):
 _envelope = msgspec.json.Decoder(_Envelope)
 _version = msgspec.json.Decoder(_StepVersion)
 _checkpoint = msgspec.json.Decoder(Checkpoint)
+_part = msgspec.msgpack.Decoder(Checkpoint)
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
@@ -54,6 +55,24 @@ def decode(data: bytes) -> Checkpoint:
             check(checkpoint)
         except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as fault:
             raise ManifestError(f"not a commit record: {fault}") from None
+    return checkpoint
+
+
+def encode_part(checkpoint: Checkpoint) -> bytes:
+    """What a live rank has of a state, as it tells another."""
+    return msgspec.msgpack.encode(checkpoint)
+
+
+def decode_part(data: bytes) -> Checkpoint:
+    """The record in `data` of a part of a state, every number checked, or `ManifestError`."""
+    with gc_paused():
+        try:
+            checkpoint = _part.decode(data)
+            if checkpoint.format != FORMAT:
+                raise ManifestError(f"a record of format {checkpoint.format}, ours is {FORMAT}")
+            check(checkpoint, part=True)
+        except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as fault:
+            raise ManifestError(f"not a record: {fault}") from None
     return checkpoint
 
 

@@ -20,10 +20,14 @@ from torchrelay.record.validation import check_leaves, check_outline, last_byte
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
-def check(checkpoint: Checkpoint) -> None:
-    """Raise `ManifestError` unless all parts of the record agree with each other."""
-    check_files(checkpoint.files)
-    check_tensors(checkpoint.tensors, [file.nbytes for file in checkpoint.files])
+def check(checkpoint: Checkpoint, *, part: bool = False) -> None:
+    """Raise `ManifestError` unless all parts of the record agree with each other.
+
+    One of a rank's `part` of a state may have some boxes of a tensor or none, and no digests yet.
+    """
+    check_files(checkpoint.files, hashed=not part)
+    sizes = [file.nbytes for file in checkpoint.files]
+    check_tensors(checkpoint.tensors, sizes, whole=not part)
     for blob in checkpoint.blobs:
         if blob.kind not in ("state", "raw"):
             raise ManifestError(f"blob of kind {blob.kind[:40]!r}")
@@ -38,8 +42,9 @@ def check(checkpoint: Checkpoint) -> None:
     _check_own(checkpoint, named)
 
 
-def check_files(files: Sequence[DataFile]) -> None:
-    """Raise `ManifestError` unless these can be files of one step, each with its digests."""
+def check_files(files: Sequence[DataFile], *, hashed: bool = True) -> None:
+    """Raise `ManifestError` unless these can be files of one step, each with its digests; or
+    without, where they need not be `hashed`."""
     names = set()
     for file in files:
         if not PLAIN_NAME.fullmatch(file.name) or file.name in names:
@@ -49,7 +54,7 @@ def check_files(files: Sequence[DataFile]) -> None:
             raise ManifestError(f"{file.name}: {file.nbytes} bytes in chunks of {file.chunk_bytes}")
         if file.chunk_bytes % ALIGN and file.chunks > 1:
             raise ManifestError(f"{file.name}: chunks of {file.chunk_bytes} bytes cut elements")
-        if len(file.digests) != DIGEST_BYTES * file.chunks:
+        if len(file.digests) != DIGEST_BYTES * file.chunks and (hashed or file.digests):
             raise ManifestError(f"{file.name}: {len(file.digests)} bytes of digests")
 
 

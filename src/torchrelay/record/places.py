@@ -61,6 +61,8 @@ def _check_tiling(tiling: Tiling, comparisons: Comparisons | None) -> None:
         raise ManifestError(f"a tensor of {prod(shape) * size} bytes")
     if tiling.is_whole:
         return
+    if not tiling.count and comparisons is None and not tiling.offsets + tiling.sizes:
+        return
     if tiling.count < 1 or not shape:
         raise ManifestError(f"a tensor of shape {shape[:8]} in {tiling.count} shards")
     offsets, sizes = tiling.columns

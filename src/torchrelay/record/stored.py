@@ -237,10 +237,8 @@ class Tensors(msgspec.Struct, array_like=True, frozen=True, dict=True):
         firsts, tilings = self.firsts.tolist(), self.tilings
         files, starts = self.box_files, self.box_starts
         # Most tensors of most states have one box, for which a view would cost more than it saves.
-        first_files, first_starts = (
-            column[self.firsts[:-1]].tolist() for column in (files, starts)
-        )
-        rows = zip(self.names, self.which.tolist(), firsts, first_files, first_starts, strict=False)
+        heads = [np.append(column, 0)[self.firsts[:-1]].tolist() for column in (files, starts)]
+        rows = zip(self.names, self.which.tolist(), firsts, *heads, strict=False)
         found = []
         for name, number, at, file, start in rows:
             tiling = tilings[number]

@@ -38,7 +38,7 @@ from torchrelay.memory import threads
 from torchrelay.plan.reads import BoxRead
 from torchrelay.record.validation import itemsize
 from torchrelay.resharding.owners import Whole, whole_of
-from torchrelay.resharding.record import RankRecord, decode
+from torchrelay.resharding.record import LiveRank, decode
 from torchrelay.transports.group.lines import GroupLines
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.options import TransferCall
@@ -116,9 +116,10 @@ class Gather:
         self._receive, self._deadline, self._window = receive, call.deadline, window
         self._watch, self._progress = call.watch, call.progress
         self._talks: dict[int, Conversation] = {}
-        self._records: dict[int, RankRecord] = {}
+        self._records: dict[int, LiveRank] = {}
         self._lost: dict[int, RelayError] = {}
         self._plain: set[str] = set()  # names of tensors that are not distributed
+        self._dtypes: dict[str, str] = {}  # of tensors
         self._boxes: dict[Key, torch.Tensor] = {}
         self._givers: dict[Key, int] = {}
         self._came: dict[int, int] = {}
@@ -185,7 +186,7 @@ class Gather:
             self._talks[rank] = talk
             came.append(time.monotonic())
             self._records[rank] = record = decode(talk.survey())
-            self._plain.update(record.plain)
+            self._plain.update(record.replicas)
 
         self._each({rank: partial(ask, rank) for rank in self._sources}, wait.cancel, hurry)
         if not self._records:
@@ -312,13 +313,14 @@ class Gather:
             box = whole.places[place][wish.tensor.name, (wish.shard.offsets, wish.shard.sizes)]
             asked = found.setdefault(ranks[place], {})
             asked[key] = wire.Cut(box, wish.offsets, wish.sizes)
+            self._dtypes[wish.tensor.name] = wish.tensor.dtype
         return found
 
     def _bring(self, cuts: dict[int, dict[Key, wire.Cut]]) -> None:
         total = self._nbytes + sum(
-            prod(cut.sizes) * itemsize(self._records[rank].boxes[cut.box].dtype)
-            for rank, asked in cuts.items()
-            for cut in asked.values()
+            prod(cut.sizes) * itemsize(self._dtypes[key[0]])
+            for asked in cuts.values()
+            for key, cut in asked.items()
         )
         done: dict[int, int] = {}
         before = self._nbytes
@@ -332,7 +334,7 @@ class Gather:
             transfer = talk.select(list(asked.values()))
             part = TransferCall(self._deadline, progress=moved)
             got = self._receive(rank, transfer, part)
-            boxes = list(_checked(got.state, asked, self._records[rank]))
+            boxes = list(_checked(got.state, asked, self._dtypes))
             self._boxes.update(zip(asked, boxes, strict=True))
             self._givers.update(dict.fromkeys(asked, rank))
             self._came[rank] = self._came.get(rank, 0) + sum(box.nbytes for box in boxes)
@@ -363,17 +365,16 @@ def _key(wish: BoxRead) -> Key:
 
 
 def _checked(
-    state: object, asked: dict[Key, wire.Cut], record: RankRecord
+    state: object, asked: dict[Key, wire.Cut], dtypes: dict[str, str]
 ) -> Iterator[torch.Tensor]:
     """The tensors that came; `RemoteProtocolError` unless they are those that were asked for."""
     if not isinstance(state, list) or len(state) != len(asked):
         raise RemoteProtocolError("other boxes came than were asked for")
-    for found, cut in zip(state, asked.values(), strict=True):
-        dtype = record.boxes[cut.box].dtype
+    for found, (key, cut) in zip(state, asked.items(), strict=True):
         if (
             type(found) is not torch.Tensor
             or tuple(found.shape) != cut.sizes
-            or str(found.dtype).removeprefix("torch.") != dtype
+            or str(found.dtype).removeprefix("torch.") != dtypes[key[0]]
         ):
             raise RemoteProtocolError("another box came than was asked for")
         yield found

@@ -8,11 +8,15 @@ import torch
 
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.plan.outline import outline
-from torchrelay.resharding.record import RankBox, RankRecord, encode
+from torchrelay.record.checkpoint import Checkpoint, DataFile
+from torchrelay.record.places import ALIGN
+from torchrelay.record.stored import Shard, StoredTensor, Tensors
+from torchrelay.resharding.record import LiveRank, encode
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut, local_parts
 from torchrelay.stores.shares.replicas import replicas_of
 from torchrelay.transports.protocol.wire import Cut
+from torchrelay.version import __version__
 
 
 class Holding:
@@ -24,21 +28,28 @@ class Holding:
     def __init__(self, state: object, step: int | None) -> None:
         named = outline(state)
         self._tensors: list[torch.Tensor] = []
-        boxes: list[RankBox] = []
+        stored: list[StoredTensor] = []
+        end = 0
         for name, tensor in named.tensors.items():
-            dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.size())
-            for part in local_parts(tensor):
+            shards = []
+            for part in sorted(local_parts(tensor), key=lambda part: part.box):
                 if part.tensor.numel():
-                    boxes.append(RankBox(name, dtype, shape, *part.box))
+                    shards.append(Shard(*part.box, 0, end))
                     self._tensors.append(part.tensor)
-        self.record = encode(
-            RankRecord(
-                step=step,
-                outline=named.outline,
-                boxes=tuple(boxes),
-                plain=replicas_of(named),
-            )
+                    end += -(-part.tensor.nbytes // ALIGN) * ALIGN
+            shape = tuple(tensor.size())
+            stored.append(StoredTensor(name, t.NAMES[tensor.dtype], shape, shards))
+        mine = Checkpoint(
+            step=step or 0,
+            time="",
+            torch="",
+            torchrelay=__version__,
+            outlines=(named.outline,),
+            ranks=(0,),
+            tensors=Tensors.of(stored),
+            files=(DataFile("memory", max(1, end), max(1, end), b""),),
         )
+        self.record = encode(LiveRank(step=step, part=mine, replicas=replicas_of(named)))
 
     def select(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
         """Views of the boxes that another rank has asked for."""

@@ -18,7 +18,7 @@ from torchrelay.record.consistency import check
 from torchrelay.record.places import ALIGN
 from torchrelay.record.stored import Shard, StoredTensor, Tensors
 from torchrelay.record.validation import itemsize
-from torchrelay.resharding.record import RankRecord
+from torchrelay.resharding.record import LiveRank
 from torchrelay.stores.shares.plans import LocalPlan, merge_outlines, renames
 
 
@@ -33,7 +33,7 @@ class Whole(NamedTuple):
     places: list[dict[tuple[str, Box], int]]
 
 
-def whole_of(records: Mapping[int, RankRecord]) -> Whole:
+def whole_of(records: Mapping[int, LiveRank]) -> Whole:
     """The records of ranks, by rank, as one.
 
     `MismatchError` where they do not have all of a state, or do not agree on what it is;
@@ -41,7 +41,8 @@ def whole_of(records: Mapping[int, RankRecord]) -> Whole:
     """
     ranks = list(records)
     plans = [
-        LocalPlan(record.outline, [], b"", replicas=record.plain) for record in records.values()
+        LocalPlan(record.part.outlines[0], [], b"", replicas=record.replicas)
+        for record in records.values()
     ]
     names = renames(plans)
     outlines = merge_outlines(plans)
@@ -49,19 +50,23 @@ def whole_of(records: Mapping[int, RankRecord]) -> Whole:
     places: list[dict[tuple[str, Box], int]] = [{} for _ in ranks]
     facts: dict[str, tuple[str, tuple[int, ...]]] = {}
     for place, (record, renamed) in enumerate(zip(records.values(), names, strict=True)):
-        for index, box in enumerate(record.boxes):
-            name = renamed.get(box.name, box.name)
-            known = facts.setdefault(name, (box.dtype, box.shape))
-            if known != (box.dtype, box.shape):
+        count = 0  # of the boxes of the rank before
+        for tensor in record.part.tensors:
+            name = renamed.get(tensor.name, tensor.name)
+            known = facts.setdefault(name, (tensor.dtype, tensor.shape))
+            if known != (tensor.dtype, tensor.shape):
                 raise MismatchError(
-                    f"rank {ranks[place]} has it as {box.dtype} of shape {box.shape}, another rank "
-                    f"as {known[0]} of shape {known[1]}",
+                    f"rank {ranks[place]} has it as {tensor.dtype} of shape {tensor.shape}, "
+                    f"another rank as {known[0]} of shape {known[1]}",
                     rank=ranks[place],
                     path=name,
                 )
             boxes = holders.setdefault(name, {})
-            boxes.setdefault((box.offsets, box.sizes), []).append(place)
-            places[place][name, (box.offsets, box.sizes)] = index
+            for index, shard in enumerate(tensor.shards, count):
+                box = shard.offsets, shard.sizes
+                boxes.setdefault(box, []).append(place)
+                places[place][name, box] = index
+            count += len(tensor.shards)
     plain = {names[place].get(n, n) for place, plan in enumerate(plans) for n in plan.replicas}
     owners = _Owners(len(ranks))
     for name, boxes in holders.items():
