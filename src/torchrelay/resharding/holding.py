@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.plan.outline import outline
+from torchrelay.plan.outline import Named, outline
 from torchrelay.record.checkpoint import Checkpoint, DataFile
+from torchrelay.record.pause import gc_paused
 from torchrelay.record.places import ALIGN
 from torchrelay.record.stored import Shard, StoredTensor, Tensors
 from torchrelay.resharding.record import LiveRank, encode
@@ -26,8 +27,13 @@ class Holding:
     """
 
     def __init__(self, state: object, step: int | None) -> None:
-        named = outline(state)
         self._tensors: list[torch.Tensor] = []
+        with gc_paused():
+            named = outline(state)
+            part = self._part(named, step or 0)
+            self.record = encode(LiveRank(step=step, part=part, replicas=replicas_of(named)))
+
+    def _part(self, named: Named, step: int) -> Checkpoint:
         stored: list[StoredTensor] = []
         end = 0
         for name, tensor in named.tensors.items():
@@ -39,8 +45,8 @@ class Holding:
                     end += -(-part.tensor.nbytes // ALIGN) * ALIGN
             shape = tuple(tensor.size())
             stored.append(StoredTensor(name, t.NAMES[tensor.dtype], shape, shards))
-        mine = Checkpoint(
-            step=step or 0,
+        return Checkpoint(
+            step=step,
             time="",
             torch="",
             torchrelay=__version__,
@@ -49,7 +55,6 @@ class Holding:
             tensors=Tensors.of(stored),
             files=(DataFile("memory", max(1, end), max(1, end), b""),),
         )
-        self.record = encode(LiveRank(step=step, part=mine, replicas=replicas_of(named)))
 
     def select(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
         """Views of the boxes that another rank has asked for."""
