@@ -89,6 +89,8 @@ class Keeping:
             obey(link, lambda data: self._do(worker, data))
             with contextlib.suppress(RuntimeError):  # the loop is over
                 self._serving.on_loop(self._leave(worker))
+                if worker.ends:
+                    self._serving.call_soon(self._over.set)
 
     async def _leave(self, worker: WorkerLink) -> None:
         if worker.number in self._workers:
@@ -101,7 +103,7 @@ class Keeping:
         if isinstance(request, m.Tell):
             return m.StatusText(msgspec.json.encode(serving.on_loop(self._status())))
         if isinstance(request, k.End):
-            serving.call_soon(self._over.set)
+            worker.ends = True  # when it has its answer, and hangs up
             return m.Obeyed()
         if isinstance(request, k.JoinKeeper):
             with self._joining:
@@ -206,10 +208,11 @@ class Keeping:
 
 
 class WorkerLink:
-    """A worker that is connected: its number, and the socket that its requests come by."""
+    """A worker that is connected: its number, and the socket that its requests come by. `ends`: it
+    has said that the keeper is to end."""
 
     def __init__(self, number: int, link: socket.socket) -> None:
-        self.number, self.link = number, link
+        self.number, self.link, self.ends = number, link, False
 
 
 def _listen(name: str) -> socket.socket:
