@@ -20,7 +20,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ from benchmarks.keeper_tasks import (
 )
 
 RESULT = Path(__file__).parent / "results" / "keeper.json"
-STEP_SECONDS = 0.5
 STOCK = "PGTransport"
 CASES = [KEEPER, PEER, COLD, HOT]
 PARTS = ("recovery", "staging", "growth")
@@ -67,8 +66,9 @@ def recovery(nbytes: int, laps: int, tell: Callable[[str], None]) -> dict[str, A
             imported[case].append(found["imported"])
             processor[case].append(found["processor"])
 
+    tasks = Tasks()
     try:
-        with Tasks() as tasks, tasks.live_peer(nbytes) as url, Ranks(2, parents=True) as ranks:
+        with tasks.live_peer(nbytes) as url, Ranks(2, parents=True) as ranks:
             tasks.run("keep", job, folder, nbytes)
             os.sync()
             places = {KEEPER: job, PEER: url, COLD: folder, HOT: folder}
@@ -143,7 +143,7 @@ def end(name: Any) -> None:
         time.sleep(0.01)
 
 
-def prepare_loop(group: Any, job: str, nbytes: int, rate: float, steps: int) -> int:
+def prepare_loop(group: Any, job: str, nbytes: int, rate: float, steps: int, seconds: float) -> int:
     """Rank 0 has the state; rank 1, on a host that is pretended, has little. Multiplications that
     take the seconds of a step."""
     import torchrelay as tr
@@ -154,7 +154,7 @@ def prepare_loop(group: Any, job: str, nbytes: int, rate: float, steps: int) -> 
     _made["state"] = state_of(nbytes if rank == 0 else TENSORS * 4, 1.0)
     _made["step"] = 0
     _made["batch"] = torch.randn(512, 512)
-    return burn(10**9, STEP_SECONDS)
+    return burn(10**9, seconds)
 
 
 def burn(most: int, seconds: float = float("inf")) -> int:
@@ -208,34 +208,44 @@ def end_loop(group: Any) -> dict[str, Any]:
     return facts
 
 
-def staging(
-    nbytes: int, steps: int, rounds: int, rate: float, tell: Callable[[str], None]
-) -> dict[str, Any]:
+class LoopSize(NamedTuple):
+    """How large a state is staged how often, with steps of how many seconds."""
+
+    nbytes: int
+    steps: int
+    rounds: int
+    rate: float
+    step_seconds: float
+
+
+def staging(size: LoopSize, tell: Callable[[str], None]) -> dict[str, Any]:
     """With as many steps in memory as a keeper has by default, and with as many as it takes for
     every step to be staged while another is copied."""
-    return {"rows": [staged_loop(nbytes, steps, rounds, rate, most, tell) for most in (2, 4)]}
+    with Ranks(2, parents=True) as ranks:
+        return {"rows": [staged_loop(ranks, size, most, tell) for most in (2, 4)]}
 
 
 def staged_loop(
-    nbytes: int, steps: int, rounds: int, rate: float, most: int, tell: Callable[[str], None]
+    ranks: Ranks, size: LoopSize, most: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
+    nbytes, steps, rounds, rate, step_seconds = size
     seconds: dict[bool, list[float]] = {False: [], True: []}
     waits: list[float] = []
     kept = 0
-    with Ranks(2, parents=True) as ranks:
-        work = ranks.run(prepare_loop, f"bench-{os.getpid()}", nbytes, rate, most)[0]
-        alone = ranks.run(loop, 4, work, False)[0][0]  # with the state's change, and the machine's
-        work = max(1, round(work * STEP_SECONDS / alone))
-        ranks.run(loop, 2, work, True)
-        for number in range(rounds):
-            for staged in (False, True):
-                ranks.run(rest)
-                found = ranks.run(loop, steps, work, staged)
-                seconds[staged].append(found[0][0])
-                waits += found[0][1]
-                kept += found[0][2]
-            tell(f"staging, {most} steps in memory: round {number + 1} of {rounds}")
-        own, buddy = ranks.run(end_loop)
+    job = f"bench-{os.getpid()}-{most}"
+    work = ranks.run(prepare_loop, job, nbytes, rate, most, step_seconds)[0]
+    alone = ranks.run(loop, 4, work, False)[0][0]  # with the state's change, and the machine's
+    work = max(1, round(work * step_seconds / alone))
+    ranks.run(loop, 2, work, True)
+    for number in range(rounds):
+        for staged in (False, True):
+            ranks.run(rest)
+            found = ranks.run(loop, steps, work, staged)
+            seconds[staged].append(found[0][0])
+            waits += found[0][1]
+            kept += found[0][2]
+        tell(f"staging, {most} steps in memory: round {number + 1} of {rounds}")
+    own, buddy = ranks.run(end_loop)
     alone, beside = median(seconds[False]), median(seconds[True])
     return {
         "bytes": nbytes,
@@ -297,12 +307,11 @@ def growth(nbytes: int, stages: int, restarts: int, tell: Callable[[str], None])
             found[f"{number} stages"] = held(job, pid)
     tell(f"growth: {stages} stages")
     keeper.close()
-    with Tasks() as tasks:
-        for number in range(1, restarts + 1):
-            tasks.run("restart", job, nbytes)
-            if number in (max(1, restarts // 10), restarts):
-                found[f"{number} restarts"] = held(job, pid)
-                tell(f"growth: {number} restarts")
+    for number in range(1, restarts + 1):
+        Tasks().run("restart", job, nbytes)
+        if number in (max(1, restarts // 10), restarts):
+            found[f"{number} restarts"] = held(job, pid)
+            tell(f"growth: {number} restarts")
     with tr.Keeper(job, group=False, lease=SECONDS) as last:
         got = tr.recover(into=state, sources=[last])
         exact = got.step == stages + restarts and last.pid == pid
@@ -320,7 +329,8 @@ def run(small: bool, laps: int, parts: list[str], tell: Callable[[str], None]) -
     ways: dict[str, Callable[[], Any]] = {
         "recovery": lambda: recovery(1 << 20 if small else 1 << 30, 1 if small else laps, tell),
         "staging": lambda: staging(
-            *((1 << 20, 3, 1, 50e6) if small else (500 << 20, 40, 3, 200e6)), tell
+            LoopSize(*((1 << 20, 3, 1, 50e6, 0.05) if small else (500 << 20, 40, 3, 200e6, 0.5))),
+            tell,
         ),
         "growth": lambda: growth(*((1 << 16, 20, 1) if small else (1 << 20, 1000, 100)), tell),
     }

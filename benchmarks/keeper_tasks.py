@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -123,8 +120,7 @@ class Tasks:
     """Runs tasks. Modules are compiled once, as those of an installed package are."""
 
     def __init__(self) -> None:
-        self._compiled = tempfile.mkdtemp(prefix="torchrelay-bench-")
-        self._environment = {**os.environ, "PYTHONPYCACHEPREFIX": self._compiled}
+        self._environment = {**os.environ}
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def _command(self, name: str, words: tuple[Any, ...]) -> dict[str, Any]:
@@ -156,17 +152,6 @@ class Tasks:
         finally:
             peer.kill()
             peer.wait(SECONDS)
-
-    def __enter__(self) -> Tasks:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        shutil.rmtree(self._compiled)
 
 
 def main() -> None:
