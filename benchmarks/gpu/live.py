@@ -169,7 +169,7 @@ def main() -> int:
         return 0
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     count, each = (16, 1_000_000) if options.small else (320, 25_000_000)
-    laps = 3 if options.small else 7
+    laps = 3 if options.small else 15
     rows: list[dict[str, Any]] = []
     beside: dict[str, Any] | None = None
     speed = 0.0
