@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -142,13 +143,15 @@ def commit_record(
     files: list[DataFile] = []
     firsts: list[int] = []
     blobs: list[Blob] = []
-    for share in shares:
+    for rank, share in enumerate(shares):
         first = len(files)
-        check_tensors(share.tensors, [file.nbytes for file in share.files], whole=False)
+        with _as_said(step, rank):
+            check_tensors(share.tensors, [file.nbytes for file in share.files], whole=False)
         files += share.files
         firsts.append(first)
         blobs += [msgspec.structs.replace(blob, file=first + blob.file) for blob in share.blobs]
-    tensors = joined([share.tensors for share in shares], firsts)
+    with _as_said(step):
+        tensors = joined([share.tensors for share in shares], firsts)
     outlines = _as_written(shares, outlines, set(tensors.names))
     torch_version: Any = torch.__version__
     return Checkpoint(
@@ -164,6 +167,20 @@ def commit_record(
         blobs=tuple(blobs),
         save_id=save_id,
     )
+
+
+@contextmanager
+def _as_said(step: int, rank: int | None = None) -> Iterator[None]:
+    try:
+        yield
+    except ManifestError as fault:
+        raise CheckpointError(
+            f"what was said of a share of the step cannot be: {fault.message}",
+            rank=rank,
+            step=step,
+            phase="commit",
+            path=fault.path,
+        ) from fault
 
 
 def sealed(record: Checkpoint) -> bytes:
