@@ -158,6 +158,9 @@ def test_help_and_version_import_no_torch(tmp_path: Path) -> None:
         )
         assert done.returncode == 0 and says in done.stdout
         assert done.stderr.strip() == "[]"
+    module = [sys.executable, "-m", "torchrelay", "--version"]
+    done = subprocess.run(module, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and tr.__version__ in done.stdout
 
 
 def test_shell_completion(tmp_path: Path) -> None:
