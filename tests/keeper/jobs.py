@@ -69,6 +69,14 @@ def gone(name: KeeperName) -> None:
         time.sleep(0.01)
 
 
+def process_gone(pid: int) -> None:
+    """Wait until a process has: its name goes a moment before it does."""
+    end = time.monotonic() + TIMEOUT
+    while is_running(pid):
+        assert time.monotonic() < end, f"{pid} is still running"
+        time.sleep(0.01)
+
+
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import torchrelay as tr
-from tests.keeper.jobs import LEASE, TIMEOUT, arenas, descriptors, end_keepers, gone, is_running
+from tests.keeper.jobs import LEASE, TIMEOUT, arenas, descriptors, end_keepers, gone, process_gone
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.server.messages import Tell
 from torchrelay.keeper import process
@@ -237,7 +237,7 @@ def test_the_lease_ends_it_and_nothing_is_left() -> None:
     assert not any(opened.startswith("/dev/shm") for opened in descriptors(pid).values())
     keeper.close()
     gone(name)
-    assert not is_running(pid)
+    process_gone(pid)
     assert connect(name) is None
 
 

@@ -55,7 +55,8 @@ class LentMemory:
         try:
             self._line.settimeout(ASK_SECONDS)
             self._line.connect(f"\0{facts.socket}")
-            send_frame(self._line, msgspec.msgpack.encode(Wish(snapshot, reader, part)))
+            with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
+                send_frame(self._line, msgspec.msgpack.encode(Wish(snapshot, reader, part)))
             lease = _lease.decode(receive_frame(self._line))
             if lease.why:
                 raise OSError(lease.why)
