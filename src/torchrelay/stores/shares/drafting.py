@@ -54,7 +54,7 @@ class Share:
         self._keep: list[object] = []
         self._blobs: list[Blob] = []
         self._hashing: DeviceHashing | None = None
-        boxes: dict[str, tuple[Entry, list[Shard]]] = {}
+        self._entries = drafted.entries
         for number, layout in enumerate(layouts):
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
             placed = [(0, Region.row_major(head))]
@@ -64,12 +64,20 @@ class Share:
                 if index >= plain:
                     kind, data = drafted.objects[entry.name]
                     self._blobs.append(Blob(entry.name, kind, number, start, len(data)))
-                else:
-                    shard = Shard(entry.offsets, entry.sizes, number, start)
-                    boxes.setdefault(entry.name, (entry, []))[1].append(shard)
             self._keep.append((head, tensors))
             self.streams.append(Stream.of(placed, layout.nbytes))
-        self._tensors = Tensors.of(
+
+    def _tensors(self) -> Tensors:
+        """Where each tensor lies. Worked out when all is written: a trainer waits for what is done
+        before."""
+        boxes: dict[str, tuple[Entry, list[Shard]]] = {}
+        for number, layout in enumerate(self.layouts):
+            for start, index in layout.placed:
+                if index < len(self._entries):
+                    entry = self._entries[index]
+                    shard = Shard(entry.offsets, entry.sizes, number, start)
+                    boxes.setdefault(entry.name, (entry, []))[1].append(shard)
+        return Tensors.of(
             StoredTensor(entry.name, entry.dtype, entry.shape, shards)
             for entry, shards in boxes.values()
         )
@@ -128,7 +136,7 @@ class Share:
             for file, known in zip(self.files, digests, strict=True)
         ]
         return Written(
-            files, self._tensors, self._blobs, origins=self._origins, dtypes=self._dtypes
+            files, self._tensors(), self._blobs, origins=self._origins, dtypes=self._dtypes
         )
 
 
