@@ -520,7 +520,8 @@ def test_worked_example_matches_the_code() -> None:
     assert hex_of("prelude") == wire.prelude(transfer).to_bytes(8, "little", signed=True)
     for lane in (0, 1):
         assert f"tag `{wire.tag(transfer, lane):#x}`" in WIRE
-    assert hex_of("join").ljust(wire.FRAME_BYTES, b"\0") == wire.frame(wire.Join(7))[0]
+    first = wire.FIRST_FRAME_BYTES
+    assert hex_of("join").ljust(first, b"\0") == wire.frame(wire.Join(7), first)[0]
 
 
 # Checkpoint format

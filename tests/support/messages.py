@@ -114,8 +114,9 @@ def forged(field: Field, value: Any) -> bytes:
 def send_payload(line: ControlLine, payload: bytes) -> None:
     """Say something that `ControlLine.send` would not."""
     head = wire._HEAD.pack(wire._MAGIC, wire.MAJOR, wire.MINOR, len(payload))
-    inline = len(payload) <= wire.INLINE_BYTES
-    frames = [(head + (payload if inline else b"")).ljust(wire.FRAME_BYTES, b"\0")]
+    size, line._frame_out = line._frame_out, wire.FRAME_BYTES
+    inline = len(head) + len(payload) <= size
+    frames = [(head + (payload if inline else b"")).ljust(size, b"\0")]
     for data in [*frames, *([] if inline else [payload])]:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         _under_way.append((line.group.send([buffer], line.peer, line._tag), buffer))

@@ -224,7 +224,7 @@ MEDDLINGS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[N
     "wrong counts": (1, lambda: noting(lambda n: [99, *n[1:]])),
     "wrong answers": (2, lambda: patched(handing._Reading, _answer=answer_too_many)),
 }
-LITTLE = 32 << 10
+LITTLE = 16 << 10
 """More bytes than the notes and messages of a transfer, fewer than a chunk."""
 
 
@@ -249,7 +249,7 @@ def check(results: list[Told], handed: list[str], sent_on: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"atomic": False}, {"fresh": True}, {"chunk_bytes": 32 << 10}], ids=str
+    "how", [{}, {"atomic": False}, {"fresh": True}, {"chunk_bytes": 16 << 10}], ids=str
 )
 def test_the_state_crosses_once_and_is_read_from_there(pool4: Any, how: dict[str, Any]) -> None:
     results = pool4.run(chain_with, how)

@@ -109,9 +109,16 @@ def opened(head: bytes, payload: bytes) -> wire.Message:
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_frame_round_trip(message):
-    head, payload = wire.frame(message)
-    assert len(head) == wire.FRAME_BYTES
-    assert opened(head, payload) == message
+    for nbytes in (wire.FRAME_BYTES, wire.FIRST_FRAME_BYTES):
+        head, payload = wire.frame(message, nbytes)
+        assert len(head) == nbytes
+        assert opened(head, payload) == message
+
+
+def test_what_a_receiver_says_first_is_one_message():
+    place = wire.Place("m" * 36, 65534, 1 << 32, 1 << 22, ("GPU-" + "d" * 36,) * 4)
+    join = wire.Join(1 << 40, place, bytes(16), 1 << 20, bytes(16))
+    assert wire.frame(join, wire.FIRST_FRAME_BYTES)[1] == b""
 
 
 def test_every_message_is_tried():

@@ -48,6 +48,8 @@ class ControlLine:
         self.group, self.peer, self.transfer = group, peer, transfer
         self._tag = wire.tag(transfer, wire.CONTROL_LANE)
         self._lock = threading.Lock()
+        # Bytes of the next frame that this side sends, and of the next that it takes.
+        self._frame_out = self._frame_in = wire.FIRST_FRAME_BYTES
         self._inbox: list[wire.Message | Exception] = []
         self._sink: Sink | None = None
         self._depth: Callable[[], int] | None = None  # of them wait there to be heard
@@ -106,8 +108,9 @@ class ControlLine:
 
     def send(self, message: wire.Message) -> None:
         """Post a message. Does not block; a broken line is reported to the sink by the reader."""
-        head, payload = wire.frame(message)
         with self._lock:
+            head, payload = wire.frame(message, self._frame_out)
+            self._frame_out = wire.FRAME_BYTES
             if self._writer is None:
                 self._writer = Watcher("line-out")
             try:
@@ -162,8 +165,9 @@ class ControlLine:
 
     def _read_one(self) -> wire.Message:
         self._wait_until_heard(UNHEARD)
-        head = torch.zeros(wire.FRAME_BYTES, dtype=torch.uint8, device="cpu")
+        head = torch.zeros(self._frame_in, dtype=torch.uint8, device="cpu")
         wait_for(self.group.recv([head], self.peer, self._tag), head)
+        self._frame_in = wire.FRAME_BYTES
         length, payload = wire.read_frame(head.numpy().tobytes())
         if payload is None:
             self._wait_until_heard(0 if length > LARGE else UNHEARD)

@@ -27,10 +27,12 @@ ID_BITS = 26
 LANES = 16  # lane 0 is for control messages, the others for data
 CONTROL_LANE = 0
 
-FRAME_BYTES = 512  # what is said before each transfer fits: a second message costs its latency
+FRAME_BYTES = 128
+# Of the first message of each side, a join or an offer, which say more than those that follow: a
+# second message costs its latency.
+FIRST_FRAME_BYTES = 512
 _HEAD = struct.Struct("<4sHHQ")
 _MAGIC = b"TRLY"
-INLINE_BYTES = FRAME_BYTES - _HEAD.size
 MAX_MESSAGE_BYTES = 1 << 30
 
 _PRELUDE_MAGIC = 0x8B17  # top bit set: as a signed number the prelude is negative
@@ -339,15 +341,15 @@ _decode_message = msgspec.msgpack.Decoder(Message)
 _encode_message = msgspec.msgpack.Encoder()
 
 
-def frame(message: Message) -> tuple[bytearray, bytearray]:
-    """A message as a frame of fixed size and, where it does not fit into that, the payload. They
-    are the caller's."""
+def frame(message: Message, nbytes: int = FRAME_BYTES) -> tuple[bytearray, bytearray]:
+    """A message as a frame of that size and, where it does not fit into it, the payload. They are
+    the caller's."""
     payload = bytearray()
     _encode_message.encode_into(message, payload)
     head = _HEAD.pack(_MAGIC, MAJOR, MINOR, len(payload))
-    if len(payload) <= INLINE_BYTES:
-        return bytearray(head + payload).ljust(FRAME_BYTES, b"\0"), bytearray()
-    return bytearray(head).ljust(FRAME_BYTES, b"\0"), payload
+    if len(head) + len(payload) <= nbytes:
+        return bytearray(head + payload).ljust(nbytes, b"\0"), bytearray()
+    return bytearray(head).ljust(nbytes, b"\0"), payload
 
 
 def read_frame(data: bytes) -> tuple[int, bytes | None]:
@@ -362,7 +364,7 @@ def read_frame(data: bytes) -> tuple[int, bytes | None]:
         )
     if length > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"a message of {length} bytes, the cap is {MAX_MESSAGE_BYTES}")
-    if length <= INLINE_BYTES:
+    if _HEAD.size + length <= len(data):
         return length, bytes(data[_HEAD.size : _HEAD.size + length])
     return length, None
 
