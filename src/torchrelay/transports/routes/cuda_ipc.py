@@ -176,8 +176,13 @@ class CudaPull(HostPull):
         else:
             self._cells = word
 
+    def _use_wait(self) -> None:
+        super()._use_wait()
+        if self._copied is not None and self._device_digests:
+            self._copied.summary  # noqa: B018
+
     def _check(self, word: bytes) -> None:
-        if self._copied is None or not self._device_digests or self._copied.holds(word):
+        if self._copied is None or not self._device_digests or self._copied.summary == word:
             return
         self._line.send(wire.Word(WHICH))
         while self._cells is None:

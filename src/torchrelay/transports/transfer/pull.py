@@ -68,6 +68,10 @@ class Pull(Mover):
         """The sender's end says something."""
         raise RemoteProtocolError("Word out of turn", rank=self._sender, phase="data")
 
+    def _use_wait(self) -> None:
+        """All is read, and the sender's word on it is awaited: do what need not wait for that."""
+        self._landing.arrived()
+
     def _check(self, word: bytes) -> None:
         """Look at what came with the digests; `DigestError` if something is not what was sent."""
 
@@ -125,7 +129,7 @@ class Pull(Mover):
     def _confirm(self) -> None:
         self._trailer = None
         self._line.send(wire.Pulled())
-        self._landing.arrived()
+        self._use_wait()
         while self._trailer is None:
             self._handle(self._next())
 

@@ -8,6 +8,7 @@ open, with its own.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -259,12 +260,14 @@ class Copied:
         self.pieces, self.nbytes, self._cells = plan.pieces, plan.nbytes, plan.cells
         self.compared: list[_Compared] = []
 
-    def holds(self, theirs: bytes) -> bool:
-        """Whether all cells are here, and their digests together have the digest `theirs`."""
+    @cached_property
+    def summary(self) -> bytes | None:
+        """As `summary` of what the sender has, if nothing differs; None unless all cells are here.
+        Waits for the digests."""
         if any(one.there is not None for one in self.compared):
-            return False
+            return None
         mine = b"".join(one.here.rows.tobytes() for one in self.compared)
-        return len(mine) == self._cells * DIGEST_BYTES and summary(mine) == theirs
+        return summary(mine) if len(mine) == self._cells * DIGEST_BYTES else None
 
     def differs(self, theirs: bytes) -> int | None:
         """The position of the first cell whose bytes are not those that were sent, if there is."""
