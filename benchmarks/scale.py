@@ -25,8 +25,8 @@ from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.plan.outline import outline
 from torchrelay.plan.reads import plan_reads
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint import Checkpoint
-from torchrelay.record.commit import decode
+from torchrelay.record.checkpoint.commit import decode
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.record.meshes import mesh_of as described
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts

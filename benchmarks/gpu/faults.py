@@ -18,7 +18,7 @@ import torchrelay as tr
 from benchmarks.gpu import mixed as m
 from benchmarks.gpu.crew import Me, Wrong
 from benchmarks.gpu.scenes import MODES, NEW, OLD, expect, patched, relay_of, told
-from torchrelay.memory import kernels
+from torchrelay.memory.gpu import kernels
 from torchrelay.transports.routes.cuda_ipc import CudaPull
 from torchrelay.transports.routes.host import HostPull
 from torchrelay.transports.transfer import intake, outflow

@@ -27,7 +27,7 @@ import xxhash
 
 from benchmarks.harness import machine, save
 from torchrelay.geometry.runs import Moves, Runs
-from torchrelay.memory import kernels
+from torchrelay.memory.gpu import kernels
 
 SOURCE = Path(kernels.__file__).with_name("kernels.cu")
 HEAD = "// Made of kernels.cu by python -m benchmarks.gpu.kernels; loaded as it is.\n"

@@ -25,7 +25,7 @@ import torch
 from benchmarks.harness import machine, save
 from torchrelay.memory.arena import unregister
 from torchrelay.memory.crew import share_out
-from torchrelay.memory.kernels import CudaError, check, driver
+from torchrelay.memory.gpu.kernels import CudaError, check, driver
 from torchrelay.memory.pages import Mapping, allocate, populate, side_by_side
 
 MIB = 1 << 20

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.harness import SECONDS
 from torchrelay import Relay
 from torchrelay.geometry.runs import Runs
-from torchrelay.memory.kernels import by_device
+from torchrelay.memory.gpu.kernels import by_device
 from torchrelay.transports.routes.nearby import device_digests
 from torchrelay.transports.routes.nearby.ipc_handles import Exports, Openings
 

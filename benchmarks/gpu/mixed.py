@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.crew import Wrong
-from torchrelay.memory.kernels import TILE
+from torchrelay.memory.gpu.kernels import TILE
 from torchrelay.state.tensors import raw_of
 
 _NAMES = (

@@ -14,9 +14,9 @@ from torchrelay.errors import RelayError, StateError, UsageError
 from torchrelay.landing.checks.shards import Shards, check_choice
 from torchrelay.landing.destination import PreparedDestination, prepare
 from torchrelay.landing.seam import land
-from torchrelay.memory.kernels import warm_up
+from torchrelay.memory.gpu.kernels import warm_up
+from torchrelay.memory.gpu.side import in_use, settle
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
-from torchrelay.memory.side import in_use, settle
 from torchrelay.plan.blueprint import Blueprint
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.progress import Progress, ProgressCallback, reporter

@@ -202,9 +202,9 @@ def test_a_slab_smaller_than_the_state_is_gone_through_in_rounds(
 def test_auto_takes_the_host_where_the_copy_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchrelay.memory import device
+    from torchrelay.memory.gpu import spare
 
-    monkeypatch.setattr(device, "_room_beside_training", lambda device: 1000)
+    monkeypatch.setattr(spare, "_room_beside_training", lambda device: 1000)
     with tr.Checkpointer(tmp_path / "run") as checkpointer:
         state = made(1)
         before = torch.cuda.memory_allocated()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.memory.device import DeviceCopy
+from torchrelay.memory.gpu.spare import DeviceCopy
 
 
 def test_a_place_that_there_is_none_of_is_refused_with_those_there_are(tmp_path: Path) -> None:

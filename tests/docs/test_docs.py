@@ -41,8 +41,8 @@ from torchrelay.dropin.convert import convert
 from torchrelay.geometry import boxes
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.plan.snapshot import capture
-from torchrelay.record import checkpoint as commit
-from torchrelay.record import codec, consistency, manifest, meshes, stored, validation
+from torchrelay.record import codec, manifest, meshes, validation
+from torchrelay.record.checkpoint import consistency, schema, stored
 from torchrelay.record.digest import digest
 from torchrelay.stores import dcp, seam
 from torchrelay.stores.objects import store as objects
@@ -355,7 +355,7 @@ def test_reference_has_every_error() -> None:
 
 
 def test_reference_has_every_command() -> None:
-    sources = (ROOT / "src/torchrelay/cli").glob("*.py")
+    sources = (ROOT / "src/torchrelay/cli").rglob("*.py")
     commands = [
         name
         for source in sources
@@ -529,13 +529,13 @@ def test_worked_example_matches_the_code() -> None:
 FORMAT = text_of("docs/checkpoint-format.md")
 
 
-@pytest.mark.parametrize("record", records(commit, stored), ids=lambda record: record.__name__)
+@pytest.mark.parametrize("record", records(schema, stored), ids=lambda record: record.__name__)
 def test_commit_record_is_as_described(record: type[msgspec.Struct]) -> None:
     check_record(record, FORMAT)
 
 
 def test_format_version_is_as_described() -> None:
-    major, minor = commit.FORMAT
+    major, minor = schema.FORMAT
     assert FORMAT.startswith(f"# Checkpoint format, version {major}.{minor}\n")
 
 

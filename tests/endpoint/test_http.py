@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import torchrelay as tr
 from tests.endpoint.conftest import Stage
-from torchrelay.record.commit import decode
+from torchrelay.record.checkpoint.commit import decode
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 

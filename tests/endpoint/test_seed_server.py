@@ -17,7 +17,7 @@ import torchrelay as tr
 from torchrelay.endpoint import seed_server
 from torchrelay.endpoint.seed import Seed
 from torchrelay.memory.kept_ranges import KeptRanges
-from torchrelay.record.checkpoint import DataFile
+from torchrelay.record.checkpoint.schema import DataFile
 
 TOKEN = "correct-horse-battery-staple"
 SNAPSHOT = "a" * 32

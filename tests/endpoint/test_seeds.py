@@ -13,7 +13,7 @@ import torch
 import torchrelay as tr
 from tests.endpoint.liars import Between
 from torchrelay.endpoint.seed import Seed
-from torchrelay.record.commit import decode
+from torchrelay.record.checkpoint.commit import decode
 from torchrelay.sources.connection import Answered, Host
 
 NBYTES = 24 << 20

@@ -40,7 +40,7 @@ from tests.support.forge import (
 )
 from tests.support.rounds import rounds
 from tests.support.saved import equal, state, which
-from torchrelay.record import commit
+from torchrelay.record.checkpoint import commit
 from torchrelay.stores.reading import leaves_in
 from torchrelay.stores.shares import blobs
 

@@ -23,8 +23,8 @@ from torchrelay.checkpointer.saves import agreement
 from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.plan.outline import outline
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint import Checkpoint, DataFile, Outline
-from torchrelay.record.stored import Shard, StoredTensor, Tensors
+from torchrelay.record.checkpoint.schema import Checkpoint, DataFile, Outline
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
 from torchrelay.resharding import record
 from torchrelay.resharding.owners import whole_of
 from torchrelay.resharding.record import LiveRank

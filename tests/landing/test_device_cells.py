@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
-from torchrelay.memory.kernels import ChunkTable
+from torchrelay.memory.gpu.kernels import ChunkTable
 from torchrelay.transports.routes.nearby import device_digests
 from torchrelay.transports.routes.nearby.device_digests import Copied, Copier, Grid, cell_bytes
 

@@ -15,10 +15,10 @@ import torch
 import xxhash
 
 from torchrelay.geometry.runs import Runs
-from torchrelay.memory import kernels
+from torchrelay.memory.gpu import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "src" / "torchrelay" / "memory"
+SOURCE = ROOT / "src" / "torchrelay" / "memory" / "gpu"
 
 no_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: the kernel runs where there is one"

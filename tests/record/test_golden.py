@@ -18,7 +18,7 @@ from torch import nn
 import torchrelay as tr
 from tests.support import golden, meshes
 from tests.support.states import assert_same, bits
-from torchrelay.record.commit import content_digest, decode
+from torchrelay.record.checkpoint.commit import content_digest, decode
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

@@ -10,10 +10,10 @@ import pytest
 
 import torchrelay as tr
 from torchrelay.geometry.boxes import shared
-from torchrelay.record.checkpoint import DataFile
-from torchrelay.record.joined import joined
-from torchrelay.record.places import check_tensors
-from torchrelay.record.stored import Shard, Shards, StoredTensor, Tensors
+from torchrelay.record.checkpoint.joined import joined
+from torchrelay.record.checkpoint.places import check_tensors
+from torchrelay.record.checkpoint.schema import DataFile
+from torchrelay.record.checkpoint.stored import Shard, Shards, StoredTensor, Tensors
 from torchrelay.stores.shares.drafting import Written, commit_record
 from torchrelay.stores.shares.plans import Outlines
 

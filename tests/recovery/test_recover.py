@@ -14,7 +14,7 @@ from torch import nn
 
 import torchrelay as tr
 from tests.support.forge import flip
-from torchrelay.record.commit import decode, encode
+from torchrelay.record.checkpoint.commit import decode, encode
 
 
 class Job:

@@ -29,9 +29,9 @@ from tests.support.ways import patched
 from torchrelay import dropin
 from torchrelay.errors import ManifestError, MismatchError, RelayError, RemoteProtocolError
 from torchrelay.plan.outline import outline
-from torchrelay.record.checkpoint import Checkpoint, DataFile
-from torchrelay.record.stored import Shard as StoredShard
-from torchrelay.record.stored import StoredTensor, Tensors
+from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
+from torchrelay.record.checkpoint.stored import Shard as StoredShard
+from torchrelay.record.checkpoint.stored import StoredTensor, Tensors
 from torchrelay.resharding import record as records
 from torchrelay.resharding.holding import Holding
 from torchrelay.resharding.owners import whole_of

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay import dropin
-from torchrelay.record.checkpoint import Blob
-from torchrelay.record.commit import encode
+from torchrelay.record.checkpoint.commit import encode
+from torchrelay.record.checkpoint.schema import Blob
 from torchrelay.stores.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

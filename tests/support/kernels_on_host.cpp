@@ -1,4 +1,4 @@
-// The kernels of src/torchrelay/memory/kernels.cu on the CPU: eight threads are the lanes that take
+// The kernels of src/torchrelay/memory/gpu/kernels.cu on the CPU: eight threads are the lanes that take
 // a chunk, and meet wherever lanes exchange words.
 
 #include <barrier>

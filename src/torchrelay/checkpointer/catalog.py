@@ -15,7 +15,7 @@ from torchrelay.errors import (
     StepOrderError,
 )
 from torchrelay.progress import Bar, ProgressCallback
-from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.stores.opening import OpenedStep, open_newest, open_step
 from torchrelay.stores.reading import Fetch, everything
 from torchrelay.stores.retry import ONCE, Retry

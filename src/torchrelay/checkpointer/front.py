@@ -28,7 +28,7 @@ from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.progress import ProgressCallback
-from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.steps import check_step
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.seam import Store

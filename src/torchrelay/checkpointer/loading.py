@@ -23,9 +23,9 @@ from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.reads import BoxRead, plan_reads
 from torchrelay.plan.region import Region
 from torchrelay.plan.share import Portion, RankShare
-from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.record.pause import gc_paused
-from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.state.tree import show
 from torchrelay.stores.box_reads import ShardRead, Wave, arrived, by_name, waves

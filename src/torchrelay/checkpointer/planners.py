@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torchrelay.landing.seam import Landing
 from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.share import Portion, RankShare
-from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.stores.box_reads import asked_for, by_name
 from torchrelay.stores.metadata import metadata_of
 

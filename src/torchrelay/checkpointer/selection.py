@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torchrelay.errors import MismatchError
 from torchrelay.plan.selection import Texts
-from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.state.tree import slots
 
 _SHOWN = 8

@@ -24,8 +24,8 @@ def main() -> None:
         print(NEEDS_TYPER, file=sys.stderr)
         sys.exit(2)
 
-    from torchrelay.cli import (
-        access,
+    from torchrelay.cli import access
+    from torchrelay.cli.commands import (
         bench,
         contents,
         conversion,

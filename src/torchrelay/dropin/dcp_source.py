@@ -20,8 +20,8 @@ from torchrelay.inspection.numbers import memory_of
 from torchrelay.inspection.seam import Contents, PlainValue, VolumeFacts
 from torchrelay.inspection.step_source import shown
 from torchrelay.progress import Progress, ProgressCallback
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.state.tensors import NAMES
 
 _RANKED = re.compile(r"__(\d+)_\d+\.distcp")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from torchrelay.deadlines import TICK, Deadline
 from torchrelay.dropin._torch_wire import recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
-from torchrelay.memory.side import settle
+from torchrelay.memory.gpu.side import settle
 from torchrelay.relay import Relay
 from torchrelay.transports.group.c10d import Watcher
 from torchrelay.transports.group.lines import FirstMessage, lines_of

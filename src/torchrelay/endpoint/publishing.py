@@ -21,10 +21,10 @@ from torchrelay.endpoint.process import StepProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
-from torchrelay.memory.side import settle
+from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
-from torchrelay.record.checkpoint import Checkpoint
-from torchrelay.record.commit import content_digest, encode
+from torchrelay.record.checkpoint.commit import content_digest, encode
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.validation import itemsize
 from torchrelay.stores.shares import plan_limits, plans

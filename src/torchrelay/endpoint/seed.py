@@ -19,7 +19,7 @@ from torchrelay.endpoint.seed_server import SeededStep, SeedServer
 from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.kept_ranges import KeptRanges
-from torchrelay.record.checkpoint import DataFile
+from torchrelay.record.checkpoint.schema import DataFile
 from torchrelay.sources.connection import Host
 from torchrelay.sources.mapped_step import MappedStep, VolumePlace
 from torchrelay.sources.swarm import Arrivals

@@ -24,7 +24,7 @@ import msgspec
 
 from torchrelay.endpoint.admission import is_own_user, refusal
 from torchrelay.endpoint.seed_word import read_seed_word
-from torchrelay.record.checkpoint import DataFile
+from torchrelay.record.checkpoint.schema import DataFile
 from torchrelay.sources.connection import AGENT, SLOW_RATE, STALL_SECONDS, Cutoff
 
 CONNECTIONS = 256

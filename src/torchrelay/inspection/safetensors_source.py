@@ -12,8 +12,8 @@ import msgspec
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError
 from torchrelay.inspection.seam import Contents, VolumeFacts
 from torchrelay.progress import ProgressCallback
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.stores.shares.layout import DTYPES, METADATA
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torchrelay.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from torchrelay.record.places import PlacedBox
+    from torchrelay.record.checkpoint.places import PlacedBox
 
 
 class BoxedTensor(Protocol):

@@ -17,7 +17,7 @@ from torchrelay.inspection.numbers import Array, memory_of
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import BoxedTensor, StateReader
-    from torchrelay.record.places import PlacedBox
+    from torchrelay.record.checkpoint.places import PlacedBox
 
 SLAB_BYTES = 8 << 20
 

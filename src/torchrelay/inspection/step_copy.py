@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrelay.errors import CheckpointError, StepExistsError
 from torchrelay.memory.crew import share_out
 from torchrelay.progress import Bar, ProgressCallback
-from torchrelay.record.checkpoint import DataFile
+from torchrelay.record.checkpoint.schema import DataFile
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.local.store import token
 from torchrelay.stores.reading import Fetch, Task, everything, opened, unread

@@ -8,7 +8,7 @@ from torchrelay.inspection.seam import Alias, Contents, PlainValue, VolumeFacts
 from torchrelay.plan.outline import dotted
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint import Checkpoint, Outline
+from torchrelay.record.checkpoint.schema import Checkpoint, Outline
 from torchrelay.record.manifest import parts
 from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened

@@ -25,7 +25,8 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves
 from torchrelay.landing.workspace import LARGE_BYTES, Pairs, Plainly, allocate
-from torchrelay.memory import kernels, threads, vectors
+from torchrelay.memory import threads, vectors
+from torchrelay.memory.gpu import kernels
 from torchrelay.memory.pages import PAGE, Mapping, populate, release
 
 

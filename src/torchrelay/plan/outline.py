@@ -20,7 +20,7 @@ from torchrelay.geometry.strides import contiguous_strides, extent, overlapping,
 from torchrelay.plan.images import touched
 from torchrelay.plan.plain import survey
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint import Outline
+from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Finish, describe

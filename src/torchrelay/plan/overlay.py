@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint import Outline
+from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.record.keys import identities
 from torchrelay.record.values import Key
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from torchrelay.geometry.boxes import Box, shared, within
-from torchrelay.record.stored import Shard, Shards, StoredTensor
+from torchrelay.record.checkpoint.stored import Shard, Shards, StoredTensor
 from torchrelay.state.local_parts import cut
 
 

@@ -21,10 +21,10 @@ from torchrelay.plan.offer import Beside
 from torchrelay.plan.overlay import Overlay, pruned
 from torchrelay.plan.selection import Selection
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint import Outline
+from torchrelay.record.checkpoint.schema import Outline
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.record.columns import Storages
 from torchrelay.record.manifest import parts
-from torchrelay.record.stored import Shard, StoredTensor
 from torchrelay.record.validation import itemsize
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import with_parts

@@ -10,7 +10,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.crew import Crew
-from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.recovery.estimate import estimates
 from torchrelay.recovery.report import SourceAccount
 from torchrelay.recovery.resharing import Resharing

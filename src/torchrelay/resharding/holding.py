@@ -8,10 +8,10 @@ import torch
 
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.plan.outline import Named, outline
-from torchrelay.record.checkpoint import Checkpoint, DataFile
+from torchrelay.record.checkpoint.places import ALIGN
+from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
 from torchrelay.record.pause import gc_paused
-from torchrelay.record.places import ALIGN
-from torchrelay.record.stored import Shard, StoredTensor, Tensors
 from torchrelay.resharding.record import LiveRank, encode
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut, local_parts

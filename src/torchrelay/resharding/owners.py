@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box
-from torchrelay.record.checkpoint import Checkpoint, DataFile
-from torchrelay.record.consistency import check
-from torchrelay.record.places import ALIGN
-from torchrelay.record.stored import Shard, StoredTensor, Tensors
+from torchrelay.record.checkpoint.consistency import check
+from torchrelay.record.checkpoint.places import ALIGN
+from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
 from torchrelay.record.validation import itemsize
 from torchrelay.resharding.record import LiveRank
 from torchrelay.stores.shares.plans import LocalPlan, merge_outlines, renames

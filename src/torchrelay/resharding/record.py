@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from torchrelay.errors import ManifestError
-from torchrelay.record.checkpoint import Checkpoint
-from torchrelay.record.commit import decode_part, encode_part
+from torchrelay.record.checkpoint.commit import decode_part, encode_part
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.record.validation import check_step
 

@@ -21,8 +21,8 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.memory.crew import Crew
-from torchrelay.record.checkpoint import Checkpoint
-from torchrelay.record.commit import content_digest, decode
+from torchrelay.record.checkpoint.commit import content_digest, decode
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
 from torchrelay.sources.lease import LocalFacts
 from torchrelay.sources.mapped_step import LentMemory, MappedStep

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError
-from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.sources.connection import Host
 from torchrelay.sources.endpoint import EndpointSource, StepFacts
 from torchrelay.sources.mapped_step import LentMemory, MappedStep

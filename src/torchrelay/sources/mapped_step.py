@@ -22,7 +22,7 @@ from torchrelay.sources.seam import Absent
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 
 if TYPE_CHECKING:
-    from torchrelay.record.checkpoint import Checkpoint
+    from torchrelay.record.checkpoint.schema import Checkpoint
 
 ASK_SECONDS = 5.0
 _IOV_MAX = 1024

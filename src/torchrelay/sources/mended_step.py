@@ -14,8 +14,8 @@ import xxhash
 
 from torchrelay.errors import RelayError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.record.checkpoint import Checkpoint, DataFile
-from torchrelay.record.commit import content_digest
+from torchrelay.record.checkpoint.commit import content_digest
+from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.seam import DataReader, MappableReader
 

@@ -21,7 +21,7 @@ from torchrelay.sources.connection import Answered
 from torchrelay.sources.suppliers import Supplier, Suppliers
 
 if TYPE_CHECKING:  # a keeper reads from others too, and has no torch
-    from torchrelay.record.checkpoint import Checkpoint
+    from torchrelay.record.checkpoint.schema import Checkpoint
 
 _PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others later
 

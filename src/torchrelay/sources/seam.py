@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torchrelay.deadlines import Deadline
 
 if TYPE_CHECKING:
-    from torchrelay.record.checkpoint import Checkpoint
+    from torchrelay.record.checkpoint.schema import Checkpoint
     from torchrelay.stores.seam import OpenStep
 
 

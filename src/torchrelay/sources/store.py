@@ -8,7 +8,7 @@ from contextlib import closing
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.memory.bounded import bounded
-from torchrelay.record.commit import content_digest
+from torchrelay.record.checkpoint.commit import content_digest
 from torchrelay.sources.seam import Absent, Newest, Opened
 from torchrelay.stores.locate import OBJECTS, open_store, scheme_of
 from torchrelay.stores.opening import open_step

@@ -27,7 +27,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError, TransferTimeoutError
 from torchrelay.memory import threads
 from torchrelay.memory.crew import Crew, share_out
-from torchrelay.record.checkpoint import DataFile
+from torchrelay.record.checkpoint.schema import DataFile
 from torchrelay.sources.connection import Answered, Host
 from torchrelay.sources.remote_step import ArrivingChunks, RemoteStep
 

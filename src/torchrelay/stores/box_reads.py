@@ -22,8 +22,8 @@ from torchrelay.memory.crew import share_out
 from torchrelay.memory.host import host_block
 from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
-from torchrelay.record.checkpoint import Checkpoint
-from torchrelay.record.stored import Shard, StoredTensor
+from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.stores.device_reading import DeviceFetch, device_of
 from torchrelay.stores.reading import Fetch, Placed

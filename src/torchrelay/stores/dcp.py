@@ -47,7 +47,7 @@ from torchrelay.landing.packed import unpack
 from torchrelay.memory.bounded import bounded
 from torchrelay.plan.outline import outline
 from torchrelay.plan.region import Region
-from torchrelay.record.checkpoint import Blob, Checkpoint, Outline
+from torchrelay.record.checkpoint.schema import Blob, Checkpoint, Outline
 from torchrelay.stores.box_reads import Wave, asked_for, waves
 from torchrelay.stores.flattened import outline_of
 from torchrelay.stores.local.store import token

@@ -22,13 +22,13 @@ import torch
 
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Moves, Runs
-from torchrelay.memory import kernels
 from torchrelay.memory.crew import share_out
-from torchrelay.memory.kernels import ChunkTable, CudaError, Tables
-from torchrelay.memory.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
-from torchrelay.memory.side import on_side_stream
+from torchrelay.memory.gpu import kernels
+from torchrelay.memory.gpu.kernels import ChunkTable, CudaError, Tables
+from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
+from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.region import Region
-from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.stores.reading import Fetch, Placed, Task, damaged, merged, opened, unread
 from torchrelay.stores.seam import DataReader, OpenStep
 

@@ -17,7 +17,7 @@ from torchrelay.errors import CheckpointError
 from torchrelay.plan.overlay import shifted
 from torchrelay.plan.pathtree import Key, tree_of_paths
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint import Outline
+from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.state.paths import Path
 from torchrelay.state.tensors import NAMES
 from torchrelay.stores.shares.drafting import Written

@@ -18,9 +18,9 @@ from torchrelay.errors import MismatchError
 from torchrelay.plan.outline import dotted
 from torchrelay.plan.overlay import Overlay
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.checkpoint.stored import StoredTensor
 from torchrelay.record.manifest import parts
-from torchrelay.record.stored import StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import build
 from torchrelay.state.tree import slots, unflatten

@@ -7,8 +7,8 @@ from functools import cached_property
 import xxhash
 
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError, StepNotFoundError
-from torchrelay.record.checkpoint import Checkpoint
-from torchrelay.record.commit import decode
+from torchrelay.record.checkpoint.commit import decode
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.stores.retry import ONCE, Retry, is_wrong
 from torchrelay.stores.seam import MANIFEST, Store
 

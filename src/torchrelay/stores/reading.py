@@ -19,7 +19,7 @@ from torchrelay.errors import CheckpointError, DamagedError, RelayError
 from torchrelay.memory.crew import share_out
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
-from torchrelay.record.checkpoint import Checkpoint, DataFile
+from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
 from torchrelay.stores.local.reader import PAGE
 from torchrelay.stores.retry import is_wrong
 from torchrelay.stores.seam import DataReader, MappableReader, MendableStep, OpenStep

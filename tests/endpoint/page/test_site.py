@@ -10,7 +10,7 @@ import torch
 from aiohttp import ClientSession
 
 import torchrelay as tr
-from torchrelay.cli.watched import WatchedPlaces
+from torchrelay.cli.commands.watched import WatchedPlaces
 from torchrelay.endpoint.page.site import serve_page
 from torchrelay.endpoint.security import Address
 

@@ -37,9 +37,9 @@ from torchrelay.checkpointer.saves.step_draft import StepDraft
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import CheckpointError, EndpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
-from torchrelay.memory.device import DeviceCopy
+from torchrelay.memory.gpu.side import settle
+from torchrelay.memory.gpu.spare import DeviceCopy
 from torchrelay.memory.pool import cores
-from torchrelay.memory.side import settle
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.pause import gc_paused
 from torchrelay.stores.local.store import token

@@ -18,7 +18,7 @@ from torchrelay.checkpointer.saves.pending import logger
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError, StepExistsError, StorageTimeoutError
 from torchrelay.memory.bounded import bounded
-from torchrelay.record.checkpoint import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.stores.local.final_act import unknown
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.shares.drafting import check_files, sealed

@@ -13,7 +13,7 @@ from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedStep
 from torchrelay.errors import EndpointError
 from torchrelay.inspection.seam import Contents, VolumeFacts
-from torchrelay.record.commit import decode
+from torchrelay.record.checkpoint.commit import decode
 from torchrelay.sources.connection import Answered, Host
 from torchrelay.stores.shares.layout import rank_of
 

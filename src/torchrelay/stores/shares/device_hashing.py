@@ -17,9 +17,9 @@ import torch
 
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Runs, moves, reached
-from torchrelay.memory import kernels
-from torchrelay.memory.kernels import ChunkTable, CudaError, Tables
-from torchrelay.memory.side import on_side_stream
+from torchrelay.memory.gpu import kernels
+from torchrelay.memory.gpu.kernels import ChunkTable, CudaError, Tables
+from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.stream import Stream
 from torchrelay.stores.writer.ranges import FileSpec
 

@@ -13,12 +13,12 @@ import torch
 from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
-from torchrelay.record.checkpoint import Blob, Checkpoint, DataFile, Outline, Own
-from torchrelay.record.commit import decode, encode
-from torchrelay.record.joined import joined
+from torchrelay.record.checkpoint.commit import decode, encode
+from torchrelay.record.checkpoint.joined import joined
+from torchrelay.record.checkpoint.places import check_tensors
+from torchrelay.record.checkpoint.schema import Blob, Checkpoint, DataFile, Outline, Own
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf, parts
-from torchrelay.record.places import check_tensors
-from torchrelay.record.stored import Shard, StoredTensor, Tensors
 from torchrelay.stores.seam import Draft
 from torchrelay.stores.shares.device_hashing import DeviceHashing
 from torchrelay.stores.shares.layout import Entry, FileLayout

@@ -19,7 +19,7 @@ import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.record.checkpoint import Outline, Own, pairs
+from torchrelay.record.checkpoint.schema import Outline, Own, pairs
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf
 from torchrelay.stores.shares.plans import Outlines
 

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from torchrelay.plan.outline import Named
-from torchrelay.record.checkpoint import Outline
+from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import mesh_record

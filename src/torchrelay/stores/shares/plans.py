@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from torchrelay.errors import CheckpointError
-from torchrelay.record.checkpoint import Outline, Own
+from torchrelay.record.checkpoint.schema import Outline, Own
 from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES
 from torchrelay.state import tensors as t
 from torchrelay.stores.shares.layout import Entry

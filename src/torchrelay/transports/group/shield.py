@@ -20,7 +20,7 @@ import torch
 
 from torchrelay.deadlines import Deadline
 from torchrelay.memory import threads
-from torchrelay.memory.side import in_use
+from torchrelay.memory.gpu.side import in_use
 
 LOOK_UP = 0.5  # seconds: a signal that comes just before a wait begins does not end that wait
 

@@ -28,7 +28,7 @@ from torchrelay.errors import (
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing
-from torchrelay.memory.side import settle
+from torchrelay.memory.gpu.side import settle
 from torchrelay.record import codec
 from torchrelay.record.compact import KnownTree
 from torchrelay.record.manifest import Manifest

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from torchrelay.geometry.runs import Runs
-from torchrelay.memory.kernels import by_device
+from torchrelay.memory.gpu.kernels import by_device
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes.host import (
     HostPull,

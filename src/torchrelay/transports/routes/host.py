@@ -20,7 +20,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError, RemoteProtocolError
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.landing.places import Places
-from torchrelay.memory.side import in_use
+from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
 from torchrelay.record.digest import RollingDigest
 from torchrelay.record.pause import gc_paused

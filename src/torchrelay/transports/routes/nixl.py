@@ -27,8 +27,8 @@ import torch
 from torchrelay.errors import PeerLostError, RemoteProtocolError
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.memory import threads, vectors
+from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.host import host_block
-from torchrelay.memory.side import on_side_stream
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.routes.seam import (
     Incoming,

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 from torchrelay.errors import TransferTimeoutError
+from torchrelay.memory.gpu.side import in_use, on_side_stream
 from torchrelay.memory.host import at_address
-from torchrelay.memory.side import in_use, on_side_stream
 from torchrelay.record.digest import digest
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.machines.actions import AskSender, FreeChunk, PassOn, Say

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from torchrelay.memory import vectors
-from torchrelay.memory.side import in_use, on_side_stream
+from torchrelay.memory.gpu.side import in_use, on_side_stream
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
 from torchrelay.record.digest import digest

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from torchrelay.errors import DigestError, RemoteProtocolError, TransferTimeoutError
+from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.pool import cores
-from torchrelay.memory.side import on_side_stream
 from torchrelay.record.digest import digest
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.machines.events import RETRIES, failure

@@ -16,9 +16,9 @@ import torch
 
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Moves, Runs, moves, reached
-from torchrelay.memory import kernels
-from torchrelay.memory.kernels import ChunkTable, Tables, by_device, device_bytes
-from torchrelay.memory.side import side_stream
+from torchrelay.memory.gpu import kernels
+from torchrelay.memory.gpu.kernels import ChunkTable, Tables, by_device, device_bytes
+from torchrelay.memory.gpu.side import side_stream
 from torchrelay.record.digest import running_digest
 
 Sources = dict[int, Runs]  # memory by the device that it is on

@@ -22,7 +22,7 @@ import torch
 from msgspec import Meta
 
 from torchrelay.geometry.runs import Runs, moves
-from torchrelay.memory.kernels import CudaError, brief_driver, device_at, driver
+from torchrelay.memory.gpu.kernels import CudaError, brief_driver, device_at, driver
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.resources import Kept

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchrelay.memory.side import in_use
+from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.vectors import OtherMemoryError, read_bytes
 from torchrelay.transports.protocol import wire
 

@@ -22,8 +22,8 @@ from msgspec import Meta
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.memory import vectors
 from torchrelay.memory.arena import Arena, register, unregister
+from torchrelay.memory.gpu.side import in_use, on_side_stream
 from torchrelay.memory.pool import cores
-from torchrelay.memory.side import in_use, on_side_stream
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.resources import Kept

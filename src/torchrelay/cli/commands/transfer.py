@@ -10,8 +10,8 @@ import typer
 
 import torchrelay as tr
 from torchrelay.cli.access import cafile, endpoints, token_file
-from torchrelay.cli.contents import ONLY
-from torchrelay.cli.conversion import write_file
+from torchrelay.cli.commands.contents import ONLY
+from torchrelay.cli.commands.conversion import write_file
 from torchrelay.cli.output import (
     JSON,
     end_when_told,

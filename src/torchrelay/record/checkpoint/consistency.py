@@ -10,11 +10,11 @@ from typing import Any
 from torchrelay.errors import ManifestError
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.strides import extent, packed
-from torchrelay.record.checkpoint import Checkpoint, DataFile, Outline, Own
+from torchrelay.record.checkpoint.places import ALIGN, LARGE, check_tensors
+from torchrelay.record.checkpoint.schema import Checkpoint, DataFile, Outline, Own
+from torchrelay.record.checkpoint.stored import Tensors
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.manifest import parts
-from torchrelay.record.places import ALIGN, LARGE, check_tensors
-from torchrelay.record.stored import Tensors
 from torchrelay.record.validation import check_leaves, check_outline, last_byte
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")

@@ -14,7 +14,7 @@ from torchrelay.cli.output import end_when_told, fail, one_line_errors, plain, s
 from torchrelay.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torchrelay.cli.watched import WatchedPlaces
+    from torchrelay.cli.commands.watched import WatchedPlaces
 
 INTERVAL = 2.0
 WHERE = typer.Argument(help="Places with steps, or the URL of an endpoint.")
@@ -40,7 +40,7 @@ def _watch(
     as_json: bool = typer.Option(False, "--json", help="Print a line of JSON for each event."),
 ) -> None:
     """Tell of steps and transfers as they come and go, from now on. Ctrl-C ends it."""
-    from torchrelay.cli.watched import WatchedPlaces
+    from torchrelay.cli.commands.watched import WatchedPlaces
 
     with one_line_errors():
         watched = WatchedPlaces(where)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 import torchrelay as tr
-from torchrelay.cli.contents import ONLY, check_matched
+from torchrelay.cli.commands.contents import ONLY, check_matched
+from torchrelay.cli.commands.steps import PLACE, opened
 from torchrelay.cli.output import fail, one_line_errors, progress_bar, size
 from torchrelay.cli.sources import STEP, opened_source
-from torchrelay.cli.steps import PLACE, opened
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import StateSource

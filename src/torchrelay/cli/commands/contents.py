@@ -120,7 +120,7 @@ def _verify(
 
 
 def _steps(source: str) -> list[int]:
-    from torchrelay.cli.steps import opened
+    from torchrelay.cli.commands.steps import opened
 
     if not is_place(source):
         raise UsageError(f"--all is for a place with steps, and {source} is one state")

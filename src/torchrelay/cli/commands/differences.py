@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from torchrelay.cli.contents import ONLY, check_matched
+from torchrelay.cli.commands.contents import ONLY, check_matched
 from torchrelay.cli.output import JSON, one_line_errors, print_columns, print_json, progress_bar
 from torchrelay.cli.sources import SOURCE, opened_source
 from torchrelay.progress import Progress

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from torchrelay.record.checkpoint import Blob, Checkpoint, DataFile, Outline, Own, pairs
+from torchrelay.record.checkpoint.schema import Blob, Checkpoint, DataFile, Outline, Own, pairs
+from torchrelay.record.checkpoint.stored import StoredTensor, Tensors
 from torchrelay.record.keys import check_keys
 from torchrelay.record.manifest import Leaf, Node
-from torchrelay.record.stored import StoredTensor, Tensors
 
 MAJOR = 1
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.record.stored import Tensors, Tiling
+from torchrelay.record.checkpoint.stored import Tensors, Tiling
 
 _encode = msgspec.msgpack.Encoder().encode
 

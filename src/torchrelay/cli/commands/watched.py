@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 import torchrelay as tr
+from torchrelay.cli.commands.steps import listed, opened
 from torchrelay.cli.sources import is_url, opened_source
-from torchrelay.cli.steps import listed, opened
 from torchrelay.errors import EndpointError, RelayError, UsageError
 from torchrelay.inspection.seam import Contents, StateSource
 

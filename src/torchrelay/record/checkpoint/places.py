@@ -10,9 +10,9 @@ import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Comparisons, Numbers, is_grid
+from torchrelay.record.checkpoint.stored import Tensors, Tiling
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.manifest import MAX_DIMS
-from torchrelay.record.stored import Tensors, Tiling
 
 ALIGN = 8  # of a tensor's first byte in its file, or its item size if that is less
 LARGE = 1 << 62  # numbers below it can be added without a thought

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrelay.memory.arena import register, unregister
-from torchrelay.memory.kernels import brief_driver, check, driver, take_context
+from torchrelay.memory.gpu.kernels import brief_driver, check, driver, take_context
 from torchrelay.memory.pages import Mapping, populate
 from torchrelay.memory.pool import cores
 

@@ -11,9 +11,9 @@ import msgspec
 import xxhash
 
 from torchrelay.errors import ManifestError
-from torchrelay.record import first_format
-from torchrelay.record.checkpoint import FORMAT, Checkpoint
-from torchrelay.record.consistency import check
+from torchrelay.record.checkpoint import first_format
+from torchrelay.record.checkpoint.consistency import check
+from torchrelay.record.checkpoint.schema import FORMAT, Checkpoint
 from torchrelay.record.manifest import MAX_RECORD_BYTES
 from torchrelay.record.pause import gc_paused
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
+from torchrelay.record.checkpoint.stored import Tensors
 from torchrelay.record.manifest import Leaf, Node
-from torchrelay.record.stored import Tensors
 
 FORMAT = (2, 0)
 

@@ -1,0 +1,1 @@
+"""The commands of `torchrelay`, by what they work on."""

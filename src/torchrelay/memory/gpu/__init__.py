@@ -1,0 +1,1 @@
+"""Memory of a GPU, and the way to it: kernels, streams, spare copies, pinned buffers."""

@@ -1,0 +1,1 @@
+"""The record of a step: its schema, its bytes, and whether it is valid."""
