@@ -17,8 +17,8 @@ from benchmarks.harness import Ranks, busy
 from benchmarks.live import measured
 from benchmarks.pages import Probe, just_freed
 from benchmarks.rows import Bar, Case, Kind, Row
+from benchmarks.versus import NEW, Lap
 from benchmarks.workloads import Workload
-from torchrelay.demo.versus import NEW, Lap
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.versus import SOURCE, Moved
 from torchrelay.demo.job import leaves
-from torchrelay.demo.versus import SOURCE, Moved
 
 TORCHFT_NOTE = (
     "HTTPTransport with num_chunks=0, as torchft's Manager makes it; where torchft is not "

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import torchrelay
-from torchrelay.demo.versus import hush_torch
+from benchmarks.versus import hush_torch
 
 SECONDS = 120.0
 """That any one call may last."""

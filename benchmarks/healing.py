@@ -21,14 +21,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._pg_transport import PGTransport
 
 import torchrelay as tr
 from benchmarks.harness import machine
+from benchmarks.versus import hush_torch
 from benchmarks.workloads import large
 from tests.support.netns import GIGABIT, HostFailed, Hosts, Switch, Unavailable, sent_bytes
 from torchrelay.demo.job import clear, fingerprint
-from torchrelay.demo.versus import hush_torch
-from torchrelay.dropin.stock import PGTransport
 
 RESULT = Path(__file__).parent / "results" / "healing.json"
 STATE_BYTES = 400_000_000

@@ -112,7 +112,7 @@ def by_both(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def by_stock(group: Any) -> dict[str, Any]:
     """Seconds that torch's transport takes to put rank 0's state into rank 1's."""
-    from torchrelay.dropin.stock import PGTransport
+    from torch.distributed.checkpoint._pg_transport import PGTransport
 
     model, rank = _made["model"], dist.get_rank()
     if rank:

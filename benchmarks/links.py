@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._pg_transport import PGTransport
 
 from benchmarks.harness import machine
+from benchmarks.versus import DIRECT, IN_PLACE, NEW, Mode, Who, hush_torch
 from benchmarks.workloads import large
 from tests.support.netns import GIGABIT, HostFailed, Hosts, Switch, Unavailable, sent_bytes
 from torchrelay.demo.job import clear, fingerprint
-from torchrelay.demo.versus import DIRECT, IN_PLACE, NEW, Mode, Who, hush_torch
-from torchrelay.dropin.stock import PGTransport
 from torchrelay.relay import Relay
 
 RESULT = Path(__file__).parent / "results" / "links.json"

@@ -20,8 +20,8 @@ from statistics import median
 from benchmarks import tasks
 from benchmarks.harness import Ranks, busy
 from benchmarks.rows import By, Case, Kind, Measured, Row
+from benchmarks.versus import Lap
 from benchmarks.workloads import Workload
-from torchrelay.demo.versus import Lap
 
 Crews = dict[By, Ranks]
 BUSY = 0.1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from torchrelay.demo.versus import AS_IT_COMES, NEW, Mode, Setup
+from benchmarks.versus import AS_IT_COMES, NEW, Mode, Setup
 
 By = Literal["torch", "torchft", "copy_", "torchrelay"]
 Memory = Literal["warm", "cold", "in use"]

@@ -10,9 +10,9 @@ import torch
 from benchmarks.contenders import ByCopy, ByTorchft
 from benchmarks.harness import SECONDS
 from benchmarks.rows import Kind
+from benchmarks.versus import SOURCE, Contender, Course, Lap, Who
 from benchmarks.workloads import suite
 from torchrelay.demo.job import clear, fingerprint, leaves
-from torchrelay.demo.versus import SOURCE, Contender, Course, Lap, Who
 
 _state: Any = None
 _made = ""

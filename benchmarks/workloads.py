@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.rows import Bar, Case, Kind
-from torchrelay.demo.versus import AS_IT_COMES, DIRECT, IN_PLACE, NEW, Mode, Setup
+from benchmarks.versus import AS_IT_COMES, DIRECT, IN_PLACE, NEW, Mode, Setup
 
 MIB = 1 << 20
 

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.gpu import matmul
 from benchmarks.harness import SECONDS, Ranks, machine, save
+from benchmarks.versus import IN_PLACE, Course
 from torchrelay import Relay
-from torchrelay.demo.versus import IN_PLACE, Course
 
 GB = 1e9
 RESULTS = Path(__file__).parent / "results"

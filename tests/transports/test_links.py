@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from benchmarks.links import SIDES, STATE_BYTES, Row, measure
+from benchmarks.versus import IN_PLACE
 from tests.support import netns
 from tests.support.forks import run_program
 from tests.support.netns import HostFailed, Hosts, Switch, Unavailable
 from torchrelay import Relay
-from torchrelay.demo.versus import IN_PLACE
 from torchrelay.transports.routes.connections import WORTH_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]

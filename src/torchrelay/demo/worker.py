@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import torchrelay as tr
 from torchrelay.demo.job import Settings
 from torchrelay.demo.sharded import ShardedJob
-from torchrelay.demo.versus import hush_torch
 
 Way = Literal["keeper", "dcp", "nothing"]
 
@@ -187,7 +186,6 @@ def main(conn: Connection, plan: Plan, post: Post) -> None:
         if enter is not None:
             enter()
         torch.set_num_threads(1)
-        hush_torch()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo",

@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from torch.distributed.checkpoint._pg_transport import PGTransport
 
-from torchrelay.dropin.stock import PGTransport
 from torchrelay.relay import Relay
 
 Who = Literal["torch", "torchrelay"]
