@@ -41,7 +41,7 @@ from torchrelay.dropin.convert import convert
 from torchrelay.geometry import boxes
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.plan.snapshot import capture
-from torchrelay.record import codec, manifest, meshes, validation
+from torchrelay.record import codec, dtypes, manifest, meshes, validation
 from torchrelay.record.checkpoint import consistency, schema, stored
 from torchrelay.record.digest import digest
 from torchrelay.stores import dcp, seam
@@ -479,7 +479,7 @@ def test_flags_and_dtypes_are_as_described() -> None:
         for row in rows_under("### Dtypes")
         for name in row[1].strip("`").split("` `")
     }
-    assert sizes == validation.ITEM_SIZES
+    assert sizes == dtypes.ITEM_SIZES
 
 
 def test_limits_are_as_described() -> None:

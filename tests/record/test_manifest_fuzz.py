@@ -26,7 +26,8 @@ from torchrelay.plan.snapshot import capture
 from torchrelay.record import codec, compact
 from torchrelay.record import manifest as m
 from torchrelay.record.compact import KnownTree
-from torchrelay.record.validation import ITEM_SIZES, check
+from torchrelay.record.dtypes import ITEM_SIZES
+from torchrelay.record.validation import check
 from torchrelay.state.registry import register
 
 # torch warns about quantized, sparse and complex32 tensors as such.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from torchrelay.checkpointer.arguments import check_sizes, checked_retries, planners
 from torchrelay.checkpointer.catalog import Catalog
@@ -96,11 +95,7 @@ class Checkpointer:
         read_only: bool = False,
         keeper: Keeper | None = None,
     ) -> None:
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        elif group is False:
-            group = None
-        self._all = Assembly(group, "checkpointer")
+        self._all = Assembly.of(group, "checkpointer")
         with self._all.joining():
             self._timeout = seconds_of(timeout)
             retries = checked_retries(retries, on_busy, on_error, stage)

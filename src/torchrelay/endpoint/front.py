@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-import torch.distributed as dist
 
 from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
@@ -43,11 +42,7 @@ class Endpoint:
         stall: float,
         connections: int,
     ) -> None:
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        elif group is False:
-            group = None
-        self._all = Assembly(group, "endpoint")
+        self._all = Assembly.of(group, "endpoint")
         with self._all.joining():
             self._timeout = seconds_of(timeout)
             self._address = Address.parse(address)

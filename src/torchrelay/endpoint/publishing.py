@@ -25,8 +25,8 @@ from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.record.checkpoint.commit import content_digest, encode
 from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.dtypes import itemsize
 from torchrelay.record.pause import gc_paused
-from torchrelay.record.validation import itemsize
 from torchrelay.stores.shares import plan_limits, plans
 from torchrelay.stores.shares.drafting import Share, Written, commit_record
 from torchrelay.stores.shares.layout import DTYPES

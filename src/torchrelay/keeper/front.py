@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-import torch.distributed as dist
 
 from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
@@ -114,11 +113,7 @@ class Keeper:
         cafile: str | None = None,
         timeout: Timeout = 300.0,
     ) -> None:
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        elif group is False:
-            group = None
-        self._all = Assembly(group, "keeper")
+        self._all = Assembly.of(group, "keeper")
         with self._all.joining():
             self._timeout = seconds_of(timeout)
             self._address = Address.parse(address)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from math import prod
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,8 @@ from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.record.columns import Storages
+from torchrelay.record.dtypes import itemsize
 from torchrelay.record.manifest import parts
-from torchrelay.record.validation import itemsize
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import with_parts
 from torchrelay.state.local_parts import local_parts
@@ -251,7 +251,7 @@ class RankShare:
         if not isinstance(leaf, m.TensorLeaf) or not isinstance(mine, torch.Tensor):
             return self._placed(index, leaf), None
         stored = self._all_of(index, leaf)
-        if is_distributed(mine):
+        if t.is_distributed(mine):
             if stored is not None or 0 in leaf.shape:
                 self._compare(leaf, mine)
                 return self._part_of(stored, leaf.dtype, mine)
@@ -322,10 +322,6 @@ def _path(path: Iterable[object], matched: Matched, index: int) -> Iterable[obje
 def _is_settable(mine: torch.Tensor) -> bool:
     """Whether a tensor can be filled in place, element by element, from a whole stored one."""
     return t.is_plain(mine) and not mine.is_meta and not t.flags_of(mine) & _ODD
-
-
-def is_distributed(mine: object) -> TypeGuard[torch.Tensor]:
-    return t.is_distributed(mine)
 
 
 def _memory(mine: object) -> object:

@@ -24,8 +24,7 @@ from torchrelay.geometry.strides import contiguous_strides, extent
 from torchrelay.record import manifest as m
 from torchrelay.record.arrays import dtype_from_text
 from torchrelay.record.columns import Numbers, Table, devices_of, others_of, sizes_of, table_of
-from torchrelay.record.dtypes import ITEM_SIZES as ITEM_SIZES  # noqa: PLC0414
-from torchrelay.record.dtypes import itemsize as itemsize  # noqa: PLC0414
+from torchrelay.record.dtypes import itemsize
 from torchrelay.record.keys import check_keys
 from torchrelay.record.meshes import check_mesh, check_meshes
 from torchrelay.record.values import decode_value

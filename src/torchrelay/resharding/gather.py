@@ -36,7 +36,7 @@ from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed
 from torchrelay.memory import threads
 from torchrelay.plan.reads import BoxRead
-from torchrelay.record.validation import itemsize
+from torchrelay.record.dtypes import itemsize
 from torchrelay.resharding.owners import Whole, whole_of
 from torchrelay.resharding.record import LiveRank, decode
 from torchrelay.transports.group.lines import GroupLines

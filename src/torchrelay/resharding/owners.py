@@ -17,7 +17,7 @@ from torchrelay.record.checkpoint.consistency import check
 from torchrelay.record.checkpoint.places import ALIGN
 from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
 from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
-from torchrelay.record.validation import itemsize
+from torchrelay.record.dtypes import itemsize
 from torchrelay.resharding.record import LiveRank
 from torchrelay.stores.shares.plans import LocalPlan, merge_outlines, renames
 

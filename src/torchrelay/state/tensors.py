@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.record import manifest as m
-from torchrelay.record.validation import ITEM_SIZES
+from torchrelay.record.dtypes import ITEM_SIZES
 from torchrelay.state.meshes import described_mesh
 
 if TYPE_CHECKING:  # importing it takes a second, which those who have no DTensor do not wait for

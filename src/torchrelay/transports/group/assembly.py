@@ -73,6 +73,14 @@ class Assembly:
         self.unheard: list[str] = []  # answers that this rank has stopped waiting for
         self._lock = threading.Lock()
 
+    @classmethod
+    def of(cls, group: Any, purpose: str) -> Assembly:
+        """Of the ranks that a caller names: by default all, where torch.distributed is initialized;
+        `False` is this process alone."""
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        return cls(None if group is False else group, purpose)
+
     @property
     def coordinates(self) -> bool:
         return self.rank == COORDINATOR
