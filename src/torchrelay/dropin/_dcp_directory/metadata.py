@@ -10,17 +10,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from torchrelay.dropin._pickles.machine import Machine, Name, PickledCall
+from torchrelay.dropin._pickles.fields import MAX_NUMBER, count, fields, made, size, typed
+from torchrelay.dropin._pickles.machine import Machine, Name, PickledCall, refuse
 from torchrelay.errors import ManifestError, RelayError, RemoteProtocolError, UnsupportedLeafError
 from torchrelay.geometry.boxes import Comparisons
 
 MAX_METADATA = 1 << 30
-_MAX_NUMBER = 1 << 62
-_MAX_DIMS = 64
 _MAX_DEPTH = 200
 
 _DCP = "torch.distributed.checkpoint.metadata."
@@ -117,27 +116,27 @@ class _Machine(Machine):
         if type(target) is not dict or not all(
             type(key) in (str, PickledCall) for key in items[::2]
         ):
-            _refuse("a dict has keys that are neither text nor records")
+            refuse("a dict has keys that are neither text nor records")
         target.update(zip(items[::2], items[1::2], strict=True))
 
 
 def _metadata(value: object, length: int) -> StockMetadata:
-    f = _fields(value, _DCP + "Metadata")
-    pieces = _pieces(_typed(f.get("storage_data"), dict))
+    f = fields(value, _DCP + "Metadata")
+    pieces = _pieces(typed(f.get("storage_data"), dict))
     items: dict[str, StockTensor | StockBytes] = {}
     # A list that a short pickle shares among its records could make for endless work; a chunk of
     # its own takes more bytes than this.
     room = length // 16
     comparisons = Comparisons()
-    for fqn, record in _typed(f["state_dict_metadata"], dict).items():
-        name = _typed(fqn, str)
+    for fqn, record in typed(f["state_dict_metadata"], dict).items():
+        name = typed(fqn, str)
         if type(record) is PickledCall and record.name == _DCP + "BytesStorageMetadata":
             items[name] = StockBytes(_found(pieces, name, None))
         else:
-            g = _fields(record, _DCP + "TensorStorageMetadata")
-            room -= len(_typed(g["chunks"], list))
+            g = fields(record, _DCP + "TensorStorageMetadata")
+            room -= len(typed(g["chunks"], list))
             if room < 0:
-                _refuse("it has more chunks than its bytes can tell")
+                refuse("it has more chunks than its bytes can tell")
             items[name] = _tensor(name, g, pieces, comparisons)
     return StockMetadata(items, _paths(f.get("planner_data"), length))
 
@@ -150,25 +149,25 @@ _Pieces = dict[
 def _pieces(stored: dict[Any, Any]) -> _Pieces:
     found: _Pieces = {}
     for key, value in stored.items():
-        f = _fields(key, _DCP + "MetadataIndex")
-        fqn, offset = _typed(f["fqn"], str), f.get("offset")
-        index = (fqn, str(None if offset is None else _size(offset)))
+        f = fields(key, _DCP + "MetadataIndex")
+        fqn, offset = typed(f["fqn"], str), f.get("offset")
+        index = (fqn, str(None if offset is None else tuple(size(offset))))
         if index in found:
-            _refuse(f"{fqn!r:.200} is stored twice")
-        g = _fields(value, _STORAGE_INFO)
+            refuse(f"{fqn!r:.200} is stored twice")
+        g = fields(value, _STORAGE_INFO)
         if g.get("transform_descriptors"):
             raise UnsupportedLeafError(
                 "a stock DCP item was written through stream transforms "
                 f"({g['transform_descriptors']!r:.100}), which are not undone here",
                 path=fqn,
             )
-        file = _plain_name(_typed(g["relative_path"], str))
-        found[index] = StockPiece(file, _count(g["offset"]), _count(g["length"]))
+        file = _plain_name(typed(g["relative_path"], str))
+        found[index] = StockPiece(file, count(g["offset"]), count(g["length"]))
     # Ranges that overlap would let a small file stand for a state of any size.
     ordered = sorted(found.values(), key=lambda p: (p.file, p.offset, p.length))
     for one, other in itertools.pairwise(ordered):
         if one.file == other.file and one.offset + one.length > other.offset:
-            _refuse(f"two items of {one.file!r} overlap at byte {other.offset}")
+            refuse(f"two items of {one.file!r} overlap at byte {other.offset}")
     return found
 
 
@@ -176,31 +175,31 @@ def _found(pieces: _Pieces, fqn: str, offset: tuple[int, ...] | None) -> StockPi
     piece = pieces.get((fqn, str(offset)))
     if piece is None:
         where = "" if offset is None else f" at {offset!r:.200}"
-        _refuse(f"nothing is stored for {fqn!r:.200}{where}")
+        refuse(f"nothing is stored for {fqn!r:.200}{where}")
     return piece
 
 
 def _plain_name(name: str) -> str:
     if name in ("", ".", "..") or any(c in "/\\\0" for c in name) or not name.isprintable():
-        _refuse(f"{name!r:.200} is not the name of a file in the checkpoint's directory")
+        refuse(f"{name!r:.200} is not the name of a file in the checkpoint's directory")
     return name
 
 
 def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces, comparisons: Comparisons) -> StockTensor:
-    shape, dtype = _size(f["size"]), _dtype(fqn, f["properties"])
-    if math.prod(shape) * dtype.itemsize >= _MAX_NUMBER:
-        _refuse(f"{fqn!r:.200} has a malformed shape")
+    shape, dtype = tuple(size(f["size"])), _dtype(fqn, f["properties"])
+    if math.prod(shape) * dtype.itemsize >= MAX_NUMBER:
+        refuse(f"{fqn!r:.200} has a malformed shape")
     chunks = []
     for box in f["chunks"]:
-        g = _fields(box, _DCP + "ChunkStorageMetadata")
-        offsets, sizes = _size(g["offsets"]), _size(g["sizes"])
+        g = fields(box, _DCP + "ChunkStorageMetadata")
+        offsets, sizes = tuple(size(g["offsets"])), tuple(size(g["sizes"]))
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            _refuse(f"a chunk of {fqn!r:.200} has another number of dimensions")
+            refuse(f"a chunk of {fqn!r:.200} has another number of dimensions")
         if any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
-            _refuse(f"a chunk of {fqn!r:.200} reaches past it")
+            refuse(f"a chunk of {fqn!r:.200} reaches past it")
         piece = _found(pieces, fqn, offsets)
         if math.prod(sizes) * dtype.itemsize > piece.length:
-            _refuse(f"a chunk of {fqn!r:.200} is larger than the {piece.length} bytes it is in")
+            refuse(f"a chunk of {fqn!r:.200} is larger than the {piece.length} bytes it is in")
         chunks.append(Chunk(offsets, sizes, piece))
     _check_tiling(fqn, shape, chunks, comparisons)
     return StockTensor(dtype, shape, tuple(chunks))
@@ -212,66 +211,30 @@ def _check_tiling(
     """Boxes inside a tensor tile it when none overlap and their volumes add up to its own."""
     boxes = [(c.offsets, c.sizes) for c in chunks if 0 not in c.sizes]
     if comparisons.overlap(boxes):
-        _refuse(f"two chunks of {fqn!r:.200} overlap")
+        refuse(f"two chunks of {fqn!r:.200} overlap")
     held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if held != whole:
-        _refuse(f"the chunks of {fqn!r:.200} hold {held} of its {whole} values")
+        refuse(f"the chunks of {fqn!r:.200} hold {held} of its {whole} values")
 
 
 def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:
     if value is None:
         return {}
     found: dict[str, tuple[str | int, ...]] = {}
-    for fqn, path in _typed(value, dict).items():
-        steps = _typed(path, tuple)
+    for fqn, path in typed(value, dict).items():
+        steps = typed(path, tuple)
         room -= len(steps)
         if room < 0 or not 0 < len(steps) <= _MAX_DEPTH or type(steps[0]) is not str:
-            _refuse("a path into the state is malformed")
-        found[_typed(fqn, str)] = tuple(s if type(s) is str else _count(s) for s in steps)
+            refuse("a path into the state is malformed")
+        found[typed(fqn, str)] = tuple(s if type(s) is str else count(s) for s in steps)
     return found
 
 
 def _dtype(fqn: str, value: object) -> torch.dtype:
     if type(value) is not PickledCall or value.name not in _PROPERTIES or value.args:
-        _refuse("TensorProperties was expected")
+        refuse("TensorProperties was expected")
     # The memory format and the rest are torch's deprecated fields, which its reader ignores too.
-    dtype, layout, *_ = _typed(value.state, tuple)
-    if _call(layout, _LAYOUT).args != ("torch.strided",):
+    dtype, layout, *_ = typed(value.state, tuple)
+    if made(layout, _LAYOUT) != ("torch.strided",):
         raise UnsupportedLeafError("a stock DCP tensor is not strided", path=fqn)
-    return _DTYPES[_typed(dtype, Name).name]
-
-
-def _size(value: object) -> tuple[int, ...]:
-    (numbers,) = _call(value, "torch.Size").args
-    if len(_typed(numbers, tuple)) > _MAX_DIMS:
-        _refuse(f"a shape has more than {_MAX_DIMS} dimensions")
-    return tuple(_count(n) for n in numbers)
-
-
-def _fields(value: object, name: str) -> dict[str, Any]:
-    found = _call(value, name)
-    if found.args:
-        _refuse(f"{name} was expected to be made of nothing")
-    return dict(_typed(found.state, dict))
-
-
-def _call(value: object, name: str) -> PickledCall:
-    if type(value) is not PickledCall or value.name != name:
-        _refuse(f"{name} was expected")
-    return value
-
-
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        _refuse(f"{kind.__name__} was expected, not {type(value).__name__}")
-    return value
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_NUMBER:
-        _refuse("a number is out of bounds")
-    return value
-
-
-def _refuse(why: str) -> NoReturn:
-    raise ManifestError(f"a stock DCP .metadata was refused: {why}")
+    return _DTYPES[typed(dtype, Name).name]

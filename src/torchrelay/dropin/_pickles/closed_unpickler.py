@@ -35,6 +35,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from torchrelay.dropin._pickles.fields import MAX_DIMS, count, counts, fields, made, size, typed
 from torchrelay.dropin._pickles.machine import SCALARS, Machine, Name, PickledCall, refuse
 from torchrelay.dropin._torch_records import (
     _DTensorMeta,
@@ -46,7 +47,6 @@ from torchrelay.errors import ManifestError, RemoteProtocolError
 from torchrelay.record.keys import KeyTable
 
 _MAX_DEPTH = 200
-_MAX_DIMS = 64
 _ALWAYS = 10_000  # steps that any record may take
 _MAX_BYTES = 1 << 50
 
@@ -143,9 +143,9 @@ class _Builder:
             refuse("its parts share each other more often than its length allows")
 
     def state(self, value: object) -> _StateDictMeta:
-        f = _fields(value, _RECORDS + "_StateDictMeta")
+        f = fields(value, _RECORDS + "_StateDictMeta")
         spec = self.tree(f["treespec"])
-        paths, leaves = _typed(f["paths"], list), _typed(f["non_tensor_leaves"], list)
+        paths, leaves = typed(f["paths"], list), typed(f["non_tensor_leaves"], list)
         if not len(paths) == len(leaves) == spec.num_leaves:
             refuse(
                 f"its tree has {spec.num_leaves} leaves, but {len(paths)} paths and "
@@ -179,7 +179,7 @@ class _Builder:
         if name == _RECORDS + "_TensorMeta":
             return self.tensor(value)
         if name == _RECORDS + "_DTensorMeta":
-            f = _fields(value, name)
+            f = fields(value, name)
             return self.dtensor(self.tensor(f["local"]), f["spec"])
         if name == _RECORDS + "_ShardedTensorMeta":
             return self.sharded(value)
@@ -191,22 +191,22 @@ class _Builder:
         if type(value) is PickledCall and value.name == _PYTREE + "LeafSpec":
             return tree_structure(None)
         if id(value) not in self.specs:
-            f = _fields(value, _PYTREE + "TreeSpec", "type", "_context", "_children")
+            f = fields(value, _PYTREE + "TreeSpec", "type", "_context", "_children")
             # torch before 2.12 keeps these two in public fields.
             context = f.get("_context", f.get("context"))
-            below = _typed(f.get("_children", f.get("children_specs")), list)
+            below = typed(f.get("_children", f.get("children_specs")), list)
             self.charge(len(below))
             children = [self.tree(child, depth + 1) for child in below]
             deeper = sum(self.spans.get(id(child), 0) for child in below)
             self.spans[id(value)] = deeper + sum(child.num_leaves for child in children)
-            kind = _typed(f["type"], Name).name
+            kind = typed(f["type"], Name).name
             self.specs[id(value)] = self.container(kind, context, children)
         return self.specs[id(value)]
 
     def container(self, kind: str, context: Any, children: list[TreeSpec]) -> TreeSpec:
         width = len(children)
         if kind == "collections.namedtuple":
-            cls = _typed(context, Name).namedtuple
+            cls = typed(context, Name).namedtuple
             if cls is None or len(vars(cls)["_fields"]) != width:
                 refuse("a namedtuple does not fit its class")
             return TreeSpec(collections.namedtuple, cls, children)
@@ -214,16 +214,16 @@ class _Builder:
             refuse(f"{kind!r} is no container of a state")
         cls = _CONTAINERS[kind]
         if cls in (list, tuple):
-            return TreeSpec(cls, _typed(context, type(None)), children)
+            return TreeSpec(cls, typed(context, type(None)), children)
         if cls is collections.deque:
-            room = None if context is None else _count(context)
+            room = None if context is None else count(context)
             return TreeSpec(cls, room, children)
         factory = None
         if cls is collections.defaultdict:
-            named, context = _typed(context, list)
-            factory = None if named is None else _FACTORIES[_typed(named, Name).name]
+            named, context = typed(context, list)
+            factory = None if named is None else _FACTORIES[typed(named, Name).name]
         before, table = self.left, KeyTable()
-        keys = [self.key(key) for key in _typed(context, list)]
+        keys = [self.key(key) for key in typed(context, list)]
         table.put(keys, weight=before - self.left)
         if len(table) != width or len(keys) != width:
             refuse("the keys of a dict do not fit its items")
@@ -239,10 +239,10 @@ class _Builder:
         return _plain(value)
 
     def tensor(self, value: object) -> _TensorMeta:
-        f = _fields(value, _RECORDS + "_TensorMeta")
-        shape, stride = _size(f["shape"]), _counts(f["stride"], _MAX_DIMS)
-        dtype, nbytes = _dtype(f["dtype"]), _count(f["nbytes"], _MAX_BYTES)
-        offset = _count(f["storage_offset"])
+        f = fields(value, _RECORDS + "_TensorMeta")
+        shape, stride = size(f["shape"]), counts(f["stride"], MAX_DIMS)
+        dtype, nbytes = _dtype(f["dtype"]), count(f["nbytes"], _MAX_BYTES)
+        offset = count(f["storage_offset"])
         if len(shape) != len(stride) or math.prod(shape) >= 1 << 62:
             refuse("a tensor has a malformed shape")
         if 0 not in shape:
@@ -252,12 +252,12 @@ class _Builder:
         return _TensorMeta(shape, dtype, offset, stride, nbytes)
 
     def dtensor(self, local: _TensorMeta, value: Any) -> _DTensorMeta:
-        f = _fields(value, _SPEC + "DTensorSpec")
+        f = fields(value, _SPEC + "DTensorSpec")
         mesh = self.mesh(f["mesh"])
-        placements = tuple(_placement(p) for p in _typed(f["placements"], tuple))
-        meta = _made(f["tensor_meta"], _SPEC + "TensorMeta")
+        placements = tuple(_placement(p) for p in typed(f["placements"], tuple))
+        meta = made(f["tensor_meta"], _SPEC + "TensorMeta")
         shape, stride, dtype = meta
-        whole = TensorMeta(_size(shape), _counts(stride, _MAX_DIMS), _dtype(dtype))
+        whole = TensorMeta(size(shape), counts(stride, MAX_DIMS), _dtype(dtype))
         dims = len(whole.shape)
         if len(placements) != mesh.ndim or dims != len(local.shape) or whole.dtype != local.dtype:
             refuse("a DTensor does not fit its local tensor or its mesh")
@@ -265,11 +265,11 @@ class _Builder:
             refuse("a DTensor is sharded along a dimension that it does not have")
         options: dict[str, Any] = {}
         if f.get("use_strided_shard_as_shard_order") is not None:
-            strided = _typed(f["use_strided_shard_as_shard_order"], bool)
+            strided = typed(f["use_strided_shard_as_shard_order"], bool)
             options["use_strided_shard_as_shard_order"] = strided
         if f.get("shard_order") is not None:
-            pairs = [_made(e, _SPEC + "ShardOrderEntry") for e in _typed(f["shard_order"], tuple)]
-            order = tuple(ShardOrderEntry(_count(dim), _counts(along)) for dim, along in pairs)
+            pairs = [made(e, _SPEC + "ShardOrderEntry") for e in typed(f["shard_order"], tuple)]
+            order = tuple(ShardOrderEntry(count(dim), counts(along)) for dim, along in pairs)
             if any(e.tensor_dim >= dims or max(e.mesh_dims) >= mesh.ndim for e in order):
                 refuse("the shard order of a DTensor does not fit it")
             options["shard_order"] = order
@@ -281,46 +281,46 @@ class _Builder:
             refuse(f"its meshes are nested deeper than {_MAX_DEPTH}")
         if id(value) in self.meshes:
             return self.meshes[id(value)]
-        f = _fields(value, _MESH)
+        f = fields(value, _MESH)
         # A root mesh and its flattened meshes name each other, so it is known before it is whole.
         # Its constructor would create process groups; setting its state only looks them up.
         mesh = self.meshes[id(value)] = DeviceMesh.__new__(DeviceMesh)
-        self.charge(len(_typed(f["_flatten_rank_map"], tuple)))
-        ranks = _counts(f["_flatten_rank_map"])
+        self.charge(len(typed(f["_flatten_rank_map"], tuple)))
+        ranks = counts(f["_flatten_rank_map"])
         names, root, where = f["_mesh_dim_names"], f["_root_mesh"], f["_coordinate_on_dim"]
-        flat = _typed(f["_flatten_mapping"], dict)
+        flat = typed(f["_flatten_mapping"], dict)
         self.charge(len(flat))
         state: dict[str, object] = {
-            "_device_type": _typed(f["_device_type"], str),
+            "_device_type": typed(f["_device_type"], str),
             "_layout": _mesh_layout_of(f["_layout"], len(ranks)),
             "_rank_map": torch.tensor(ranks, dtype=torch.int, device="cpu"),
             "_flatten_rank_map": ranks,
-            "_mesh_dim_names": None if names is None else _texts(_typed(names, tuple)),
+            "_mesh_dim_names": None if names is None else _texts(typed(names, tuple)),
             "_root_mesh": None if root is None else self.mesh(root, depth + 1),
             "_flatten_mapping": {n: self.mesh(m, depth + 1) for n, m in flat.items()},
-            "_rank": _count(f["_rank"]),
-            "_coordinate_on_dim": None if where is None else _counts(where),
+            "_rank": count(f["_rank"]),
+            "_coordinate_on_dim": None if where is None else counts(where),
             "_thread_id": None,
             "_hash": None,
         }
         if "_dim_group_names" in f:
-            state["_dim_group_names"] = list(_texts(_typed(f["_dim_group_names"], list)))
+            state["_dim_group_names"] = list(_texts(typed(f["_dim_group_names"], list)))
         mesh.__setstate__(state)
         return mesh
 
     def sharded(self, value: object) -> _ShardedTensorMeta:
-        f = _fields(value, _RECORDS + "_ShardedTensorMeta")
+        f = fields(value, _RECORDS + "_ShardedTensorMeta")
         mine, where = f["local_shards_meta"], f["local_shards_shard_metadata"]
-        self.charge(8 * (len(_typed(mine, list)) + len(_typed(where, list))))
+        self.charge(8 * (len(typed(mine, list)) + len(typed(where, list))))
         local = [self.tensor(t) for t in mine]
         boxes = [_shard(s) for s in where]
-        g = _fields(f["sharded_tensor_metadata"], _SHARDS + "ShardedTensorMetadata")
-        told = _typed(g["shards_metadata"], list)
+        g = fields(f["sharded_tensor_metadata"], _SHARDS + "ShardedTensorMetadata")
+        told = typed(g["shards_metadata"], list)
         self.charge(16 * len(told))
         if id(told) not in self.shards:
             self.shards[id(told)] = [_shard(s) for s in told]
         shards = self.shards[id(told)]
-        whole = ShardedTensorMetadata(shards, _size(g["size"]), _properties(g["tensor_properties"]))
+        whole = ShardedTensorMetadata(shards, size(g["size"]), _properties(g["tensor_properties"]))
         if len(local) != len(boxes) or any(
             list(t.shape) != box.shard_sizes or t.dtype != whole.tensor_properties.dtype
             for t, box in zip(local, boxes, strict=True)
@@ -335,61 +335,19 @@ class _Builder:
         return _ShardedTensorMeta(local, boxes, whole)
 
 
-def _fields(value: object, name: str, *order: str) -> dict[str, Any]:
-    """The fields set on a new `name`; a class with slots sets a list of them, in `order`."""
-    if type(value) is not PickledCall or value.name != name or value.args:
-        refuse(f"{name} was expected")
-    state = value.state
-    if type(state) is tuple and len(state) == 2 and state[0] is None:
-        state = state[1]
-    if type(state) is list:
-        state = dict(zip(order, state, strict=False))
-    return dict(_typed(state, dict))
-
-
-def _made(value: object, name: str) -> tuple[Any, ...]:
-    """The arguments with which a `name` is to be made, when nothing else is set on it."""
-    if type(value) is not PickledCall or value.name != name or value.state is not None:
-        refuse(f"{name} was expected")
-    return value.args
-
-
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        refuse(f"{kind.__name__} was expected, not {type(value).__name__}")
-    return value
-
-
-def _count(value: object, cap: int = 1 << 62) -> int:
-    if type(value) is not int or not 0 <= value < cap:
-        refuse("a number is out of bounds")
-    return value
-
-
-def _counts(value: object, most: int | None = None) -> tuple[int, ...]:
-    if most is not None and len(_typed(value, tuple)) > most:
-        refuse(f"a shape has more than {most} dimensions")
-    return tuple([_count(n) for n in _typed(value, tuple)])
-
-
 def _texts(value: list[object] | tuple[object, ...]) -> tuple[str, ...]:
-    return tuple(_typed(text, str) for text in value)
-
-
-def _size(value: object) -> torch.Size:
-    (numbers,) = _made(value, "torch.Size")
-    return torch.Size(_counts(numbers, _MAX_DIMS))
+    return tuple(typed(text, str) for text in value)
 
 
 def _dtype(value: object) -> torch.dtype:
-    return _DTYPES[_typed(value, Name).name]
+    return _DTYPES[typed(value, Name).name]
 
 
 def _device(value: object) -> torch.device:
-    args = _made(value, "torch.device")
+    args = made(value, "torch.device")
     if not 1 <= len(args) <= 2:
         refuse("a device is malformed")
-    return torch.device(_typed(args[0], str), *(_count(n, 1 << 15) for n in args[1:]))
+    return torch.device(typed(args[0], str), *(count(n, 1 << 15) for n in args[1:]))
 
 
 _VALUES = frozenset((*SCALARS, bytearray, set, frozenset))
@@ -403,27 +361,27 @@ def _plain(value: Any) -> object:
         return _DTYPES[value.name]
     if type(value) is PickledCall:
         if value.name == "torch.Size":
-            return _size(value)
+            return size(value)
         if value.name == "torch.device":
             return _device(value)
         if value.name == "builtins.complex":
-            real, imag = _made(value, value.name)
-            return complex(_typed(real, float), _typed(imag, float))
+            real, imag = made(value, value.name)
+            return complex(typed(real, float), typed(imag, float))
         if value.name == "builtins.bytearray":
-            args = _made(value, value.name)
-            return bytearray(_typed(args[0], bytes)) if args else bytearray()
+            args = made(value, value.name)
+            return bytearray(typed(args[0], bytes)) if args else bytearray()
     refuse("a leaf is neither a tensor nor a plain value")
 
 
 def _placement(value: Any) -> Placement:
-    name = _typed(value, PickledCall).name
+    name = typed(value, PickledCall).name
     if name == _PLACEMENT + "Replicate":
         return Replicate()
-    f = _fields(value, name)
+    f = fields(value, name)
     if name == _PLACEMENT + "Shard":
-        return Shard(_count(f["dim"]))
+        return Shard(count(f["dim"]))
     if name == _PLACEMENT + "_StridedShard":
-        return _StridedShard(_count(f["dim"]), split_factor=_count(f["split_factor"]))
+        return _StridedShard(count(f["dim"]), split_factor=count(f["split_factor"]))
     if name == _PLACEMENT + "Partial" and f["reduce_op"] in _REDUCE_OPS:
         return Partial(f["reduce_op"])
     refuse("a placement of a DTensor is unknown")
@@ -431,9 +389,9 @@ def _placement(value: Any) -> Placement:
 
 def _mesh_layout_of(value: object, ranks: int) -> Any:
     axes = []
-    for axis in _typed(_fields(value, _LAYOUT + "_MeshLayout")["axes"], tuple):
-        f = _fields(axis, _LAYOUT + "_FlatLayout")
-        axes.append((_counts(f["shape"]), _counts(f["stride"])))
+    for axis in typed(fields(value, _LAYOUT + "_MeshLayout")["axes"], tuple):
+        f = fields(axis, _LAYOUT + "_FlatLayout")
+        axes.append((counts(f["shape"]), counts(f["stride"])))
     reach = 1
     for shape, stride in axes:
         reach += sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -443,32 +401,32 @@ def _mesh_layout_of(value: object, ranks: int) -> Any:
 
 
 def _shard(value: object) -> ShardMetadata:
-    f = _fields(value, _SHARD)
+    f = fields(value, _SHARD)
     placement = f["placement"]
-    lists = (_typed(f[name], list) for name in ("shard_offsets", "shard_sizes"))
-    offsets, sizes = (_counts(tuple(numbers[: _MAX_DIMS + 1]), _MAX_DIMS) for numbers in lists)
+    lists = (typed(f[name], list) for name in ("shard_offsets", "shard_sizes"))
+    offsets, sizes = (counts(tuple(numbers[: MAX_DIMS + 1]), MAX_DIMS) for numbers in lists)
     where = None if placement is None else _remote(placement)
     return ShardMetadata(list(offsets), list(sizes), where)
 
 
 def _remote(value: object) -> _remote_device:
-    f = _fields(value, _REMOTE)
+    f = fields(value, _REMOTE)
     device, worker, rank = _device(f["_device"]), f["_worker_name"], f["_rank"]
     if rank is not None:
-        return _remote_device(f"rank:{_count(rank)}/{device}")
-    return _remote_device(device if worker is None else f"{_typed(worker, str)}/{device}")
+        return _remote_device(f"rank:{count(rank)}/{device}")
+    return _remote_device(device if worker is None else f"{typed(worker, str)}/{device}")
 
 
 def _properties(value: Any) -> TensorProperties:
     if type(value) is not PickledCall or value.name != _SHARDS + "TensorProperties" or value.args:
         refuse("TensorProperties was expected")
-    dtype, layout, requires_grad, memory_format, pin_memory = _typed(value.state, tuple)
-    (layout_name,) = _made(layout, "torch.serialization._get_layout")
-    (encoding,) = _made(memory_format, _SHARDS + "MEM_FORMAT_ENCODING")
+    dtype, layout, requires_grad, memory_format, pin_memory = typed(value.state, tuple)
+    (layout_name,) = made(layout, "torch.serialization._get_layout")
+    (encoding,) = made(memory_format, _SHARDS + "MEM_FORMAT_ENCODING")
     return TensorProperties(
         _dtype(dtype),
-        _LAYOUTS[_typed(layout_name, str)],
-        _typed(requires_grad, bool),
-        _MEMORY_FORMATS[_count(encoding)],
-        _typed(pin_memory, bool),
+        _LAYOUTS[typed(layout_name, str)],
+        typed(requires_grad, bool),
+        _MEMORY_FORMATS[count(encoding)],
+        typed(pin_memory, bool),
     )
