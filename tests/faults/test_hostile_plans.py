@@ -118,7 +118,7 @@ def test_strides_of_another_rank_that_make_no_good_dict_are_refused(
     hostile = msgspec.structs.replace(local, outline=told)
     data = msgspec.msgpack.encode(hostile)
     begun = time.process_time()
-    merged = merge_outlines([local, local_plan(data, 1)])
+    merged = merge_outlines([local, local_plan(data, 1)], [{}, {}])
     tensors = Tensors.of([StoredTensor("x", "int8", (1,), [Shard((0,), (1,), 0, 0)])])
     record = Checkpoint(
         step=1,

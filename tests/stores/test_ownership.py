@@ -18,8 +18,9 @@ from tests.support.ranks import RankPool
 from torchrelay.errors import CheckpointError
 from torchrelay.plan.outline import outline
 from torchrelay.stores.shares import ownership
-from torchrelay.stores.shares.ownership import Details, HeldTensor, Row, Statement
+from torchrelay.stores.shares.ownership import Details, HeldTensor, Row
 from torchrelay.stores.shares.planning import RulePlanning
+from torchrelay.stores.shares.plans import RankOutline, merge
 
 SEED = 11
 
@@ -130,14 +131,12 @@ def test_every_value_of_random_worlds_is_written_once() -> None:
 
 def test_rows_of_another_rank_that_cannot_be_are_refused() -> None:
     mine = outline({"w": torch.zeros(4)}).outline
-    said = [Statement(b"same", bytes(1024), bytes(1024), 0)] * 2
     details = [
         Details([], [], None, 0),
         Details([], [(9, mine.leaves[0])], None, 0),
     ]
-    ruled = ownership.rulings(details, (), ())
     with pytest.raises(CheckpointError, match="leaf 9 of 1"):
-        ownership.merge(mine, said, details, ruled)
+        merge([RankOutline(b"same", mine, one.leaves, {}) for one in details])
     two = [
         Details([Row("w", fact, 4, mesh)], [], None, 0)
         for fact, mesh in ((b"a", b"m"), (b"b", b"m"))

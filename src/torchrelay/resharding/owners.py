@@ -45,7 +45,7 @@ def whole_of(records: Mapping[int, LiveRank]) -> Whole:
         for record in records.values()
     ]
     names = renames(plans)
-    outlines = merge_outlines(plans)
+    outlines = merge_outlines(plans, names)
     holders: dict[str, dict[Box, list[int]]] = {}
     places: list[dict[tuple[str, Box], int]] = [{} for _ in ranks]
     facts: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -71,7 +71,7 @@ class PlannerPlanning:
             for plan, names in zip(final, renamed, strict=True)
         ]
         self.nbytes = sum(map(plans.item_bytes, finals))
-        self.outlines = plans.merge_outlines(locals_)
+        self.outlines = plans.merge_outlines(locals_, renamed)
         return Decision([_encode(plan) for plan in finals], final=True)
 
     def reply(self, heard: bytes) -> bytes:

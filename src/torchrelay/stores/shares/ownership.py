@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -19,9 +19,8 @@ import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.record.checkpoint.schema import Outline, Own, pairs
+from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf
-from torchrelay.stores.shares.plans import Outlines
 
 BUCKETS = 64
 _Buckets = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)], ...], msgspec.Meta()]
@@ -126,10 +125,6 @@ def digests_of_leaves(leaves: Sequence[Leaf]) -> bytes:
         xxhash.xxh3_128_digest(_encode([leaves[index] for index in bucket]))
         for bucket in buckets_of_leaves(leaves)
     )
-
-
-def shape_of(outline: Outline) -> bytes:
-    return xxhash.xxh3_128_digest(_encode((outline.tree, outline.names, outline.strides)))
 
 
 def written_by_rule(held: Iterable[HeldTensor]) -> set[str]:
@@ -266,51 +261,3 @@ def _check_distributed(name: str, several: Sequence[tuple[int, Row]]) -> None:
                 phase="plan",
                 path=name,
             )
-
-
-def merge(
-    mine: Outline,
-    said: Sequence[Statement],
-    details: Sequence[Details],
-    ruled: Sequence[Ruling],
-) -> Outlines:
-    """The outlines of all ranks, what they share once. `mine` is that of the coordinator."""
-    bases: list[Outline] = []
-    first: dict[bytes, int] = {}  # by shape, the first rank
-    ranks: list[int] = []
-    own: list[Own] = []
-    places: list[Mapping[str, int]] = []
-    for rank, (statement, one, ruling) in enumerate(zip(said, details, ruled, strict=True)):
-        if statement.shape not in first:
-            first[statement.shape] = len(bases)
-            bases.append(mine if rank == 0 else _told(one, rank))
-            places.append({name: index for index, name in enumerate(bases[-1].names)})
-        base = first[statement.shape]
-        ranks.append(base)
-        leaves = _own_leaves(one.leaves, bases[base].leaves, rank)
-        names = {
-            places[base][name]: new for name, new in ruling.renamed.items() if name in places[base]
-        }
-        if leaves or names:
-            own.append(Own(rank, pairs(leaves), pairs(names)))
-    return Outlines(tuple(bases), tuple(ranks), tuple(own))
-
-
-def _told(details: Details, rank: int) -> Outline:
-    if details.outline is None:
-        raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")
-    return details.outline
-
-
-def _own_leaves(
-    rows: Sequence[tuple[int, Leaf]], base: Sequence[Leaf], rank: int
-) -> dict[int, Leaf]:
-    found = {}
-    for index, leaf in rows:
-        if not 0 <= index < len(base):
-            raise CheckpointError(
-                f"leaf {index} of {len(base)} was told of", rank=rank, phase="plan"
-            )
-        if leaf != base[index]:
-            found[index] = leaf
-    return found

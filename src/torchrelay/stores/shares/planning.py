@@ -20,10 +20,10 @@ from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import mesh_record
-from torchrelay.stores.shares import ownership, plan_limits
+from torchrelay.stores.shares import ownership, plan_limits, plans
 from torchrelay.stores.shares.layout import Entry, FileLayout, arrange
 from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling, Statement
-from torchrelay.stores.shares.plans import Drafted, Outlines
+from torchrelay.stores.shares.plans import Drafted, Outlines, RankOutline
 from torchrelay.stores.shares.replicas import facts_of
 
 Signature = list[tuple[object, ...]]
@@ -121,7 +121,7 @@ class RulePlanning:
         held = [self._held(name, tensor) for name, tensor in named.tensors.items()]
         self._current = _Current(named, signature, held)
         statement = Statement(
-            ownership.shape_of(named.outline),
+            plans.shape_of(named.outline),
             ownership.digests_of_leaves(named.outline.leaves),
             ownership.digests_of_tensors(held),
             _bytes_by_rule(held),
@@ -164,7 +164,11 @@ class RulePlanning:
         statements, self._said = self._said, []
         asked = ownership.differing([one.tensors for one in statements])
         ruled = ownership.rulings(details, asked, self._now.named.tensors)
-        self.outlines = ownership.merge(outline, statements, details, ruled)
+        told = [outline, *(one.outline for one in details[1:])]
+        self.outlines = plans.merge(
+            RankOutline(statement.shape, mine, one.leaves, ruling.renamed)
+            for statement, mine, one, ruling in zip(statements, told, details, ruled, strict=True)
+        )
         self.nbytes = ownership.bytes_ruled(details, ruled)
         return Decision([_encode(ruling) for ruling in ruled], final=True)
 

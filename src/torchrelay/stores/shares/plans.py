@@ -10,15 +10,17 @@ Large plain tensors are compared by samples: those that agree in them are taken 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import torch
+import xxhash
 
 from torchrelay.errors import CheckpointError
-from torchrelay.record.checkpoint.schema import Outline, Own
-from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES
+from torchrelay.record.checkpoint.schema import Outline, Own, pairs
+from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES, Leaf
 from torchrelay.state import tensors as t
 from torchrelay.stores.shares.layout import Entry
 
@@ -82,39 +84,67 @@ def renames(locals_: list[LocalPlan]) -> list[dict[str, str]]:
     return found
 
 
-def merge_outlines(locals_: list[LocalPlan]) -> Outlines:
+def shape_of(outline: Outline) -> bytes:
+    return xxhash.xxh3_128_digest(
+        msgspec.msgpack.encode((outline.tree, outline.names, outline.strides))
+    )
+
+
+class RankOutline(NamedTuple):
+    """What a rank has of the outlines: `shape` is that of its own but for the leaves, and `leaves`
+    are those that may be others than on the first rank with that shape, which tells its outline."""
+
+    shape: bytes
+    outline: Outline | None
+    leaves: Iterable[tuple[int, Leaf]]
+    renamed: Mapping[str, str]
+
+
+def merge(all_ranks: Iterable[RankOutline]) -> Outlines:
     """Hold each distinct outline once, and what single ranks have of their own apart."""
     bases: list[Outline] = []
-    known: dict[bytes, int] = {}
+    first: dict[bytes, int] = {}  # the outline by its shape
     ranks: list[int] = []
     own: list[Own] = []
-    for rank, (local, renamed) in enumerate(zip(locals_, renames(locals_), strict=True)):
-        outline = local.outline
-        if outline is None:
-            raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")
-        key = msgspec.msgpack.encode(outline)
-        base = known.get(key)
-        if base is None:
-            base = next((i for i, other in enumerate(bases) if _alike(other, outline)), len(bases))
-            if base == len(bases):
-                bases.append(outline)
-            known[key] = base
+    places: list[dict[str, int]] = []
+    for rank, one in enumerate(all_ranks):
+        if one.shape not in first:
+            if one.outline is None:
+                raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")
+            first[one.shape] = len(bases)
+            bases.append(one.outline)
+            places.append({name: index for index, name in enumerate(one.outline.names)})
+        base = first[one.shape]
         ranks.append(base)
-        leaves = tuple(
-            (index, leaf)
-            for index, (leaf, other) in enumerate(
-                zip(outline.leaves, bases[base].leaves, strict=True)
-            )
-            if leaf != other
-        )
-        names = tuple((i, renamed[name]) for i, name in enumerate(outline.names) if name in renamed)
+        leaves = _own_leaves(one.leaves, bases[base].leaves, rank)
+        names = {places[base][old]: new for old, new in one.renamed.items() if old in places[base]}
         if leaves or names:
-            own.append(Own(rank, leaves, names))
+            own.append(Own(rank, pairs(leaves), pairs(names)))
     return Outlines(tuple(bases), tuple(ranks), tuple(own))
 
 
-def _alike(one: Outline, other: Outline) -> bool:
-    return (one.tree, one.names, one.strides) == (other.tree, other.names, other.strides)
+def _own_leaves(
+    rows: Iterable[tuple[int, Leaf]], base: Sequence[Leaf], rank: int
+) -> dict[int, Leaf]:
+    found = {}
+    for index, leaf in rows:
+        if not 0 <= index < len(base):
+            raise CheckpointError(
+                f"leaf {index} of {len(base)} was told of", rank=rank, phase="plan"
+            )
+        if leaf != base[index]:
+            found[index] = leaf
+    return found
+
+
+def merge_outlines(locals_: list[LocalPlan], renamed: list[dict[str, str]]) -> Outlines:
+    """The same of ranks that have told all of their outlines."""
+    found = []
+    for local, names in zip(locals_, renamed, strict=True):
+        outline = local.outline
+        told = (b"", ()) if outline is None else (shape_of(outline), enumerate(outline.leaves))
+        found.append(RankOutline(told[0], outline, told[1], names))
+    return merge(found)
 
 
 class Drafted(NamedTuple):
