@@ -74,10 +74,10 @@ def record_with(**changes: Any) -> bytes:
 
 
 def assert_refused(data: bytes, match: str | None = None) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(RemoteProtocolError, match=match):
         loads(data)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def assert_same(data: bytes) -> _StateDictMeta:
@@ -148,9 +148,9 @@ def test_nan_keeps_its_bits() -> None:
 
 def test_a_record_of_many_leaves_is_read_in_reasonable_time() -> None:
     data = stock({f"layer.{i}": {"w": torch.ones(1), "b": torch.ones(1)} for i in range(2000)})
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(loads(data).paths) == 4000
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.fixture
