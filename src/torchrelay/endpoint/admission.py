@@ -12,6 +12,14 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 
+class Refusal(Exception):
+    """A request that is answered with a status and a line of text."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
 class Headers(Protocol):
     """Of a request, by names in any case."""
 

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
-from torchrelay.endpoint.admission import is_own_user, refusal
+from torchrelay.endpoint.admission import Refusal, is_own_user, refusal
 from torchrelay.endpoint.seed_word import read_seed_word
 from torchrelay.record.checkpoint.schema import DataFile
 from torchrelay.sources.connection import AGENT, SLOW_RATE, STALL_SECONDS, Cutoff
@@ -67,14 +67,6 @@ class SeededStep(NamedTuple):
     @property
     def etag(self) -> str:
         return f'"{self.step}-{self.snapshot}"'
-
-
-class Refusal(Exception):
-    """A request that is answered with a status and a line of text."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 class SeedServer(socketserver.ThreadingMixIn, socketserver.TCPServer):

@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 from aiohttp import ClientSession, web
 
+from torchrelay.endpoint.admission import Refusal
 from torchrelay.endpoint.page import PAGE, PATHS
 from torchrelay.endpoint.seed_word import read_seed_word
 from torchrelay.endpoint.server import limits
@@ -42,14 +43,6 @@ RESUME_SECONDS = 10.0  # that a step is kept for a download that broke off
 FILES_KEPT = 8  # headers of whole files
 
 Answer = Awaitable[web.StreamResponse]
-
-
-class Failure(Exception):
-    """A request that is answered with a status and a line of text."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status, self.text = status, text
 
 
 class ByteRange(NamedTuple):
@@ -93,9 +86,9 @@ class App:
         try:
             self._let_in(request)
             return await self._route(request)
-        except Failure as failure:
-            headers = {"WWW-Authenticate": "Bearer"} if failure.status == 401 else None
-            return web.Response(status=failure.status, text=failure.text + "\n", headers=headers)
+        except Refusal as refused:
+            headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else None
+            return web.Response(status=refused.status, text=str(refused) + "\n", headers=headers)
 
     def _let_in(self, request: web.BaseRequest) -> None:
         # The page holds nothing of the state; a browser cannot send a token to get it.
@@ -104,7 +97,7 @@ class App:
             return
         if why := limits.refusal(request, self._token):
             self.service.ledger.refused["token"] += 1
-            raise Failure(401, why)
+            raise Refusal(401, why)
 
     def _route(self, request: web.BaseRequest) -> Answer:
         path = request.path
@@ -117,9 +110,9 @@ class App:
         elif path.startswith("/readers/"):
             allowed, act = "POST", self._reader_ends
         else:
-            raise Failure(404, "there is nothing here: docs/http.md lists what can be asked for")
+            raise Refusal(404, "there is nothing here: docs/http.md lists what can be asked for")
         if request.method != allowed and not (allowed == "GET" and request.method == "HEAD"):
-            raise Failure(405, f"{path} takes {allowed}")
+            raise Refusal(405, f"{path} takes {allowed}")
         return act(request)
 
     # Steps.
@@ -147,18 +140,18 @@ class App:
             await self.service.until(lambda: not self.service.pending, STEP_SECONDS)
             newest = self.service.snapshots.newest
             if newest is None:
-                raise Failure(503, "no step has been published yet: ask again")
+                raise Refusal(503, "no step has been published yet: ask again")
             return newest
         found = self.service.snapshots.by_step(step)
         if found is None:
             there = ", ".join(str(one.step) for one in self.service.snapshots.listed) or "none"
-            raise Failure(404, f"no step {step} here; there: {there}")
+            raise Refusal(404, f"no step {step} here; there: {there}")
         return found
 
     def _by_id(self, snapshot: str) -> ServedStep:
         found = self.service.snapshots.by_id(snapshot)
         if found is None:
-            raise Failure(410, "that step is gone, or was never here: ask for the newest")
+            raise Refusal(410, "that step is gone, or was never here: ask for the newest")
         return found
 
     async def _record(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -189,11 +182,11 @@ class App:
     async def _seeds(self, request: web.BaseRequest) -> web.StreamResponse:
         """A puller says where it serves what it has, and hears of the others."""
         if request.content_type != "application/json":
-            raise Failure(400, "this takes application/json")
+            raise Refusal(400, "this takes application/json")
         try:
             word = read_seed_word(await request.read(), request.remote)
         except (ValueError, web.HTTPException) as fault:
-            raise Failure(400, str(fault)) from None
+            raise Refusal(400, str(fault)) from None
         self._by_id(word.snapshot)
         others = [url for url in self.service.seeds_of(word.snapshot) if url != word.url]
         if word.url in self.service.seeds or len(self.service.seeds) < MAX_SEEDS:
@@ -205,15 +198,15 @@ class App:
     async def _volume(self, request: web.BaseRequest) -> web.StreamResponse:
         parts = request.path.split("/")
         if len(parts) != 4:
-            raise Failure(404, "volumes are asked for as /volumes/SNAPSHOT/NAME")
+            raise Refusal(404, "volumes are asked for as /volumes/SNAPSHOT/NAME")
         snapshot = self._by_id(parts[2])
         place = snapshot.place(parts[3])
         if place is None:
-            raise Failure(404, "that volume is not here: /places.json says where it is")
+            raise Refusal(404, "that volume is not here: /places.json says where it is")
         slot, volume = place
         extent = self._extent(request, volume.nbytes, snapshot.etag)
         if not snapshot.has(volume, extent.start, extent.stop):
-            raise Failure(404, "these bytes have not arrived here yet: /marks says which have")
+            raise Refusal(404, "these bytes have not arrived here yet: /marks says which have")
         transfer = self._transfer(request, snapshot, "http", snapshot.nbytes)
         act = copied if self._tls else volume_pieces
         pieces = act(slot, volume, extent.start, extent.stop)
@@ -222,7 +215,7 @@ class App:
     async def _file(self, request: web.BaseRequest) -> web.StreamResponse:
         patterns = request.query.getall("include", [])
         if len(patterns) > MAX_PATTERNS or any(len(one) > MAX_PATTERN for one in patterns):
-            raise Failure(400, f"at most {MAX_PATTERNS} patterns of {MAX_PATTERN} characters")
+            raise Refusal(400, f"at most {MAX_PATTERNS} patterns of {MAX_PATTERN} characters")
         snapshot = await self._asked_for(request)
         key = "\n".join(patterns)
         if self._goes_on(request):
@@ -260,7 +253,7 @@ class App:
         begun = self.service.ledger.begun_with(request.remote or "", key, start)
         found = self.service.snapshots.by_id(next(iter(begun))) if len(begun) == 1 else None
         if found is None:
-            raise Failure(
+            raise Refusal(
                 412,
                 "this download cannot be continued: the step that it began with is gone or is not "
                 "known here. Say ?step=STEP, or begin again",
@@ -272,7 +265,7 @@ class App:
         if key not in self._files:
             tensors = chosen(snapshot.tensors, patterns)
             if not tensors:
-                raise Failure(404, "no tensor has a name like that: the record lists the names")
+                raise Refusal(404, "no tensor has a name like that: the record lists the names")
             metadata = {"step": str(snapshot.step), "snapshot": snapshot.id}
             while len(self._files) >= FILES_KEPT:
                 self._files.pop(next(iter(self._files)))
@@ -288,7 +281,7 @@ class App:
         start, stop, _ = wanted.indices(nbytes)
         if start >= stop:
             self.service.ledger.refused["range"] += 1
-            raise Failure(416, f"the range is outside of {nbytes} bytes")
+            raise Refusal(416, f"the range is outside of {nbytes} bytes")
         return ByteRange(start, stop, nbytes, True)
 
     def _transfer(
@@ -296,13 +289,13 @@ class App:
     ) -> Transfer:
         reader = request.headers.get("Torchrelay-Reader", "")
         if reader and not READER.fullmatch(reader):
-            raise Failure(400, "Torchrelay-Reader is 16 to 64 letters and digits")
+            raise Refusal(400, "Torchrelay-Reader is 16 to 64 letters and digits")
         name = reader or f"request{secrets.token_hex(8)}"
         agent = request.headers.get("User-Agent", "")
         found = self.service.ledger.of(name, request.remote or "", agent, snapshot, kind, total)
         if found is None:
             self.service.ledger.refused["limit"] += 1
-            raise Failure(429, "too many readers at once: ask again later")
+            raise Refusal(429, "too many readers at once: ask again later")
         return found
 
     async def _head(
@@ -357,11 +350,11 @@ class App:
     async def _reader_ends(self, request: web.BaseRequest) -> web.StreamResponse:
         reader = request.path.removeprefix("/readers/")
         if request.content_type != "application/json":
-            raise Failure(400, "this takes application/json")
+            raise Refusal(400, "this takes application/json")
         try:
             word = msgspec.json.decode(await request.read(), type=Ending)
         except (msgspec.MsgspecError, ValueError, web.HTTPException):
-            raise Failure(400, 'this takes {"outcome": "done"} or "failed", "reason"') from None
+            raise Refusal(400, 'this takes {"outcome": "done"} or "failed", "reason"') from None
         for transfer in list(self.service.ledger.active.values()):
             if transfer.reader == reader:
                 outcome = "done" if word.outcome == "done" else "failed"
@@ -422,7 +415,7 @@ def _slice(request: web.BaseRequest) -> slice | None:
     try:
         found = request.http_range
     except ValueError:
-        raise Failure(416, "one range of bytes, as in Range: bytes=0-99") from None
+        raise Refusal(416, "one range of bytes, as in Range: bytes=0-99") from None
     return None if found.start is None and found.stop is None else found
 
 
@@ -431,7 +424,7 @@ def _number(request: web.BaseRequest, name: str) -> int | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,19}", text):
-        raise Failure(400, f"{name} is a number")
+        raise Refusal(400, f"{name} is a number")
     return int(text)
 
 

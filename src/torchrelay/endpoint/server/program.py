@@ -7,9 +7,6 @@ trainer's end of the socket closes, however that came about.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import socket
 import threading
 import time
@@ -18,8 +15,7 @@ import msgspec
 
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.serving import Serving, obey
-
-NICE = 5  # the trainer's threads go first
+from torchrelay.stores.writer.launch import trainer_at
 
 _request = msgspec.msgpack.Decoder(m.ServerRequest)
 
@@ -90,9 +86,5 @@ async def _run(link: socket.socket) -> None:
 
 def serve(link: int) -> None:
     """Serve, and answer on a socket, given by its descriptor, until its other end closes."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # it ends with the trainer, which may have both
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
-    with socket.socket(fileno=link) as end:
+    with trainer_at(link) as end:
         asyncio.run(_run(end))

@@ -22,13 +22,13 @@ import msgspec
 
 from torchrelay.endpoint.security import trusted
 from torchrelay.endpoint.server import messages as m
-from torchrelay.endpoint.server.program import NICE
 from torchrelay.endpoint.server.serving import Serving, obey
 from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.server.buddies import Buddies
 from torchrelay.keeper.server.copying import KeeperRing
 from torchrelay.keeper.server.kept import KeptSteps
 from torchrelay.stores.writer.frames import receive_frame, send_frame
+from torchrelay.stores.writer.launch import NICE
 
 FIRST_LEASE = 60.0  # seconds for the first worker to come
 CONNECTIONS, HOLD_SECONDS, STALL_SECONDS = 256, 60.0, 10.0

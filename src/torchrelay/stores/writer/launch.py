@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+NICE = 5  # the trainer's threads go first
+
+
+@contextmanager
+def trainer_at(link: int) -> Iterator[socket.socket]:
+    """In a process that was launched: the socket to the trainer, by its descriptor. The process
+    ends with the trainer, which may have been sent the same signals."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(NICE)
+    with socket.socket(fileno=link) as end:
+        yield end
 
 
 def launch(program: str, *, mute: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:

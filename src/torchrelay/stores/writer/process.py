@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import signal
 import socket
 
 import msgspec
@@ -19,9 +18,8 @@ from torchrelay.errors import CheckpointError
 from torchrelay.memory.pages import address_of, side_by_side
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.writer.frames import receive_frame, send_frame
+from torchrelay.stores.writer.launch import trainer_at
 from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
-
-NICE = 5  # the trainer's threads go first
 
 
 class Attach(msgspec.Struct, tag="attach"):
@@ -140,9 +138,5 @@ class _Writer:
 
 def serve(link: int) -> None:
     """Answer on a socket, given by its descriptor, until its other end closes."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # it ends with the trainer, which may have both
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
-    with socket.socket(fileno=link) as end:
+    with trainer_at(link) as end:
         _Writer(end).serve()
