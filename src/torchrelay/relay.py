@@ -14,6 +14,7 @@ from torchrelay.errors import RelayError, StateError, UsageError
 from torchrelay.landing.checks.shards import Shards, check_choice
 from torchrelay.landing.destination import PreparedDestination, prepare
 from torchrelay.landing.seam import land
+from torchrelay.landing.terms import checked_device
 from torchrelay.memory.gpu.kernels import warm_up
 from torchrelay.memory.gpu.side import in_use, settle
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
@@ -23,7 +24,6 @@ from torchrelay.progress import Progress, ProgressCallback, reporter
 from torchrelay.steps import check_step
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines, lines_of
 from torchrelay.transports.group.shield import shielded
-from torchrelay.transports.protocol.arguments import device_of
 from torchrelay.transports.protocol.options import (
     ReceiveOptions,
     ReceiveTarget,
@@ -264,7 +264,7 @@ class Relay:
             check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
         check_choice(shards)
-        where, way = device_of(device), check_route(route) or self._route
+        where, way = checked_device(device), check_route(route) or self._route
         told = reporter(progress)
         settle()  # what is written to on a GPU may still be in use by its streams
         if several:

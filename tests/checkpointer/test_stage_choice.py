@@ -1,4 +1,4 @@
-"""Where an asynchronous save is staged: what may be asked for, and a state that no GPU has."""
+"""Where a save is staged and a load goes: what may be asked for, and a state that no GPU has."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ def test_a_place_that_there_is_none_of_is_refused_with_those_there_are(tmp_path:
     stage: Any = "disk"
     with pytest.raises(tr.UsageError, match="'auto', 'host' or 'device', not 'disk'"):
         tr.Checkpointer(tmp_path, stage=stage)
+
+
+def test_a_device_that_torch_has_none_of_is_refused(tmp_path: Path) -> None:
+    device: Any
+    with tr.Checkpointer(tmp_path) as checkpointer:
+        for device in ("moon", 3.5):
+            with pytest.raises(tr.UsageError, match="device is one of torch's"):
+                checkpointer.load(device=device)
 
 
 @pytest.mark.parametrize("stage", ["auto", "host", "device"])

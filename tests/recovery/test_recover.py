@@ -148,7 +148,13 @@ def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"sources": []}, {"sources": [7]}, {"sources": ["x"], "min_step": -1}]
+    "wrong",
+    [
+        {"sources": []},
+        {"sources": [7]},
+        {"sources": ["x"], "min_step": -1},
+        {"sources": ["x"], "device": "moon"},
+    ],
 )
 def test_bad_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(tr.UsageError):

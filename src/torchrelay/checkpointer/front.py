@@ -310,20 +310,20 @@ class Checkpointer:
                 raise UsageError("this checkpointer is closed")
             if step is not None:
                 check_step(step)
+            wanted = Wanted.of(
+                into,
+                step,
+                strict=strict,
+                only=only,
+                verify=verify,
+                atomic=atomic,
+                device=device,
+                progress=progress,
+            )
             call = self._all.call()
             deadline = Deadline(self._timeout if timeout is None else timeout)
             # In a round: another rank may have asked for the failure that this one was not told.
             call.round("begin", self._raise_untold, lambda said: said, deadline)
-            wanted = Wanted(
-                into,
-                step,
-                strict,
-                (only,) if isinstance(only, str) else tuple(only),
-                verify,
-                atomic,
-                None if device is None else torch.device(device),
-                progress,
-            )
             return self._loader.load(call, wanted, deadline)
 
     # Looking after what is there.

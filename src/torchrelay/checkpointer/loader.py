@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -23,6 +23,7 @@ from torchrelay.errors import (
 )
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed
+from torchrelay.landing.terms import checked_device
 from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.bounded import bounded
 from torchrelay.progress import Bar, ProgressCallback
@@ -66,6 +67,24 @@ class Wanted(NamedTuple):
     atomic: bool
     device: torch.device | None
     progress: ProgressCallback | None
+
+    @classmethod
+    def of(
+        cls,
+        into: object,
+        step: int | None,
+        *,
+        strict: bool,
+        only: str | Iterable[str] = (),
+        verify: bool = True,
+        atomic: bool,
+        device: torch.device | str | None,
+        progress: ProgressCallback | None,
+    ) -> Wanted:
+        """The same, as a caller says it."""
+        patterns = (only,) if isinstance(only, str) else tuple(only)
+        where = checked_device(device)
+        return cls(into, step, strict, patterns, verify, atomic, where, progress)
 
     @property
     def checked_first(self) -> bool:

@@ -199,15 +199,14 @@ def pull(
         raise UsageError("give step= or newer_than=, not both")
     deadline = Deadline(timeout)
     assembly = Assembly(group, "pull")
-    wanted = Wanted(
+    wanted = Wanted.of(
         into,
         step,
-        strict,
-        (only,) if isinstance(only, str) else tuple(only),
-        True,
-        atomic,
-        None if device is None else torch.device(device),
-        None if reshare else progress,  # then it tells of what is fetched, not of what is placed
+        strict=strict,
+        only=only,
+        atomic=atomic,
+        device=device,
+        progress=None if reshare else progress,  # then it tells of what is fetched, not placed
     )
     seeding = None
     if reshare:

@@ -6,7 +6,16 @@ from typing import NamedTuple
 
 import torch
 
+from torchrelay.errors import UsageError
 from torchrelay.landing.checks.shards import Shards
+
+
+def checked_device(device: torch.device | str | None) -> torch.device | None:
+    """The device that a caller names; `UsageError` where torch has none like it."""
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as fault:
+        raise UsageError(f"device is one of torch's, not {device!r}: {fault}") from None
 
 
 class Terms(NamedTuple):

@@ -84,16 +84,7 @@ def recover(
     if not found:
         raise UsageError("no source to recover from")
     assembly = Assembly(group, "recover")
-    wanted = Wanted(
-        into,
-        None,
-        strict,
-        (),
-        True,
-        atomic,
-        None if device is None else torch.device(device),
-        progress,
-    )
+    wanted = Wanted.of(into, None, strict=strict, atomic=atomic, device=device, progress=progress)
     resharing = Resharing() if reshare else None
     candidates = Candidates(found, min_step, age, resharing)
     recovery = _Recovery(candidates, assembly, wanted, Deadline(timeout))
