@@ -9,14 +9,19 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import RankPool
+import pytest
+
+from tests.support.forks import Done, run_program
+from tests.support.ranks import run_ranks
 from torchrelay.keeper.process import KeeperName
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "elastic"
 STEPS, SAVE_EVERY, DIE_AT = 10, 3, 8
+SECONDS = 150
 
 Losses = dict[tuple[int, int], set[str]]
 
@@ -37,26 +42,46 @@ def undisturbed(rank: int, group: Any, folder: str) -> str:
     return output.getvalue()
 
 
-def test_a_worker_is_killed_and_the_losses_are_those_of_an_undisturbed_run(
-    pool2: RankPool, tmp_path: Path
-) -> None:
+def under_agent(folder: Path, *words: str) -> Done:
+    agent = EXAMPLE.parents[1] / "tests" / "support" / "agent.py"
+    script = str(EXAMPLE / "train.py")
+    return run_program(str(agent), script, *words, folder=folder, seconds=SECONDS)
+
+
+def under_torchrun(folder: Path, *words: str) -> Done:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc-per-node", "2", "--max-restarts", "2", str(EXAMPLE / "train.py")]
-    options = ["--folder", str(tmp_path / "killed"), "--steps", str(STEPS)]
-    options += ["--save-every", str(SAVE_EVERY), "--die-at", str(DIE_AT)]
-    options += ["--job", f"killed-{os.getpid()}"]
     done = subprocess.run(
-        launch + options,
+        [*launch, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
-        cwd=tmp_path,
+        timeout=SECONDS,
+        cwd=folder,
+        check=False,
     )
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"keeper killed-\d+: step [78]; step [78] was taken", done.stdout)
+    return Done(done.returncode, done.stdout)
+
+
+@pytest.mark.timeout(2 * SECONDS + 20)
+@pytest.mark.parametrize(
+    "launched",
+    [under_agent, pytest.param(under_torchrun, marks=pytest.mark.slow)],  # with interpreters
+)
+def test_a_worker_is_killed_and_the_losses_are_those_of_an_undisturbed_run(
+    launched: Callable[..., Done], tmp_path: Path
+) -> None:
+    """By the agent that torchrun runs, with workers that are forked; by torchrun as it is."""
+    options = ["--folder", str(tmp_path / "killed"), "--steps", str(STEPS)]
+    options += ["--save-every", str(SAVE_EVERY), "--die-at", str(DIE_AT)]
+    options += ["--job", f"killed-{os.getpid()}"]
+    done = launched(tmp_path, *options)
+    assert done.code == 0, done.output
+    assert re.search(r"keeper killed-\d+: step [78]; step [78] was taken", done.output)
     assert not [name for name in KeeperName.all() if name.job.startswith(("killed-", "calm-"))]
-    found = losses_in(done.stdout)
-    expected = losses_in("\n".join(pool2.run(undisturbed, str(tmp_path / "calm"), timeout=100)))
+    found = losses_in(done.output)
+    expected = losses_in(
+        "\n".join(run_ranks(undisturbed, 2, str(tmp_path / "calm"), timeout=SECONDS))
+    )
     assert set(expected) == {(rank, step) for rank in (0, 1) for step in range(1, STEPS + 1)}
     assert found == expected, "also the steps that were done twice have one loss"
