@@ -139,6 +139,31 @@ def _leave(code: int) -> None:
     os._exit(code)  # a blocked thread cannot hold up or abort interpreter shutdown
 
 
+def _share_a_device() -> None:
+    """Have the groups of this process use one device of gloo, and not each its own.
+
+    A device is a thread that wakes up a hundred times a second. Workers that stay make groups by
+    the hundred, for the meshes of their calls, and torch's caches keep groups: those of a few
+    workers that nobody used took half a core from the tests that followed.
+    """
+    stock = dist.ProcessGroupGloo.__init__
+    shared: list[Any] = []
+
+    def init(
+        self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)
+    ) -> None:
+        if isinstance(timeout, timedelta):
+            if not shared:
+                shared.append(dist.ProcessGroupGloo.create_default_device())
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout = shared, timeout
+        else:
+            options = timeout
+        stock(self, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
+
+
 def _child_main(
     conn: Connection,
     rank: int,
@@ -147,6 +172,7 @@ def _child_main(
     backend: str,
     group_timeout: float,
     environment: dict[str, str],
+    stays: bool,
 ) -> None:
     global _channel
     take_environment(environment)
@@ -157,6 +183,8 @@ def _child_main(
         torch.set_num_threads(1)
         importlib.import_module("tests.support.preloaded")  # a fork has it; not a call's time
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if stays:
+            _share_a_device()
         dist.init_process_group(
             backend,
             store=dist.FileStore(str(Path(scratch) / "store"), world_size),
@@ -230,13 +258,14 @@ class _Workers:
         expect_killed: Collection[int] = (),
         expect_exit: Mapping[int, int] | None = None,
         forks: bool = True,
+        stay: bool = False,
     ) -> None:
         self.expect_killed = set(expect_killed)
         self.expect_exit = dict(expect_exit or {})
         self.scratch = tempfile.mkdtemp(prefix="ranks-")
         self.workers: list[_Worker] = []
         self._failed_order: list[int] = []
-        common = world_size, self.scratch, backend, group_timeout, dict(os.environ)
+        common = world_size, self.scratch, backend, group_timeout, dict(os.environ), stay
         context = servers if forks else get_context("spawn")
         try:
             for rank in range(world_size):
@@ -576,6 +605,7 @@ class RankPool:
             backend=self._backend,
             group_timeout=self._group_timeout,
             forks=self._forks,
+            stay=True,
         )
 
         def started() -> bool:
