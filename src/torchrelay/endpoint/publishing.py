@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from torchrelay.checkpointer.saves.agreement import agree
+from torchrelay.checkpointer.saves.staging import arena_bytes, paged
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.process import StepProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
+from torchrelay.memory.pages import PAGE
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.record.checkpoint.commit import content_digest, encode
 from torchrelay.record.checkpoint.schema import Checkpoint
@@ -36,8 +38,6 @@ from torchrelay.transports.group.assembly import COORDINATOR, Assembly, Call
 from torchrelay.version import __version__
 
 logger = logging.getLogger("torchrelay")
-
-PAGE = 4096
 
 
 class Published:
@@ -268,7 +268,7 @@ class Publisher:
             return answer.skipped
         share, outlines = plan(call)
         call.at("staging")
-        nbytes = max(PAGE, sum(-(-file.nbytes // PAGE) * PAGE for file in share.files))
+        nbytes = max(PAGE, arena_bytes(share.files))
         room = self._room(call, nbytes, step, deadline)
         if room.why:
             return room.why
@@ -283,7 +283,7 @@ class Publisher:
         share.hash_on_devices()
         for file in share.files:
             volumes.append(m.Volume(file.name, end, file.nbytes, file.chunk_bytes, file.digests))
-            end += -(-file.nbytes // PAGE) * PAGE
+            end += paged(file.nbytes)
         arena = self._arena(slot, nbytes, share)
         copies = [
             Copy(stream, 0, volume.nbytes, volume.start)
@@ -296,9 +296,7 @@ class Publisher:
 
     def _arena(self, slot: int, nbytes: int, share: Share) -> Arena:
         """The memory of a slot: what it had, unless that is too small."""
-        pinned = any(
-            region.keep.is_cuda for stream in share.streams for _, region in stream.elsewhere
-        )
+        pinned = any(stream.devices for stream in share.streams)
         arena = self._arenas.get(slot)
         if arena is not None and (arena.nbytes < nbytes or (pinned > arena.pinned)):
             self._drop_arena(slot)

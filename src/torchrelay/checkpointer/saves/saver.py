@@ -37,6 +37,7 @@ from torchrelay.checkpointer.saves.step_draft import StepDraft
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import CheckpointError, EndpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
+from torchrelay.memory.bounded import bounded
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.gpu.spare import DeviceCopy
 from torchrelay.memory.pool import cores
@@ -215,47 +216,45 @@ class Saver:
     def _write_now(self, save: Save, share: Share) -> Written:
         """Write a share from this process; gives up waiting for it at the deadline."""
         assert save.draft is not None
-        done: list[list[bytes]] = []
-        faults: list[BaseException] = []
         draft = save.draft.files
         target: list[HereTarget] = []
         bar = Bar(save.progress, share.nbytes)
 
-        def work() -> None:
+        def write() -> list[bytes]:
+            if share.on_host:
+                target.append(HereTarget(draft, share.files))
+                whole = share.ranges()
+                placed = [(part.file, part.start, part.stop, 0) for part in whole]
+                for parts in in_parts(placed, share.files, bar):
+                    target[0].write_ranges(
+                        [whole[f]._replace(start=a, stop=b) for f, a, b, _ in parts]
+                    )
+                return target[0].finish(save.deadline)
+            share.hash_on_devices()
+            arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
+            target.append(HereTarget(draft, share.files, arena.address))
+            pipeline = Pipeline(share, share.streams, arena, target[0], save.deadline, bar)
+            pipeline.stage(WORKERS)
+            share.check_unchanged()
+            digests = pipeline.finish()
+            self._arena = arena
+            return digests
+
+        def work() -> list[bytes]:
             try:
-                if share.on_host:
-                    target.append(HereTarget(draft, share.files))
-                    whole = share.ranges()
-                    placed = [(part.file, part.start, part.stop, 0) for part in whole]
-                    for parts in in_parts(placed, share.files, bar):
-                        target[0].write_ranges(
-                            [whole[f]._replace(start=a, stop=b) for f, a, b, _ in parts]
-                        )
-                    done.append(target[0].finish(save.deadline))
-                    return
-                share.hash_on_devices()
-                arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
-                target.append(HereTarget(draft, share.files, arena.address))
-                pipeline = Pipeline(share, share.streams, arena, target[0], save.deadline, bar)
-                pipeline.stage(WORKERS)
-                share.check_unchanged()
-                done.append(pipeline.finish())
-                self._arena = arena
-            except BaseException as fault:
-                faults.append(fault)
+                return write()
+            except BaseException:
                 if target:
                     target[0].abort()
+                raise
 
         save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
-        thread = threading.Thread(target=work, name="torchrelay-save", daemon=True)
-        thread.start()
-        thread.join(max(0.0, save.deadline.left() - 0.5))
-        if faults:
-            raise faults[0]
-        if not done:
-            where = target[0].at if target else None
-            raise StorageTimeoutError("still writing at the deadline", phase="write", file=where)
-        return share.written(done[0])
+        try:
+            return share.written(bounded(work, save.deadline.early(), "write the step"))
+        except StorageTimeoutError as late:
+            late.phase = late.phase or "write"
+            late.file = late.file or (target[0].at if target else None)
+            raise
 
     def _take_arena(self, share: Share, budget: int | None) -> Arena:
         """The arena, grown if need be: for all of a share, or no more than a budget.
@@ -265,9 +264,7 @@ class Saver:
         """
         whole = arena_bytes(share.files)
         need = max(4096, whole if budget is None else min(whole, budget))
-        pinned = any(
-            region.keep.is_cuda for stream in share.streams for _, region in stream.elsewhere
-        )
+        pinned = any(stream.devices for stream in share.streams)
         arena, self._arena = self._arena, None
         if arena is not None and (arena.nbytes < need or (pinned and not arena.pinned)):
             arena.close()

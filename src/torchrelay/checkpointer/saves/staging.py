@@ -14,6 +14,7 @@ from typing import Protocol
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
+from torchrelay.memory.pages import PAGE
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.plan.stream import Stream
 from torchrelay.progress import Bar
@@ -106,7 +107,7 @@ def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
     while left := [i for i, file in enumerate(files) if at[i] < file.nbytes]:
         slot: list[Placed] = []
         used = 0
-        fits = sum(_paged(files[i].nbytes - at[i]) for i in left) <= slot_bytes
+        fits = sum(paged(files[i].nbytes - at[i]) for i in left) <= slot_bytes
         for place, index in enumerate(left):
             file = files[index]
             room = (slot_bytes - used) // (1 if fits else len(left) - place)
@@ -115,7 +116,7 @@ def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
                 stop = file.nbytes
             if stop > at[index]:
                 slot.append((index, at[index], stop, used))
-                used += _paged(stop - at[index])
+                used += paged(stop - at[index])
                 at[index] = stop
         if not slot:
             index = left[0]
@@ -165,13 +166,13 @@ def write_staged(
     return target.finish(deadline)
 
 
-def _paged(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096
+def paged(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
 
 
 def arena_bytes(files: list[FileSpec]) -> int:
     """What a share takes when all of it is staged at once."""
-    return sum(_paged(file.nbytes) for file in files)
+    return sum(paged(file.nbytes) for file in files)
 
 
 class Pipeline:
