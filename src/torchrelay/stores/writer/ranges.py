@@ -90,16 +90,9 @@ class Writing:
     def write(self, ranges: Sequence[Range]) -> None:
         """Hash and write all of the ranges; `CheckpointError` names the file that failed."""
         queue = _Queue(ranges, self._files, [sink.ordered for sink in self._sinks])
-        threads = [
-            threading.Thread(target=self._work, args=(queue,), name="torchrelay-write", daemon=True)
-            for _ in range(min(self._workers, queue.parallel) - 1)
-        ]
-        for thread in threads:
-            thread.start()
-        self._work(queue)
-        for thread in threads:
-            thread.join()
-        if self._failure is not None:
+        threads = min(self._workers, queue.parallel)
+        share_out([queue] * threads, lambda: self._work, threads)
+        if self._failure is not None:  # of an earlier call
             raise self._failure
 
     def _work(self, queue: _Queue) -> None:
@@ -113,6 +106,7 @@ class Writing:
                     queue.done(place)
         except BaseException as fault:
             self._failure = self._failure or fault
+            raise
 
     def _chunks(self, part: Range, start: int, stop: int, own: ctypes.Array[ctypes.c_char]) -> None:
         file = self._files[part.file]

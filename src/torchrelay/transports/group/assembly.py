@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torchrelay import errors
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError
-from torchrelay.transports.group.store_values import drop, peek, put, read, take
+from torchrelay.transports.group.store_values import await_keys, drop, peek, put, read, take
 
 COORDINATOR = 0
-POLL = (0.0005, 0.02)  # seconds between looks at the store: first, and after long silence
 _SPREAD = 1.0  # seconds before the deadline at which the coordinator gives up, so that all hear why
+_FAREWELL_PAUSE = 0.0005
 FAREWELL = 2.0  # seconds that the coordinator stays for ranks that have not taken their answer
 
 # What a rank's failure may be raised as elsewhere; others arrive as their base.
@@ -318,7 +318,7 @@ class Call:
                 while self._has(f"{self._prefix}/{self._rounds}/heard/{rank}"):
                     if time.monotonic() > end:
                         return
-                    time.sleep(POLL[0])
+                    time.sleep(_FAREWELL_PAUSE)
 
     def _late(self, phase: str, late: list[int], deadline: Deadline) -> _Word:
         places = []
@@ -337,20 +337,13 @@ class Call:
         return found
 
     def _await(self, names: list[str], seconds: float) -> bool:
-        """Whether all of the keys are there in time.
+        """Whether all of the keys are there in time. Raises where some rank never takes part."""
 
-        Not by the store's own wait, which keeps every other user of the store waiting too.
-        """
-        end = time.monotonic() + seconds
-        pause, longest = POLL
-        while not self._store.check(names):
+        def look() -> None:
             if self._has(self._all.refusal):
                 _heard(_word.decode(read(self._store, self._all.refusal)))
-            if time.monotonic() > end:
-                return False
-            time.sleep(pause)
-            pause = min(pause * 1.3, longest)
-        return True
+
+        return await_keys(self._store, names, seconds, look)
 
 
 def _try(

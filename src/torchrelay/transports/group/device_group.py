@@ -11,17 +11,14 @@ Not run between real GPUs so far: the tests drive it with a stand-in for the bac
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from datetime import timedelta
 
 import torch
 
 from torchrelay.transports.group.c10d import FOREVER, ProcessGroup, Work
-from torchrelay.transports.group.store_values import KeyValueStore, put, take
+from torchrelay.transports.group.store_values import KeyValueStore, await_keys, put, take
 from torchrelay.transports.protocol.wire import LANES, PRELUDE_TAG
-
-POLL = (0.0005, 0.05)  # seconds between looks at the store: first, and after long silence
 
 
 class Mail:
@@ -52,22 +49,14 @@ class _Done:
 
 
 class _Awaited:
-    """A message that is looked for until it is there.
-
-    Not by the store's own wait: that keeps every other use of the same store waiting too.
-    """
+    """A message that is looked for until it is there."""
 
     def __init__(self, store: KeyValueStore, key: str, into: torch.Tensor) -> None:
         self._store, self._key, self._into = store, key, into
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
-        pause, longest = POLL
-        end = time.monotonic() + timeout.total_seconds()
-        while not self._store.check([self._key]):
-            if time.monotonic() > end:
-                raise RuntimeError(f"nothing at {self._key} within {timeout}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, longest)
+        if not await_keys(self._store, [self._key], timeout.total_seconds()):
+            raise RuntimeError(f"nothing at {self._key} within {timeout}")
         data = take(self._store, self._key)
         flat = self._into.view(torch.uint8).view(-1)
         if len(data) != flat.numel():

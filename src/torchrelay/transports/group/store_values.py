@@ -7,12 +7,15 @@ that one is written last. Who sees the key finds the whole value.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
 from torch.distributed import DistError
 
 PIECE_BYTES = 1 << 20
+POLL = (0.0005, 0.02)  # seconds between looks at the store: first, and after long silence
 _COUNT_BYTES = 4
 
 
@@ -64,6 +67,24 @@ def drop(store: KeyValueStore, key: str) -> bool:
     if not store.check([key]):
         return False
     _delete(store, [*_others(key, store.get(key)), key])
+    return True
+
+
+def await_keys(
+    store: KeyValueStore, keys: list[str], seconds: float, look: Callable[[], None] = lambda: None
+) -> bool:
+    """Whether all of the keys are there in time; `look` is called now and then.
+
+    Not by the store's own wait, which keeps every other user of the store waiting too.
+    """
+    end = time.monotonic() + seconds
+    pause, longest = POLL
+    while not store.check(keys):
+        look()
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.3, longest)
     return True
 
 
