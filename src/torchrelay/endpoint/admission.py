@@ -6,10 +6,13 @@ import hmac
 import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 from urllib.parse import urlsplit
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class Refusal(Exception):
@@ -56,6 +59,12 @@ def is_own_user(sock: socket.socket) -> bool:
             _, found, rest = lines.read().partition(f" {_hexed(there)} {_hexed(here)} ")
         return bool(found) and int(rest.split(maxsplit=5)[4]) in (os.getuid(), 0)
     return False
+
+
+def user_of(sock: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel says."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(found)[1])
 
 
 def _hexed(address: Any) -> str:

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from torchrelay.checkpointer.saves.agreement import agree
-from torchrelay.checkpointer.saves.staging import arena_bytes, paged
+from torchrelay.checkpointer.saves.staging import arena_bytes
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.process import StepProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
-from torchrelay.memory.pages import PAGE
+from torchrelay.memory.pages import PAGE, paged
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.record.checkpoint.commit import content_digest, encode
 from torchrelay.record.checkpoint.schema import Checkpoint

@@ -19,12 +19,12 @@ from torchrelay.endpoint.seed_server import SeededStep, SeedServer
 from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.kept_ranges import KeptRanges
+from torchrelay.memory.pages import PAGE, paged
 from torchrelay.record.checkpoint.schema import DataFile
 from torchrelay.sources.connection import Host
 from torchrelay.sources.mapped_step import MappedStep, VolumePlace
 from torchrelay.sources.swarm import Arrivals
 
-PAGE = 4096
 ANNOUNCE_SECONDS = 3.0
 
 
@@ -59,7 +59,7 @@ class Seed:
         end = chunks = 0
         for file in files:
             self._starts[file.name], self._firsts[file.name] = end, chunks
-            end += -(-file.nbytes // PAGE) * PAGE
+            end += paged(file.nbytes)
             chunks += -(-file.nbytes // file.chunk_bytes)
         self._marks = bytearray(chunks)
         self._lock = threading.Lock()

@@ -14,6 +14,7 @@ from torchrelay.inspection.seam import Contents, VolumeFacts
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.record.dtypes import itemsize
+from torchrelay.stores.local.files import through
 from torchrelay.stores.shares.layout import DTYPES, METADATA
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -54,12 +55,8 @@ class SafetensorsSource:
         self.contents = Contents(None, 1, tensors, (VolumeFacts(Path(path).name, size),))
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
-        done = 0
-        while done < view.nbytes:
-            count = os.preadv(self._file.fileno(), [view[done:]], start + done)
-            if count == 0:
-                raise DamagedError("the file was cut short while it was read", file=self.name)
-            done += count
+        if not through(os.preadv, self._file.fileno(), [view], start):
+            raise DamagedError("the file was cut short while it was read", file=self.name)
 
     def verify(self, progress: ProgressCallback) -> str:
         return "the format has no digests, so only its header and sizes were checked"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from torchrelay.deadlines import Deadline
+from torchrelay.endpoint.admission import user_of
 from torchrelay.endpoint.process import StepProcess, check_aiohttp
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
@@ -30,7 +30,6 @@ _ASK_SECONDS = 5.0
 _PAUSE = 0.02
 _PREFIX = "torchrelay-keeper"
 _WORD = re.compile(r"[A-Za-z0-9._-]{1,32}")
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 _answer = msgspec.msgpack.Decoder(k.KeeperAnswer)
 
@@ -85,8 +84,7 @@ def connect(name: KeeperName) -> socket.socket | None:
     except OSError:
         link.close()
         return None
-    found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user = _CREDENTIALS.unpack(found)[1]
+    user = user_of(link)
     if user != os.getuid():
         link.close()
         raise EndpointError(f"the name of keeper {name.job} is taken by user {user}")

@@ -15,7 +15,8 @@ from contextlib import suppress
 from itertools import count
 from typing import ClassVar
 
-PAGE = mmap.PAGESIZE
+from torchrelay.memory.pages import paged
+
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
@@ -58,11 +59,11 @@ class KeptRanges:
 
     def _free(self, first: int, last: int) -> None:
         """Free the pages of a range that no mapping has."""
-        last = -(-last // PAGE) * PAGE
+        last = paged(last)
         for start, stop in sorted(self._ranges.values()):
             if stop > first and start < last:
                 self._punch(first, start)
-                first = max(first, -(-stop // PAGE) * PAGE)
+                first = max(first, paged(stop))
         self._punch(first, last)
         if not self._ranges and self._fd >= 0:
             fd, self._fd = self._fd, -1

@@ -31,6 +31,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 
 
+def paged(nbytes: int) -> int:
+    """Bytes of the whole pages that so many take."""
+    return -(-nbytes // PAGE) * PAGE
+
+
 class Mapping:
     """Private memory of this process at a multiple of `HUGE_PAGE`; `MemoryError` if none is left.
 
@@ -42,7 +47,7 @@ class Mapping:
             # Python's own default is shared: not given back in parts, and not copied by a fork.
             self._map = mmap.mmap(
                 -1,
-                -(-nbytes // PAGE) * PAGE + HUGE_PAGE,
+                paged(nbytes) + HUGE_PAGE,
                 flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
             )
         except (OSError, ValueError, OverflowError) as fault:

@@ -27,7 +27,7 @@ from torchrelay.geometry.runs import Moves
 from torchrelay.landing.workspace import LARGE_BYTES, Pairs, Plainly, allocate
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu import kernels
-from torchrelay.memory.pages import PAGE, Mapping, populate, release
+from torchrelay.memory.pages import Mapping, paged, populate, release
 
 
 class _Range(NamedTuple):
@@ -64,7 +64,7 @@ class Pool:
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """A buffer for each size, in order. `MemoryError` if there is no memory."""
-        wanted = [-(-max(size, 1) // PAGE) * PAGE for size in sizes]
+        wanted = [paged(max(size, 1)) for size in sizes]
         with self._lock:
             self._settle()
             found = [self._reuse(nbytes) for nbytes in wanted]

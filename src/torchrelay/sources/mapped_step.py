@@ -19,13 +19,13 @@ import msgspec
 from torchrelay.memory.mapped_range import MappedRange
 from torchrelay.sources.lease import LocalFacts, MemoryLease, Wish, machine
 from torchrelay.sources.seam import Absent
+from torchrelay.stores.local.files import through
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 
 if TYPE_CHECKING:
     from torchrelay.record.checkpoint.schema import Checkpoint
 
 ASK_SECONDS = 5.0
-_IOV_MAX = 1024
 _LONG = 64 << 10  # bytes from which a memcpy of its own is faster than the kernel's copy of many
 
 _lease = msgspec.msgpack.Decoder(MemoryLease)
@@ -181,16 +181,8 @@ class MappedReader:
         if views and sum(map(len, views)) >= len(views) * _LONG:
             self._mapped.copy_to(position, views)
             return
-        at = self._place.start + position
-        while views:
-            done = os.preadv(self._place.memory.fd, views[:_IOV_MAX], at)
-            if not done:
-                raise EOFError(f"the memory ends before byte {at}")
-            at += done
-            while views and done >= len(views[0]):
-                done -= len(views.pop(0))
-            if done:
-                views[0] = views[0][done:]
+        if not through(os.preadv, self._place.memory.fd, views, self._place.start + position):
+            raise EOFError(f"the memory ends before byte {position + sum(map(len, views))}")
 
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
         with suppress(OSError, EOFError):

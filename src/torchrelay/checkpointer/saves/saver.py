@@ -40,6 +40,7 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.gpu.spare import DeviceCopy
+from torchrelay.memory.pages import PAGE
 from torchrelay.memory.pool import cores
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.pause import gc_paused
@@ -263,7 +264,7 @@ class Saver:
         not: a thread that it left behind may still read it, or write to it.
         """
         whole = arena_bytes(share.files)
-        need = max(4096, whole if budget is None else min(whole, budget))
+        need = max(PAGE, whole if budget is None else min(whole, budget))
         pinned = any(stream.devices for stream in share.streams)
         arena, self._arena = self._arena, None
         if arena is not None and (arena.nbytes < need or (pinned and not arena.pinned)):

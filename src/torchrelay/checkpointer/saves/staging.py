@@ -14,7 +14,7 @@ from typing import Protocol
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
-from torchrelay.memory.pages import PAGE
+from torchrelay.memory.pages import paged
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.plan.stream import Stream
 from torchrelay.progress import Bar
@@ -164,10 +164,6 @@ def write_staged(
         target.abort()
         raise
     return target.finish(deadline)
-
-
-def paged(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
 
 
 def arena_bytes(files: list[FileSpec]) -> int:

@@ -13,11 +13,11 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 
 import msgspec
 
+from torchrelay.endpoint.admission import user_of
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import Slot
 from torchrelay.endpoint.server.transfers import Transfer
@@ -26,7 +26,6 @@ from torchrelay.stores.writer.frames import receive_frame, send_frame
 
 ASK_SECONDS = 2.0
 MAX_LEASES = 256
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 _wish = msgspec.msgpack.Decoder(Wish)
@@ -63,8 +62,7 @@ class LocalMemory:
         """Answer a connection; whether it has memory from here on."""
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
             line.settimeout(ASK_SECONDS)
-            found = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            _, user, _ = _CREDENTIALS.unpack(found)
+            user = user_of(line)
             if user != os.getuid() or len(self._leases) >= MAX_LEASES:
                 why = "it belongs to another user" if user != os.getuid() else "too many have it"
                 send_frame(line, msgspec.msgpack.encode(MemoryLease(0, {}, why)))

@@ -15,6 +15,7 @@ from torchrelay.errors import EndpointError
 from torchrelay.inspection.seam import Contents, VolumeFacts
 from torchrelay.record.checkpoint.commit import decode
 from torchrelay.sources.connection import Answered, Host
+from torchrelay.stores.local.files import through
 from torchrelay.stores.shares.layout import rank_of
 
 KEPT = 8  # steps whose contents are remembered, to say what changed
@@ -90,12 +91,8 @@ class ServedSource:
             self._fetch(volume, start, view)
             return
         fd, first = self._files[name]
-        done = 0
-        while done < view.nbytes:
-            count = os.preadv(fd, [view[done:]], first + start + done)
-            if count == 0:
-                raise EndpointError(f"{name} ends before byte {start + view.nbytes}")
-            done += count
+        if not through(os.preadv, fd, [view], first + start):
+            raise EndpointError(f"{name} ends before byte {start + view.nbytes}")
 
     def _fetch(self, volume: int, start: int, view: memoryview) -> None:
         rank = self._step.places[volume]

@@ -23,7 +23,7 @@ from torchrelay.endpoint.server.messages import Volume
 from torchrelay.endpoint.server.snapshots import ServedStep, Slot
 from torchrelay.errors import RelayError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.memory.pages import PAGE
+from torchrelay.memory.pages import PAGE, paged
 from torchrelay.sources.connection import Host
 from torchrelay.sources.remote_step import RemoteReader
 from torchrelay.sources.suppliers import Supplier, Suppliers
@@ -68,7 +68,7 @@ class WantedCopies:
                     Volume(volume.name, end, volume.nbytes, volume.chunk_bytes, volume.digests)
                 )
                 found.urls.append(url)
-                end += -(-volume.nbytes // PAGE) * PAGE
+                end += paged(volume.nbytes)
         found.nbytes = max(PAGE, end)
         return found
 

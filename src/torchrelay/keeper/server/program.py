@@ -14,12 +14,12 @@ import os
 import secrets
 import signal
 import socket
-import struct
 import threading
 import time
 
 import msgspec
 
+from torchrelay.endpoint.admission import user_of
 from torchrelay.endpoint.security import trusted
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.serving import Serving, obey
@@ -33,7 +33,6 @@ from torchrelay.stores.writer.launch import NICE
 FIRST_LEASE = 60.0  # seconds for the first worker to come
 CONNECTIONS, HOLD_SECONDS, STALL_SECONDS = 256, 60.0, 10.0
 BACKLOG = 128
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _TICK = 0.2
 
 _begin = msgspec.msgpack.Decoder(k.BeginKeeping)
@@ -82,8 +81,7 @@ class Keeping:
 
     def _serve(self, link: socket.socket) -> None:
         with link:
-            found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(found)[1] != os.getuid():
+            if user_of(link) != os.getuid():
                 return
             worker = WorkerLink(next(self._numbers), link)
             obey(link, lambda data: self._do(worker, data))

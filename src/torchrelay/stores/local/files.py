@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,27 @@ _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def through(
+    call: Callable[[int, list[memoryview], int], int],
+    fd: int,
+    buffers: Iterable[memoryview],
+    position: int,
+) -> bool:
+    """Have `os.preadv` or `os.pwritev` do all of the buffers, however many calls that takes;
+    whether it came to their end."""
+    views = [view for view in buffers if len(view)]
+    while views:
+        done = call(fd, views[:_IOV_MAX], position)
+        if not done:
+            return False
+        position += done
+        while views and done >= len(views[0]):
+            done -= len(views.pop(0))
+        if done:
+            views[0] = views[0][done:]
+    return True
 
 
 class Files:
@@ -35,16 +56,9 @@ class Files:
 
     def write(self, fd: int, buffers: Sequence[Any], position: int) -> None:
         """All of the buffers, however many calls that takes."""
-        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        while views:
-            done = os.pwritev(fd, views[:_IOV_MAX], position)
-            if not done:
-                raise OSError(errno.EIO, "nothing was written")
-            position += done
-            while views and done >= len(views[0]):
-                done -= len(views.pop(0))
-            if done:
-                views[0] = views[0][done:]
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        if not through(os.pwritev, fd, views, position):
+            raise OSError(errno.EIO, "nothing was written")
 
     def write_out(self, fd: int, position: int, nbytes: int) -> None:
         """Start writing a range to the medium, so that `sync` finds little left to do."""

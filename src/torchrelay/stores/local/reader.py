@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 
 from torchrelay.memory.pages import address_of
-from torchrelay.stores.local.files import named, open_plain
+from torchrelay.stores.local.files import named, open_plain, through
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES
@@ -214,17 +214,9 @@ def _stamp(fd: int) -> _Stamp:
     return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
-def _read_whole(fd: int, path: str, position: int, buffers: Sequence[memoryview]) -> None:
-    views = [view for view in buffers if len(view)]
-    while views:
-        done = os.preadv(fd, views[:_IOV_MAX], position)
-        if not done:
-            raise EOFError(f"{path} ends before byte {position}")
-        position += done
-        while views and done >= len(views[0]):
-            done -= len(views.pop(0))
-        if done:
-            views[0] = views[0][done:]
+def _read_whole(fd: int, path: str, position: int, views: Sequence[memoryview]) -> None:
+    if not through(os.preadv, fd, views, position):
+        raise EOFError(f"{path} ends before byte {position + sum(map(len, views))}")
 
 
 def _read_direct(fd: int, position: int, view: memoryview) -> tuple[int, list[memoryview]]:
