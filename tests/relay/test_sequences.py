@@ -489,7 +489,7 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
             out = attempt(lambda: relay.recv(0, into=live, progress=progress))
             return out, int(live["w"].max())
         state = {"w": torch.ones(size, dtype=torch.uint8)}
-        original, hashed, lock = outflow.digest, [], threading.Lock()
+        original, hashed, lock = outflow.digest_of, [], threading.Lock()
         hash_piece = lanes._Pieces.hash
 
         def change(data: Any) -> None:
@@ -501,8 +501,8 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
                 if way != "channel":
                     group.send([torch.zeros(1)], 1, 5).wait()
 
-        def digest(data: torch.Tensor) -> bytes:
-            value = original(data)
+        def digest(data: torch.Tensor, *, cells: bool) -> bytes:
+            value = original(data, cells=cells)
             change(data)
             return value
 
@@ -510,7 +510,7 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
             hash_piece(self, digest, data)
             change(data)
 
-        patch.setattr(outflow, "digest", digest)
+        patch.setattr(outflow, "digest_of", digest)
         patch.setattr(lanes._Pieces, "hash", piece)
         return attempt(lambda: relay.send(state, 1)), threads.left()
 

@@ -38,6 +38,7 @@ class Hub:
         self.world_size, self.device = world_size, device
         self.store = dist.HashStore()
         self.pipes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self.flips = 0  # large messages yet to be damaged on their way
 
 
 class LoopGroup:
@@ -62,7 +63,11 @@ class LoopGroup:
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> _Posted:
         assert tensors[0].device.type == self._hub.device, "host memory on a device backend"
-        self._hub.pipes[self._rank, dst].put(tensors[0].clone())
+        message = tensors[0].clone()
+        if self._hub.flips and len(message) > 1 << 20:
+            self._hub.flips -= 1
+            message[-1] ^= 1
+        self._hub.pipes[self._rank, dst].put(message)
         return _Posted(lambda timeout: None)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> _Posted:
@@ -71,9 +76,12 @@ class LoopGroup:
         return _Posted(lambda timeout: tensors[0].copy_(pipe.get(timeout=timeout)))
 
 
-def run_loop(fn: Any, world_size: int, device: str, *args: Any, timeout: float = 60) -> list[Any]:
+def run_loop(
+    fn: Any, world_size: int, device: str, *args: Any, timeout: float = 60, flips: int = 0
+) -> list[Any]:
     """Run `fn(rank, group, *args)` in a thread for each rank."""
     hub = Hub(world_size, device)
+    hub.flips = flips
     groups = [LoopGroup(hub, rank) for rank in range(world_size)]
     with ThreadPoolExecutor(world_size) as threads:
         futures = [threads.submit(fn, g.rank(), g, *args) for g in groups]

@@ -59,17 +59,17 @@ def hashes_counted(rank: int, group: Any) -> Any:
     relay, live = tr.Relay(group, chunk_bytes=CHUNK, connections=2, timeout=LONG), weights(OLD)
     beside: list[int] = []
     on_the_way: list[int] = []
-    digest, hash_piece = outflow.digest, lanes._Pieces.hash
+    digest, hash_piece = outflow.digest_of, lanes._Pieces.hash
 
-    def counted(data: Any) -> bytes:
+    def counted(data: Any, *, cells: bool) -> bytes:
         beside.append(data.numel())
-        return digest(data)
+        return digest(data, cells=cells)
 
     def noted(self: Any, running: Any, piece: Any) -> None:
         on_the_way.append(piece.nbytes)
         hash_piece(self, running, piece)
 
-    with patched(outflow, digest=counted), patched(lanes._Pieces, hash=noted):
+    with patched(outflow, digest_of=counted), patched(lanes._Pieces, hash=noted):
         told = transfer(rank, relay, 1, [1, 2, 3], live)
     return told, sum(beside) + sum(on_the_way) if rank == 0 else 0
 

@@ -14,6 +14,8 @@ import torch
 
 import torchrelay as tr
 from tests.support.loop import run_loop
+from torchrelay.memory.gpu.kernels import digest_of
+from torchrelay.record.digest import CELL_BYTES, digest
 from torchrelay.transports.group.device_group import Mail
 
 
@@ -88,3 +90,29 @@ def on_device(rank: int, group: Any, mode: str, sent: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("mode", ["new", "atomic", "stream"])
 def test_device_to_device(mode: str) -> None:
     assert run_loop(on_device, 3, "cuda", mode, odd_state(1, "cuda")) == [True] * 3
+
+
+def damaged(rank: int, group: Any, sent: dict[str, Any]) -> bool:
+    relay = tr.Relay(group, timeout=30, chunk_bytes=4 << 20)  # chunks of several cells
+    if rank == 0:
+        return relay.send(sent, 1).receivers == (1,)
+    into = odd_state(2, "cuda")
+    got = relay.recv(0, into=into)
+    again = got.report.wire_bytes - got.report.bytes
+    return torch.equal(into["big"], sent["big"]) and 4 << 20 <= again < 5 << 20
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_damage_on_the_way_is_found_on_the_device() -> None:
+    assert run_loop(damaged, 2, "cuda", odd_state(1, "cuda"), flips=1) == [True, True]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, CELL_BYTES, CELL_BYTES + 1, 5 * CELL_BYTES + 77])
+def test_a_device_makes_the_digests_of_the_host(nbytes: int) -> None:
+    torch.manual_seed(nbytes)
+    data = torch.randint(0, 256, (nbytes + 3,), dtype=torch.uint8, device="cuda")
+    for start in (0, 3):
+        some = data[start : start + nbytes]
+        assert digest_of(some, cells=True) == digest(some.cpu(), cells=True)
+        assert digest_of(some, cells=False) == digest(some.cpu())

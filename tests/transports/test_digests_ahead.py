@@ -101,9 +101,9 @@ def packed(rank: int, group: Any) -> Any:
     hashed, post = threading.Semaphore(0), Outflow._post
     counts: list[int] = []
 
-    def count(data: torch.Tensor) -> bytes:
+    def count(data: torch.Tensor, *, cells: bool) -> bytes:
         hashed.release()
-        return digest(data)
+        return digest(data, cells=cells)
 
     def post_chunk(out: Outflow, stream: Any, index: int) -> None:
         if not counts:
@@ -112,8 +112,8 @@ def packed(rank: int, group: Any) -> Any:
             counts.append(len(list(takewhile(bool, took))))
         post(out, stream, index)
 
-    digest = outflow.digest
-    small = patched(outflow, FIRST_BYTES=CHUNK, digest=count)
+    digest = outflow.digest_of
+    small = patched(outflow, FIRST_BYTES=CHUNK, digest_of=count)
     with small, patched(Outflow, _post=post_chunk):
         relay.send(state, [1, 2, 3])
     return counts, len(relay._resources.buffers._kept)
@@ -138,17 +138,17 @@ def loses_the_first(rank: int, group: Any) -> Any:
             return received(relay, 0, live, OLD, 1, LONG).weights
     if rank:
         return received(relay, 0, live, OLD, 1, LONG).weights
-    gone, fail, digest = threading.Event(), SenderMachine.fail, outflow.digest
+    gone, fail, digest = threading.Event(), SenderMachine.fail, outflow.digest_of
 
     def noted(sending: SenderMachine, peer: Peer, reason: str, **how: Any) -> None:
         fail(sending, peer, reason, **how)
         gone.set()
 
-    def late(data: torch.Tensor) -> bytes:
+    def late(data: torch.Tensor, *, cells: bool) -> bytes:
         assert gone.wait(LONG / 2)
-        return digest(data)
+        return digest(data, cells=cells)
 
-    with patched(SenderMachine, fail=noted), patched(outflow, digest=late):
+    with patched(SenderMachine, fail=noted), patched(outflow, digest_of=late):
         return sent(relay, 1, [1, 2, 3], LONG)
 
 

@@ -1,23 +1,60 @@
-"""The digest of a chunk: xxh3-128 over its bytes. Guards against corruption, not forgery."""
+"""The digest of a chunk. It guards against corruption, not forgery.
+
+It is xxh3-128 over the bytes. A chunk that device memory carries has that of the digests of its
+cells instead: a device hashes these side by side, and one long run of bytes slowly.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import xxhash
 
+CELL_BYTES = 1 << 20
 
-def digest(chunk: torch.Tensor) -> bytes:
+
+def digest(chunk: torch.Tensor, *, cells: bool = False) -> bytes:
     """Digest of a uint8 tensor; a tensor on a device is copied to the host for it."""
     data: Any = chunk.cpu().numpy()
-    return xxhash.xxh3_128_digest(data)
+    if not cells:
+        return xxhash.xxh3_128_digest(data)
+    starts = range(0, len(data), CELL_BYTES)
+    return joined([xxhash.xxh3_128_digest(data[at : at + CELL_BYTES]) for at in starts])
+
+
+def joined(cells: Sequence[bytes]) -> bytes:
+    """The digest of a chunk whose cells have these."""
+    return cells[0] if len(cells) == 1 else xxhash.xxh3_128_digest(b"".join(cells))
 
 
 def running_digest() -> Any:
     """The digest of bytes that are given to `update` one after the other; `digest` has it."""
     return xxhash.xxh3_128()
+
+
+class _RunningCells:
+    """As `running_digest`, of cells."""
+
+    def __init__(self) -> None:
+        self._done: list[bytes] = []
+        self._hash, self._left = running_digest(), CELL_BYTES
+
+    def update(self, data: Any) -> None:
+        rest = memoryview(data).cast("B")
+        while len(rest):
+            some, rest = rest[: self._left], rest[self._left :]
+            self._hash.update(some)
+            self._left -= len(some)
+            if not self._left:
+                self._done.append(self._hash.digest())
+                self._hash, self._left = running_digest(), CELL_BYTES
+
+    def digest(self) -> bytes:
+        begun = [self._hash.digest()] if self._left < CELL_BYTES else []
+        return joined([*self._done, *begun])
 
 
 class RollingDigest:
@@ -26,9 +63,9 @@ class RollingDigest:
     What lies between them in the stream is zeros.
     """
 
-    def __init__(self, begin: int) -> None:
+    def __init__(self, begin: int, *, cells: bool = False) -> None:
         self._at = begin
-        self._hash = running_digest()
+        self._hash = _RunningCells() if cells else running_digest()
 
     def add(self, positions: list[int], places: list[list[int]]) -> None:
         """Bytes at each (address, size) of `places`, at these positions; in the stream's order."""

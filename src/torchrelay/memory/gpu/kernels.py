@@ -21,7 +21,8 @@ import torch
 
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Moves, Runs, holding
-from torchrelay.record.digest import running_digest
+from torchrelay.memory.gpu.side import side_stream
+from torchrelay.record.digest import CELL_BYTES, digest, joined, running_digest
 
 TILE = 2 << 20  # bytes that one block copies at a time
 COPY_THREADS = 512
@@ -255,6 +256,19 @@ def digests(hashed: ChunkTable, device: int, tables: Tables) -> torch.Tensor:
             kernel = loaded.copy_and_hash if hashed.copies else loaded.hash
             _launch(kernel, -(-count // CHUNKS_PER_BLOCK), HASH_THREADS, numbers)
         return found
+
+
+def digest_of(data: torch.Tensor, *, cells: bool) -> bytes:
+    """`record.digest.digest` of bytes, made where they lie if that is a GPU and they have cells."""
+    if not cells or not data.is_cuda or not data.numel():
+        return digest(data, cells=cells)
+    nbytes, device = data.numel(), data.device.index
+    starts = np.arange(0, nbytes, CELL_BYTES, dtype=np.uint64)
+    stops = np.minimum(starts + np.uint64(CELL_BYTES), np.uint64(nbytes))
+    table = ChunkTable.of(Runs([0], [data.data_ptr()], [nbytes]), starts, stops)
+    with torch.cuda.device(device), side_stream():
+        rows = digests(table, device, Tables()).cpu().numpy()
+    return joined([row.tobytes() for row in rows])
 
 
 def _copy_segments(hashed: ChunkTable, device: int) -> None:

@@ -19,7 +19,7 @@ from torchrelay.errors import RemoteProtocolError
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.steps import MAX_STEP
 
-MAJOR, MINOR = 1, 11
+MAJOR, MINOR = 1, 12
 T = TypeVar("T")
 
 PRELUDE_TAG = 1  # shared with torch's protocol

@@ -153,7 +153,7 @@ class CudaPull(HostPull):
         self._opened, self._device_digests = opened, digests
         self.verified = memory.verify or digests
         self._copied: device_digests.Copied | None = None
-        self._cells: bytes | None = None  # the sender's digests, where they were asked for
+        self._told: bytes | None = None  # the sender's digests, where they were asked for
 
     def _begin(self, go: wire.Go) -> None:
         super()._begin(go)
@@ -174,7 +174,7 @@ class CudaPull(HostPull):
         if self._asked or self._outstanding:
             super()._hear(word)
         else:
-            self._cells = word
+            self._told = word
 
     def _use_wait(self) -> None:
         super()._use_wait()
@@ -185,9 +185,9 @@ class CudaPull(HostPull):
         if self._copied is None or not self._device_digests or self._copied.summary == word:
             return
         self._line.send(wire.Word(WHICH))
-        while self._cells is None:
+        while self._told is None:
             self._handle(self._next())
-        if (at := self._copied.differs(self._cells)) is not None:
+        if (at := self._copied.differs(self._told)) is not None:
             total = self._chunks.stream_bytes
             end = min(at + device_digests.cell_bytes(total), total)
             raise self._differs(f"device memory with {self._incoming.named(at, end)}")

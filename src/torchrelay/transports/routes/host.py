@@ -310,7 +310,7 @@ class HostPull(Pull):
         """Some at a time, each piece hashed where it has come to lie while it is in cache."""
         begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
         found = moves(self._ways.sources.only([begin], [size]), self._ways.places.host)
-        rolling = RollingDigest(begin)
+        rolling = RollingDigest(begin, cells=self._cells)
         for batch in batches(found, piece=IN_CACHE):
             read(self._pid, batch)
             rolling.add(batch.copies.positions.tolist(), batch.here.tolist())

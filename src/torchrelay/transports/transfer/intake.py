@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 
 from torchrelay.errors import TransferTimeoutError
+from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import in_use, on_side_stream
 from torchrelay.memory.host import at_address
-from torchrelay.record.digest import digest
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.machines.actions import AskSender, FreeChunk, PassOn, Say
 from torchrelay.transports.protocol.machines.receiver_machine import FedMachine, FeedTerms, Flow
@@ -221,7 +221,7 @@ class Intake:
             mine, fault = known, None
             try:
                 if self._verify and not known:
-                    mine = digest(data)
+                    mine = digest_of(data, cells=self._device != "cpu")
                 if not in_place:
                     with on_side_stream():
                         self._landing.write(chunk, data)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from torchrelay.memory import vectors
+from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import in_use, on_side_stream
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
-from torchrelay.record.digest import digest
 from torchrelay.transports.group.c10d import ProcessGroup
 from torchrelay.transports.routes.hops import way_on
 from torchrelay.transports.routes.seam import PushStream
@@ -142,7 +142,7 @@ class Outflow:
         stream.to.way.put(data, report)
         if hashing:
             self._hashing.add(index)
-            self._worker.submit(lambda: self._events.put(Hashed(index, digest(data), lease)))
+            self._worker.submit(lambda: self._events.put(Hashed(index, self._of(data), lease)))
 
     def _bytes_of(self, index: int, device: str, uses: int) -> tuple[torch.Tensor, Lease | None]:
         data = self._snapshot.view(index, device)
@@ -193,11 +193,14 @@ class Outflow:
     def _hash(self, index: int) -> None:
         try:
             data, lease = self._bytes_of(index, "cpu", uses=1)
-            found = digest(data)
+            found = self._of(data)
             self._release(lease)
             self._events.put(Hashed(index, found, None))
         except Exception as fault:
             self._events.put(fault)
+
+    def _of(self, data: torch.Tensor) -> bytes:
+        return digest_of(data, cells=self._device != "cpu")
 
     def hashed(self, event: Hashed) -> None:
         self._digests[event.chunk] = event.digest

@@ -44,6 +44,7 @@ class Pull(Mover):
         self._deadline, self._buffers = incoming.deadline, incoming.resources.buffers
         self._chunks = incoming.landing.chunks
         self._digests: dict[int, bytes] = {}
+        self._cells = incoming.offer.device != "cpu"  # what digests are of
         self._worker: Worker | None = None
         self._outstanding = 0
         self._trailer: wire.Trailer | None = None
@@ -105,7 +106,7 @@ class Pull(Mover):
 
     def _land(self, chunk: int, data: torch.Tensor) -> None:
         if self._verify:
-            self._digests[chunk] = digest(data)
+            self._digests[chunk] = digest(data, cells=self._cells)
         with on_side_stream():
             self._landing.write(chunk, data)
 
