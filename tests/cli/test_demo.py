@@ -11,31 +11,47 @@ import pytest
 
 from tests.cli.test_cli_page import CONSOLE, check, commands_of
 from tests.support.commands import Ended
+from tests.support.forks import run_program
 from torchrelay import cli
 from torchrelay.demo.__main__ import run
 
 SECONDS = 200  # a machine that is busy takes long to start four processes
 
 
-@pytest.mark.timeout(SECONDS + 20)
-def test_demo_runs_and_every_claim_holds(tmp_path: Path) -> None:
-    picture = tmp_path / "torchrelay-demo.png"
+def forked(folder: Path, *words: str) -> Ended:
+    done = run_program("torchrelay.demo.__main__", *words, folder=folder, seconds=SECONDS)
+    return Ended(done.code, done.output, "")
+
+
+def as_a_user_starts_it(folder: Path, *words: str) -> Ended:
     done = subprocess.run(
-        [sys.executable, "-m", "torchrelay.demo", "--small", "--picture", picture.name],
+        [sys.executable, "-m", "torchrelay.demo", *words],
         capture_output=True,
         text=True,
         timeout=SECONDS,
-        cwd=tmp_path,
+        cwd=folder,
+        check=False,
     )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.timeout(SECONDS + 20)
+@pytest.mark.parametrize(
+    "started", [forked, pytest.param(as_a_user_starts_it, marks=pytest.mark.slow)]
+)
+def test_demo_runs_and_every_claim_holds(started: Callable[..., Ended], tmp_path: Path) -> None:
+    picture = tmp_path / "torchrelay-demo.png"
+    done = started(tmp_path, "--small", "--picture", picture.name)
     assert done.returncode == 0, done.stdout + done.stderr
     (shown,) = (s for block in CONSOLE for s in commands_of(block.source) if "demo" in s.arguments)
-    check(shown, Ended(done.returncode, done.stdout, done.stderr))
+    check(shown, done)
     text = " ".join(done.stdout.split())
     assert text.count(" ok ") == 3 and "FAILED" not in text
     assert text.count("all workers are ended and started again") == 4
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "\x1b" not in done.stdout, "escape codes in output that is not a terminal's"
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    for word in ("Traceback", "Warning"):
+        assert word not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ class Done(NamedTuple):
 def run_program(program: str, *args: str, folder: Path, seconds: float) -> Done:
     """Run a script, or a module by its name, as `python program args` would in this folder.
 
-    What the program would spawn is forked off it. Whatever is left of it at its end is killed.
+    What the program would spawn, or fork off a server of its own, is forked off it. Whatever is
+    left of it at its end is killed.
     """
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch) / "output"
@@ -69,9 +70,10 @@ def _run_program(
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     kinds = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
-    spawn, kinds["spawn"] = kinds["spawn"], kinds["fork"]
+    others = {kind: kinds[kind] for kind in ("spawn", "forkserver")}
+    kinds.update(dict.fromkeys(others, kinds["fork"]))
     # Those may have process groups and threads: what they start is spawned.
-    os.register_at_fork(after_in_child=lambda: kinds.update(spawn=spawn))
+    os.register_at_fork(after_in_child=lambda: kinds.update(others))
     sys.argv = [program, *args]
     if program.endswith(".py"):
         sys.path.insert(0, str(Path(program).parent))

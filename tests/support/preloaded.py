@@ -17,6 +17,7 @@ import tests.support.faults
 import tests.support.loop
 import tests.support.saver
 import tests.support.ways  # noqa: F401
+import torchrelay.demo.preloaded
 import torchrelay.dropin
 import torchrelay.stores.dcp  # noqa: F401
 

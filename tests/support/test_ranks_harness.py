@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.forks import servers
 from tests.support.ranks import (
+    START_SECONDS,
     Exited,
     Killed,
     RankFailed,
@@ -69,6 +72,19 @@ def test_results_come_back_by_rank():
     got = run_ranks(_sum, 2, 10)
     assert [(rank, total) for rank, total, _ in got] == [(0, 21), (1, 21)]
     assert len({pid for _, _, pid in got} | {os.getpid()}) == 3
+
+
+def _has_imported(conn, name):
+    conn.send(name in sys.modules)
+
+
+def test_children_have_imported_what_they_need():
+    """Whatever else of what tests import has a server of its own in mind."""
+    ours, theirs = servers.Pipe()
+    process = servers.Process(target=_has_imported, args=(theirs, "tests.support.preloaded"))
+    process.start()
+    assert ours.poll(START_SECONDS) and ours.recv()
+    process.join(10)
 
 
 def test_deliberate_exit_is_a_result():

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.forks import run_program
+
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 110  # the cases take about 15; a machine that is busy takes long to start processes
 
@@ -38,17 +40,18 @@ def test_every_case_that_needs_no_gpu(tmp_path: Path) -> None:
 
 def test_a_case_that_fails_is_told_and_hides_no_other(tmp_path: Path) -> None:
     """A case that cannot pass: a route that this machine does not have."""
-    code = (
+    script = tmp_path / "two_cases.py"
+    script.write_text(
         "import sys; from benchmarks.gpu import routes, scenes\n"
         "bad = routes.Case('bad', 'cuda_ipc', routes.together(scenes.verified, 'cuda_ipc', 0, 0))\n"
         "good = list(routes._checks(['group']))[0]\n"
         "routes.every_case = lambda device, tiny: [bad, good]\n"
-        "sys.exit(routes.main())"
+        "if __name__ == '__main__':\n    sys.exit(routes.main())"
     )
     out = tmp_path / "routes.json"
-    command = [sys.executable, "-c", code, "--device", "cpu", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 1, done.stdout + done.stderr
+    words = ("--device", "cpu", "--out", str(out))
+    done = run_program(str(script), *words, folder=ROOT, seconds=SECONDS)
+    assert done.code == 1, done.output
     bad, good = json.loads(out.read_text())["rows"]
     assert bad["result"] == "FAILED" and "RouteError" in bad["reason"]
     assert good["result"] == "ok"

@@ -19,7 +19,12 @@ from torchrelay.demo import worker
 from torchrelay.demo.worker import Plan, Post
 
 _forks = get_context("forkserver")
-_forks.set_forkserver_preload(["torchrelay.demo.preloaded"])
+
+
+def import_ahead() -> None:
+    """Have workers forked off a process that has imported what they need. For programs that fork
+    off nothing else, before the first start."""
+    _forks.set_forkserver_preload(["torchrelay.demo.preloaded"])
 
 
 class LaunchError(Exception):

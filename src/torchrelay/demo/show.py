@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from torchrelay.demo.job import Settings
-from torchrelay.demo.launcher import LaunchError
+from torchrelay.demo.launcher import LaunchError, import_ahead
 from torchrelay.demo.story import PHASES, Comeback, Kill, Story, Teller, TrainingRun
 from torchrelay.demo.worker import Plan, Way
 
@@ -52,6 +52,7 @@ def play(settings: Settings, console: Console, picture: Path) -> int:
         f"{settings.save_every} is saved on disk.",
         highlight=False,
     )
+    import_ahead()
     scratch = Path(tempfile.mkdtemp(prefix="torchrelay-demo-"))
     try:
         runs = _runs(settings, console, scratch)
