@@ -149,6 +149,32 @@ def test_a_checkpoint_holds_a_job_of_nested_objects(
     assert train(first, 3) == train(other, 3)
 
 
+@pytest.mark.parametrize("steps_before", [0, 1, 4])
+def test_an_optimizer_with_lists_in_its_state(tmp_path: Path, steps_before: int) -> None:
+    """LBFGS has lists of tensors, with None in them where it has not come to yet."""
+
+    def begin(seed: int) -> tuple[nn.Module, torch.optim.LBFGS]:
+        model = network(seed)
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1, history_size=6)
+
+    def steps(model: nn.Module, optimizer: torch.optim.LBFGS, count: int) -> list[float]:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(4, 6)).square().mean()
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).item() for _ in range(count)]
+
+    first, other = begin(0), begin(1)
+    steps(*first, 2)
+    steps(*other, steps_before)
+    with tr.Checkpointer(tmp_path) as held:
+        held.save(2, first)
+        held.load(into=other)
+    assert steps(*first, 3) == steps(*other, 3)
+
+
 def an_object_alone(rank: int, group: Any) -> None:
     state = job(rank)
     model, optimizers = state["parts"]

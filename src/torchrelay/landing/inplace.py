@@ -37,7 +37,7 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import with_hints
 from torchrelay.state.matching import Matched
-from torchrelay.state.objects import parameter_of
+from torchrelay.state.objects import parameter_of, parameters_of
 from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.tree import grafted, inside_records, slots, unflatten
 
@@ -153,7 +153,8 @@ class ExistingTensors(LandingEnd):
         pairs: list[Pair] = []
         news: list[ToldLeaf] = []
         for root, branch in self._told.items():
-            held = self._into.objects[root]
+            told = self._into.objects[root].object
+            parameters = parameters_of(told)
             for below, index in slots(branch):
                 path = (*root, *below)
                 mine = leaves[here[path]] if path in here else None
@@ -162,8 +163,9 @@ class ExistingTensors(LandingEnd):
                 ):
                     pairs.append((index, path, here[path]))
                     continue
-                like = mine if isinstance(mine, torch.Tensor) else parameter_of(held.object, below)
-                fits = like is mine and isinstance(held.object, torch.optim.Optimizer)
+                held = isinstance(mine, torch.Tensor)
+                like = mine if held else parameter_of(parameters, below)
+                fits = held and isinstance(told, torch.optim.Optimizer)
                 news.append(ToldLeaf(index, path, like, fits))
         return pairs, news
 

@@ -26,7 +26,7 @@ from torchrelay.state.paths import Path
 
 class ToldLeaf(NamedTuple):
     """A leaf that an object is told, and what it is to be like: the object's own tensor in its
-    place, or its parameter. `fits`: it has to be of the same kind."""
+    place, or its parameter. `fits`: a tensor has to be of the same kind."""
 
     leaf: int
     path: Path
@@ -65,10 +65,12 @@ class Anew:
                 self._devices.setdefault(part.storage, like.device)
 
     def add_told(self, told: ToldLeaf) -> None:
-        """Have a leaf made that an object is told."""
+        """Have a leaf made that an object is told. A value in the place of a tensor is the object's
+        to judge: an optimizer has None where it has not come to yet."""
         self.add(told.leaf, told.path, told.like)
-        if told.fits:
-            list(fit(self._manifest.leaves[told.leaf], told.like, told.path))
+        leaf = self._manifest.leaves[told.leaf]
+        if told.fits and not isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)):
+            list(fit(leaf, told.like, told.path))
 
     @property
     def storages(self) -> set[int]:

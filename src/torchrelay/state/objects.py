@@ -71,10 +71,16 @@ def _state_of(stateful: Any, path: Path) -> object:
         ) from fault
 
 
-def parameter_of(stateful: object, below: Path) -> torch.Tensor | None:
-    """The parameter that a part of an optimizer's state belongs to, by its path in the state."""
+def parameters_of(stateful: object) -> list[torch.Tensor]:
+    """The parameters that an optimizer's state is of, by their numbers in it; none of any other."""
+    if not isinstance(stateful, torch.optim.Optimizer):
+        return []
+    return [parameter for group in stateful.param_groups for parameter in group["params"]]
+
+
+def parameter_of(parameters: list[torch.Tensor], below: Path) -> torch.Tensor | None:
+    """Which of them a part of the state belongs to, at any depth of it, by its path."""
     match below:
-        case ("state", int(number), _) if isinstance(stateful, torch.optim.Optimizer):
-            params = [p for group in stateful.param_groups for p in group["params"]]
-            return params[number] if 0 <= number < len(params) else None
+        case ("state", int(number), _, *_) if 0 <= number < len(parameters):
+            return parameters[number]
     return None
