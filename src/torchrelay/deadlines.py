@@ -22,13 +22,13 @@ TELLING = 0.25  # seconds that it may take to tell the other ranks
 Timeout = float | timedelta  # seconds, or what torch's own calls take
 
 
-def seconds_of(timeout: Timeout) -> float:
+def seconds_of(timeout: Timeout, name: str = "timeout") -> float:
     """The seconds of a timeout; `UsageError` unless it is a positive length of time."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise UsageError(f"timeout is a number of seconds or a timedelta, not {timeout!r}")
+        raise UsageError(f"{name} is a number of seconds or a timedelta, not {timeout!r}")
     if not 0 < seconds < float("inf"):
-        raise UsageError(f"timeout is a positive number of seconds, not {seconds}")
+        raise UsageError(f"{name} is a positive number of seconds, not {seconds}")
     return seconds
 
 

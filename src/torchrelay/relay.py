@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout
 from torchrelay.errors import RelayError, StateError, UsageError
+from torchrelay.items import items_of
 from torchrelay.landing.checks.shards import Shards, check_choice
 from torchrelay.landing.destination import PreparedDestination, prepare
 from torchrelay.landing.seam import land
@@ -22,6 +23,7 @@ from torchrelay.plan.blueprint import Blueprint
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.progress import Progress, ProgressCallback, reporter
 from torchrelay.steps import check_step
+from torchrelay.transports.group.c10d import check_group
 from torchrelay.transports.group.lines import GRACE, ControlLine, GroupLines, lines_of
 from torchrelay.transports.group.shield import shielded
 from torchrelay.transports.protocol.options import (
@@ -86,6 +88,7 @@ class Relay:
             if not dist.is_initialized():
                 raise UsageError("no group given, and torch.distributed is not initialized")
             group = dist.group.WORLD
+        check_group(group)
         if join_window <= 0:
             raise UsageError(f"join_window is a positive number of seconds, not {join_window}")
         if chunk_bytes is not None and chunk_bytes < 1:
@@ -400,7 +403,7 @@ class Relay:
         self.close()
 
     def _receivers(self, to: int | Iterable[int]) -> list[int]:
-        ranks = [to] if isinstance(to, int) else list(to)
+        ranks = items_of("a peer", to, int, "a rank")
         for rank in ranks:
             self._check_rank(rank)
         for rank in ranks:

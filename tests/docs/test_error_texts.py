@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,74 @@ def test_a_sharded_sender_and_a_whole_destination_and_the_like(pool2: RankPool) 
     for texts in pool2.run(told, timeout=SECONDS):
         for text, words in zip(texts, expected, strict=True):
             assert words in text, text
+
+
+BAD_CALLS: dict[str, tuple[Any, str]] = {
+    "no place": (lambda held: tr.Checkpointer(None, group=False), "a directory or a bucket"),  # type: ignore[arg-type]
+    "no group": (lambda held: tr.Checkpointer(held.url, group="x"), "group is a process group"),
+    "a mesh": (
+        lambda held: tr.pull(
+            "http://127.0.0.1:9", group=type("Mesh", (), {"get_group": lambda self: None})()
+        ),
+        r"not Mesh: its get_group\(\) is one",
+    ),
+    "not in the group": (lambda held: tr.Relay(-100), "this rank is not in the group"),
+    "no keeper": (
+        lambda held: tr.Checkpointer(held.url, group=False, keeper=object()),  # type: ignore[arg-type]
+        "keeper is a Keeper",
+    ),
+    "no planner": (
+        lambda held: tr.Checkpointer(held.url, group=False, planner=object()),  # type: ignore[call-overload]
+        "planner takes a SavePlanner",
+    ),
+    "no signal": (
+        lambda held: tr.Checkpointer(
+            held.url, group=False, save_on_signal=lambda: (1, {}), signals=(signal.SIGKILL,)
+        ),
+        "SIGKILL.* is no signal that can be handled",
+    ),
+    "no function": (
+        lambda held: tr.Checkpointer(held.url, group=False, save_on_signal=5),  # type: ignore[arg-type]
+        "save_on_signal is a function",
+    ),
+    "only": (lambda held: held.load(only=5), "only is a pattern, or several"),
+    "device": (lambda held: held.load(device="nowhere"), "device is one of torch's"),
+    "delete": (lambda held: held.delete("1"), "step is a whole number"),
+    "verify": (lambda held: held.verify("1"), "step is a whole number"),
+    "holds": (lambda held: held.holds("1"), "step is a whole number"),
+    "one source": (lambda held: tr.recover(sources=held.url), r"sources is a list of them"),
+    "no source": (lambda held: tr.recover(sources=None), r"sources is a list of them"),  # type: ignore[arg-type]
+    "age": (lambda held: tr.recover(sources=[held.url], max_age=-1), "max_age is a positive"),
+    "no URL": (lambda held: tr.pull(5), "url is an endpoint's URL"),  # type: ignore[arg-type]
+    "token": (lambda held: tr.pull("http://127.0.0.1:9", token=5), "token= is a text"),  # type: ignore[arg-type]
+    "address": (
+        lambda held: tr.serve({}, step=1, group=False, address=5),  # type: ignore[arg-type]
+        "address is HOST:PORT",
+    ),
+    "certificate": (
+        lambda held: tr.serve({}, step=1, group=False, certfile=__file__),
+        "no certificate with its key in .*test_error_texts",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tr.Checkpointer]:
+    with tr.Checkpointer(tmp_path_factory.mktemp("run"), group=False) as held:
+        held.save(1, {"w": torch.ones(2)})
+        yield held
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_an_argument_that_cannot_be(one_step: tr.Checkpointer, call: str) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    act, said = BAD_CALLS[call]
+    with pytest.raises(tr.UsageError, match=said):
+        act(one_step)
+    assert one_step.steps() == [1] and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_step_that_is_not_there(one_step: tr.Checkpointer) -> None:
+    for act in (one_step.verify, one_step.record, one_step.delete):
+        with pytest.raises(tr.StepNotFoundError, match="no step 9 in"):
+            act(9)

@@ -151,6 +151,16 @@ def test_a_pull_sees_what_was_published_before_it(stage: Stage) -> None:
     assert _pull(stage.url, only="a", timeout=30).step == step
 
 
+def test_a_step_with_the_same_number_or_a_lower_one_is_the_newest() -> None:
+    """A trainer that went back to an earlier step publishes on from there."""
+    w = torch.zeros(4)
+    with tr.serve({"w": w}, step=5, group=False) as endpoint:
+        for number, step in enumerate((5, 4, 4, 3, 6), start=1):
+            endpoint.publish({"w": w.fill_(number)}, step=step).wait(60)
+            got = _pull(endpoint.url, timeout=60)
+            assert got.step == step and got.state["w"][0] == number
+
+
 def test_progress_and_report(stage: Stage) -> None:
     state = {"a": torch.ones(8_000_000)}
     step = stage.show(state)

@@ -90,6 +90,22 @@ def test_a_worker_that_comes_back_finds_its_steps(keeper: tr.Keeper) -> None:
         keeper.stage(14, state_of(14))
 
 
+def test_a_job_that_went_back_comes_back_to_what_it_staged_since(keeper: tr.Keeper) -> None:
+    for number, step in enumerate((9, 4, 4, 2), start=1):
+        keeper.stage(step, state_of(number)).wait(TIMEOUT)
+        got = tr.recover(sources=[keeper])
+        assert got.step == step and got.state["step"] == number
+
+
+def test_who_comes_after_the_end_begins_another() -> None:
+    pids = []
+    for host in ("127.0.0.1:0", "0.0.0.0:0"):
+        keeper = tr.Keeper(f"{JOB}-e", group=False, address=host, timeout=TIMEOUT, lease=LEASE)
+        pids.append(keeper.pid)
+        keeper.end()
+    assert pids[0] != pids[1]
+
+
 def test_the_budget_is_kept() -> None:
     nbytes = 1 << 20
     with tr.Keeper(JOB, group=False, timeout=TIMEOUT, lease=LEASE, memory=5 * nbytes) as keeper:

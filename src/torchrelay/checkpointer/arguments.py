@@ -29,6 +29,11 @@ def checked_retries(retries: int | None, on_busy: str, on_error: str, stage: str
     return retries
 
 
+def check_keeper(keeper: object) -> None:
+    if keeper is not None and not callable(getattr(keeper, "stage", None)):
+        raise UsageError(f"keeper is a Keeper, as tr.Keeper(job) makes it, not {keeper!r}")
+
+
 def check_sizes(memory_budget: int | None, file_bytes: int | None) -> None:
     if memory_budget is not None and memory_budget < _MIN_BUDGET:
         raise UsageError(f"memory_budget is at least {_MIN_BUDGET} bytes, not {memory_budget}")
@@ -45,9 +50,7 @@ def planners(
     # Whoever has no planner does not wait for torch's.
     from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-    several = given
-    if isinstance(several, (SavePlanner, LoadPlanner)):
-        several = (several,)
+    several = given if isinstance(given, Iterable) else (given,)
     save: SavePlanner | None = None
     load: LoadPlanner | None = None
     for planner in several:

@@ -45,6 +45,8 @@ class Catalog:
         """What the store's medium refuses, as errors that say where."""
         try:
             yield
+        except CheckpointError:  # some are OSErrors too
+            raise
         except OSError as fault:
             if missing is not None and isinstance(fault, FileNotFoundError):
                 raise StepNotFoundError(f"{missing} in {self.url}", step=step) from None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 import torch
 
-from torchrelay.checkpointer.arguments import check_sizes, checked_retries, planners
+from torchrelay.checkpointer.arguments import check_keeper, check_sizes, checked_retries, planners
 from torchrelay.checkpointer.catalog import Catalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, policy
@@ -100,6 +100,7 @@ class Checkpointer:
             self._timeout = seconds_of(timeout)
             retries = checked_retries(retries, on_busy, on_error, stage)
             check_sizes(memory_budget, file_bytes)
+            check_keeper(keeper)
             self._owner = Owner("Checkpointer")
             self._keeper = keeper
             self._on_busy = on_busy
@@ -343,18 +344,22 @@ class Checkpointer:
 
     def record(self, step: int) -> Checkpoint:
         """The commit record of a step: what is in it and where; `DamagedError` if it is broken."""
+        check_step(step)
         return self._bounded("read the commit record", lambda: self._shelf.record(step))
 
     def verify(self, step: int | None = None, *, progress: ProgressCallback | None = None) -> int:
         """Read every byte of a step (the newest, by default) and check every digest.
 
-        Returns the step; `DamagedError` or `ManifestError` says what is wrong with it.
+        Returns the step; `DamagedError` says what is wrong with it.
         """
+        if step is not None:
+            check_step(step)
         trying = patience(Deadline(self._timeout))
         return self._bounded("verify", lambda: self._shelf.verify(step, progress, trying))
 
     def holds(self, step: int) -> bool:
         """Whether a step's commit record is whole and its files have the sizes it says."""
+        check_step(step)
         return self._bounded("look at a step", lambda: self._shelf.holds(step))
 
     def export_hf(
@@ -371,6 +376,8 @@ class Checkpointer:
         `under` is the key of the state that has the model; None: the state is the model. Returns
         the names of the files. The directory must not exist yet.
         """
+        if step is not None:
+            check_step(step)
         only = (f"{under}.*",) if under is not None else ()
         wanted = Wanted(None, step, True, only, True, True, None, None)
         alone = Assembly(None, "export")
@@ -388,6 +395,7 @@ class Checkpointer:
     def delete(self, step: int) -> None:
         """Remove a step. One rank does it."""
         self._check_writable()
+        check_step(step)
         self._bounded("delete", lambda: self._shelf.delete(step))
 
     def rollback(self, step: int, *, timeout: Timeout | None = None) -> list[int]:

@@ -21,6 +21,7 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
+from torchrelay.items import items_of
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed
 from torchrelay.landing.terms import checked_device
@@ -82,7 +83,7 @@ class Wanted(NamedTuple):
         progress: ProgressCallback | None,
     ) -> Wanted:
         """The same, as a caller says it."""
-        patterns = (only,) if isinstance(only, str) else tuple(only)
+        patterns = tuple(items_of("only", only, str, "a pattern"))
         where = checked_device(device)
         return cls(into, step, strict, patterns, verify, atomic, where, progress)
 

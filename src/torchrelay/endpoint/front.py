@@ -103,6 +103,8 @@ class Endpoint:
     def status(self) -> dict[str, Any]:
         """What goes on, as `/status.json` has it."""
         self._owner.check()
+        if self._closed:
+            raise UsageError("this endpoint is closed")
         answer = self._server.ask(m.Tell(), m.StatusText, self._timeout)
         found: dict[str, Any] = msgspec.json.decode(answer.text)
         return found

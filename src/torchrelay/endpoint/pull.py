@@ -30,6 +30,7 @@ from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.sources.endpoint import EndpointSource, OpenedEndpoint
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.sources.swarm import Swarm
+from torchrelay.steps import check_step
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.transports.group.assembly import Assembly
 
@@ -195,6 +196,9 @@ def pull(
         same_host=same_host and not reshare,
         verify=bool(verify),
     )
+    for one in (step, newer_than):
+        if one is not None:
+            check_step(one)
     if step is not None and newer_than is not None:
         raise UsageError("give step= or newer_than=, not both")
     deadline = Deadline(timeout)

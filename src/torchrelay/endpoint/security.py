@@ -25,6 +25,8 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
+        if not isinstance(text, str):
+            raise UsageError(f"address is HOST:PORT, as in 127.0.0.1:0, not {text!r}")
         host, colon, port = text.rpartition(":")
         host = host.strip("[]")
         if not colon or not host or not port.isdecimal() or int(port) > 65535:
@@ -65,6 +67,8 @@ def find_token(token: str | None, token_file: str | os.PathLike[str] | None) -> 
         token = os.environ[TOKEN_VARIABLE]
     if token is None:
         return None
+    if not isinstance(token, str):
+        raise UsageError(f"{where} is a text, not a {type(token).__name__}")
     if not 0 < len(token) <= MAX_TOKEN or not token.isascii() or not token.isprintable():
         raise UsageError(f"{where} has no token: 1 to {MAX_TOKEN} printable ASCII characters")
     if " " in token:
@@ -109,11 +113,14 @@ def server_context(certfile: str, keyfile: str | None) -> ssl.SSLContext:
 
 
 def check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """`UsageError` where they are files with no certificate and its key in them."""
     if keyfile is not None and certfile is None:
         raise UsageError("keyfile= needs certfile=")
     for path in filter(None, (certfile, keyfile)):
         if not Path(path).is_file():
             raise UsageError(f"no file {path}")
+    if certfile is not None:
+        server_context(certfile, keyfile)
 
 
 def trusted(cafile: str | None) -> ssl.SSLContext | None:

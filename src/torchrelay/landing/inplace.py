@@ -163,10 +163,12 @@ class ExistingTensors(LandingEnd):
                 ):
                     pairs.append((index, path, here[path]))
                     continue
-                held = isinstance(mine, torch.Tensor)
-                like = mine if held else parameter_of(parameters, below)
-                fits = held and isinstance(told, torch.optim.Optimizer)
-                news.append(ToldLeaf(index, path, like, fits))
+                if isinstance(mine, torch.Tensor):
+                    fits = isinstance(told, torch.optim.Optimizer)
+                    news.append(ToldLeaf(index, path, mine, fits))
+                else:
+                    parameter = parameter_of(parameters, below)
+                    news.append(ToldLeaf(index, path, parameter, fits=False))
         return pairs, news
 
     @property

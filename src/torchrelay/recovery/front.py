@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -79,7 +79,9 @@ def recover(
     """
     if min_step is not None:
         check_step(min_step)
-    age = None if max_age is None else seconds_of(max_age)
+    age = None if max_age is None else seconds_of(max_age, "max_age")
+    if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable):
+        raise UsageError(f"sources is a list of them, not {sources!r}: sources=[{sources!r}]")
     found = [_source(place, find_token(token, token_file)) for place in sources]
     if not found:
         raise UsageError("no source to recover from")

@@ -20,6 +20,7 @@ from torchrelay.errors import (
     StepNotFoundError,
     UsageError,
 )
+from torchrelay.items import items_of
 from torchrelay.memory.crew import Crew
 from torchrelay.record.checkpoint.commit import content_digest, decode
 from torchrelay.record.checkpoint.schema import Checkpoint
@@ -98,7 +99,7 @@ class EndpointSource:
         self._same_host, self._verify = same_host, verify
         self.mapped = False  # whether the step that was opened is in memory of this host
         self.instead: dict[str, str] = {}
-        listed = [urls] if isinstance(urls, str) else list(urls)
+        listed = items_of("url", urls, str, "an endpoint's URL")
         if not 0 < len(listed) <= self.most:
             raise UsageError(f"1 to {self.most} URLs, not {len(listed)}")
         self.token, self._context = token, context
@@ -138,7 +139,8 @@ class EndpointSource:
             told = self._told(deadline, newer_than)
             found: dict[int, list[tuple[Host, StepFacts]]] = {}
             for host, facts in told:
-                for one in facts.steps:
+                # The newest is the last: of two with one number, that one replaced the other.
+                for one in {one.step: one for one in facts.steps}.values():
                     found.setdefault(one.step, []).append((host, one))
             if newer_than is None or any(one > newer_than for one in found):
                 return found

@@ -24,6 +24,8 @@ def scheme_of(place: str | os.PathLike[str]) -> tuple[str, str]:
 
     `UsageError` for a scheme that is not known: it is never taken for a directory.
     """
+    if not isinstance(place, (str, os.PathLike)):
+        raise UsageError(f"a place is a directory or a bucket's URL, not {place!r}")
     name = os.fsdecode(place)
     if not name:
         raise UsageError("a place has a name: a directory, or a bucket's URL")

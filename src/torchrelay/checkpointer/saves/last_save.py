@@ -44,6 +44,8 @@ class LastSave:
         self._stopping: Stopping | None = None
         if state is None:
             return  # and refers to no job, which is freed when nobody else does
+        if not callable(state):
+            raise UsageError(f"save_on_signal is a function of no arguments, not {state!r}")
         self._job = job
         alone = assembly.world == 1
         self._signal = SaveOnSignal(signals, self._save, at_once=alone)

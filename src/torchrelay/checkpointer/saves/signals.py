@@ -38,7 +38,11 @@ class SaveOnSignal:
         self._over = False
         self._before: dict[int, Any] = {}
         for number in signals:
-            self._before[number] = signal.signal(number, self._handle)
+            try:
+                self._before[number] = signal.signal(number, self._handle)
+            except (OSError, ValueError, TypeError) as fault:
+                self.remove()
+                raise UsageError(f"{number!r} is no signal that can be handled: {fault}") from None
 
     @property
     def came(self) -> bool:

@@ -118,6 +118,8 @@ class Serving:
                 service.pending = request.pending
             else:
                 service.pending = False
+                if request.skipped is None:
+                    service.snapshots.lead(request.step)
                 service.ledger.note_publish(
                     request.step,
                     request.nbytes,

@@ -60,6 +60,7 @@ class ServedStep:
         self.shown = time.time()
         self.superseded: float | None = None  # by the monotonic clock
         self.wanted_until = 0.0  # for a reader that broke off and may come back
+        self.replaced = False  # by one with the same number or a lower one: for its readers alone
 
     def add(self, shown: Show, slot: Slot | None) -> None:
         """A slot has some of its volumes; or here is the record of them all."""
@@ -157,6 +158,18 @@ class ServedSteps:
         snapshot.add(shown, slot)
         return snapshot
 
+    def lead(self, step: int) -> None:
+        """A step was published. Those with its number or a higher one are listed no more: the job
+        has gone back, and nobody is to take them for the newest."""
+        found = self.by_step(step)
+        if found is None:
+            return
+        for other in self.shown:
+            other.replaced = other.replaced or other.step >= step
+        found.replaced = False  # it may have been published before
+        self.shown.remove(found)
+        self.shown.append(found)
+
     def hide(self, snapshot: ServedStep, number: int) -> None:
         """A slot has nothing of a step any more."""
         snapshot.parts.pop(number)
@@ -166,7 +179,7 @@ class ServedSteps:
     @property
     def listed(self) -> Iterator[ServedStep]:
         """Steps that have a record here, the newest last."""
-        return (snapshot for snapshot in self.shown if snapshot.record)
+        return (one for one in self.shown if one.record and not one.replaced)
 
     @property
     def newest(self) -> ServedStep | None:

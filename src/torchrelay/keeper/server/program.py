@@ -66,10 +66,13 @@ class Keeping:
                 await asyncio.wait_for(self._over.wait(), _TICK)
             if not self._workers and time.monotonic() - self._alone_since > self._lease:
                 break
+        self._give_up_name()
+        await self._serving.close()
+
+    def _give_up_name(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        await self._serving.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -102,6 +105,7 @@ class Keeping:
             return m.StatusText(msgspec.json.encode(serving.on_loop(self._status())))
         if isinstance(request, k.End):
             worker.ends = True  # when it has its answer, and hangs up
+            self._give_up_name()  # whoever comes from now on begins another
             return m.Obeyed()
         if isinstance(request, k.JoinKeeper):
             with self._joining:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torchrelay import errors
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError
+from torchrelay.transports.group.c10d import check_group
 from torchrelay.transports.group.store_values import await_keys, drop, peek, put, read, take
 
 COORDINATOR = 0
@@ -61,6 +62,8 @@ class Assembly:
     """
 
     def __init__(self, group: Any, purpose: str) -> None:
+        if group is not None:
+            check_group(group)
         self.rank: int = 0 if group is None else group.rank()
         self.world: int = 1 if group is None else group.size()
         self._store: Any = Board(group.get_group_store()) if self.world > 1 else None

@@ -18,7 +18,9 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from torchrelay.errors import UsageError
 from torchrelay.memory import threads
 
 FOREVER = timedelta(days=365)
@@ -36,6 +38,15 @@ class ProcessGroup(Protocol):
     def size(self) -> int: ...
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work: ...
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work: ...
+
+
+def check_group(group: Any) -> None:
+    """`UsageError` unless it is a process group that this rank is in."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this rank is not in the group that it was given")
+    if not callable(getattr(group, "rank", None)) or not callable(getattr(group, "size", None)):
+        hint = ": its get_group() is one" if hasattr(group, "get_group") else ""
+        raise UsageError(f"group is a process group, not {type(group).__name__}{hint}")
 
 
 def wait_for(work: Work, tensor: torch.Tensor) -> None:
