@@ -181,3 +181,22 @@ def test_a_step_that_is_not_there(one_step: tr.Checkpointer) -> None:
     for act in (one_step.verify, one_step.record, one_step.delete):
         with pytest.raises(tr.StepNotFoundError, match="no step 9 in"):
             act(9)
+
+
+def a_part_alone(rank: int, group: Any, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)}
+    with tr.Relay(group, timeout=30) as relay:
+        for act in (
+            lambda: tr.Checkpointer(f"{folder}/{rank}", group=False).save(1, state),
+            lambda: tr.serve(state, step=1, group=False),
+            lambda: relay.share(state, step=1),
+        ):
+            with pytest.raises(tr.UnsupportedLeafError, match="has 4 of the 8 elements") as caught:
+                act()
+            assert caught.value.path == "w"
+
+
+def test_a_process_on_its_own_keeps_no_part_of_a_tensor(pool2: RankPool, tmp_path: Path) -> None:
+    """Nobody could read the step."""
+    pool2.run(a_part_alone, str(tmp_path), timeout=SECONDS)

@@ -160,6 +160,7 @@ def commit_record(
         blobs += [msgspec.structs.replace(blob, file=first + blob.file) for blob in share.blobs]
     with _as_said(step):
         tensors = joined([share.tensors for share in shares], firsts)
+    _check_covered(tensors, [file.nbytes for file in files], step)
     outlines = _as_written(shares, outlines, set(tensors.names))
     torch_version: Any = torch.__version__
     return Checkpoint(
@@ -175,6 +176,20 @@ def commit_record(
         blobs=tuple(blobs),
         save_id=save_id,
     )
+
+
+def _check_covered(tensors: Tensors, files: Sequence[int], step: int) -> None:
+    """`CheckpointError` unless the ranks have each tensor whole: nobody could read it."""
+    try:
+        check_tensors(tensors, files)
+    except ManifestError as fault:
+        raise CheckpointError(
+            f"the step would not be whole, {fault.message}: all ranks that have a part of the "
+            "tensor are in the group that saves it",
+            step=step,
+            phase="commit",
+            path=fault.path,
+        ) from fault
 
 
 @contextmanager

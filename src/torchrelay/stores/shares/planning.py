@@ -15,6 +15,7 @@ import msgspec
 import torch
 import xxhash
 
+from torchrelay.errors import UnsupportedLeafError
 from torchrelay.plan.outline import Named
 from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.state import tensors as t
@@ -116,6 +117,8 @@ class RulePlanning:
         signature = _signature(named)
         self._said = []
         if self._world == 1:
+            for name, tensor in named.tensors.items():
+                _check_whole(name, tensor)
             self._current = _Current(named, signature, [])
             return b""
         held = [self._held(name, tensor) for name, tensor in named.tensors.items()]
@@ -230,6 +233,22 @@ class RulePlanning:
         }
         names = {one.name for one in ruled}
         return mine | ownership.written_by_rule(one for one in now.held if one.name not in names)
+
+
+def _check_whole(name: str, tensor: torch.Tensor) -> None:
+    """`UnsupportedLeafError` for a tensor of which a process on its own has a part alone."""
+    if type(tensor) is torch.Tensor:
+        return
+    if t.is_dtensor(tensor):
+        here = t.dtensor_parts(tensor)[0].numel()
+    else:
+        here = sum(local.numel() for local in t.sharded_parts(tensor)[0])  # type: ignore[arg-type, misc]
+    if here < prod(tensor.size()):
+        raise UnsupportedLeafError(
+            f"this process is on its own and has {here} of the {prod(tensor.size())} elements of a "
+            "tensor that is cut over ranks: do it on all of these, with their group",
+            path=name,
+        )
 
 
 def _bytes_by_rule(held: Sequence[HeldTensor]) -> int:
