@@ -11,7 +11,6 @@ import contextlib
 import mmap
 import os
 import pickle
-import uuid
 import warnings
 import zipfile
 from pathlib import Path
@@ -36,6 +35,7 @@ from torchrelay.errors import (
     UnsupportedLeafError,
     UsageError,
 )
+from torchrelay.stores.local.files import written_beside
 
 # How the archives of torch.save begin, and the pickles it wrote before 1.6.
 _TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19")
@@ -156,18 +156,11 @@ def _look_through(file: BinaryIO) -> None:
 
 def write_torch_save(path: str | os.PathLike[str], state: Any) -> None:
     """`torch.save`, but an existing file is replaced only by a whole and synced one."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        with beside.open("xb") as file:
+        with written_beside(Path(path)) as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
     except (pickle.PicklingError, TypeError, AttributeError) as fault:
         raise UnsupportedLeafError(f"torch.save cannot hold this state: {fault}") from fault
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _refuse_shards(state: dict[str, Any]) -> None:

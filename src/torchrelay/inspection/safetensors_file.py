@@ -16,7 +16,7 @@ from torchrelay.inspection.slabs import slabs
 from torchrelay.progress import Progress, ProgressCallback
 from torchrelay.record.dtypes import itemsize
 from torchrelay.state.tensors import dtype_named
-from torchrelay.stores.local.store import token
+from torchrelay.stores.local.files import written_beside
 from torchrelay.stores.shares.layout import Entry, arrange
 
 
@@ -29,7 +29,6 @@ def write_safetensors(
     """Write whole tensors of a state as a file, which takes its name once it is durable; returns
     its bytes. A file that has the name is replaced."""
     path = Path(target)
-    beside = path.with_name(f"{path.name}.tmp-{token()}")
     entries = [
         Entry(tensor.name, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
         for tensor in tensors
@@ -38,20 +37,15 @@ def write_safetensors(
         raise UsageError(f"{source.name} has no tensors, so there is nothing to write")
     (layout,) = arrange(entries, file_bytes=None)
     try:
-        with beside.open("xb") as file:
+        with written_beside(path) as file:
             file.write(layout.header)
             for start, index in layout.placed:
                 assert file.tell() == start
                 for slab in slabs(source, tensors[index], itemsize(tensors[index].dtype)):
                     file.write(memory_of(slab))
                     progress(Progress(file.tell(), layout.nbytes))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
     except OSError as fault:
         raise CheckpointError(f"cannot be written: {fault.strerror}", file=str(path)) from fault
-    finally:
-        beside.unlink(missing_ok=True)
     return layout.nbytes
 
 

@@ -14,7 +14,8 @@ from torchrelay.geometry.runs import Runs
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import sizes_of
 from torchrelay.record.manifest import parts
-from torchrelay.state.tree import leaf_paths, show
+from torchrelay.state.paths import LeafPaths
+from torchrelay.state.tree import show
 
 _NAMED = 8  # tensors in a message
 
@@ -94,7 +95,7 @@ def named(manifest: m.Manifest, chunks: Chunks, start: int, stop: int) -> str:
     """Bytes [start, stop) of the stream, by the tensors they are of, for a message."""
     first = max(bisect_right(chunks.starts, start) - 1, 0)
     storages = range(first, max(first + 1, bisect_left(chunks.starts, stop)))
-    paths = leaf_paths(manifest.tree)
+    paths = LeafPaths(manifest.tree)
     found = [
         show(paths[index])
         for index, leaf in enumerate(manifest.leaves)

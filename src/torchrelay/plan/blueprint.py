@@ -28,7 +28,8 @@ from torchrelay.record import manifest as m
 from torchrelay.record.columns import Kind, Leaves, Storages, Table
 from torchrelay.record.compact import manifest_of
 from torchrelay.state.leaves import Finish, describe, finished
-from torchrelay.state.tree import Flat, leaf_paths
+from torchrelay.state.paths import LeafPaths
+from torchrelay.state.tree import Flat
 
 # Tree, receivers and chunk size: what a blueprint was asked to be for.
 Order = tuple[bytes, int, int | None]
@@ -61,7 +62,8 @@ def others(flat: Flat, leaves: Sequence[int]) -> Others:
         try:
             described.append(describe(leaf, (), images.add))
         except RelayError:
-            describe(leaf, leaf_paths(flat.tree)[index], images.add)  # with its path this time
+            path = LeafPaths(flat.tree).steps(index)
+            describe(leaf, path, images.add)  # with its path this time
             raise
         owners += [index] * (len(images) - len(owners))
     found = images.resolve()

@@ -27,7 +27,7 @@ from torchrelay.state.leaves import Finish, describe
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import Path
-from torchrelay.state.tree import leaf_paths, show, text_of
+from torchrelay.state.tree import show, slots, text_of
 
 
 class Named(NamedTuple):
@@ -70,7 +70,9 @@ def dotted(path: Path) -> str:
 class _Outliner:
     def __init__(self, state: object) -> None:
         flat, _ = flatten_objects(state)
-        self._paths = leaf_paths(flat.tree)
+        self._paths: dict[int, Path] = {}
+        for path, index in slots(flat.tree):
+            self._paths.setdefault(index, path)
         self._held: list[_Held] = []
         self._alone: set[int] = set()  # tickets of arrays, which have a tensor of their own
         self._tensors: dict[str, torch.Tensor] = {}

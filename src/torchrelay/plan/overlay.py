@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.record.keys import identities
@@ -53,12 +55,7 @@ def renumbered(node: m.Node, number: Callable[[int], int]) -> m.Node:
         return number(node)
     if isinstance(node, m.RecordNode):
         return m.RecordNode(node.name, renumbered(node.body, number))
-    items = tuple([renumbered(item, number) for item in node.items])
-    if isinstance(node, m.DictNode):
-        return m.DictNode(node.kind, node.keys, items, node.factory)
-    if isinstance(node, m.SequenceNode):
-        return m.SequenceNode(node.kind, items)
-    return m.NamedTupleNode(node.name, node.fields, items, node.module)
+    return replace(node, items=tuple([renumbered(item, number) for item in node.items]))
 
 
 class _Layers:
@@ -92,7 +89,7 @@ class _Layers:
             return top
         keys = tuple([key for key, _ in self._items.values()])
         items = tuple([layers.node() for _, layers in self._items.values()])
-        return m.DictNode(top.kind, keys, items, top.factory)
+        return replace(top, keys=keys, items=items)
 
 
 def pruned(tree: m.Node, made: dict[int, object]) -> tuple[m.Node, dict[int, object]]:
@@ -112,11 +109,8 @@ def pruned(tree: m.Node, made: dict[int, object]) -> tuple[m.Node, dict[int, obj
         if isinstance(node, m.DictNode):
             kept = [(k, i) for k, i in zip(node.keys, items, strict=True) if i is not None]
             keys, values = zip(*kept, strict=True)
-            return m.DictNode(node.kind, keys, values, node.factory)
-        filled = tuple(nothing if item is None else item for item in items)
-        if isinstance(node, m.SequenceNode):
-            return m.SequenceNode(node.kind, filled)
-        return m.NamedTupleNode(node.name, node.fields, filled, node.module)
+            return replace(node, keys=keys, items=values)
+        return replace(node, items=tuple(nothing if item is None else item for item in items))
 
     pruned = visit(tree)
     return (m.DictNode("dict", (), ()), leaves) if pruned is None else (pruned, leaves)

@@ -12,8 +12,9 @@ from torchrelay.geometry.runs import Copy
 from torchrelay.plan.blueprint import Blueprint, Others, order_of
 from torchrelay.record.pause import gc_paused
 from torchrelay.state.objects import flatten_objects
+from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tensors import flat_bytes, versions_of
-from torchrelay.state.tree import Flat, flatten, leaf_paths, show
+from torchrelay.state.tree import Flat, flatten, show
 
 
 class Snapshot:
@@ -62,7 +63,7 @@ class Snapshot:
             for leaf, old, new in zip(column, before, after, strict=True)
             if old != new
         )
-        return show(leaf_paths(self.manifest.tree)[leaf])
+        return show(LeafPaths(self.manifest.tree)[leaf])
 
     def check_unchanged(self) -> None:
         """Raise `StateError` if a leaf was written to since the capture."""

@@ -24,7 +24,8 @@ def items_of(node: m.Node) -> tuple[m.Node, ...]:
 def key_of(node: m.Node, place: int) -> object:
     """The key or index of an item of a container."""
     if isinstance(node, m.DictNode):
-        return decode_key(node.keys[place])
+        key = node.keys[place]
+        return key if type(key) is str else decode_key(key)
     if isinstance(node, m.NamedTupleNode):
         return node.fields[place]
     return node.name if isinstance(node, m.RecordNode) else place

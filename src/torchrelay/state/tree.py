@@ -266,14 +266,6 @@ def subtree(tree: m.Node, path: Path) -> m.Node | None:
     return tree
 
 
-def leaf_paths(tree: m.Node) -> dict[int, Path]:
-    """The path of each leaf, the first one where it has several."""
-    found: dict[int, Path] = {}
-    for path, index in slots(tree):
-        found.setdefault(index, path)
-    return found
-
-
 def children_of(node: m.Node) -> Iterator[tuple[object, m.Node]]:
     if isinstance(node, m.DictNode):
         keys = (key if type(key) is str else decode_key(key) for key in node.keys)

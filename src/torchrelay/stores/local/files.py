@@ -7,10 +7,11 @@ import errno
 import fcntl
 import os
 import stat
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _IOV_MAX = 1024
 _WRITE_OUT = 2  # SYNC_FILE_RANGE_WRITE
@@ -104,6 +105,22 @@ class Files:
                 raise
         finally:
             os.close(fd)
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[BinaryIO]:
+    """Within: a file to write to. It takes the name `path`, also of a file that has it, when all of
+    it is durable; nothing is left of it where the block fails."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with beside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        Files().sync_dir(str(path.parent))
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def open_plain(path: str, within: int | None, more: int = 0) -> int:
