@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import calendar
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,7 +9,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.crew import Crew
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.checkpoint.schema import Checkpoint, epoch_seconds
 from torchrelay.recovery.estimate import estimates
 from torchrelay.recovery.report import SourceAccount
 from torchrelay.recovery.resharing import Resharing
@@ -127,7 +126,7 @@ class Candidates:
         return SourceShelf(self._sources[first], step, deadline, open_all)
 
     def _check_age(self, record: Checkpoint, step: int) -> None:
-        age = time.time() - _seconds(record.time)
+        age = time.time() - (epoch_seconds(record.time) or 0.0)  # no time: as old as can be
         if self._max_age is not None and age > self._max_age:
             raise TooOldError(
                 f"it is {age:.0f} s old, and max_age is {self._max_age:g} s", step=step
@@ -211,11 +210,3 @@ class SourceShelf:
 
     def note_damaged(self, step: int) -> None:
         pass
-
-
-def _seconds(text: str) -> float:
-    """The time of a record as seconds since 1970. What no one can read is as old as can be."""
-    try:
-        return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ")))
-    except ValueError:
-        return 0.0

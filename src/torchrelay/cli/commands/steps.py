@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from time import time as now
 from typing import Any
 
 import typer
@@ -108,11 +108,12 @@ def _row(facts: dict[str, Any]) -> list[object]:
 
 def age(time: str) -> str:
     """How long ago a time of a commit record was; the text itself, if it is no time."""
-    try:
-        then = datetime.fromisoformat(time.replace("Z", "+00:00"))
-        seconds = (datetime.now(timezone.utc) - then).total_seconds()
-    except (ValueError, TypeError):
+    from torchrelay.record.checkpoint.schema import epoch_seconds
+
+    then = epoch_seconds(time)
+    if then is None:
         return time
+    seconds = now() - then
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

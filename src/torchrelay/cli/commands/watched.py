@@ -6,7 +6,6 @@ import http.client
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from torchrelay.cli.commands.steps import listed, opened
 from torchrelay.cli.sources import is_url, opened_source
 from torchrelay.errors import EndpointError, RelayError, UsageError
 from torchrelay.inspection.seam import Contents, StateSource
+from torchrelay.record.checkpoint.schema import epoch_seconds
 
 KEPT = 16  # contents of steps that are held, the last ones asked for
 ASK_SECONDS = 20.0
@@ -129,7 +129,7 @@ class WatchedPlaces:
                 "step": step,
                 "bytes": facts.get("bytes", 0),
                 "ranks": facts.get("ranks", 0),
-                "time": _seconds(facts.get("time", "")),
+                "time": epoch_seconds(facts.get("time", "")),
                 "damage": facts["damage"],
             }
         return self._facts[key]
@@ -137,10 +137,3 @@ class WatchedPlaces:
     def close(self) -> None:
         for there in self._places.values():
             there.close()
-
-
-def _seconds(time: str) -> float | None:
-    try:
-        return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return None

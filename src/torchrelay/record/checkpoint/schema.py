@@ -8,6 +8,7 @@ that every version must read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from functools import cached_property
 from typing import TypeVar
 
@@ -21,6 +22,15 @@ FORMAT = (2, 0)
 What = TypeVar("What")
 # By index, ascending. No dict: others' numbers may hash alike.
 Pairs = tuple[tuple[int, What], ...]
+
+
+def epoch_seconds(time: str) -> float | None:
+    """The time of a record as seconds since 1970; None for text that is no time."""
+    try:
+        found = datetime.fromisoformat(time.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return found.timestamp() if found.tzinfo is not None else None
 
 
 def pairs(table: Mapping[int, What]) -> Pairs[What]:
