@@ -24,6 +24,8 @@ LONGEST = (
     "conformance/",
     "keeper/",
     "endpoint/",
+    "faults/",
+    "transports/",
 )
 
 

@@ -23,7 +23,8 @@ from torchrelay.demo.worker import KeptByWorker, Plan, Site
 
 HOSTS = ("a", "a", "b", "b")
 PATIENCE = 15.0  # seconds after which a worker gives up on another
-QUIET = (0.0, 0.5)  # seconds from a new step to the next disturbance
+QUIET = (0.0, 0.3)  # seconds from a new step to the next disturbance
+PACE = 0.1  # seconds of a step at least: a run is not over before all has happened to it
 
 
 class Chaos(Story):
@@ -165,7 +166,7 @@ def disturbed(
     folder.mkdir()
     job = f"chaos-{os.getpid()}-{seed}"
     sites = None if switch is None else sites_at(switch)
-    plan = Plan(settings(steps), "keeper", str(folder), job, PATIENCE, sites=sites)
+    plan = Plan(settings(steps), "keeper", str(folder), job, PATIENCE, PACE, sites)
     chaos = Chaos(plan, kinds, seed)
     chaos.switch = switch
     try:
@@ -206,8 +207,8 @@ def nothing_is_left(chaos: Chaos) -> None:
 def test_a_few_kills(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     kinds = ["worker", "keeper", "host"]
-    expected = calm(tmp_path / "calm", 12)
-    chaos = disturbed(tmp_path / "chaos", 12, kinds, seed, 300)
+    expected = calm(tmp_path / "calm", 20)
+    chaos = disturbed(tmp_path / "chaos", 20, kinds, seed, 300)
     check(chaos, expected, kinds)
     nothing_is_left(chaos)
 
@@ -228,8 +229,8 @@ def test_a_host_is_cut_off(tmp_path: Path, switch: Switch) -> None:
     """The cable of a host is pulled, and plugged in again."""
     seed = random.SystemRandom().randrange(1 << 32)
     kinds = ["cut", "worker"]
-    expected = calm(tmp_path / "calm", 12)
-    check(disturbed(tmp_path / "chaos", 12, kinds, seed, 200, switch), expected, kinds)
+    expected = calm(tmp_path / "calm", 20)
+    check(disturbed(tmp_path / "chaos", 20, kinds, seed, 200, switch), expected, kinds)
 
 
 @pytest.mark.slow
