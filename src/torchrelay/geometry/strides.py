@@ -111,7 +111,7 @@ def overlapping(
     """Group indices of half-open intervals that reach into each other, in order of position."""
     group: list[int] = []
     end = 0
-    for index in sorted(range(len(intervals)), key=lambda i: intervals[i]):
+    for index in sorted(range(len(intervals)), key=intervals.__getitem__):
         low, high = intervals[index]
         if group and low >= end:
             yield group

@@ -42,13 +42,15 @@ class Named(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A strided tensor, the leaf it belongs to, and the bytes [low, high) of memory it spans."""
+    """A strided tensor, the leaf it belongs to, and the bytes [low, high) of memory it spans.
+    `plain`: dtype and shape of one that is contiguous in host memory, and nothing else."""
 
     tensor: torch.Tensor
     leaf: int
     flags: int
     low: int
     high: int
+    plain: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def geometry(self) -> tuple[int, int, torch.Size, tuple[int, ...]]:
@@ -83,9 +85,10 @@ class _Outliner:
         for index, (leaf, known) in enumerate(zip(flat.leaves, survey(flat.leaves), strict=True)):
             if known is not None:
                 assert isinstance(leaf, torch.Tensor)
-                (_, _, _, _, nbytes), address, flags = known
+                (dtype, shape, _, _, nbytes), address, flags = known
                 described.append(len(self._held))
-                self._held.append(_Held(leaf, index, flags, address, address + nbytes))
+                plain = dtype, shape
+                self._held.append(_Held(leaf, index, flags, address, address + nbytes, plain))
             elif t.is_distributed(leaf):
                 described.append(self._distributed(leaf, index))
             else:
@@ -93,7 +96,12 @@ class _Outliner:
                     describe(leaf, self._paths[index], partial(self._hold, leaf=index))
                 )
         for group in self._groups():
-            self._name_group(group)
+            held = self._held[group[0]]
+            if len(group) == 1 and held.plain is not None:
+                index = self._name(held.tensor.detach(), held.leaf)
+                self._parts[group[0]] = m.TensorLeaf(*held.plain, None, index, 0, held.flags)
+            else:
+                self._name_group(group)
         leaves = [
             self._parts[item]
             if isinstance(item, int)
@@ -138,7 +146,10 @@ class _Outliner:
                 self._parts[ticket] = m.TensorLeaf(dtype, shape, kept, -1, 0, held.flags)
         for tickets in devices.values():
             spans = [(self._held[ticket].low, self._held[ticket].high) for ticket in tickets]
-            groups += [sorted(tickets[i] for i in group) for group in overlapping(spans)]
+            groups += [
+                sorted(tickets[i] for i in group) if len(group) > 1 else [tickets[group[0]]]
+                for group in overlapping(spans)
+            ]
         yield from sorted(groups)
 
     def _name_group(self, tickets: list[int]) -> None:

@@ -67,6 +67,8 @@ class Region:
     @classmethod
     def row_major(cls, tensor: torch.Tensor) -> Region:
         """All elements of a tensor in row-major order. Its conj and neg bits do not count."""
+        if tensor.is_cpu and tensor.is_contiguous():
+            return cls.dense(tensor, tensor.data_ptr(), tensor.nbytes)
         shape = tuple(tensor.shape)
         order = [dim for dim, size in enumerate(shape) if size > 1]
         return cls(tensor, shape, tuple(tensor.stride()), order)

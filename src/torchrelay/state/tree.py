@@ -61,6 +61,8 @@ def _brief(key: object) -> str:
 
 def text_of(key: object) -> str:
     """A key as text: `str`, also of numbers that Python has too many digits to write."""
+    if type(key) is str:
+        return key
     if isinstance(key, int) and key.bit_length() > _WRITTEN_BITS:
         return hex(key)
     if isinstance(key, tuple) and any(isinstance(item, (int, tuple)) for item in key):

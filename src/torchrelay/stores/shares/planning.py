@@ -284,7 +284,7 @@ def _row(one: HeldTensor, tensor: torch.Tensor) -> Row:
 
 def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
     if type(tensor) is torch.Tensor:
-        return tensor.detach()
+        return tensor  # which is the outline's own
     if t.is_dtensor(tensor):
         return t.dtensor_parts(tensor)[0].detach()
     return t.sharded_parts(tensor)[0][number].detach()  # type: ignore[arg-type]
