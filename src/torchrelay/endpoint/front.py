@@ -7,8 +7,6 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.process import ServerProcess
@@ -105,9 +103,7 @@ class Endpoint:
         self._owner.check()
         if self._closed:
             raise UsageError("this endpoint is closed")
-        answer = self._server.ask(m.Tell(), m.StatusText, self._timeout)
-        found: dict[str, Any] = msgspec.json.decode(answer.text)
-        return found
+        return self._server.status(self._timeout)
 
     def close(self) -> None:
         """Stop serving, and free the memory."""

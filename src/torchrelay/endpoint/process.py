@@ -118,6 +118,11 @@ class StepProcess:
             raise
         return self._answers.decode(data)
 
+    def status(self, timeout: float) -> dict[str, Any]:
+        """What goes on there, as `/status.json` has it."""
+        found: dict[str, Any] = msgspec.json.decode(self.ask(m.Tell(), m.StatusText, timeout).text)
+        return found
+
     def forsake(self) -> None:
         """In a child of a fork: let go of what is the parent's, which stays as it is."""
         self._process.forsake()

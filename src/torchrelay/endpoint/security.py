@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchrelay.errors import UsageError
+from torchrelay.sources.connection import is_loopback
 
 TOKEN_VARIABLE = "TORCHRELAY_TOKEN"
 MIN_TOKEN = 16  # characters, where others than this machine can try
@@ -35,12 +36,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def shown(self) -> str:

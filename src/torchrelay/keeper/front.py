@@ -265,8 +265,7 @@ class Keeper:
     def status(self) -> dict[str, Any]:
         """What this host's keeper has, and who reads it."""
         self._owner.check()
-        found: dict[str, Any] = msgspec.json.decode(self._stager.status(self._timeout))
-        return found
+        return self._process.status(self._timeout)
 
     def close(self) -> None:
         """Let go of the keeper, which goes on for the length of its lease."""

@@ -148,6 +148,3 @@ class Stager(Publisher):
 
     def _listing(self, urls: list[str]) -> set[int]:
         return {urls.index(url) for url in urls}
-
-    def status(self, timeout: float) -> bytes:
-        return self._server.ask(m.Tell(), m.StatusText, timeout).text

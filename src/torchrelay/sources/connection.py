@@ -35,6 +35,14 @@ RECORD_BYTES = 256 << 20
 AGENT = f"torchrelay/{__version__}"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host, by its name or address, is plainly this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class Reply(NamedTuple):
     """A small answer, whole."""
 
@@ -90,10 +98,7 @@ class Host:
     @property
     def is_here(self) -> bool:
         """Whether the URL is plainly one of this machine."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
     def get(self, path: str, *, seconds: float, limit: int = ANSWER_BYTES) -> Reply:
         return self._small("GET", path, None, seconds, limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from math import isfinite, prod
+from math import prod
 from typing import Any, Protocol
 
 from torchrelay.inspection.chunk_changes import touched
@@ -62,13 +62,8 @@ def values(source: StateReader, name: str) -> dict[str, Any]:
     numbers = statistics(source, tensor)
     bars = histogram(source, tensor, known=numbers)
     if numbers is not None and bars is not None:
-        facts |= {name: _finite(value) for name, value in asdict(numbers).items()}
-        facts |= {"low": _finite(bars.low), "high": _finite(bars.high), "counts": bars.counts}
-    return facts
-
-
-def _finite(value: float | int | None) -> float | int | None:
-    return None if isinstance(value, float) and not isfinite(value) else value
+        facts |= {**asdict(numbers), "low": bars.low, "high": bars.high, "counts": bars.counts}
+    return facts  # numbers that are not finite are null in JSON
 
 
 def settle(found: dict[str, Any], one: StateReader, other: StateReader) -> None:
