@@ -65,6 +65,20 @@ def test_convert_to_every_kind_and_back(place: Path, tmp_path: Path) -> None:
     assert read_stock(tmp_path / "dcp")["step"] == 2
 
 
+def test_a_target_says_by_its_name_what_it_is(place: Path, tmp_path: Path) -> None:
+    for name, first in (("m.safetensors", b"{"), ("m.pt", b"PK")):
+        assert command("convert", place, tmp_path / name).returncode == 0
+        data = (tmp_path / name).read_bytes()
+        assert first in data[:9]
+    for act in ("inspect", "verify"):
+        found = command(act, tmp_path / "m.pt")
+        assert found.returncode == 1 and "is a torch.save file" in found.stderr
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "object.pt")
+    found = command("convert", tmp_path / "object.pt", tmp_path / "other")
+    assert found.returncode == 1 and "it has torch.nn.modules.linear.Linear in it" in found.stderr
+    assert "it is one itself" in command("ls", place / "step-1").stderr
+
+
 def test_convert_refuses_what_is_not_there(tmp_path: Path) -> None:
     found = command("convert", tmp_path / "nothing", tmp_path / "target")
     assert found.returncode == 1 and "no checkpoint there" in found.stderr

@@ -95,6 +95,19 @@ def _open_dcp(name: str, step: int | None) -> StateSource:
     return DcpSource(str(_path(name)))
 
 
+def _is_torch_save(name: str) -> bool:
+    from torchrelay.dropin.stock_dcp import is_torch_save
+
+    return _path(name).is_file() and is_torch_save(_path(name))
+
+
+def _open_torch_save(name: str, step: int | None) -> StateSource:
+    raise UsageError(
+        f"{name} is a torch.save file, of which nothing can be read alone: convert it first, by "
+        f"torchrelay convert {name} PLACE"
+    )
+
+
 def _is_file(name: str) -> bool:
     return _path(name).is_file()
 
@@ -121,5 +134,6 @@ KINDS = (
     SourceKind(is_url, _open_url),
     SourceKind(_is_dcp, _open_dcp),
     SourceKind(is_place, _open_step),
+    SourceKind(_is_torch_save, _open_torch_save),
     SourceKind(_is_file, _open_file),
 )

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchrelay.dropin._dcp_directory.files import StockFiles, first_line, pickle_in, whole_tensor
+from torchrelay.dropin._dcp_directory.files import StockFiles, pickle_in, refusal, whole_tensor
 from torchrelay.dropin._dcp_directory.metadata import MAX_METADATA, StockTensor, decode
 from torchrelay.dropin._pickles.saved_pickle import check_archive, check_legacy
 from torchrelay.errors import (
@@ -123,7 +123,7 @@ def read_torch_save(path: str | os.PathLike[str]) -> Any:
     """
     try:
         with Path(path).open("rb") as file:
-            if not file.read(16).startswith(_TORCH_SAVE):
+            if not _is_torch_save(file):
                 raise ManifestError("it is no torch.save file")
             _look_through(file)
             file.seek(0)
@@ -134,9 +134,19 @@ def read_torch_save(path: str | os.PathLike[str]) -> Any:
     except OSError as fault:
         raise CheckpointError(f"could not be read: {fault}", file=str(path)) from fault
     except pickle.UnpicklingError as fault:
-        raise UnsupportedLeafError(f"{path} was refused: {first_line(fault)}") from fault
+        raise UnsupportedLeafError(f"{path} was refused: {refusal(fault)}") from fault
     except Exception as fault:
         raise ManifestError(f"{path} is no intact torch.save file: {fault!r:.300}") from fault
+
+
+def is_torch_save(path: Path) -> bool:
+    """Whether a file begins as those of `torch.save` do."""
+    with path.open("rb") as file:
+        return _is_torch_save(file)
+
+
+def _is_torch_save(file: BinaryIO) -> bool:
+    return file.read(16).startswith(_TORCH_SAVE)
 
 
 def _look_through(file: BinaryIO) -> None:

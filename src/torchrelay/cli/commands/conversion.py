@@ -17,6 +17,14 @@ from torchrelay.cli.sources import STEP, opened_source
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import StateSource
 
+Kind = Literal["torchrelay", "dcp", "torch", "safetensors"]
+SUFFIXES: dict[str, Kind] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
+TO = typer.Option(
+    None,
+    "--to",
+    help="A step of this library, a DCP directory, a file of torch.save or of safetensors. "
+    "By default what TARGET's name ends with (.safetensors, .pt), else a step.",
+)
 FRESH = typer.Argument(help="A directory that does not exist.")
 
 
@@ -29,11 +37,7 @@ def add_to(app: typer.Typer) -> None:
 def _convert(
     source: str = typer.Argument(help="A SOURCE, or a torch.save file."),
     target: str = typer.Argument(help="Where the other kind is written."),
-    to: Literal["torchrelay", "dcp", "torch", "safetensors"] = typer.Option(
-        "torchrelay",
-        "--to",
-        help="A step of this library, a DCP directory, a file of torch.save or of safetensors.",
-    ),
+    to: Kind | None = TO,
     step: int | None = typer.Option(None, "--step", help="The step to read, and to write."),
     only: list[str] = ONLY,
 ) -> None:
@@ -42,6 +46,8 @@ def _convert(
     A safetensors file gets the tensors alone, by their paths; --only chooses some of them.
     """
     with one_line_errors():
+        if to is None:
+            to = SUFFIXES.get(Path(target).suffix, "torchrelay")
         if to == "safetensors":
             with opened_source(source, step) as state:
                 write_file(state, only, Path(target))

@@ -18,6 +18,7 @@ from torchrelay.cli.output import (
     size,
 )
 from torchrelay.cli.sources import is_url
+from torchrelay.stores.locate import split_step
 
 PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
 STEPS = typer.Argument(None, help="The steps to remove.")
@@ -61,7 +62,9 @@ def _ls(
             note = f"; {aside} set aside by a rollback" if aside else ""
             print(f"{len(steps)} step{'s' if len(steps) > 1 else ''}, {size(total)}{note}")
         if not steps:
-            fail(f"there is no step in {there.url}")
+            above, step = split_step(place)
+            hint = "" if step is None else f": it is one itself, of {above}"
+            fail(f"there is no step in {there.url}{hint}")
         if any(facts["damage"] for facts in steps):
             raise typer.Exit(1)
 

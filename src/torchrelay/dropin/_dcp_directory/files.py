@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from torchrelay.dropin._dcp_directory.metadata import Chunk, StockMetadata, StockPiece, StockTensor
 from torchrelay.dropin._pickles.saved_pickle import check_archive
 from torchrelay.errors import DigestError, ManifestError, UnsupportedLeafError
+
+_GLOBAL = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
 class StockFiles:
@@ -55,7 +58,7 @@ class StockFiles:
             return torch.load(archive, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as fault:
             raise UnsupportedLeafError(
-                f"an object in {piece.file} was refused: {first_line(fault)}", path=fqn
+                f"an object in {piece.file} was refused: {refusal(fault)}", path=fqn
             ) from fault
         except Exception as fault:  # torch's reader fails in many ways on bytes that are not its
             raise DigestError(f"{piece.file} is damaged: {fault!r:.300}", path=fqn) from fault
@@ -147,5 +150,10 @@ def pickle_in(archive: zipfile.ZipFile) -> bytes:
     return archive.read(names[0]) if names else b""
 
 
-def first_line(fault: Exception) -> str:
-    return str(fault).partition("\n")[0][:500]
+def refusal(fault: Exception) -> str:
+    """What torch's closed unpickler refused, without its advice to run it all the same."""
+    text = str(fault)
+    if named := _GLOBAL.search(text):
+        return f"it has {named[1][:200]} in it, which only pickle could make"
+    said = [line for line in text.splitlines() if "Unpickler error:" in line] or [text]
+    return said[0].partition("Unpickler error:")[2].strip()[:300] or text.partition("\n")[0][:300]
