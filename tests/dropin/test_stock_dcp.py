@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import random
+import resource
 import time
 import zipfile
 from collections.abc import Callable
@@ -684,3 +685,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_torch_save(file, lambda: None)
     assert read_torch_save(file) == [1]
     assert [p.name for p in tmp_path.iterdir()] == ["s.pt"]
+
+
+@pytest.mark.parametrize("write", [write_torch_save, write_stock])
+def test_a_medium_that_is_full_is_named_and_nothing_is_left(tmp_path: Path, write: Any) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            write(tmp_path / "target", {"w": torch.ones(1 << 18)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    write(tmp_path / "target", {"w": torch.ones(2)})

@@ -77,13 +77,25 @@ def write_stock(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     The directory is new or empty. What the format does not keep is under `read_stock`; dicts whose
     keys are the same text, as 1 and "1", are refused, and so is a tensor of which this process has
     only a shard. `.metadata` gets its name last, once it was read back: without it there is no
-    checkpoint.
+    checkpoint. Where that fails, nothing is left.
     """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not empty; give a new directory")
     state = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
     _refuse_shards(state)
+    was_there = folder.is_dir()
+    try:
+        _write_stock(folder, state)
+    except BaseException:
+        for file in folder.glob("*") if folder.is_dir() else ():
+            file.unlink()
+        if folder.is_dir() and not was_there:
+            folder.rmdir()
+        raise
+
+
+def _write_stock(folder: Path, state: dict[str, Any]) -> None:
     try:
         with warnings.catch_warnings():
             # It warns that nothing is distributed, which is what was asked for.
@@ -97,7 +109,7 @@ def write_stock(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
             raise cause from None
         if isinstance(cause, (ValueError, TypeError, AttributeError, pickle.PicklingError)):
             raise UnsupportedLeafError(f"stock DCP cannot hold this state: {cause}") from cause
-        raise CheckpointError(f"stock DCP failed: {cause!r}", file=str(folder)) from cause
+        raise CheckpointError(f"stock DCP failed: {_reason(cause)}", file=str(folder)) from cause
 
 
 class _ReadBack(FileSystem):
@@ -171,6 +183,17 @@ def write_torch_save(path: str | os.PathLike[str], state: Any) -> None:
             torch.save(state, file)
     except (pickle.PicklingError, TypeError, AttributeError) as fault:
         raise UnsupportedLeafError(f"torch.save cannot hold this state: {fault}") from fault
+    except (OSError, RuntimeError) as fault:
+        raise CheckpointError(f"cannot be written: {_reason(fault)}", file=str(path)) from fault
+
+
+def _reason(fault: BaseException) -> str:
+    """Why something could not be written: what the system said, where torch's writer, which then
+    fails at its own end, hides it."""
+    found: BaseException | None = fault
+    while found is not None and not isinstance(found, OSError):
+        found = found.__context__
+    return repr(fault) if found is None else found.strerror or str(found)
 
 
 def _refuse_shards(state: dict[str, Any]) -> None:
