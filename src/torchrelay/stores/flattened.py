@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrelay.errors import CheckpointError
 from torchrelay.plan.overlay import shifted
-from torchrelay.plan.pathtree import Key, tree_of_paths
 from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.state.paths import Path
 from torchrelay.state.tensors import NAMES
+from torchrelay.stores.pathtree import Key, tree_of_paths
 from torchrelay.stores.shares.drafting import Written
 
 GROUPS, PARAMS, STATE = "param_groups", "params", "state"

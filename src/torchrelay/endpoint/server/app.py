@@ -367,7 +367,7 @@ class App:
     async def _page(self, request: web.BaseRequest) -> web.StreamResponse:
         # Imported for the page alone: with numpy it takes as much memory as the server itself.
         from torchrelay.endpoint.page.answers import PageAnswers
-        from torchrelay.endpoint.server.pages import ServedWatch
+        from torchrelay.endpoint.page.served import ServedWatch
 
         if self._answers is None:
             self._answers = PageAnswers(ServedWatch(self.service, self._token))
