@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from torchrelay.deadlines import Deadline, Stopwatch, Timeout
+from torchrelay.deadlines import Deadline, Stopwatch, Timeout, seconds_of
 from torchrelay.errors import RelayError, StateError, UsageError
 from torchrelay.items import items_of
 from torchrelay.landing.checks.shards import Shards, check_choice
@@ -89,19 +89,18 @@ class Relay:
                 raise UsageError("no group given, and torch.distributed is not initialized")
             group = dist.group.WORLD
         check_group(group)
-        if join_window <= 0:
-            raise UsageError(f"join_window is a positive number of seconds, not {join_window}")
-        if chunk_bytes is not None and chunk_bytes < 1:
-            raise UsageError(f"chunk_bytes is a positive number, not {chunk_bytes}")
-        if pool is not None and pool < 0:
-            raise UsageError(f"pool is a number of bytes, not {pool}")
-        if connections is not None and not 0 <= connections <= MOST_CONNECTIONS:
-            raise UsageError(f"connections is a number up to {MOST_CONNECTIONS}, not {connections}")
+        if chunk_bytes is not None and not (isinstance(chunk_bytes, int) and chunk_bytes > 0):
+            raise UsageError(f"chunk_bytes is a positive number, not {chunk_bytes!r}")
+        if pool is not None and not (isinstance(pool, int) and pool >= 0):
+            raise UsageError(f"pool is a number of bytes, not {pool!r}")
+        if connections is not None and connections not in range(MOST_CONNECTIONS + 1):
+            most = MOST_CONNECTIONS
+            raise UsageError(f"connections is a number up to {most}, not {connections!r}")
         Deadline(timeout)
         self._group = group
         self._group_lines: GroupLines = lines_of(group)
         self._timeout = timeout
-        self._join_window = join_window
+        self._join_window = seconds_of(join_window, "join_window")
         self._chunk_bytes = chunk_bytes
         self._verify = verify
         self._route = check_route(route)
@@ -151,7 +150,9 @@ class Relay:
             watch = Stopwatch()
             try:
                 deadline.set(self._timeout if timeout is None else timeout)
-                wait = Deadline(deadline.seconds if join_timeout is None else join_timeout)
+                join = deadline.seconds
+                if join_timeout is not None:
+                    join = seconds_of(join_timeout, "join_timeout")
                 if step is not None:
                     check_step(step)
                 told, way = reporter(progress), check_route(route) or self._route
@@ -161,7 +162,7 @@ class Relay:
                 reason = f"the sender cannot send its state: {type(fault).__name__}: {fault}"
                 self._group_lines.excuse(lines.values(), reason, min(2 * GRACE, deadline.left()))
                 raise
-            call, options = TransferCall(deadline, watch, told), self._options(wait.seconds, way)
+            call, options = TransferCall(deadline, watch, told), self._options(join, way)
             branch = self._branches(state, step, call, options)
             return self._send(
                 Sending(self._group_lines, snapshot, lines, options, call, self._resources, branch),

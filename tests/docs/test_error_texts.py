@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from torchrelay.dropin import PGTransport
 
 SECONDS = 120
 
@@ -181,6 +182,30 @@ def test_a_step_that_is_not_there(one_step: tr.Checkpointer) -> None:
     for act in (one_step.verify, one_step.record, one_step.delete):
         with pytest.raises(tr.StepNotFoundError, match="no step 9 in"):
             act(9)
+
+
+def bad_relays(rank: int, group: Any) -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"join_window": "x"}, "join_window is a number of seconds"),
+        ({"chunk_bytes": "1"}, "chunk_bytes is a positive number"),
+        ({"pool": 1.5}, "pool is a number of bytes"),
+        ({"connections": "2"}, "connections is a number up to"),
+        ({"timeout": None}, "timeout is a number of seconds"),
+    ]
+    for arguments, said in bad:
+        with pytest.raises(tr.UsageError, match=said):
+            tr.Relay(group, **arguments)
+    with tr.Relay(group, timeout=30) as relay:
+        for peer in (None, 1.0, "1", [None], object()):
+            with pytest.raises(tr.UsageError, match="a rank, or several in a list"):
+                relay.send({}, to=peer)  # type: ignore[arg-type]
+    with pytest.raises(tr.UsageError, match="timeout is a number"):
+        PGTransport(group, None, torch.device("cpu"))  # type: ignore[arg-type]
+    PGTransport(group, 5.0, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_a_relay_that_cannot_be(pool2: RankPool) -> None:
+    pool2.run(bad_relays, timeout=SECONDS)
 
 
 def a_part_alone(rank: int, group: Any, folder: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import Work
 from torch.utils._pytree import tree_flatten_with_path
 
-from torchrelay.deadlines import TICK, Deadline
+from torchrelay.deadlines import TICK, Deadline, seconds_of
 from torchrelay.dropin._torch_wire import recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
 from torchrelay.memory.gpu.side import settle
@@ -55,11 +55,11 @@ class PGTransport:
         if protocol not in ("relay", "torch"):
             raise UsageError(f'protocol is "relay" or "torch", not {protocol!r}')
         self._pg = pg
-        self._timeout = timeout
+        self._timeout = seconds_of(timeout)
         self._device = torch.device(device)
         self._state_dict = state_dict
         self._protocol = protocol
-        self._relay = Relay(pg, timeout=timeout.total_seconds())
+        self._relay = Relay(pg, timeout=self._timeout)
 
     def send_checkpoint(self, dst_ranks: list[int], state_dict: object) -> None:
         """Send a state dict to each rank in `dst_ranks`.
@@ -69,7 +69,7 @@ class PGTransport:
         """
         if self._protocol == "torch":
             settle()
-            deadline = Deadline(self._timeout.total_seconds())
+            deadline = Deadline(self._timeout)
             wait = _waiter(deadline)
             shielded(
                 deadline, lambda: send_torch(self._pg, dst_ranks, state_dict, self._device, wait)
@@ -94,7 +94,7 @@ class PGTransport:
         """
         into = self._state_dict() if self._state_dict is not None else None
         settle()
-        deadline = Deadline(self._timeout.total_seconds())
+        deadline = Deadline(self._timeout)
         return shielded(deadline, lambda: self._recv(src_rank, into, deadline))
 
     def _recv(self, src_rank: int, into: object, deadline: Deadline) -> object:
