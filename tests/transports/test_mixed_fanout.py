@@ -360,7 +360,9 @@ def test_a_dead_receiver_fails_nobody_else() -> None:
                 ranks.release(holder)
         ours, *theirs = ranks.results(60, ranks=[0, 2, 3])
     for number, (receivers, victim, _) in enumerate(KILLS):
-        assert ours[number].error is None and ours[number].failed == (victim,), (victim, ours)
+        # One that reads from another may die when the sender has told it all that it needs.
+        lost = ours[number].failed + ours[number].unknown
+        assert ours[number].error is None and lost == (victim,), (victim, ours)
         assert set(ours[number].receivers) == set(receivers) - {victim}
         for out in theirs:
             assert out[number].error is None and out[number].weights == number, (victim, out)
