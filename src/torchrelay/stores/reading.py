@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,13 @@ from torchrelay.plan.stream import Stream
 from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
 from torchrelay.stores.local.reader import PAGE
 from torchrelay.stores.retry import is_wrong
-from torchrelay.stores.seam import DataReader, MappableReader, MendableStep, OpenStep
+from torchrelay.stores.seam import (
+    DataReader,
+    KeepableReader,
+    MappableReader,
+    MendableStep,
+    OpenStep,
+)
 from torchrelay.stores.writer.ranges import WORKERS, host_view
 
 PIECE = 1 << 18  # bytes read and hashed at once: they stay in the processor's cache
@@ -73,6 +80,7 @@ class Fetch:
             for _, region in stream.elsewhere
         )
         self._batched = store.costly_reads or self._pinned
+        self._mapped: dict[int, MappableReader] = {}
         self.begun = False  # whether files were opened, so that bytes may have come
 
     def check(self) -> None:
@@ -130,6 +138,11 @@ class Fetch:
         readers = {
             file: opened(self._store, self._checkpoint, file, once=once) for file in self._streams
         }
+        # Asked once: whether an object is of a protocol takes Python longer than a small read.
+        kept = {file: one for file, one in readers.items() if isinstance(one, KeepableReader)}
+        self._mapped = {
+            file: one for file, one in readers.items() if isinstance(one, MappableReader)
+        }
         workers = self._workers
         if self._store.costly_reads:
             workers = max(workers, COSTLY_WORKERS)
@@ -143,12 +156,14 @@ class Fetch:
             buffer = _Buffer(self._pinned)
 
             def do(task: Task) -> None:
-                try:
-                    act(task, readers[task.file], buffer)
-                except RelayError as fault:
-                    if not self._mended(task, fault):
-                        raise
-                    act(task, readers[task.file], buffer)
+                reader, keep = readers[task.file], kept.get(task.file)
+                with nullcontext() if keep is None else keep.kept():
+                    try:
+                        act(task, reader, buffer)
+                    except RelayError as fault:
+                        if not self._mended(task, fault):
+                            raise
+                        act(task, reader, buffer)
                 self._progress(task.stop - task.start)
 
             return do
@@ -168,7 +183,7 @@ class Fetch:
         return self._store.mend(name, task.start, task.stop, fault.message)
 
     def _check_chunks(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
-        memory = self._memory(task, reader)
+        memory = self._memory(task)
         if memory is not None:
             self._compare_all(task, memory)
             return
@@ -191,9 +206,10 @@ class Fetch:
         self._read(task, reader, task.start, [view])
         self._compare_all(task, view)
 
-    def _memory(self, task: Task, reader: DataReader) -> memoryview | None:
+    def _memory(self, task: Task) -> memoryview | None:
         """A range as it lies in memory, if it does."""
-        if not isinstance(reader, MappableReader):
+        reader = self._mapped.get(task.file)
+        if reader is None:
             return None
         try:
             return reader.memory(task.start, task.stop - task.start)
@@ -202,7 +218,7 @@ class Fetch:
 
     def _land_chunks(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
         stream = self._streams[task.file]
-        memory = None if self._pinned else self._memory(task, reader)
+        memory = None if self._pinned else self._memory(task)
         if memory is not None:
             self._compare_all(task, memory)
             stream.write(task.start, task.stop, torch.frombuffer(memory, dtype=torch.uint8))
@@ -227,7 +243,7 @@ class Fetch:
             self._compare(chunk, hasher.digest())
 
     def _land_checked(self, task: Task, reader: DataReader, buffer: _Buffer) -> None:
-        memory = None if self._pinned else self._memory(task, reader)
+        memory = None if self._pinned else self._memory(task)
         if memory is not None:
             data = torch.frombuffer(memory, dtype=torch.uint8)
             self._streams[task.file].write(task.start, task.stop, data)

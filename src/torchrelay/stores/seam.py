@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from torchrelay.record.manifest import MAX_RECORD_BYTES
@@ -103,6 +104,14 @@ class MappableReader(DataReader, Protocol):
         """Bytes as they lie, which do not change while the step is open: whoever has compared them
         with their digests may copy them from there. None where they have to be read. `OSError` and
         `EOFError` as for `read_into`."""
+
+
+@runtime_checkable
+class KeepableReader(DataReader, Protocol):
+    """A `DataReader` whose small reads are cheaper while one knows that more will come."""
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Within: what this thread reads through stays open."""
 
 
 class OpenStep(Protocol):

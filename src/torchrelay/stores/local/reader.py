@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
 from torchrelay.memory.pages import address_of
 from torchrelay.stores.local.files import named, open_plain, through
@@ -84,6 +85,7 @@ class LocalReader:
         self._path = path
         self._once = once
         self._stamp: _Stamp | None = None
+        self._kept = threading.local()
         self.nbytes = 0
         self.cold = self.batched = False
         directory.patience(self._look)
@@ -94,6 +96,16 @@ class LocalReader:
 
     def _lent(self) -> AbstractContextManager[_File]:
         return self._directory.files.lent((self._path, self._once), self._open)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            with suppress(OSError):  # each read tries again, and says what is wrong
+                self._kept.file = stack.enter_context(self._lent())
+            try:
+                yield
+            finally:
+                self._kept.file = None
 
     def _open(self) -> _File:
         file = _File(open_plain(self._path, self._directory.fd))
@@ -141,9 +153,14 @@ class LocalReader:
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         if len(buffers) == 1 and not self.batched:  # the common case, at full length
             try:
-                with self._lent() as file:
+                file = getattr(self._kept, "file", None)
+                if file is not None:
                     if os.preadv(file.fd, buffers, position) == len(buffers[0]):
                         return
+                else:
+                    with self._lent() as lent:
+                        if os.preadv(lent.fd, buffers, position) == len(buffers[0]):
+                            return
             except OSError:
                 pass  # the general way tries again, and says which file it is
         self._directory.patience(lambda: self._read_into(position, buffers))
