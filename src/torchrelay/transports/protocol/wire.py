@@ -28,9 +28,7 @@ LANES = 16  # lane 0 is for control messages, the others for data
 CONTROL_LANE = 0
 
 FRAME_BYTES = 128
-# Of the first message of each side, a join or an offer, which say more than those that follow: a
-# second message costs its latency.
-FIRST_FRAME_BYTES = 512
+FIRST_FRAME_BYTES = 512  # of each side's first, which says more: a second costs its latency
 _HEAD = struct.Struct("<4sHHQ")
 _MAGIC = b"TRLY"
 MAX_MESSAGE_BYTES = 1 << 30
