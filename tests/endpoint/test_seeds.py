@@ -27,6 +27,7 @@ def _state() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[tr.Endpoint]:
     with tr.serve(_state(), step=5, timeout=60) as made:
+        tr.pull(made.url, timeout=60)  # the step is shown once it is hashed
         yield made
 
 
