@@ -283,6 +283,17 @@ class _Workers:
             self.close()
             raise
 
+    def form(self, timeout: float) -> None:
+        """Wait until every rank is in the group, or has failed to be."""
+
+        def started() -> bool:
+            return all(w.ready or w.settled for w in self.workers)
+
+        if not self.pump(started, time.monotonic() + timeout):
+            running = [w.rank for w in self.workers if not w.ready]
+            stacks = self.kill_with_stacks(running)
+            raise RanksTimedOut(f"ranks {running} did not form a group", running, stacks)
+
     def submit(self, payload: bytes, fresh: bool, fresh_timeout: float) -> None:
         for worker in self.workers:
             worker.done, worker.value = False, None
@@ -446,7 +457,12 @@ class Ranks:
             expect_killed=expect_killed,
             expect_exit=expect_exit,
         )
-        self._set.submit(payload, False, group_timeout)
+        try:
+            self._set.form(START_SECONDS)  # a rank that leaves early would fail the others' start
+            self._set.submit(payload, False, group_timeout)
+        except BaseException:
+            self._set.close()
+            raise
 
     def __enter__(self) -> Ranks:
         return self
@@ -607,12 +623,5 @@ class RankPool:
             forks=self._forks,
             stay=True,
         )
-
-        def started() -> bool:
-            return all(w.ready or w.settled for w in workers.workers)
-
-        if not workers.pump(started, time.monotonic() + START_SECONDS):
-            running = [w.rank for w in workers.workers if not w.ready]
-            stacks = workers.kill_with_stacks(running)
-            raise RanksTimedOut(f"ranks {running} did not form a group", running, stacks)
+        workers.form(START_SECONDS)
         return workers

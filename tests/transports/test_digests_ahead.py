@@ -33,7 +33,7 @@ class Chain:
         terms = SendTerms(0, 9, True, False, None, frozenset(), 1.0, 1.0, 1.0)
         peers = {rank: Peer(rank, rank, Stage.ACCEPTED, untaken=1) for rank in (1, 2)}
         self.machine = SenderMachine(terms, peers, 0.0)
-        self.machine.begin((), 9, 0.0)
+        self.machine.begin((), 3, 0.0)
 
     def tell(self, known: int) -> list[tuple[int, int]]:
         """Once so many digests are known: which were told until then, by message."""
@@ -47,7 +47,9 @@ class Chain:
 
 
 def test_the_first_digests_wait_for_no_other_message() -> None:
-    assert Chain().tell(4) == [(0, 4)]
+    chain = Chain()
+    assert chain.tell(2) == []  # the first chunk waits for three: one message has them all
+    assert chain.tell(4) == [(0, 4)]
 
 
 def test_digests_are_told_in_one_message_at_a_time() -> None:

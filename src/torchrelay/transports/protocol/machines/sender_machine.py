@@ -300,15 +300,12 @@ class SenderMachine:
     def tell_hashes(self) -> list[int]:
         """Those who pass chunks on, and can take digests that are new to them. Who has yet to take
         the last message of them gets the next one later: each waits its turn behind chunks."""
-        told = []
-        for hop in self.hops:
-            peer = self.peers[hop.rank]
-            passes_on = hop.downstream is not None and peer.stage is Stage.ACCEPTED
-            if not passes_on or peer.trailed or (peer.hashes and peer.untaken):
-                continue
-            if self.known > peer.hashes:
-                told.append(hop.rank)
-        return told
+        if self._waits_for is not None:
+            return []  # one message has all that are told before the first chunk
+        passing = [self.peers[hop.rank] for hop in self.hops if hop.downstream is not None]
+        behind = [peer for peer in passing if self.known > peer.hashes and not peer.trailed]
+        free = [peer for peer in behind if not (peer.hashes and peer.untaken)]
+        return [peer.rank for peer in free if peer.stage is Stage.ACCEPTED]
 
     def trail(self) -> None:
         """Tell those who have all bytes, or soon will, what they should be."""
