@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.harness import machine
+from tests.support.netns import GIGABIT, PORT, Switch, Unavailable
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
@@ -31,6 +32,7 @@ class Job(NamedTuple):
     title: str
     ranks: int
     command: list[Any]
+    links: bool = False  # each rank on a host of its own, behind 1 Gbit/s
 
 
 def jobs(small: bool) -> list[Job]:
@@ -49,19 +51,31 @@ def jobs(small: bool) -> list[Job]:
         for mode in ("save", "load", "load, not atomic", "stall"):
             found.append(Job(f"{title}, {mode}", 2, ["durable", kind, scale, mode]))
     found.append(Job("20,000 x 4 KB, plan alone", 2, ["plan", "small", many]))
+    for to in (1, 3):
+        for mode in ("direct", "atomic", "new"):
+            title = f"{mib // 4} MiB over 1 Gbit/s to {to}, {mode}"
+            command = ["live", "large", mib // 4, mode, to, "group"]
+            found.append(Job(title, 4, command, links=True))
     return found
 
 
 class Crew:
-    """The ranks of one commit, which wait while those of the other run."""
+    """The ranks of one commit, which wait while those of the other run; on the hosts of a switch
+    if there is one."""
 
-    def __init__(self, source: Path, size: int, folder: Path) -> None:
+    def __init__(self, source: Path, size: int, folder: Path, switch: Switch | None) -> None:
         self._folder = folder
         folder.mkdir()
         environment = {**os.environ, "PYTHONPATH": str(source / "src")}
+        if switch is not None:
+            environment["GLOO_SOCKET_IFNAME"] = PORT
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, str(WORKER), str(rank), str(size), str(folder / "store"), folder],
+                [
+                    *([] if switch is None else ["nsenter", f"--net={switch.door(rank)}"]),
+                    *(sys.executable, str(WORKER)),
+                    *(str(rank), str(size), str(folder / "store"), folder),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -133,19 +147,24 @@ def main() -> int:
         sides = [checked_out(stack, rev, folder) for rev in (options.before, options.after)]
         names = [name for name, _ in sides]
         facts = {"machine": machine(), "before": names[0], "after": names[1], "bar": BAR}
-        for size in sorted({job.ranks for job in chosen}):
-            crews = [Crew(tree, size, scratch / f"{n}") for n, (_, tree) in enumerate(sides)]
-            try:
-                for job in [job for job in chosen if job.ranks == size]:
-                    enough = 0.0 if options.small else ENOUGH
+        enough = 0.0 if options.small else ENOUGH
+        for links, size in sorted({(job.links, job.ranks) for job in chosen}):
+            with ExitStack() as crewed:
+                try:
+                    switch = crewed.enter_context(Switch(size, GIGABIT)) if links else None
+                except Unavailable as fault:
+                    print(f"links are left out: {fault}", flush=True)
+                    continue
+                crews = []
+                for number, (_, tree) in enumerate(sides):
+                    crews.append(Crew(tree, size, scratch / f"{number}", switch))
+                    crewed.callback(crews[-1].close)
+                for job in [job for job in chosen if (job.links, job.ranks) == (links, size)]:
                     rows.append(measured(job, crews, options.laps, enough))
                     print(line(rows[-1]), flush=True)
                     if out is not None:  # what is measured so far outlives an early end
                         found = {**facts, "laps": options.laps, "rows": rows}
                         out.write_text(json.dumps(found, indent=2) + "\n")
-            finally:
-                for crew in crews:
-                    crew.close()
     slow = [row["workload"] for row in rows if row["speed"] < BAR]
     print(
         f"{names[1]} against {names[0]}: {len(rows) - len(slow)} of {len(rows)} at {BAR}x or more"

@@ -36,7 +36,7 @@ BUILD_SECONDS = 20.0
 
 _CLONE_NEWNET = 0x40000000
 _OWN_NAMESPACE = "/proc/thread-self/ns/net"
-_PORT = "eth0"  # a host's only interface beside lo
+PORT = "eth0"  # a host's only interface beside lo
 _BURST = 256 << 10  # bytes: over the 64 KiB that TCP hands down at a time, 2 ms at 1 Gbit/s
 _QUEUE = 4 << 20  # bytes a port holds before it drops
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the thread's namespace
@@ -76,7 +76,7 @@ def enter_host(path: str) -> None:
     door = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     _enter(door)
     os.close(door)
-    os.environ["GLOO_SOCKET_IFNAME"] = _PORT
+    os.environ["GLOO_SOCKET_IFNAME"] = PORT
 
 
 class Switch:
@@ -137,7 +137,7 @@ class Switch:
                 bridge = ip.link_lookup(ifname="bridge")[0]
                 ip.link("set", index=bridge, state="up")
                 for rank, namespace in enumerate(self.namespaces):
-                    peer = {"ifname": _PORT, "net_ns_fd": namespace}
+                    peer = {"ifname": PORT, "net_ns_fd": namespace}
                     ip.link("add", ifname=f"port{rank}", kind="veth", peer=peer)
                     port = ip.link_lookup(ifname=f"port{rank}")[0]
                     ip.link("set", index=port, master=bridge, state="up")
@@ -147,7 +147,7 @@ class Switch:
                 # In every kernel. Others, like BBR, pause now and then to measure the way.
                 _CONGESTION.write_text("reno")
                 with IPRoute() as ip:
-                    port = ip.link_lookup(ifname=_PORT)[0]
+                    port = ip.link_lookup(ifname=PORT)[0]
                     ip.addr("add", index=port, address=self.address(rank), prefixlen=24)
                     ip.link("set", index=ip.link_lookup(ifname="lo")[0], state="up")
                     ip.link("set", index=port, state="up")
@@ -187,9 +187,9 @@ def sent_bytes() -> int:
     """Called on a host: bytes that its port has sent, frames and all."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
-        if name.strip() == _PORT:
+        if name.strip() == PORT:
             return int(counts.split()[8])
-    raise OSError(f"this host has no {_PORT}")
+    raise OSError(f"this host has no {PORT}")
 
 
 # The ranks --------------------------------------------------------------------------------------
