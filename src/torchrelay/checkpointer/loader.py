@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -24,7 +25,7 @@ from torchrelay.errors import (
 from torchrelay.items import items_of
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed
-from torchrelay.landing.terms import checked_device
+from torchrelay.landing.terms import Terms, checked_device
 from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.bounded import bounded
 from torchrelay.progress import Bar, ProgressCallback
@@ -34,6 +35,8 @@ from torchrelay.transports.group.assembly import Assembly, Call
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner
+
+    from torchrelay.checkpointer.loading import Planned
 
 
 @dataclass(frozen=True)
@@ -263,19 +266,16 @@ class Loader:
                 check_only(held.record, wanted.only)
                 # What is costly to read is read once, to memory of its own.
                 once = held.files.costly_reads and self._planner is None
+                staged = wanted.checked_first and once
+                terms = Terms(wanted.strict, wanted.atomic, staged, wanted.device, self._all.rank)
                 loading = Loading(
                     held.files,
                     held.record,
-                    rank=self._all.rank,
+                    wanted.into,
+                    terms,
                     world=self._all.world,
-                    into=wanted.into,
-                    strict=wanted.strict,
-                    atomic=wanted.atomic,
-                    staged=wanted.checked_first and once,
                     only=wanted.only,
-                    device=wanted.device,
-                    planner=self._planner,
-                    coordinator=self._all.coordinates,
+                    planned=self._planned(),
                     progress=bar.add,
                     means=self._means,
                 )
@@ -302,6 +302,14 @@ class Loader:
         call.at("verify")
         call.round("verify", act, decide, deadline)
         return made[0]
+
+    def _planned(self) -> Planned | None:
+        """How the user's planner is asked, if there is one."""
+        if self._planner is None:
+            return None
+        from torchrelay.checkpointer.planners import PlannedReads
+
+        return partial(PlannedReads, self._planner, self._all.coordinates)
 
     def _land(
         self, call: Call, loading: Loading, wanted: Wanted, deadline: Deadline, watch: Stopwatch

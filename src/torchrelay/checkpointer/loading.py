@@ -18,7 +18,8 @@ import torch
 from torchrelay.errors import MismatchError, StorageTimeoutError
 from torchrelay.landing.commit.ending import Together, Watch, alone
 from torchrelay.landing.places import Landed
-from torchrelay.landing.seam import land
+from torchrelay.landing.seam import Landing, land
+from torchrelay.landing.terms import Terms
 from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.reads import BoxRead, plan_reads
 from torchrelay.plan.region import Region
@@ -34,9 +35,10 @@ from torchrelay.stores.reading import Fetch, opened
 from torchrelay.stores.seam import LendingStep, OpenStep
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import LoadPlanner
-
     from torchrelay.checkpointer.planners import PlannedReads
+
+    # What a planner of the user's wants of a record, this rank's share of it and its landing.
+    Planned = Callable[[Checkpoint, RankShare, Landing], PlannedReads]
 
 _HOST = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -52,24 +54,19 @@ class Loading:
         self,
         store: OpenStep | None,
         checkpoint: Checkpoint,
+        into: object,
+        terms: Terms,
         *,
-        rank: int,
         world: int,
-        into: object = None,
-        strict: bool = True,
-        atomic: bool = True,
-        staged: bool = False,
         only: tuple[str, ...] = (),
-        device: torch.device | None = None,
-        planner: LoadPlanner | None = None,
-        coordinator: bool = True,
+        planned: Planned | None = None,
         progress: Callable[[int], None] | None = None,
         means: Workspace | None = None,
     ) -> None:
         self._store = store
         self._checkpoint = checkpoint
         self._told = progress
-        self._checked, self._staged = False, staged
+        self._checked, self._staged = False, terms.staged
         self._files = files = _StepFiles(store, checkpoint)
         # How reads are done that may hang; `left` is set where they have been left behind.
         self.within: Callable[[Callable[[], None]], None] = lambda read: read()
@@ -77,35 +74,22 @@ class Loading:
         self.instead: dict[str, str] = {}  # why a faster way was not taken
         with gc_paused():
             self._share = RankShare(
-                checkpoint.outlines_for(rank, world),
+                checkpoint.outlines_for(terms.rank, world),
                 by_name(checkpoint),
                 only=only,
                 guessed=checkpoint.planned,
-                converts=planner is not None,
+                converts=planned is not None,
                 look=files.look_at,
                 lend=files.lend,
             )
-            self._landing = land(
-                self._share,
-                into=into,
-                strict=strict,
-                atomic=atomic,
-                staged=staged,
-                device=device or torch.device("cpu"),
-                rank=rank,
-                means=means,
-            )
-            self._planner: PlannedReads | None = None
+            on = terms._replace(device=terms.device or torch.device("cpu"))
+            self._landing = land(self._share, into=into, means=means, **on._asdict())
             self._shards: tuple[list[ShardRead], list[ShardRead]] = [], []
-            if planner is None:
-                self._new, self._own = self._reads()
-            else:
-                from torchrelay.checkpointer.planners import PlannedReads
-
-                self._planner = PlannedReads(
-                    planner, checkpoint, self._share, self._landing, coordinator
-                )
-                self._new, self._own = self._planner.reads
+            self._planner = None
+            if planned is not None:
+                self._planner = planned(checkpoint, self._share, self._landing)
+            reads = self._reads() if self._planner is None else self._planner.reads
+            self._new, self._own = reads
         self._planned: tuple[list[Wave], list[Wave]] | None = None
         self._take: Callable[[BoxRead], torch.Tensor] | None = None
 

@@ -27,10 +27,10 @@ class PlannedReads:
     def __init__(
         self,
         planner: LoadPlanner,
+        coordinator: bool,
         checkpoint: Checkpoint,
         share: RankShare,
         landing: Landing,
-        coordinator: bool,
     ) -> None:
         self._planner = planner
         self._metadata = metadata_of(checkpoint)

@@ -34,6 +34,7 @@ from torchrelay.errors import (
 )
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed
+from torchrelay.landing.terms import Terms
 from torchrelay.memory import threads
 from torchrelay.plan.reads import BoxRead
 from torchrelay.record.dtypes import itemsize
@@ -286,15 +287,10 @@ class Gather:
         ordered = {rank: self._records[rank] for rank in self._sources if rank in self._records}
         try:
             whole = whole_of(ordered)
-            loading = Loading(
-                None,
-                whole.record,
-                rank=self._wanted.rank,
-                world=0,  # what each rank has is laid over the first one's
-                into=self._wanted.into,
-                strict=self._wanted.strict,
-                device=self._wanted.device,
-            )
+            wanted = self._wanted
+            terms = Terms(wanted.strict, True, False, wanted.device, wanted.rank)
+            # No world: what each rank has is laid over the first one's.
+            loading = Loading(None, whole.record, wanted.into, terms, world=0)
         except MismatchError as fault:
             for lost in self._lost.values():
                 raise lost from fault

@@ -80,58 +80,73 @@ def flatten(state: object, opened: OpenObject | None = None) -> Flat:
     Objects that are no container become leaves, whatever they are. `opened` is asked about each of
     them; where it gives something else, that is taken apart in its place.
     """
-    leaves: list[object] = []
-    known: dict[int, int] = {}  # by id of a tensor, its leaf
-    bulk: list[range] = []  # leaves that are not in `known` yet
+    walk = _Walk(opened)
+    return Flat(walk.visit(state, ()), walk.leaves)
 
-    def leaf(value: object) -> int:
-        # Shared identity matters for what can be written to; equal plain values may well be shared
-        # by the interpreter alone.
-        index = len(leaves)
-        if isinstance(value, torch.Tensor):
-            learn()
-            index = known.setdefault(id(value), index)
-        if index == len(leaves):
-            leaves.append(value)
-        return index
 
-    # The fast path below is for tensors that are not registered as anything else.
-    tensors = {kind for kind in (torch.Tensor, torch.nn.Parameter) if codec_of(kind) is None}
+class _Walk:
+    """Through a state, once: containers become nodes, and what is in them leaves."""
 
-    def learn() -> None:
-        for some in bulk:
-            known.update(zip(map(id, leaves[some.start : some.stop]), some, strict=True))
-        bulk.clear()
+    def __init__(self, opened: OpenObject | None) -> None:
+        self.leaves: list[object] = []
+        self._opened = opened
+        self._known: dict[int, int] = {}  # by id of a tensor, its leaf
+        self._bulk: list[range] = []  # leaves that are not in `_known` yet
+        # The fast ways below are for tensors that are not registered as anything else.
+        kinds = (torch.Tensor, torch.nn.Parameter)
+        self._tensors = {kind for kind in kinds if codec_of(kind) is None}
 
-    def fresh(values: list[object]) -> bool:
-        """Whether these are many tensors, none of them seen before; if so, they are leaves now."""
-        if len(values) < _MANY or not tensors.issuperset(map(type, values)):
-            return False
-        ids = _ids(values)
-        learn()
-        if known and not known.keys().isdisjoint(ids.tolist()):
-            return False
-        ids.sort()
-        if (ids[1:] == ids[:-1]).any():
-            return False
-        bulk.append(range(len(leaves), len(leaves) + len(values)))
-        leaves.extend(values)
-        return True
+    def visit(self, value: object, path: Path) -> m.Node:
+        if isinstance(value, _PLAIN) and codec_of(type(value)) is None:
+            return self._leaf(value)
+        if len(path) >= m.MAX_DEPTH:
+            raise UnsupportedLeafError(
+                f"nested deeper than {m.MAX_DEPTH}, or in itself", path=show(path[:8]) + "..."
+            )
+        return self._node(value, path)
 
-    def children(
-        values: list[object], path: Path, keys: Iterable[object] | None = None
+    def _node(self, value: object, path: Path) -> m.Node:
+        kind = type(value)
+        codec = codec_of(kind)
+        if codec is not None:
+            body = _encoded(codec, value, path)
+            return m.RecordNode(codec.name, self._inside(body, (*path, codec.name)))
+        if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
+            keys = _keys(value, path)
+            items = self._children(list(value.values()), path, value)
+            return m.DictNode(kind.__name__, keys, items, _factory(value, path))
+        if isinstance(value, (list, tuple)) and kind in (list, tuple):
+            return m.SequenceNode(kind.__name__, self._children(list(value), path))
+        if is_namedtuple(kind) and isinstance(value, tuple):
+            fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+            items = self._children(list(value), path, fields)
+            return m.NamedTupleNode(kind.__name__, fields, items, kind.__module__)
+        found = value if self._opened is None else self._opened(value, path)
+        return self._leaf(value) if found is value else self._inside(found, path)
+
+    def _inside(self, body: object, path: Path) -> m.Node:
+        """What stands for an object. Objects that it has in it are not opened in turn."""
+        before, self._opened = self._opened, None
+        try:
+            return self.visit(body, path)
+        finally:
+            self._opened = before
+
+    def _children(
+        self, values: list[object], path: Path, keys: Iterable[object] | None = None
     ) -> tuple[m.Node, ...]:
+        leaves, known, tensors = self.leaves, self._known, self._tensors
         first = len(leaves)
-        if fresh(values):
+        if self._are_fresh(values):
             return tuple(range(first, len(leaves)))
         nodes: list[m.Node] = []
         for key, item in enumerate(values) if keys is None else zip(keys, values, strict=True):
             if type(item) not in tensors:
-                nodes.append(visit(item, (*path, key)))
+                nodes.append(self.visit(item, (*path, key)))
                 continue
-            # What `visit` and `leaf` do for a tensor, without the calls: most items are one.
-            if bulk:
-                learn()
+            # What `visit` and `_leaf` do for a tensor, without the calls: most items are one.
+            if self._bulk:
+                self._learn()
             index = known.get(id(item))
             if index is None:
                 index = known[id(item)] = len(leaves)
@@ -139,48 +154,37 @@ def flatten(state: object, opened: OpenObject | None = None) -> Flat:
             nodes.append(index)
         return tuple(nodes)
 
-    def visit(value: object, path: Path) -> m.Node:
-        if isinstance(value, _PLAIN) and codec_of(type(value)) is None:
-            return leaf(value)
-        if len(path) >= m.MAX_DEPTH:
-            raise UnsupportedLeafError(
-                f"nested deeper than {m.MAX_DEPTH}, or in itself", path=show(path[:8]) + "..."
-            )
-        return node(value, path)
+    def _leaf(self, value: object) -> int:
+        # Shared identity matters for what can be written to; equal plain values may well be shared
+        # by the interpreter alone.
+        index = len(self.leaves)
+        if isinstance(value, torch.Tensor):
+            self._learn()
+            index = self._known.setdefault(id(value), index)
+        if index == len(self.leaves):
+            self.leaves.append(value)
+        return index
 
-    def inside(body: object, path: Path) -> m.Node:
-        """What stands for an object. Objects that it has in it are not opened in turn."""
-        nonlocal opened
-        before, opened = opened, None
-        try:
-            return visit(body, path)
-        finally:
-            opened = before
+    def _learn(self) -> None:
+        for some in self._bulk:
+            values = self.leaves[some.start : some.stop]
+            self._known.update(zip(map(id, values), some, strict=True))
+        self._bulk.clear()
 
-    def node(value: object, path: Path) -> m.Node:
-        kind = type(value)
-        codec = codec_of(kind)
-        if codec is not None:
-            return m.RecordNode(
-                codec.name, inside(_encoded(codec, value, path), (*path, codec.name))
-            )
-        if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
-            keys = _keys(value, path)
-            items = children(list(value.values()), path, value)
-            return m.DictNode(kind.__name__, keys, items, _factory(value, path))
-        if isinstance(value, (list, tuple)) and kind in (list, tuple):
-            return m.SequenceNode(kind.__name__, children(list(value), path))
-        if is_namedtuple(kind) and isinstance(value, tuple):
-            fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-            items = children(list(value), path, fields)
-            return m.NamedTupleNode(kind.__name__, fields, items, kind.__module__)
-        body = value if opened is None else opened(value, path)
-        return leaf(value) if body is value else inside(body, path)
-
-    try:
-        return Flat(visit(state, ()), leaves)
-    finally:
-        leaves = []  # the functions above lead to each other, and would keep what is in it
+    def _are_fresh(self, values: list[object]) -> bool:
+        """Whether these are many tensors, none of them seen before; if so, they are leaves now."""
+        if len(values) < _MANY or not self._tensors.issuperset(map(type, values)):
+            return False
+        ids = _ids(values)
+        self._learn()
+        if self._known and not self._known.keys().isdisjoint(ids.tolist()):
+            return False
+        ids.sort()
+        if (ids[1:] == ids[:-1]).any():
+            return False
+        self._bulk.append(range(len(self.leaves), len(self.leaves) + len(values)))
+        self.leaves.extend(values)
+        return True
 
 
 def _ids(objects: list[object]) -> np.ndarray[Any, np.dtype[np.uint64]]:
