@@ -26,7 +26,7 @@ from torchrelay.dropin import PGTransport
 
 LONG = 25.0
 SHORT = 0.3
-SOON = 2.0  # seconds in which threads that were beside a call are over
+SOON = 10.0  # seconds in which threads that were beside a call are over
 TENSORS = 6
 
 

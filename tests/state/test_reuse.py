@@ -21,8 +21,8 @@ from torchrelay.geometry import chunks as plan
 from torchrelay.geometry.chunks import aligned
 from torchrelay.landing.destination import PreparedDestination, prepare, split
 from torchrelay.landing.seam import land
-from torchrelay.plan import blueprint
-from torchrelay.plan.plain import look, survey
+from torchrelay.plan import description
+from torchrelay.plan.plain import look
 from torchrelay.plan.selection import Selection
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record import codec, compact
@@ -172,8 +172,8 @@ class TestCapture:
         def refuse(*args: object) -> object:
             raise AssertionError("planned again")
 
-        monkeypatch.setattr(blueprint, "look", refuse)
-        monkeypatch.setattr(blueprint, "lay", refuse)
+        monkeypatch.setattr(description, "look", refuse)
+        monkeypatch.setattr(description, "lay", refuse)
         monkeypatch.setattr(plan, "cut", refuse)
         second = capture(state, 2, like=first)
         assert second.plan is first.plan
@@ -330,16 +330,13 @@ class TestPrepare:
 
 
 class TestLook:
-    def test_survey_tells_what_look_found(self) -> None:
-        leaves = flatten(build()).leaves
+    def test_what_it_tells_of_each_is_so(self) -> None:
+        leaves: list[Any] = flatten(build()).leaves
         plains = look(leaves)
-        known = {n: found for n, found in enumerate(survey(leaves)) if found is not None}
-        assert list(known) == list(plains.leaves)
-        for (kind, address, flags), at in zip(known.values(), plains.addresses, strict=True):
-            assert address == at
-            leaf: Any = leaves[next(n for n in known if known[n] == (kind, address, flags))]
-            assert kind[1] == tuple(leaf.shape) and kind[4] == leaf.nbytes
-            assert flags == tensors.flags_of(leaf)
+        sorts = [plains.sorts[number] for number in plains.sort_of_each.tolist()]
+        for leaf, sort, at in zip(plains.of(leaves), sorts, plains.addresses, strict=True):
+            assert at == leaf.data_ptr() and sort.flags == tensors.flags_of(leaf)
+            assert sort.shape == tuple(leaf.shape) and sort.nbytes == leaf.nbytes
 
     @pytest.mark.parametrize(
         "odd",

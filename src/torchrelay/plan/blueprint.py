@@ -9,26 +9,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from torchrelay.errors import RelayError
 from torchrelay.geometry import chunks as plan
 from torchrelay.geometry.runs import Column, Runs
-from torchrelay.plan.images import Image, Images
-from torchrelay.plan.pieces import Indices, Pieces, lay
-from torchrelay.plan.plain import look
+from torchrelay.plan.description import Others, others, taken_apart
+from torchrelay.plan.images import Image
+from torchrelay.plan.pieces import Indices, Pieces
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
 from torchrelay.record import codec, compact
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import Kind, Leaves, Storages, Table
 from torchrelay.record.compact import manifest_of
-from torchrelay.state.leaves import Finish, describe, finished
-from torchrelay.state.paths import LeafPaths
+from torchrelay.state.leaves import finished
 from torchrelay.state.tree import Flat
 
 # Tree, receivers and chunk size: what a blueprint was asked to be for.
@@ -39,39 +37,6 @@ _encode = msgspec.msgpack.Encoder().encode
 def order_of(flat: Flat, receivers: int, chunk_bytes: int | None) -> Order:
     # Encoded trees are compared: in Python, a key 1 is equal to a key True.
     return _encode(flat.tree), receivers, chunk_bytes
-
-
-class Others(NamedTuple):
-    """Leaves that are no pieces, described tensor by tensor. Made anew for each capture."""
-
-    leaves: Sequence[int]
-    described: list[int | Finish]
-    images: Images
-    found: list[Image]
-    owners: list[int]  # of each tensor taken in, its leaf
-    facts: list[tuple[int, int, str]]  # of each image: its first leaf, bytes, device
-
-
-def others(flat: Flat, leaves: Sequence[int]) -> Others:
-    """Describe these leaves. `UnsupportedLeafError` names what cannot travel."""
-    images = Images()
-    described: list[int | Finish] = []
-    owners: list[int] = []
-    for index in leaves:
-        leaf = flat.leaves[index]
-        try:
-            described.append(describe(leaf, (), images.add))
-        except RelayError:
-            path = LeafPaths(flat.tree).steps(index)
-            describe(leaf, path, images.add)  # with its path this time
-            raise
-        owners += [index] * (len(images) - len(owners))
-    found = images.resolve()
-    facts = [
-        (owners[ticket], image.nbytes, image.device)
-        for ticket, image in zip(images.firsts, found, strict=True)
-    ]
-    return Others(leaves, described, images, found, owners, facts)
 
 
 Drawn = tuple["Blueprint", Others]
@@ -95,12 +60,7 @@ class Blueprint:
     def draw(cls, order: Order, flat: Flat, versions: list[int]) -> Drawn:
         """Plan a state from the beginning. `versions` is given what autograd counts of its pieces,
         where it is known without asking again."""
-        plains = look(flat.leaves, versions)
-        some = others(flat, _except(plains.leaves, plains.count))
-        pieces = lay(plains, flat.leaves, some.images.origins)
-        if len(pieces.plains) < len(plains):
-            versions.clear()
-            some = others(flat, _except(pieces.plains.leaves, plains.count))
+        pieces, some = taken_apart(flat, versions)
         return cls(order, flat, pieces, some), some
 
     def again(self, order: Order, flat: Flat, versions: list[int]) -> Drawn | None:
@@ -111,7 +71,7 @@ class Blueprint:
         """
         if order != self.order:
             return None
-        some = others(flat, _except(self.pieces.plains.leaves, len(flat.leaves)))
+        some = others(flat, self.pieces.plains)
         if some.facts != self.facts or not self.pieces.hold(
             flat.leaves, some.images.origins, versions
         ):
@@ -202,7 +162,9 @@ class Blueprint:
         """The bytes, as they lie in memory now. `plain` are the tensors of the pieces."""
         runs: list[tuple[int, int, int]] = []
         regions: list[tuple[int, Region]] = []  # not in host memory, or not in one run
-        for place, image in sorted(zip(self.others_at, some.found, strict=True), key=_first):
+        for place, image in sorted(
+            zip(self.others_at, some.images.resolved, strict=True), key=_first
+        ):
             start = self.chunks.starts[place]
             if image.address:
                 runs.append((start, image.address, image.nbytes))
@@ -279,12 +241,3 @@ class _Lazily(Sequence[tuple[int, torch.Tensor]]):
 
 def _first(pair: tuple[int, Image]) -> int:
     return pair[0]
-
-
-def _except(leaves: Sequence[int], count: int) -> list[int]:
-    if len(leaves) == count:
-        return []
-    rest = np.ones(count, bool)
-    rest[np.array(leaves, np.intp)] = False
-    found: list[int] = np.flatnonzero(rest).tolist()
-    return found

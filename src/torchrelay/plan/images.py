@@ -1,4 +1,5 @@
-"""From tensors that may share memory to storage images: each touched byte once, ties kept.
+"""Tensors that may share memory: which of them do, and the storage images that they make up, with
+each touched byte once, ties kept.
 
 All tensors over one torch storage go into one image. Parts of the storage that no tensor reaches
 are left out. A region reached through one geometry only is packed without gaps; where different
@@ -7,7 +8,8 @@ views overlap, their common extent is kept as it is, with zeros in the gaps nobo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -16,13 +18,16 @@ import torch
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.chunks import aligned
-from torchrelay.geometry.strides import contiguous_strides, extent, overlapping, packed
+from torchrelay.geometry.strides import Layout, contiguous_strides, extent, overlapping, packed
 from torchrelay.plan.region import Region
 from torchrelay.record import manifest as m
 from torchrelay.state.tensors import NAMES, byte_offset, flags_of, flat_bytes
 
+# Device and first byte of a storage; that byte alone where it is in host memory.
+Key = int | tuple[str, int, int]
 
-class _View(msgspec.Struct, frozen=True, gc=False):
+
+class View(msgspec.Struct, frozen=True, gc=False):
     """One tensor's geometry in its storage; `low` and `high` are byte positions.
 
     `run`: a contiguous tensor in host memory. (A struct: there is one a tensor, and a named tuple
@@ -39,12 +44,21 @@ class _View(msgspec.Struct, frozen=True, gc=False):
     flags: int
     run: bool
 
-    @property
-    def geometry(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        return self.low, self.itemsize, self.shape, self.strides
-
     def within(self, low: int) -> Geometry:
         return self.low - low, self.itemsize, self.shape, self.strides
+
+    @property
+    def kept_strides(self) -> tuple[int, ...] | None:
+        """Its strides, unless they are row-major."""
+        return None if self.strides == contiguous_strides(self.shape) else self.strides
+
+
+class Group(NamedTuple):
+    """Tensors of one storage that reach into each other, by their tickets. All are the same view,
+    packed like `layout`, or different ones where there is none."""
+
+    tickets: list[int]
+    layout: Layout | None
 
 
 class Placed(NamedTuple):
@@ -75,12 +89,11 @@ class Images:
     """
 
     def __init__(self) -> None:
-        self._views: list[_View] = []
+        self._views: list[View] = []
         self._where: list[tuple[int, int, tuple[int, ...] | None]] = []
-        # By device and first byte of a storage (that byte alone: host memory), the first tensor
-        # over it, and all of them where there are more.
-        self._first: dict[int | tuple[str, int, int], int] = {}
-        self._shared: dict[int | tuple[str, int, int], list[int]] = {}
+        # By storage, the first tensor over it, and all of them where there are more.
+        self._first: dict[Key, int] = {}
+        self._shared: dict[Key, list[int]] = {}
 
     def add(self, tensor: torch.Tensor, *, apart: bool = False) -> int:
         """Take a strided tensor in; returns its ticket. `apart`: it gets an image of its own, also
@@ -93,7 +106,7 @@ class Images:
         nbytes = extent(shape, strides) * size
         if nbytes == 0 or tensor.is_meta:
             flags |= m.META if tensor.is_meta else 0 if tensor.is_cpu else m.ON_DEVICE
-            self._views.append(_View(tensor, shape, strides, size, 0, 0, dtype, flags, False))
+            self._views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, False))
             return ticket
         dense = tensor.is_contiguous()
         if dense:
@@ -107,11 +120,11 @@ class Images:
         if self._first.setdefault(key, ticket) != ticket:
             self._share(key, ticket)
         self._views.append(
-            _View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, dense and host)
+            View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, dense and host)
         )
         return ticket
 
-    def _share(self, key: int | tuple[str, int, int], ticket: int) -> None:
+    def _share(self, key: Key, ticket: int) -> None:
         self._shared.setdefault(key, [self._first[key]]).append(ticket)
 
     def __len__(self) -> int:
@@ -136,7 +149,37 @@ class Images:
         """What was taken in, by ticket."""
         return [view.tensor for view in self._views]
 
-    def resolve(self) -> list[Image]:
+    def view(self, ticket: int) -> View:
+        return self._views[ticket]
+
+    def groups(self) -> Iterator[Group]:
+        """The tensors that have bytes, by the memory that they share."""
+        for key in self._first:
+            yield from self._groups(key)
+
+    def _groups(self, key: Key) -> Iterator[Group]:
+        tickets = self._shared.get(key, [self._first[key]])
+        spans = [(self._views[ticket].low, self._views[ticket].high) for ticket in tickets]
+        for found in overlapping(spans):
+            group = sorted(tickets[index] for index in found)
+            first = self._views[group[0]]
+            alike = all(self._views[ticket].within(0) == first.within(0) for ticket in group[1:])
+            yield Group(group, packed(first.shape, first.strides) if alike else None)
+
+    def memory(self, tickets: Sequence[int]) -> tuple[int, torch.Tensor]:
+        """Where in its storage the common extent of tensors begins, and its bytes, with zeros in
+        place of those that none of them touches."""
+        views = [self._views[ticket] for ticket in tickets]
+        low = min(view.low for view in views)
+        low -= low % max(view.itemsize for view in views)  # so that each stays aligned
+        last = max(views, key=lambda view: view.high)
+        # Storages that start at one address may differ in length: the last view's reaches it all.
+        memory = flat_bytes(last.tensor.untyped_storage(), low, last.high - low)
+        mask = touched([view.within(low) for view in views], last.high - low)
+        return low, memory if mask is None else memory * mask.to(memory.device)
+
+    @cached_property
+    def resolved(self) -> list[Image]:
         """The images, in order of first use. After this `leaf` can be asked."""
         self._where = [(-1, 0, None)] * len(self._views)
         images: list[Image] = []
@@ -146,54 +189,39 @@ class Images:
                 self._where[first] = (len(images), 0, None)
                 images.append(Image(view.high - view.low, "cpu", key + view.low, view.tensor))
                 continue
-            tickets = self._shared.get(key, [first])
             placed: list[Placed] = []
             end = 0
-            for group in overlapping([(self._views[t].low, self._views[t].high) for t in tickets]):
+            for group in self._groups(key):
                 at = aligned(end)
-                end = at + self._place([tickets[i] for i in group], at, len(images), placed)
+                placed.append(Placed(at, self._place(group, at, len(images))))
+                end = at + placed[-1].region.nbytes
             region = placed[0].region
             address = region.address if len(placed) == 1 else 0
             device = "cpu" if isinstance(key, int) else key[0]
             images.append(Image(end, device, address, region.keep, placed))
         return images
 
-    def _place(self, tickets: list[int], at: int, image: int, placed: list[Placed]) -> int:
-        """Lay out tensors that reach into each other at `at` of an image; returns their bytes."""
-        first = self._views[tickets[0]]
-        layout = packed(first.shape, first.strides)
-        if layout is not None and (
-            len(tickets) == 1 or all(self._views[t].geometry == first.geometry for t in tickets)
-        ):
-            region = Region(first.tensor, first.shape, first.strides, layout.order)
+    def _place(self, group: Group, at: int, image: int) -> Region:
+        """Lay a group out at `at` of an image."""
+        tickets, layout = group
+        if layout is not None:
+            first = self._views[tickets[0]]
             strides = None if layout.strides == contiguous_strides(first.shape) else layout.strides
             for ticket in tickets:
                 self._where[ticket] = (image, at, strides)
-            placed.append(Placed(at, region))
-            return region.nbytes
-        low = min(self._views[t].low for t in tickets)
-        low -= low % max(self._views[t].itemsize for t in tickets)  # so that each stays aligned
-        last = max((self._views[t] for t in tickets), key=lambda view: view.high)
-        nbytes = last.high - low
+            return Region(first.tensor, first.shape, first.strides, layout.order)
+        low, memory = self.memory(tickets)
         for ticket in tickets:
             view = self._views[ticket]
-            strides = None if view.strides == contiguous_strides(view.shape) else view.strides
-            self._where[ticket] = (image, at + view.low - low, strides)
-        # Storages that start at one address may differ in length: the last view's reaches it all.
-        memory = flat_bytes(last.tensor.untyped_storage(), low, nbytes)
-        mask = touched([self._views[t].within(low) for t in tickets], nbytes)
-        if mask is not None:
-            memory = memory * mask.to(memory.device)
-        placed.append(Placed(at, Region(memory, (nbytes,), (1,), (0,))))
-        return nbytes
+            self._where[ticket] = (image, at + view.low - low, view.kept_strides)
+        return Region(memory, (memory.numel(),), (1,), (0,))
 
     def leaf(self, ticket: int, position: list[int]) -> m.TensorLeaf:
         """The record of a tensor; `position` maps images to their place in the stream."""
         view = self._views[ticket]
         image, offset, strides = self._where[ticket]
         if image < 0:
-            kept = None if view.strides == contiguous_strides(view.shape) else view.strides
-            return m.TensorLeaf(view.dtype, view.shape, kept, -1, 0, view.flags)
+            return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, view.flags)
         return m.TensorLeaf(view.dtype, view.shape, strides, position[image], offset, view.flags)
 
 

@@ -7,23 +7,21 @@ load it. The outline is the rest: the tree, and how each leaf comes out of the n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.geometry.strides import contiguous_strides, extent, overlapping, packed
-from torchrelay.plan.images import touched
-from torchrelay.plan.plain import survey
+from torchrelay.plan.description import taken_apart
+from torchrelay.plan.images import Group, Images, View
+from torchrelay.plan.plain import Sort
 from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import Finish, describe
+from torchrelay.state.leaves import finished
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import Path
@@ -41,22 +39,6 @@ class Named(NamedTuple):
     tops: dict[str, str | None]  # by name, the key of the root that it is under, if it is deeper
 
 
-class _Held(NamedTuple):
-    """A strided tensor, the leaf it belongs to, and the bytes [low, high) of memory it spans.
-    `plain`: dtype and shape of one that is contiguous in host memory, and nothing else."""
-
-    tensor: torch.Tensor
-    leaf: int
-    flags: int
-    low: int
-    high: int
-    plain: tuple[str, tuple[int, ...]] | None = None
-
-    @property
-    def geometry(self) -> tuple[int, int, torch.Size, tuple[int, ...]]:
-        return self.low, self.tensor.element_size(), self.tensor.shape, self.tensor.stride()
-
-
 def outline(state: object) -> Named:
     """Take a state apart. `UnsupportedLeafError` names the leaf that cannot be kept exactly."""
     with gc_paused():
@@ -72,131 +54,63 @@ def dotted(path: Path) -> str:
 class _Outliner:
     def __init__(self, state: object) -> None:
         flat, _ = flatten_objects(state)
+        self._leaves = flat.leaves
         self._paths: dict[int, Path] = {}
         for path, index in slots(flat.tree):
             self._paths.setdefault(index, path)
-        self._held: list[_Held] = []
-        self._alone: set[int] = set()  # tickets of arrays, which have a tensor of their own
         self._tensors: dict[str, torch.Tensor] = {}
         self._tops: dict[str, str | None] = {}
         self._strides: dict[int, tuple[int, ...]] = {}
-        self._parts: dict[int, m.TensorLeaf] = {}
-        described: list[int | m.Leaf | Finish] = []
-        for index, (leaf, known) in enumerate(zip(flat.leaves, survey(flat.leaves), strict=True)):
-            if known is not None:
-                assert isinstance(leaf, torch.Tensor)
-                (dtype, shape, _, _, nbytes), address, flags = known
-                described.append(len(self._held))
-                plain = dtype, shape
-                self._held.append(_Held(leaf, index, flags, address, address + nbytes, plain))
-            elif t.is_distributed(leaf):
-                described.append(self._distributed(leaf, index))
+        self._records: dict[int, m.Leaf] = {}  # by leaf
+        wholes = [index for index, leaf in enumerate(flat.leaves) if t.is_distributed(leaf)]
+        pieces, some = taken_apart(flat, without=wholes)
+        self._images, self._parts = some.images, _Parts(some.images)
+        plains = pieces.plains
+        sorts = map(plains.sorts.__getitem__, plains.sort_of_each.tolist())
+        # Names are given in the order of the state.
+        found: list[tuple[int, int, Sort | Group | None]] = [(leaf, -1, None) for leaf in wholes]
+        found += [(leaf, -1, sort) for leaf, sort in zip(plains.leaves, sorts, strict=True)]
+        for group in some.images.groups():
+            first = group.tickets[0]
+            found.append((some.owners[first], first, group))
+        for leaf, _, what in sorted(found, key=itemgetter(0, 1)):
+            if isinstance(what, Sort):
+                self._name_piece(leaf, what)
+            elif what is not None:
+                self._name_group(leaf, what)
             else:
-                described.append(
-                    describe(leaf, self._paths[index], partial(self._hold, leaf=index))
-                )
-        for group in self._groups():
-            held = self._held[group[0]]
-            if len(group) == 1 and held.plain is not None:
-                index = self._name(held.tensor.detach(), held.leaf)
-                self._parts[group[0]] = m.TensorLeaf(*held.plain, None, index, 0, held.flags)
-            else:
-                self._name_group(group)
-        leaves = [
-            self._parts[item]
-            if isinstance(item, int)
-            else item
-            if isinstance(item, msgspec.Struct)
-            else item(self._parts.__getitem__)
-            for item in described
-        ]
-        for index, leaf_record in enumerate(leaves):
-            if isinstance(leaf_record, m.SubclassLeaf):
-                _refuse_distributed_parts(leaf_record, self._paths[index])
-        names = tuple(self._tensors)
+                self._records[leaf] = self._distributed(leaf)
+        for leaf, item in zip(some.leaves, some.described, strict=True):
+            self._records[leaf] = record = finished(item, self._parts.__getitem__)
+            if isinstance(record, m.SubclassLeaf):
+                _refuse_distributed_parts(record, self._paths[leaf])
+        leaves = tuple(map(self._records.__getitem__, range(len(flat.leaves))))
+        strides = tuple(sorted(self._strides.items()))
         self.named = Named(
-            Outline(flat.tree, tuple(leaves), names, tuple(sorted(self._strides.items()))),
-            self._tensors,
-            self._tops,
+            Outline(flat.tree, leaves, tuple(self._tensors), strides), self._tensors, self._tops
         )
 
-    def _hold(self, tensor: torch.Tensor, *, leaf: int, apart: bool = False) -> int:
-        flags = t.flags_of(tensor) | (m.META if tensor.is_meta else 0)
-        nbytes = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
-        low = 0 if tensor.is_meta or not nbytes else tensor.data_ptr()
-        if apart:
-            self._alone.add(len(self._held))
-        self._held.append(_Held(tensor, leaf, flags, low, low + nbytes))
-        return len(self._held) - 1
+    def _name_piece(self, leaf: int, sort: Sort) -> None:
+        tensor = self._leaves[leaf]
+        assert isinstance(tensor, torch.Tensor)
+        index = self._name(tensor.detach(), leaf)
+        self._records[leaf] = m.TensorLeaf(sort.dtype, sort.shape, None, index, 0, sort.flags)
 
-    def _groups(self) -> Iterator[list[int]]:
-        """Tickets of tensors that share memory, in the order of the state."""
-        devices: dict[torch.device, list[int]] = {}
-        groups: list[list[int]] = []
-        for ticket, held in enumerate(self._held):
-            if held.low and ticket in self._alone:
-                groups.append([ticket])
-            elif held.low:
-                devices.setdefault(held.tensor.device, []).append(ticket)
-            else:
-                strides = held.tensor.stride()
-                shape = tuple(held.tensor.shape)
-                kept = None if strides == contiguous_strides(shape) else strides
-                dtype = t.NAMES[held.tensor.dtype]
-                self._parts[ticket] = m.TensorLeaf(dtype, shape, kept, -1, 0, held.flags)
-        for tickets in devices.values():
-            spans = [(self._held[ticket].low, self._held[ticket].high) for ticket in tickets]
-            groups += [
-                sorted(tickets[i] for i in group) if len(group) > 1 else [tickets[group[0]]]
-                for group in overlapping(spans)
-            ]
-        yield from sorted(groups)
-
-    def _name_group(self, tickets: list[int]) -> None:
-        views = [self._held[ticket] for ticket in tickets]
-        first = views[0].tensor
-        shape, strides = tuple(first.shape), first.stride()
-        layout = packed(shape, strides)
-        if (
-            layout is not None
-            and layout.numel == prod(shape)
-            and (len(views) == 1 or all(view.geometry == views[0].geometry for view in views))
-        ):
-            index = self._name(_bare(views[0]), views[0].leaf)
-            if not first.is_contiguous():
+    def _name_group(self, leaf: int, group: Group) -> None:
+        first, layout = self._images.view(group.tickets[0]), group.layout
+        if layout is not None and layout.numel == prod(first.shape):
+            index = self._name(_bare(first), leaf)
+            if not first.tensor.is_contiguous():
                 self._strides[index] = layout.strides
-            for ticket, view in zip(tickets, views, strict=True):
-                dtype = t.NAMES[view.tensor.dtype]
-                self._parts[ticket] = m.TensorLeaf(dtype, shape, None, index, 0, view.flags)
-            return
-        last = max(views, key=lambda view: view.high)
-        low = min(view.low for view in views)
-        origin = last.tensor.untyped_storage().data_ptr()
-        low -= (low - origin) % max(view.tensor.element_size() for view in views)
-        if low < origin:
-            path = show(self._paths[views[0].leaf])
-            raise UnsupportedLeafError("storages that overlap without being one", path=path)
-        nbytes = last.high - low
-        memory = t.flat_bytes(last.tensor.untyped_storage(), low - origin, nbytes)
-        spans = [
-            (
-                view.low - low,
-                view.tensor.element_size(),
-                tuple(view.tensor.shape),
-                view.tensor.stride(),
-            )
-            for view in views
-        ]
-        mask = touched(spans, nbytes)
-        if mask is not None:
-            memory = memory * mask.to(memory.device)  # bytes that no view reaches stay here
-        index = self._name(memory, views[0].leaf)
-        for ticket, view in zip(tickets, views, strict=True):
-            shape, strides = tuple(view.tensor.shape), view.tensor.stride()
-            kept = None if strides == contiguous_strides(shape) else strides
-            dtype = t.NAMES[view.tensor.dtype]
+            low, row_major = first.low, True
+        else:
+            low, memory = self._images.memory(group.tickets)
+            index, row_major = self._name(memory, leaf), False
+        for ticket in group.tickets:
+            view = self._images.view(ticket)
+            strides = None if row_major else view.kept_strides
             self._parts[ticket] = m.TensorLeaf(
-                dtype, shape, kept, index, view.low - low, view.flags
+                view.dtype, view.shape, strides, index, view.low - low, view.flags
             )
 
     def _name(self, tensor: torch.Tensor, leaf: int) -> int:
@@ -210,8 +124,9 @@ class _Outliner:
         self._tops[name] = str(path[0]) if len(path) > 1 else None
         return len(self._tensors) - 1
 
-    def _distributed(self, leaf: torch.Tensor, index: int) -> m.Leaf:
+    def _distributed(self, index: int) -> m.Leaf:
         """The record of a whole DTensor or ShardedTensor."""
+        leaf = self._leaves[index]
         try:
             if t.is_dtensor(leaf):
                 return self._dtensor(leaf, index)
@@ -262,18 +177,29 @@ class _Outliner:
         )
 
 
-def _bare(held: _Held) -> torch.Tensor:
+class _Parts(dict[int, m.TensorLeaf]):
+    """The records of tensors, by ticket; those without bytes have no name, and are made here."""
+
+    def __init__(self, images: Images) -> None:
+        super().__init__()
+        self._images = images
+
+    def __missing__(self, ticket: int) -> m.TensorLeaf:
+        view = self._images.view(ticket)
+        flags = view.flags & ~m.ON_DEVICE  # a tensor at rest is on none
+        return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, flags)
+
+
+def _bare(view: View) -> torch.Tensor:
     """The tensor's memory as a plain tensor: no conj or neg bit, no quantizer, no gradient, and a
     dtype that torch's planners know the size of."""
-    tensor = held.tensor
+    tensor = view.tensor
     if tensor.is_quantized or tensor.dtype in t.OPAQUE:
         return t.raw_of(tensor)
-    if held.flags & (m.CONJ | m.NEG):
-        shape = tuple(tensor.shape)
-        record = m.TensorLeaf(t.NAMES[tensor.dtype], shape, None, 0)
-        return t.over_storage(
-            tensor.untyped_storage(), t.byte_offset(tensor), record, tensor.stride()
-        )
+    if view.flags & (m.CONJ | m.NEG):
+        record = m.TensorLeaf(view.dtype, view.shape, None, 0)
+        storage, at = tensor.untyped_storage(), t.byte_offset(tensor)
+        return t.over_storage(storage, at, record, tensor.stride())
     return tensor.detach()
 
 

@@ -9,7 +9,7 @@ answers in columns. What is not plain takes the general path.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import compress
 from math import prod
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from torchrelay.geometry.runs import Column
-from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.record.columns import Numbers
 from torchrelay.state.tensors import NAMES, Like, Likeness, blocks, versions_of
@@ -30,12 +29,6 @@ _data_ptr, _size = _Tensor.data_ptr, _Tensor.size
 _storage_offset: Any = _Tensor.storage_offset
 _SAMPLE = 16  # of so many tensors one is asked before a guess
 FLAGS, ITEMSIZE, NBYTES = 2, 3, 4  # fields of a `Sort`
-
-# What contiguous tensors of one dtype and shape have in common: name of the dtype, shape, strides,
-# item size, bytes.
-Kind = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
-# A plain tensor: its kind, address and flags.
-Plain = tuple[Kind, int, int]
 
 
 class Sort(NamedTuple):
@@ -321,18 +314,3 @@ def origins(plains: Plains) -> Column:
     if not any(plains.offsets):
         return plains.places
     return plains.places - np.array(plains.offsets, np.uint64) * plains.each(ITEMSIZE)
-
-
-def survey(leaves: Sequence[object]) -> Iterator[Plain | None]:
-    """For each leaf what there is to know if it is a plain tensor in host memory, else None."""
-    plains = look(leaves)
-    kinds = [
-        (dtype, shape, contiguous_strides(shape), size, nbytes)
-        for dtype, shape, _, size, nbytes, _ in plains.sorts
-    ]
-    found: list[Plain | None] = [None] * len(leaves)
-    numbers = plains.sort_of_each.tolist()
-    for place, number, address in zip(plains.leaves, numbers, plains.addresses, strict=True):
-        if plains.sorts[number].device == "cpu":
-            found[place] = kinds[number], address, plains.sorts[number].flags
-    return iter(found)

@@ -9,7 +9,8 @@ import torch
 from torchrelay.errors import StateError
 from torchrelay.geometry import chunks as plan
 from torchrelay.geometry.runs import Copy
-from torchrelay.plan.blueprint import Blueprint, Others, order_of
+from torchrelay.plan.blueprint import Blueprint, order_of
+from torchrelay.plan.description import Others
 from torchrelay.record.pause import gc_paused
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import LeafPaths
@@ -42,7 +43,7 @@ class Snapshot:
         # Of the plain ones they may have been asked for with other things.
         plain = versions_of(self._plain) if versions is None else versions
         self._versions = plain, versions_of(others.images.tensors)
-        self._images = dict(zip(planned.others_at, others.found, strict=True))
+        self._images = dict(zip(planned.others_at, others.images.resolved, strict=True))
 
     def encoded(self) -> bytes:
         """The manifest in MessagePack, in columns; made once for all captures that share a plan."""
