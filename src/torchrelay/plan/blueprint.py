@@ -72,9 +72,7 @@ class Blueprint:
         if order != self.order:
             return None
         some = others(flat, self.pieces.plains)
-        if some.facts != self.facts or not self.pieces.hold(
-            flat.leaves, some.images.origins, versions
-        ):
+        if some.facts != self.facts or not self.pieces.hold(flat.leaves, some.images, versions):
             return None
         records = self._records(some)
         if _encode(records) == _encode(self._other_records):

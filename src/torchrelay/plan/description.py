@@ -45,7 +45,7 @@ def taken_apart(
     """
     plains = look(flat.leaves, versions)
     some = others(flat, plains, without)
-    pieces = lay(plains, flat.leaves, some.images.origins)
+    pieces = lay(plains, flat.leaves, some.images)
     if len(pieces.plains) < len(plains):
         if versions is not None:
             versions.clear()

@@ -1,16 +1,17 @@
 """Tensors that may share memory: which of them do, and the storage images that they make up, with
 each touched byte once, ties kept.
 
-All tensors over one torch storage go into one image. Parts of the storage that no tensor reaches
-are left out. A region reached through one geometry only is packed without gaps; where different
-views overlap, their common extent is kept as it is, with zeros in the gaps nobody touches.
+All tensors over one torch storage go into one image, and so do storages that overlap: numpy and
+others hand torch the same memory several times. Parts that no tensor reaches are left out. A region
+reached through one geometry only is packed without gaps; where different views overlap, their
+common extent is kept as it is, with zeros in the gaps nobody touches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.chunks import aligned
+from torchrelay.geometry.runs import Column
 from torchrelay.geometry.strides import Layout, contiguous_strides, extent, overlapping, packed
 from torchrelay.plan.region import Region
 from torchrelay.record import manifest as m
@@ -28,7 +30,7 @@ Key = int | tuple[str, int, int]
 
 
 class View(msgspec.Struct, frozen=True, gc=False):
-    """One tensor's geometry in its storage; `low` and `high` are byte positions.
+    """One tensor's geometry; `low` and `high` are addresses, and `key` is its storage.
 
     `run`: a contiguous tensor in host memory. (A struct: there is one a tensor, and a named tuple
     costs several times as much to make.)
@@ -43,6 +45,17 @@ class View(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     flags: int
     run: bool
+    key: Key
+
+    @property
+    def origin(self) -> int:
+        """Where its storage starts."""
+        return self.key if isinstance(self.key, int) else self.key[2]
+
+    def reaches(self, low: int, high: int) -> bool:
+        """Whether its storage has all of these bytes."""
+        end = self.origin + self.tensor.untyped_storage().nbytes()
+        return self.origin <= low and high <= end
 
     def within(self, low: int) -> Geometry:
         return self.low - low, self.itemsize, self.shape, self.strides
@@ -91,9 +104,8 @@ class Images:
     def __init__(self) -> None:
         self._views: list[View] = []
         self._where: list[tuple[int, int, tuple[int, ...] | None]] = []
-        # By storage, the first tensor over it, and all of them where there are more.
-        self._first: dict[Key, int] = {}
-        self._shared: dict[Key, list[int]] = {}
+        self._by_key: dict[Key, list[int]] = {}
+        self._seen: list[int] = []  # those whose addresses say whether they share memory
 
     def add(self, tensor: torch.Tensor, *, apart: bool = False) -> int:
         """Take a strided tensor in; returns its ticket. `apart`: it gets an image of its own, also
@@ -106,26 +118,25 @@ class Images:
         nbytes = extent(shape, strides) * size
         if nbytes == 0 or tensor.is_meta:
             flags |= m.META if tensor.is_meta else 0 if tensor.is_cpu else m.ON_DEVICE
-            self._views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, False))
+            self._views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, False, 0))
             return ticket
         dense = tensor.is_contiguous()
         if dense:
             strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be anything
-        low = byte_offset(tensor)
-        origin = tensor.data_ptr() - low
+        low = tensor.data_ptr()
+        origin = low - byte_offset(tensor)
         host = tensor.is_cpu
         key = origin if host else (tensor.device.type, tensor.device.index or 0, origin)
         if apart:
             key = (tensor.device.type, -1 - ticket, origin)
-        if self._first.setdefault(key, ticket) != ticket:
-            self._share(key, ticket)
+        elif host or tensor.is_cuda:
+            self._seen.append(ticket)
+        self._by_key.setdefault(key, []).append(ticket)
+        run = dense and host
         self._views.append(
-            View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, dense and host)
+            View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, run, key)
         )
         return ticket
-
-    def _share(self, key: Key, ticket: int) -> None:
-        self._shared.setdefault(key, [self._first[key]]).append(ticket)
 
     def __len__(self) -> int:
         return len(self._views)
@@ -135,14 +146,36 @@ class Images:
         """Where in memory the storages start that tensors here share with what is alike."""
         return [
             key if isinstance(key, int) else key[2]
-            for key in self._first
+            for key in self._by_key
             if isinstance(key, int) or key[1] >= 0
         ]
 
     @property
+    def spans(self) -> tuple[Column, Column]:
+        """Where the memory begins and ends that tensors here may share with others."""
+        views = [self._views[ticket] for ticket in self._seen]
+        lows, highs = [view.low for view in views], [view.high for view in views]
+        return np.array(lows, np.uint64), np.array(highs, np.uint64)
+
+    @cached_property
+    def _storages(self) -> dict[Key, list[int]]:
+        """By storage, the tensors over it. Storages that tensors show to be the same are one."""
+        lows, highs = self.spans
+        if not reaching(lows, highs).any():
+            return self._by_key
+        home = {key: key for key in self._by_key}
+        for group in overlapping(list(zip(lows.tolist(), highs.tolist(), strict=True))):
+            first, *rest = {_home(home, self._views[self._seen[n]].key) for n in group}
+            home.update(dict.fromkeys(rest, first))
+        found: dict[Key, list[int]] = {}
+        for key, tickets in self._by_key.items():
+            found.setdefault(_home(home, key), []).extend(tickets)
+        return found
+
+    @property
     def firsts(self) -> list[int]:
         """The first ticket in each image."""
-        return list(self._first.values())
+        return [min(tickets) for tickets in self._storages.values()]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -154,11 +187,10 @@ class Images:
 
     def groups(self) -> Iterator[Group]:
         """The tensors that have bytes, by the memory that they share."""
-        for key in self._first:
-            yield from self._groups(key)
+        for tickets in self._storages.values():
+            yield from self._groups(tickets)
 
-    def _groups(self, key: Key) -> Iterator[Group]:
-        tickets = self._shared.get(key, [self._first[key]])
+    def _groups(self, tickets: list[int]) -> Iterator[Group]:
         spans = [(self._views[ticket].low, self._views[ticket].high) for ticket in tickets]
         for found in overlapping(spans):
             group = sorted(tickets[index] for index in found)
@@ -167,15 +199,23 @@ class Images:
             yield Group(group, packed(first.shape, first.strides) if alike else None)
 
     def memory(self, tickets: Sequence[int]) -> tuple[int, torch.Tensor]:
-        """Where in its storage the common extent of tensors begins, and its bytes, with zeros in
-        place of those that none of them touches."""
+        """Where the common extent of tensors begins, and its bytes, with zeros in place of those
+        that none of them touches."""
         views = [self._views[ticket] for ticket in tickets]
-        low = min(view.low for view in views)
-        low -= low % max(view.itemsize for view in views)  # so that each stays aligned
-        last = max(views, key=lambda view: view.high)
-        # Storages that start at one address may differ in length: the last view's reaches it all.
-        memory = flat_bytes(last.tensor.untyped_storage(), low, last.high - low)
-        mask = touched([view.within(low) for view in views], last.high - low)
+        first = min(views, key=lambda view: view.low)
+        # So that each stays aligned.
+        low = first.low - (first.low - first.origin) % max(view.itemsize for view in views)
+        high = max(view.high for view in views)
+        if any((view.low - low) % view.itemsize for view in views):
+            raise UnsupportedLeafError("storages that overlap, out of step with their elements")
+        whole = next((view for view in views if view.reaches(low, high)), None)
+        if whole is not None:
+            memory = _bytes_of(whole, low, high)
+        else:  # no storage has it all
+            memory = torch.zeros(high - low, dtype=torch.uint8, device=first.tensor.device)
+            for view in views:
+                memory[view.low - low : view.high - low] = _bytes_of(view, view.low, view.high)
+        mask = touched([view.within(low) for view in views], high - low)
         return low, memory if mask is None else memory * mask.to(memory.device)
 
     @cached_property
@@ -183,15 +223,15 @@ class Images:
         """The images, in order of first use. After this `leaf` can be asked."""
         self._where = [(-1, 0, None)] * len(self._views)
         images: list[Image] = []
-        for key, first in self._first.items():
-            view = self._views[first]
-            if view.run and key not in self._shared and isinstance(key, int):
-                self._where[first] = (len(images), 0, None)
-                images.append(Image(view.high - view.low, "cpu", key + view.low, view.tensor))
+        for key, tickets in self._storages.items():
+            view = self._views[tickets[0]]
+            if view.run and len(tickets) == 1 and isinstance(key, int):
+                self._where[tickets[0]] = (len(images), 0, None)
+                images.append(Image(view.high - view.low, "cpu", view.low, view.tensor))
                 continue
             placed: list[Placed] = []
             end = 0
-            for group in self._groups(key):
+            for group in self._groups(tickets):
                 at = aligned(end)
                 placed.append(Placed(at, self._place(group, at, len(images))))
                 end = at + placed[-1].region.nbytes
@@ -225,8 +265,28 @@ class Images:
         return m.TensorLeaf(view.dtype, view.shape, strides, position[image], offset, view.flags)
 
 
+def _bytes_of(view: View, low: int, high: int) -> torch.Tensor:
+    return flat_bytes(view.tensor.untyped_storage(), low - view.origin, high - low)
+
+
+def _home(homes: dict[Key, Key], key: Key) -> Key:
+    while homes[key] != key:
+        key = homes[key]
+    return key
+
+
 # Where a view starts in an extent, its item size, shape and strides.
 Geometry = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+def reaching(lows: Column, highs: Column) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which runs of memory reach into another one."""
+    found = np.zeros(len(lows), bool)
+    order = np.argsort(lows, kind="stable")  # mostly they are in order
+    meet = lows[order][1:] < np.maximum.accumulate(highs[order])[:-1]
+    found[order[1:]] = meet
+    found[order[:-1]] |= meet
+    return found
 
 
 def touched(views: Sequence[Geometry], nbytes: int) -> torch.Tensor | None:

@@ -6,13 +6,14 @@ each is a piece of its own. The others are tangled and left to `images`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchrelay.geometry.chunks import ALIGN
 from torchrelay.geometry.runs import Column
+from torchrelay.plan.images import Images, reaching
 from torchrelay.plan.plain import Plains, origins
 
 Indices = np.ndarray[Any, np.dtype[np.intp]]
@@ -29,27 +30,24 @@ class Pieces(NamedTuple):
     firsts: Indices  # of each image, the first leaf in it
     sizes: Column  # of each image
 
-    def hold(self, leaves: Sequence[Any], touched: Collection[int], versions: list[int]) -> bool:
-        """Whether these leaves make the same pieces. `touched`: as `lay` takes it; `versions`: as
-        `Plains.hold` does."""
+    def hold(self, leaves: Sequence[Any], others: Images, versions: list[int]) -> bool:
+        """Whether these leaves make the same pieces beside `others`. `versions`: as `Plains.hold`
+        takes it."""
         if not self.plains.hold(leaves, versions):
             return False
-        return not _within(self.origins, touched).any()
+        if not len(others):
+            return True
+        return not _tangled(self.origins, self.plains.places, self.nbytes, others).any()
 
 
-def lay(plains: Plains, leaves: Sequence[Any], touched: Collection[int]) -> Pieces:
+def lay(plains: Plains, leaves: Sequence[Any], others: Images) -> Pieces:
     """Lay plain tensors out, without those that share a storage with a tensor that they overlap
-    or that is not plain. `touched`: where the storages of such tensors start."""
+    or that is among the `others`."""
     starts = origins(plains)
     nbytes = plains.nbytes
     addresses = plains.places
+    leave = _tangled(starts, addresses, nbytes, others)
     order = _sharing(starts, addresses)
-    leave = _within(starts, touched)
-    if order is not None:
-        one, other = order[:-1], order[1:]
-        same = starts[one] == starts[other]
-        overlap = same & (addresses[other] < addresses[one] + nbytes[one])
-        leave |= np.isin(starts, starts[one][overlap])
     if leave.any():
         keep = ~leave
         plains = plains.some(keep.tolist(), leaves)
@@ -62,10 +60,17 @@ def lay(plains: Plains, leaves: Sequence[Any], touched: Collection[int]) -> Piec
     return Pieces(plains, starts, nbytes, *_images(starts, nbytes, order, numbers))
 
 
-def _within(starts: Column, touched: Collection[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    if not touched:
-        return np.zeros(len(starts), bool)
-    return np.isin(starts, np.array(list(touched), np.uint64))
+def _tangled(
+    starts: Column, addresses: Column, nbytes: Column, others: Images
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which tensors have a storage of which others, or several of these, have the same bytes."""
+    lows, highs = others.spans
+    ends = np.concatenate([addresses + nbytes, highs])
+    meet = reaching(np.concatenate([addresses, lows]), ends)[: len(starts)]
+    touched = np.array(others.origins, np.uint64)
+    if meet.any():
+        touched = np.concatenate([touched, starts[meet]])
+    return np.isin(starts, touched) if len(touched) else meet
 
 
 def _sharing(starts: Column, addresses: Column) -> Indices | None:
