@@ -661,3 +661,65 @@ def _tied_shards(rank: int, group: Any, place: str) -> list[Any]:
 def test_tied_shards_take_equal_values_and_refuse_two(pool2: RankPool, tmp_path: Path) -> None:
     found = pool2.run(_tied_shards, str(tmp_path), timeout=60)
     assert found == [["nothing", "MismatchError"]] * 2
+
+
+def without_all_of_a_mesh(rank: int, group: Any, root: str) -> list[Any]:
+    """A part of the ranks of a mesh saves, serves and keeps what all of them have."""
+    pair = dist.new_group([0, 1])
+    mesh = dist.init_device_mesh("cpu", (4,))
+    weights = distribute_tensor(torch.arange(40.0), mesh, [Shard(0)])
+    found = []
+    if rank < 2:
+        with checkpointer(root, group=pair) as there:
+            found = [
+                told(lambda: there.save(1, {"w": weights, "step": 1})),
+                told(lambda: there.save_async(2, {"w": weights})),
+                told(lambda: tr.serve({"w": weights}, step=1, group=pair, timeout=TIMEOUT)),
+            ]
+    dist.barrier()
+    return found
+
+
+def test_a_group_without_all_ranks_of_a_mesh_is_told_so_before_a_byte_is_written(
+    pool4: RankPool, tmp_path: Path
+) -> None:
+    for found in pool4.run(without_all_of_a_mesh, str(tmp_path / "job"), timeout=60)[:2]:
+        assert [kind for kind, *_ in found] == ["CheckpointError"] * 3, found
+        assert all("80 of its 160 bytes" in text for *_, text in found), found
+    assert not list((tmp_path / "job").glob("step-*"))
+
+
+def one_replica_alone(rank: int, group: Any, root: str) -> int:
+    """Of two replicas of a job one is saved, and served, by its own ranks; it has everything."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    whole = {f"w{n}": torch.arange(7.0 + n) for n in range(9)}
+    state: dict[str, Any] = {
+        name: distribute_tensor(tensor, mesh, [Replicate(), Shard(0)])
+        for name, tensor in whole.items()
+    }
+    state["norm"] = distribute_tensor(torch.ones(3), mesh, [Replicate(), Replicate()])
+    state["plain"] = torch.ones(5)
+    mine = rank // 2
+    with checkpointer(f"{root}/{mine}", group=pairs[mine]) as there:
+        there.save(1, state)
+        with tr.serve(state, step=1, group=pairs[mine], timeout=TIMEOUT) as endpoint:
+            endpoint.publish(state, step=2).wait(TIMEOUT)
+            got = tr.pull(endpoint.url, group=False, timeout=TIMEOUT)
+            dist.barrier(pairs[mine])
+    assert all(torch.equal(got.state[name], whole[name]) for name in whole)
+    assert torch.equal(got.state["norm"], torch.ones(3))
+    dist.barrier()
+    return int(got.step)
+
+
+def test_one_replica_of_a_job_is_saved_and_served_by_its_own_ranks(
+    pool4: RankPool, tmp_path: Path
+) -> None:
+    assert pool4.run(one_replica_alone, str(tmp_path), timeout=60) == [2] * 4
+    for replica in range(2):
+        with checkpointer(str(tmp_path / str(replica)), group=False) as there:
+            state = there.load().state
+        for number in range(9):
+            assert state[f"w{number}"].tolist() == list(range(7 + number))
+        assert state["norm"].tolist() == [1, 1, 1] and state["plain"].tolist() == [1] * 5

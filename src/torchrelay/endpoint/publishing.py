@@ -140,7 +140,7 @@ class Publisher:
         self._all = assembly
         self._server = server
         self._url = url
-        self._planning = RulePlanning(assembly.rank, assembly.world, None)
+        self._planning = RulePlanning(assembly.rank, assembly.world, None, assembly.members)
         self._arenas: dict[int, Arena] = {}  # by slot
         self._newest = 1  # the slot that has the newest step
         self._last: Published | None = None

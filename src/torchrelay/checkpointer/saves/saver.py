@@ -109,7 +109,7 @@ class Saver:
         self._store = store
         self._all = assembly
         place = (assembly.rank, assembly.world, file_bytes)
-        self._planning: Planning = RulePlanning(*place)
+        self._planning: Planning = RulePlanning(*place, assembly.members)
         if planner is not None:
             from torchrelay.stores.shares.given_planner import PlannerPlanning
 

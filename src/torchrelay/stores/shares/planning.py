@@ -7,15 +7,15 @@ planner of the user's own, that planner says who writes what (`given_planner`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 import xxhash
 
-from torchrelay.errors import UnsupportedLeafError
+from torchrelay.errors import CheckpointError, UnsupportedLeafError
 from torchrelay.plan.outline import Named
 from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.state import tensors as t
@@ -26,6 +26,9 @@ from torchrelay.stores.shares.layout import Entry, FileLayout, arrange
 from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling, Statement
 from torchrelay.stores.shares.plans import Drafted, Outlines, RankOutline
 from torchrelay.stores.shares.replicas import facts_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Signature = list[tuple[object, ...]]
 
@@ -89,6 +92,27 @@ class _Current(NamedTuple):
     held: list[HeldTensor]
 
 
+class _Teams:
+    """Which ranks that take part have the same elements as this one, for each kind of tensor."""
+
+    def __init__(self, members: Collection[int] | None) -> None:
+        self._members = members
+        self._places: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, int]] = {}
+
+    def place(self, mesh: DeviceMesh, copies: tuple[int, ...]) -> tuple[int, int]:
+        """This rank's number among those that it has replicas on along `copies`, and how many they
+        are."""
+        found = self._places.get((mesh, copies))
+        if found is None:
+            here: Any = mesh.get_coordinate()
+            along = tuple(slice(None) if dim in copies else at for dim, at in enumerate(here))
+            alike = mesh.mesh[along].flatten().tolist()
+            team = [rank for rank in alike if self._members is None or rank in self._members]
+            found = team.index(int(mesh.mesh[tuple(here)])), len(team)
+            self._places[mesh, copies] = found
+        return found
+
+
 class RulePlanning:
     """Plans saves by the rule. Holds on to no tensor after `resolve`.
 
@@ -96,8 +120,17 @@ class RulePlanning:
     leaves nothing to repeat.
     """
 
-    def __init__(self, rank: int, world: int, file_bytes: int | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        file_bytes: int | None,
+        members: Collection[int] | None = None,
+    ) -> None:
+        """`members`: the ranks that take part as meshes count them, where that is known. Replicas
+        that other ranks have do not count."""
         self._rank, self._world, self._file_bytes = rank, world, file_bytes
+        self._members = members
         self._known: _KnownPlan | None = None
         self._current: _Current | None = None
         self._said: list[Statement] = []
@@ -121,7 +154,8 @@ class RulePlanning:
                 _check_whole(name, tensor)
             self._current = _Current(named, signature, [])
             return b""
-        held = [self._held(name, tensor) for name, tensor in named.tensors.items()]
+        teams = _Teams(self._members)
+        held = [self._held(name, tensor, teams) for name, tensor in named.tensors.items()]
         self._current = _Current(named, signature, held)
         statement = Statement(
             plans.shape_of(named.outline),
@@ -131,11 +165,11 @@ class RulePlanning:
         )
         return _encode(statement)
 
-    def _held(self, name: str, tensor: torch.Tensor) -> HeldTensor:
+    def _held(self, name: str, tensor: torch.Tensor, teams: _Teams) -> HeldTensor:
         if type(tensor) is torch.Tensor:
             return HeldTensor(name, facts_of(tensor), tensor.nbytes, self._rank, self._world, b"")
         if t.is_dtensor(tensor):
-            return _held_dtensor(name, tensor)
+            return _held_dtensor(name, tensor, teams)
         locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
         nbytes = sum(local.nbytes for local in locals_)
         fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), all_boxes))
@@ -145,8 +179,7 @@ class RulePlanning:
         outline = self._now.named.outline
         if self._world == 1:
             self.outlines = Outlines((outline,), (0,), ())
-            wholes = self._now.named.tensors.values()
-            self.nbytes = sum(prod(whole.size()) * whole.dtype.itemsize for whole in wholes)
+            self.nbytes = _bytes_of_all(self._now.named)
             return Decision([_encode(Ruling())], final=True)
         if not self._said:
             return self._compare(said, outline)
@@ -160,6 +193,12 @@ class RulePlanning:
             return Decision([_encode(question) for question in asked], final=False)
         self.outlines = Outlines((outline,), (0,) * len(said), ())
         self.nbytes = sum(statement.nbytes for statement in statements)
+        if self.nbytes < (whole := _bytes_of_all(self._now.named)):
+            raise CheckpointError(
+                f"the step would not be whole, the group has {self.nbytes} of its {whole} bytes: "
+                "all ranks that have a part of a tensor are in the group that saves it",
+                phase="plan",
+            )
         return Decision([_encode(Ruling())] * len(said), final=True)
 
     def _rule(self, said: Sequence[bytes], outline: Outline) -> Decision:
@@ -251,22 +290,25 @@ def _check_whole(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def _bytes_of_all(named: Named) -> int:
+    wholes = named.tensors.values()
+    return sum(prod(whole.size()) * whole.dtype.itemsize for whole in wholes)
+
+
 def _bytes_by_rule(held: Sequence[HeldTensor]) -> int:
     mine = ownership.written_by_rule(held)
     return sum(one.nbytes for one in held if one.name in mine)
 
 
-def _held_dtensor(name: str, tensor: t.DTensor) -> HeldTensor:
+def _held_dtensor(name: str, tensor: t.DTensor, teams: _Teams) -> HeldTensor:
     local, spec = t.dtensor_parts(tensor)
     mesh = mesh_record(spec.mesh)
     placements = tuple(t.placement_record(placement) for placement in spec.placements)
     copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
     nbytes, replica, replicas = 0, 0, 1
-    if (place := spec.mesh.get_coordinate()) is not None:
+    if spec.mesh.get_coordinate() is not None:
         nbytes = local.nbytes
-        for dim in copies:
-            replica = replica * mesh.shape[dim] + place[dim]
-            replicas *= mesh.shape[dim]
+        replica, replicas = teams.place(spec.mesh, copies)
     where = _digest(mesh)
     fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.shape), placements, mesh.shape))
     return HeldTensor(name, fact, nbytes, replica, replicas, _digest((where, copies)), where)

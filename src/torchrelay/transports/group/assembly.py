@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchrelay import errors
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError
-from torchrelay.transports.group.c10d import check_group
+from torchrelay.transports.group.c10d import check_group, members_of
 from torchrelay.transports.group.store_values import await_keys, drop, peek, put, read, take
 
 COORDINATOR = 0
@@ -54,7 +54,7 @@ _word = msgspec.msgpack.Decoder(_Word)
 
 
 class Assembly:
-    """The ranks of a group, or one process alone (`group=None`).
+    """The ranks of a group, or one process alone (`None` or `False`).
 
     Every rank makes the same assemblies in the same order, and the same calls of each. Several
     calls may be under way at once. The coordinator counts them: a rank that missed one, or made one
@@ -62,10 +62,12 @@ class Assembly:
     """
 
     def __init__(self, group: Any, purpose: str) -> None:
+        group = None if group is False else group
         if group is not None:
             check_group(group)
         self.rank: int = 0 if group is None else group.rank()
         self.world: int = 1 if group is None else group.size()
+        self.members = None if group is None else members_of(group)
         self._store: Any = Board(group.get_group_store()) if self.world > 1 else None
         self._channel = f"torchrelay/{purpose}"
         if self._store is not None:
@@ -82,7 +84,7 @@ class Assembly:
         `False` is this process alone."""
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        return cls(None if group is False else group, purpose)
+        return cls(group, purpose)
 
     @property
     def coordinates(self) -> bool:

@@ -49,6 +49,14 @@ def check_group(group: Any) -> None:
         raise UsageError(f"group is a process group, not {type(group).__name__}{hint}")
 
 
+def members_of(group: Any) -> frozenset[int] | None:
+    """The ranks of a group as the default group counts them; None for one that torch does not know
+    of, as libraries make them."""
+    with suppress(KeyError, ValueError, RuntimeError):
+        return frozenset(dist.get_process_group_ranks(group))
+    return None
+
+
 def wait_for(work: Work, tensor: torch.Tensor) -> None:
     """Block until a posted operation is over, however long that takes."""
     work.wait(FOREVER)
