@@ -668,6 +668,7 @@ def without_all_of_a_mesh(rank: int, group: Any, root: str) -> list[Any]:
     pair = dist.new_group([0, 1])
     mesh = dist.init_device_mesh("cpu", (4,))
     weights = distribute_tensor(torch.arange(40.0), mesh, [Shard(0)])
+    replicas, alone = [torch.zeros(2), torch.ones(2), None, None], {"other": torch.ones(2)}
     found = []
     if rank < 2:
         with checkpointer(root, group=pair) as there:
@@ -675,6 +676,10 @@ def without_all_of_a_mesh(rank: int, group: Any, root: str) -> list[Any]:
                 told(lambda: there.save(1, {"w": weights, "step": 1})),
                 told(lambda: there.save_async(2, {"w": weights})),
                 told(lambda: tr.serve({"w": weights}, step=1, group=pair, timeout=TIMEOUT)),
+                # Ranks that differ in something are asked a second time.
+                told(lambda: there.save(3, {"w": weights, "mine": rank})),
+                told(lambda: there.save(4, {"w": weights, "w1": replicas[rank]})),
+                told(lambda: there.save(5, {"a": torch.ones(2), "w": weights} if rank else alone)),
             ]
     dist.barrier()
     return found
@@ -684,8 +689,9 @@ def test_a_group_without_all_ranks_of_a_mesh_is_told_so_before_a_byte_is_written
     pool4: RankPool, tmp_path: Path
 ) -> None:
     for found in pool4.run(without_all_of_a_mesh, str(tmp_path / "job"), timeout=60)[:2]:
-        assert [kind for kind, *_ in found] == ["CheckpointError"] * 3, found
-        assert all("80 of its 160 bytes" in text for *_, text in found), found
+        assert [kind for kind, *_ in found] == ["CheckpointError"] * 6, found
+        assert all("phase plan" in text for *_, text in found), found
+        assert all("of its 160 bytes" in text for *_, text in found), found
     assert not list((tmp_path / "job").glob("step-*"))
 
 

@@ -203,11 +203,15 @@ class Images:
         that none of them touches."""
         views = [self._views[ticket] for ticket in tickets]
         first = min(views, key=lambda view: view.low)
-        # So that each stays aligned.
-        low = first.low - (first.low - first.origin) % max(view.itemsize for view in views)
+        largest = max(views, key=lambda view: view.itemsize)
+        low = first.low - (first.low - largest.low) % largest.itemsize  # so that each stays aligned
         high = max(view.high for view in views)
-        if any((view.low - low) % view.itemsize for view in views):
-            raise UnsupportedLeafError("storages that overlap, out of step with their elements")
+        for view in views:
+            if (view.low - low) % view.itemsize:
+                raise UnsupportedLeafError(
+                    f"elements of a tensor of {view.dtype} and shape {view.shape} begin amid those "
+                    "of another over the same memory: give a clone of it"
+                )
         whole = next((view for view in views if view.reaches(low, high)), None)
         if whole is not None:
             memory = _bytes_of(whole, low, high)

@@ -76,10 +76,15 @@ class _Outliner:
         for leaf, _, what in sorted(found, key=itemgetter(0, 1)):
             if isinstance(what, Sort):
                 self._name_piece(leaf, what)
-            elif what is not None:
-                self._name_group(leaf, what)
-            else:
-                self._records[leaf] = self._distributed(leaf)
+                continue
+            try:
+                if what is not None:
+                    self._name_group(leaf, what)
+                else:
+                    self._records[leaf] = self._distributed(leaf)
+            except UnsupportedLeafError as fault:
+                fault.path = fault.path or show(self._paths[leaf])
+                raise
         for leaf, item in zip(some.leaves, some.described, strict=True):
             self._records[leaf] = record = finished(item, self._parts.__getitem__)
             if isinstance(record, m.SubclassLeaf):
@@ -127,13 +132,9 @@ class _Outliner:
     def _distributed(self, index: int) -> m.Leaf:
         """The record of a whole DTensor or ShardedTensor."""
         leaf = self._leaves[index]
-        try:
-            if t.is_dtensor(leaf):
-                return self._dtensor(leaf, index)
-            return self._sharded(leaf, index)  # type: ignore[arg-type]
-        except UnsupportedLeafError as fault:
-            fault.path = fault.path or show(self._paths[index])
-            raise
+        if t.is_dtensor(leaf):
+            return self._dtensor(leaf, index)
+        return self._sharded(leaf, index)  # type: ignore[arg-type]
 
     def _whole(self, leaf: torch.Tensor, local: torch.Tensor | None, index: int) -> m.TensorLeaf:
         if local is not None and not t.is_plain(local):

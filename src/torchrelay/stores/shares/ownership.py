@@ -47,14 +47,16 @@ class HeldTensor(NamedTuple):
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `HeldTensor` as the coordinator hears of it. `part` tells the elements that this rank has
-    of a distributed one: which they are, and their values."""
+    """A `HeldTensor` as the coordinator hears of it. Of a distributed one, `nbytes` are those that
+    this rank writes if none is left to another, `part` tells the elements that it has: which they
+    are, and their values, and `whole` has the bytes of all parts."""
 
     name: str
     fact: bytes
     nbytes: int
     mesh: bytes = b""
     part: tuple[bytes, bytes] = (b"", b"")
+    whole: int = 0
 
 
 class Statement(msgspec.Struct, array_like=True, frozen=True):
@@ -201,6 +203,8 @@ def rulings(
             for rank, row in same:
                 if row.mesh != first.mesh:
                     left[rank].append(name)
+            written = sum(row.nbytes for _, row in same if row.mesh == first.mesh)
+            check_all_there(written, first.whole, name)
             continue
         for rank, row in several:
             if row.fact != first.fact:
@@ -222,6 +226,17 @@ def bytes_ruled(details: Sequence[Details], ruled: Sequence[Ruling]) -> int:
         left = set(ruling.left)
         total += one.nbytes + sum(row.nbytes for row in one.tensors if row.name not in left)
     return total
+
+
+def check_all_there(nbytes: int, whole: int, path: str | None = None) -> None:
+    """`CheckpointError` if ranks write less than all of a tensor, or of a state."""
+    if nbytes < whole:
+        raise CheckpointError(
+            f"the step would not be whole, the group has {nbytes} of its {whole} bytes: all ranks "
+            "that have a part of a tensor are in the group that saves it",
+            phase="plan",
+            path=path,
+        )
 
 
 def _free(name: str, taken: set[str]) -> str:

@@ -7,7 +7,7 @@ planner of the user's own, that planner says who writes what (`given_planner`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ import msgspec
 import torch
 import xxhash
 
-from torchrelay.errors import CheckpointError, UnsupportedLeafError
+from torchrelay.errors import UnsupportedLeafError
 from torchrelay.plan.outline import Named
 from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.state import tensors as t
@@ -179,7 +179,7 @@ class RulePlanning:
         outline = self._now.named.outline
         if self._world == 1:
             self.outlines = Outlines((outline,), (0,), ())
-            self.nbytes = _bytes_of_all(self._now.named)
+            self.nbytes = _bytes_of_all(self._now.named.tensors.values())
             return Decision([_encode(Ruling())], final=True)
         if not self._said:
             return self._compare(said, outline)
@@ -193,19 +193,17 @@ class RulePlanning:
             return Decision([_encode(question) for question in asked], final=False)
         self.outlines = Outlines((outline,), (0,) * len(said), ())
         self.nbytes = sum(statement.nbytes for statement in statements)
-        if self.nbytes < (whole := _bytes_of_all(self._now.named)):
-            raise CheckpointError(
-                f"the step would not be whole, the group has {self.nbytes} of its {whole} bytes: "
-                "all ranks that have a part of a tensor are in the group that saves it",
-                phase="plan",
-            )
+        ownership.check_all_there(self.nbytes, _bytes_of_all(self._now.named.tensors.values()))
         return Decision([_encode(Ruling())] * len(said), final=True)
 
     def _rule(self, said: Sequence[bytes], outline: Outline) -> Decision:
         details = [plan_limits.read(_details, data, rank) for rank, data in enumerate(said)]
         statements, self._said = self._said, []
         asked = ownership.differing([one.tensors for one in statements])
-        ruled = ownership.rulings(details, asked, self._now.named.tensors)
+        tensors = self._now.named.tensors
+        ruled = ownership.rulings(details, asked, tensors)
+        same = [one for name, one in tensors.items() if ownership.bucket_of(name) not in asked]
+        ownership.check_all_there(sum(one.nbytes for one in details), _bytes_of_all(same))
         told = [outline, *(one.outline for one in details[1:])]
         self.outlines = plans.merge(
             RankOutline(statement.shape, mine, one.leaves, ruling.renamed)
@@ -290,8 +288,7 @@ def _check_whole(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _bytes_of_all(named: Named) -> int:
-    wholes = named.tensors.values()
+def _bytes_of_all(wholes: Iterable[torch.Tensor]) -> int:
     return sum(prod(whole.size()) * whole.dtype.itemsize for whole in wholes)
 
 
@@ -321,7 +318,8 @@ def _row(one: HeldTensor, tensor: torch.Tensor) -> Row:
     boxes = _digest([part.box for part in parts])
     values = _digest([facts_of(part.tensor) for part in parts])
     nbytes = one.nbytes if ownership.written_by_name(one) else 0
-    return Row(one.name, one.fact, nbytes, one.mesh, (boxes, values) if parts else (b"", b""))
+    part = (boxes, values) if parts else (b"", b"")
+    return Row(one.name, one.fact, nbytes, one.mesh, part, _bytes_of_all([tensor]))
 
 
 def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
