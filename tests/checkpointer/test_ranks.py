@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -359,6 +360,40 @@ def test_fsdp_around_tensor_parallel(pool4: Any, tmp_path: Path) -> None:
 
 
 # What ranks have of their own.
+
+
+def stage_of(rank: int, value: float) -> dict[str, Any]:
+    """A stage of a pipeline: a key that the others lack, and another tensor under one that they
+    have, as in the state of an optimizer."""
+    wide = torch.full((2 + rank % 3, 3), value + rank)
+    return {
+        f"layer-{rank // 2}": torch.full((3,), value + rank // 2),
+        "optimizer": {0: wide.clone(), 1: wide.new_full((3, 2 + rank), value).t()},
+        "step": 1,
+    }
+
+
+def unlike_stages(rank: int, group: Any, root: str) -> list[Any]:
+    found = []
+    with checkpointer(root, group) as there:
+        there.save(1, stage_of(rank, 5.0))
+        found.append(there.load(stage_of(rank, 0.0)).state)
+    planned = checkpointer(f"{root}-planned", group, planner=DefaultSavePlanner())
+    with planned as there:
+        there.save(1, stage_of(rank, 5.0))
+        found.append(there.load(stage_of(rank, 0.0)).state)
+    with tr.serve(stage_of(rank, 5.0), step=1, group=group, timeout=TIMEOUT) as endpoint:
+        found.append(tr.pull(endpoint.url, into=stage_of(rank, 0.0), group=group).state)
+        dist.barrier(group)
+    return found
+
+
+def test_stages_with_keys_of_their_own_and_other_tensors_under_the_same_key(
+    pool4: RankPool, tmp_path: Path
+) -> None:
+    for rank, found in enumerate(pool4.run(unlike_stages, str(tmp_path / "job"), timeout=60)):
+        for state in found:
+            assert_same(stage_of(rank, 5.0), state)
 
 
 def own_state(rank: int) -> dict[str, Any]:

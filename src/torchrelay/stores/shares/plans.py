@@ -107,19 +107,27 @@ def merge(all_ranks: Iterable[RankOutline]) -> Outlines:
     ranks: list[int] = []
     own: list[Own] = []
     places: list[dict[str, int]] = []
+    renamed: list[frozenset[str]] = []  # by outline, what its first rank has under new names
     for rank, one in enumerate(all_ranks):
         if one.shape not in first:
             if one.outline is None:
                 raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")
             first[one.shape] = len(bases)
-            bases.append(one.outline)
             places.append({name: index for index, name in enumerate(one.outline.names)})
+            # Its leaves fit the tensors that this rank has, not those of another under the name.
+            names = tuple(one.renamed.get(name, name) for name in one.outline.names)
+            bases.append(msgspec.structs.replace(one.outline, names=names))
+            renamed.append(frozenset(one.renamed))
         base = first[one.shape]
         ranks.append(base)
         leaves = _own_leaves(one.leaves, bases[base].leaves, rank)
-        names = {places[base][old]: new for old, new in one.renamed.items() if old in places[base]}
-        if leaves or names:
-            own.append(Own(rank, pairs(leaves), pairs(names)))
+        own_names = {}
+        for old in renamed[base] | one.renamed.keys():
+            index, name = places[base].get(old), one.renamed.get(old, old)
+            if index is not None and bases[base].names[index] != name:
+                own_names[index] = name
+        if leaves or own_names:
+            own.append(Own(rank, pairs(leaves), pairs(own_names)))
     return Outlines(tuple(bases), tuple(ranks), tuple(own))
 
 
