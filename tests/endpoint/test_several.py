@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -127,6 +128,55 @@ def test_endpoints_of_other_steps_or_bytes_are_left_out(three: list[tr.Endpoint]
     assert got.report.failed[elsewhere.url] == "has other bytes of step 5"
     assert got.report.failed[older.url] == "has no step 5"
     assert "does not answer" in got.report.failed["http://127.0.0.1:9"]
+
+
+def test_one_with_a_damaged_record_and_one_that_is_silent_are_left_out(
+    three: list[tr.Endpoint],
+) -> None:
+    with (
+        Between(three[1].url, _other_record) as liar,
+        socket.create_server(("127.0.0.1", 0)) as nobody,
+    ):
+        silent = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        got = _pull([liar.url, silent, three[0].url], timeout=8)
+    assert _is(got.state) and list(got.report.sources) == [three[0].url]
+    assert "no valid record" in got.report.failed[liar.url]
+    assert "timed out" in got.report.failed[silent]
+
+
+def _other_record(line: str, body: bytes) -> bytes:
+    return body if "/record" not in line else body[:200] + b"7" + body[201:]
+
+
+@pytest.mark.parametrize("asked", ["/steps.json", "/record", "/places.json"])
+def test_an_answer_that_breaks_off_is_asked_for_again(three: list[tr.Endpoint], asked: str) -> None:
+    spoilt: list[str] = []
+
+    def once(line: str, body: bytes) -> bytes | None:
+        if asked in line and not spoilt:
+            spoilt.append(line)
+            return None
+        return body
+
+    with Between(three[0].url, once) as between:
+        got = _pull(between.url, timeout=30)
+    assert spoilt and _is(got.state) and not got.report.failed
+
+
+def test_a_record_that_was_damaged_on_its_way_is_asked_for_again(
+    three: list[tr.Endpoint],
+) -> None:
+    spoilt: list[str] = []
+
+    def once(line: str, body: bytes) -> bytes:
+        if "/record" in line and not spoilt:
+            spoilt.append(line)
+            return _other_record(line, body)
+        return body
+
+    with Between(three[0].url, once) as between:
+        got = _pull(between.url, timeout=30)
+    assert spoilt and _is(got.state) and not got.report.failed
 
 
 def test_nobody_is_there() -> None:

@@ -67,6 +67,14 @@ _places = msgspec.json.Decoder(PlaceFacts)
 _local = msgspec.json.Decoder(LocalFacts)
 
 
+# What a connection does that breaks off; one that is refused is not asked again.
+_BROKEN = (ConnectionResetError, BrokenPipeError, http.client.IncompleteRead)
+
+
+class _DamagedRecordError(EndpointError):
+    """A record with wrong bytes, which may have been changed on their way."""
+
+
 class OpenedEndpoint:
     """A step that endpoints have, with its record. See `seam.Opened`."""
 
@@ -152,7 +160,9 @@ class EndpointSource:
         wait = min(max(deadline.early() - _MARGIN, _MARGIN), 30.0)
         query = "" if newer_than is None else f"?newer_than={newer_than}&wait_ms={1000 * wait:.0f}"
         limit = ASK_SECONDS + (0 if newer_than is None else wait) + 30
-        seconds = min(limit, max(deadline.left(), 0.01))
+        # Who waits for a step is answered late; else one that stays away leaves the others time.
+        alone = newer_than is not None or len(hosts) == 1
+        seconds = min(limit, _share_of(deadline, alone))
 
         def ask(host: Host) -> _StepList | None:
             return self._asked(
@@ -167,14 +177,17 @@ class EndpointSource:
         return found
 
     def _asked(self, host: Host, act: Callable[[], Result]) -> Result | None:
-        """What an endpoint says; None where it does not answer as one, and `failed` has why."""
-        try:
-            return act()
-        except EndpointError as fault:
-            self.failed[host.url] = fault.message
-        except (OSError, http.client.HTTPException) as fault:
-            text = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
-            self.failed[host.url] = f"does not answer: {text}"
+        """What an endpoint says; None where it does not answer as one, and `failed` has why. One
+        that breaks off, or whose record is damaged, is asked once more."""
+        for again in (True, False):
+            try:
+                return act()
+            except (*_BROKEN, _DamagedRecordError) as fault:
+                if not again:
+                    self.failed[host.url] = _reason(fault)
+            except (EndpointError, OSError, http.client.HTTPException) as fault:
+                self.failed[host.url] = _reason(fault)
+                break
         return None
 
     def _nobody(self) -> RelayError:
@@ -204,23 +217,17 @@ class EndpointSource:
     def _open(
         self, hosts: list[Host], step: int, snapshot: str, deadline: Deadline
     ) -> OpenedEndpoint:
-        seconds = max(deadline.left(), 0.01)
         for host in hosts:
-            reply = self._asked(host, lambda h=host: self._record(h, step, seconds))  # type: ignore[misc]
-            if reply is not None:
+            seconds = _share_of(deadline, host is hosts[-1])
+            told = self._asked(host, lambda h=host, s=seconds: self._record(h, step, snapshot, s))  # type: ignore[misc]
+            if told is not None:
                 break
         else:
             raise self._nobody()
-        if reply.headers.get("Torchrelay-Snapshot", snapshot) != snapshot:
-            raise StepNotFoundError(f"step {step} was replaced while it was opened", step=step)
-        try:
-            record = decode(reply.body)
-        except ManifestError as fault:
-            raise EndpointError(f"{host.url} has no valid record: {fault.message}") from fault
-        if record.step != step or content_digest(record) != snapshot:
-            raise EndpointError(f"{host.url} has a record of something else than it says")
-        suppliers = self._suppliers(hosts, record, snapshot, deadline)
-        remote = RemoteStep(self.name, reply.body, record, snapshot, suppliers, deadline)
+        data, record = told
+        able = [host for host in hosts if host.url not in self.failed]
+        suppliers = self._suppliers(able, record, snapshot, deadline)
+        remote = RemoteStep(self.name, data, record, snapshot, suppliers, deadline)
         self._opened.append(remote)
         return OpenedEndpoint(record, self._nearest(remote, record, snapshot), snapshot)
 
@@ -258,12 +265,22 @@ class EndpointSource:
                 memory.close()
         return found
 
-    def _record(self, host: Host, step: int, seconds: float) -> Reply:
+    def _record(
+        self, host: Host, step: int, snapshot: str, seconds: float
+    ) -> tuple[bytes, Checkpoint]:
         answer = host.get(f"/record?step={step}", seconds=seconds, limit=RECORD_BYTES)
         if answer.status == 404:
             raise StepNotFoundError(f"no step {step} at {host.url}", step=step)
         _check(host, answer)
-        return answer
+        if answer.headers.get("Torchrelay-Snapshot", snapshot) != snapshot:
+            raise StepNotFoundError(f"step {step} was replaced while it was opened", step=step)
+        try:
+            record = decode(answer.body)
+        except ManifestError as fault:
+            raise _DamagedRecordError(f"{host.url} has no valid record: {fault.message}") from fault
+        if record.step != step or content_digest(record) != snapshot:
+            raise EndpointError(f"{host.url} has a record of something else than it says")
+        return answer.body, record
 
     def _suppliers(
         self, hosts: list[Host], record: Checkpoint, snapshot: str, deadline: Deadline
@@ -271,12 +288,12 @@ class EndpointSource:
         """Each volume is at a URL, or at the ranks that it names."""
         known: dict[str, Supplier] = {}
         volumes: dict[str, list[Supplier]] = {file.name: [] for file in record.files}
-        seconds = min(ASK_SECONDS, max(deadline.left(), 0.01))
         path = f"/places.json?snapshot={snapshot}"
         for host in hosts:
+            seconds = min(ASK_SECONDS, _share_of(deadline, host is hosts[-1] and not known))
             facts = self._asked(
                 host,
-                lambda h=host: _decoded(h, _places, h.get(path, seconds=seconds)),  # type: ignore[misc]
+                lambda h=host, s=seconds: _decoded(h, _places, h.get(path, seconds=s)),  # type: ignore[misc]
             )
             if facts is None:
                 continue
@@ -317,6 +334,18 @@ class EndpointSource:
         for step in self._opened:
             found.update(step.suppliers.faulty)
         return found
+
+
+def _share_of(deadline: Deadline, alone: bool) -> float:
+    """Seconds that an endpoint may take to answer: half of what is left, unless it is `alone`."""
+    return max(deadline.left() / (1 if alone else 2), 0.01)
+
+
+def _reason(fault: Exception) -> str:
+    if isinstance(fault, EndpointError):
+        return fault.message
+    text = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
+    return f"does not answer: {text if text.isprintable() else ascii(text)}"
 
 
 def _check(host: Host, answer: Reply) -> None:
