@@ -72,6 +72,9 @@ def test_the_state_dict_of_a_new_optimizer_as_a_destination(tmp_path: Path) -> N
                 held.load(into=into, step=steps)
             assert "['o'] is the state dict of an optimizer" in str(caught.value)
             held.load(into={"o": trained(1 - steps)}, step=steps)
+        with pytest.raises(tr.MismatchError) as caught:  # for another reason
+            held.load(into={"o": trained(0), "more": 1})
+        assert "optimizer" not in str(caught.value)
 
 
 def told(rank: int, group: Any) -> list[str]:

@@ -17,7 +17,7 @@ from tests.support.cuts import stores_with
 from tests.support.ranks import RankPool
 from tests.support.saved import equal, state, training, which
 from torchrelay.checkpointer.saves import saver as saving
-from torchrelay.checkpointer.saves import staging
+from torchrelay.checkpointer.saves import staging, step_draft
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.seam import MANIFEST
 
@@ -57,6 +57,34 @@ def test_a_failed_save_stops_nothing_if_it_is_to_warn(
         assert which(checkpointer.load().state, [2]) == 2
     told = [record for record in caplog.records if "step 1 failed" in record.getMessage()]
     assert [record.levelno for record in told] == [logging.ERROR]
+
+
+def test_a_full_disk_stops_nothing_if_it_is_to_warn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found before anything is staged."""
+    monkeypatch.setattr(step_draft, "HEADROOM", 1 << 60)
+    with tr.Checkpointer(tmp_path, group=False, timeout=30, on_error="warn") as checkpointer:
+        pending = checkpointer.save_async(1, state(1))
+        assert isinstance(fault := pending.exception(20), tr.CheckpointError)
+        assert "no room" in str(fault) and checkpointer.failures == 1
+        with pytest.raises(tr.CheckpointError, match="no room"):
+            checkpointer.save(1, state(1))
+        with pytest.raises(tr.UnsupportedLeafError):
+            checkpointer.save_async(1, {"ours": object()})
+        monkeypatch.undo()
+        checkpointer.save_async(2, state(2)).result(20)
+        assert checkpointer.steps() == [2] and checkpointer.failures == 1
+
+
+def test_a_place_that_cannot_be_listed_stops_nothing_if_it_is_to_warn(tmp_path: Path) -> None:
+    root = tmp_path / "job"
+    with tr.Checkpointer(root, group=False, timeout=30, on_error="warn") as checkpointer:
+        root.write_text("in the way")
+        assert isinstance(checkpointer.save_async(1, state(1)).exception(20), tr.CheckpointError)
+        root.unlink()
+        checkpointer.save_async(2, state(2)).result(20)
+        assert checkpointer.steps() == [2] and checkpointer.failures == 1
 
 
 def test_a_failed_save_is_raised_by_the_next_call_by_default(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torchrelay.checkpointer.saves.pending import Pending, Saved, logger
 from torchrelay.checkpointer.saves.saver import Save, Saver
 from torchrelay.checkpointer.saves.step_draft import GRACE
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
-from torchrelay.errors import StorageTimeoutError, UsageError
+from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.checkpoint.schema import Checkpoint
@@ -177,8 +177,17 @@ class Checkpointer:
             save = self._new_save(step, overwrite, timeout, progress)
             if (on_busy or self._on_busy) == "skip" and self._busy(save):
                 return Pending(step, skipped=True)
-            last = self._settle(save, lambda: self._shelf.check_order(step, overwrite=overwrite))
             pending = Pending(step, quiet=self._on_error == "warn")
+            check = partial(self._shelf.check_order, step, overwrite=overwrite)
+            try:
+                last = self._settle(save, check)
+            except CheckpointError as fault:
+                if not pending.takes(fault):
+                    raise
+                self._saver.pending = pending
+                self._saver.failures += 1
+                pending.end(None, fault)
+                return pending
             with self._last.after(last):
                 self._saver.save_async(save, state, pending, lambda: self._prune(save))
             return pending

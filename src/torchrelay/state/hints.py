@@ -33,6 +33,8 @@ def with_hints(offered: m.Node, here: m.Node) -> Iterator[None]:
         yield
     except MismatchError as fault:
         for path in _fresh_optimizers(offered, here, ()):
+            if show((*path, "state")) not in fault.message:
+                continue  # it is told its state as an object, or left out
             fault.message += (
                 f"; {show(path)} is the state dict of an optimizer that has made no step on one "
                 "of the two sides: pass the optimizer itself, which takes whatever is offered"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torchrelay.checkpointer.owner import Owner
 from torchrelay.deadlines import Timeout, seconds_of
-from torchrelay.errors import CheckpointError
+from torchrelay.errors import CheckpointError, StorageTimeoutError
 
 logger = logging.getLogger("torchrelay")
 
@@ -39,7 +39,7 @@ class Pending:
         self._ended = threading.Event()
         self._saved: Saved | None = None
         self._fault: BaseException | None = None
-        self._told = quiet
+        self._told = self._quiet = quiet
         if skipped:
             self._ended.set()
 
@@ -72,6 +72,13 @@ class Pending:
         except BaseException:
             pass
         return self._fault
+
+    def takes(self, fault: BaseException) -> bool:
+        """Whether a fault that a save began with is told here, in place of being raised: one of the
+        storage, where the save is quiet. Others are the caller's to mend."""
+        if not self._quiet or type(fault) not in (CheckpointError, StorageTimeoutError):
+            return False
+        return isinstance(fault, StorageTimeoutError) or getattr(fault, "file", None) is not None
 
     def untold(self) -> BaseException | None:
         """The failure, if there was one and nobody has asked; asked once."""

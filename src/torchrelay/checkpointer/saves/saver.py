@@ -141,10 +141,8 @@ class Saver:
         self, save: Save, state: object, pending: Pending, after: Callable[[], None]
     ) -> None:
         """Stage a state and return; `pending` ends when it is committed, or is not. `after` is done
-        after the commit.
-
-        One thread brings the save to its end, whatever that is. It waits for the first word of
-        this one: what was staged, or why nothing was.
+        after the commit. One thread brings the save to its end, whatever that is. It waits for the
+        first word of this one: what was staged, or why nothing was.
         """
         staged: queue.SimpleQueue[_Staged | BaseException] = queue.SimpleQueue()
         end = functools.partial(self._complete, save, staged, pending, after)
@@ -160,8 +158,9 @@ class Saver:
             staged.put(fault)
             if thread.ident is None:  # there is no other thread
                 end()
-            pending.result()
-            raise
+            if not pending.takes(fault):
+                pending.result()
+                raise
 
     def prepare(self, save: Save, state: object) -> int:
         """Have memory and process ready for states like this one; the bytes staged for it."""
@@ -357,7 +356,7 @@ class Saver:
         pending: Pending,
         after: Callable[[], None],
     ) -> None:
-        saved, fault = self._outcome(save, staged, after)
+        saved, fault = self._outcome(save, staged, pending, after)
         # The state is let go of by now: whoever waits may count on its memory.
         pending.end(saved, fault)
 
@@ -365,12 +364,15 @@ class Saver:
         self,
         save: Save,
         staged: queue.SimpleQueue[_Staged | BaseException],
+        pending: Pending,
         after: Callable[[], None],
     ) -> tuple[Saved | None, BaseException | None]:
         word = staged.get()
-        if not isinstance(word, _Staged):  # the caller raises it, and nobody has the `Pending`
+        if not isinstance(word, _Staged):
             self._give_up(save, word)
-            return None, None
+            told = pending.takes(word)  # else the caller raises it, and nobody has the `Pending`
+            self.failures += told
+            return None, word if told else None
         try:
             try:
                 saved = self._written(save, word)
