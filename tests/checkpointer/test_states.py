@@ -32,6 +32,7 @@ from tests.support.states import (
     strided,
     tensors_in,
 )
+from torchrelay.endpoint import publishing
 
 # torch warns about quantized, sparse and complex32 tensors as such.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -256,6 +257,35 @@ def test_a_change_right_after_save_async(there: tr.Checkpointer) -> None:
         assert got["step"] == [1]
         weights.copy_(expected["w"])
         state["step"][0] = 1
+
+
+def test_a_state_that_is_trained_on_while_it_is_copied_is_an_error(
+    there: tr.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"model": {"w": torch.zeros(1 << 20)}, "step": 1}
+    weights = state["model"]["w"]  # type: ignore[index]
+
+    def train(*_: object) -> None:
+        weights.add_(1)
+
+    with pytest.raises(tr.CheckpointError, match=r"changed while it was saved.*at model.w"):
+        there.save(1, state, progress=train)
+    assert there.steps() == []
+    there.save(1, state)
+
+    def copy(*args: Any, **options: Any) -> None:
+        stage(*args, **options)
+        train()
+
+    stage = publishing.stage
+    with tr.serve(state, step=1, group=False, timeout=30) as endpoint:
+        monkeypatch.setattr(publishing, "stage", copy)
+        with pytest.raises(tr.CheckpointError, match=r"changed while it was saved.*at model.w"):
+            endpoint.publish(state, step=2)
+        monkeypatch.undo()
+        endpoint.publish(state, step=3).wait(30)
+        got = tr.pull(endpoint.url, timeout=30)
+    assert got.step == 3 and torch.equal(got.state["model"]["w"], weights)
 
 
 # Loading into what is there.

@@ -229,7 +229,9 @@ class Saver:
                     target[0].write_ranges(
                         [whole[f]._replace(start=a, stop=b) for f, a, b, _ in parts]
                     )
-                return target[0].finish(save.deadline)
+                digests = target[0].finish(save.deadline)
+                share.check_unchanged()
+                return digests
             share.hash_on_devices()
             arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
             target.append(HereTarget(draft, share.files, arena.address))

@@ -19,6 +19,7 @@ from torchrelay.record.checkpoint.places import check_tensors
 from torchrelay.record.checkpoint.schema import Blob, Checkpoint, DataFile, Outline, Own
 from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf, TensorLeaf, parts
+from torchrelay.state.tensors import versions_of
 from torchrelay.stores.seam import Draft
 from torchrelay.stores.shares.device_hashing import DeviceHashing
 from torchrelay.stores.shares.layout import Entry, FileLayout
@@ -55,6 +56,8 @@ class Share:
         self._blobs: list[Blob] = []
         self._hashing: DeviceHashing | None = None
         self._entries = drafted.entries
+        self._given = drafted.tensors
+        self._versions = versions_of(self._given)
         for number, layout in enumerate(layouts):
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
             placed = [(0, Region.row_major(head))]
@@ -104,18 +107,18 @@ class Share:
         self.files = self._hashing.hashed()
 
     def check_unchanged(self) -> None:
-        """Called when everything has been copied: `CheckpointError` where memory of a GPU is not
-        what its digests were made of, so that they might not be those of what is written."""
+        """Called when everything has been copied: `CheckpointError` where a tensor was written to
+        meanwhile, as far as autograd knows, or memory of a GPU is not what its digests were made
+        of, so that they might not be those of what is written."""
+        versions = zip(self._entries, self._versions, versions_of(self._given), strict=True)
+        for entry, old, new in versions:
+            if old != new:
+                raise _changed(path=entry.name)
         if self._hashing is None or not any(file.digests for file in self.files):
             return
         for before, now in zip(self.files, self._hashing.hashed(), strict=True):
             if before.digests != now.digests:
-                raise CheckpointError(
-                    "the state was changed while it was saved, and is not committed: save it "
-                    "again, and keep it as it is until the save returns",
-                    phase="stage",
-                    file=before.name,
-                )
+                raise _changed(file=before.name)
 
     def passes(self) -> Iterator[list[Range]]:
         """Everything, in as many passes as it takes to bring what is not on the host there."""
@@ -204,6 +207,16 @@ def _as_said(step: int, rank: int | None = None) -> Iterator[None]:
             phase="commit",
             path=fault.path,
         ) from fault
+
+
+def _changed(*, path: str | None = None, file: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        "the state was changed while it was saved, and is not committed: save it again, and keep "
+        "it as it is until the save returns",
+        phase="stage",
+        path=path,
+        file=file,
+    )
 
 
 def sealed(record: Checkpoint) -> bytes:
