@@ -19,6 +19,7 @@ from torchrelay.landing.terms import checked_device
 from torchrelay.memory.gpu.kernels import warm_up
 from torchrelay.memory.gpu.side import in_use, settle
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
+from torchrelay.owner import Owner
 from torchrelay.plan.blueprint import Blueprint
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.progress import Progress, ProgressCallback, reporter
@@ -112,6 +113,7 @@ class Relay:
         # What planning found out, for the next transfer of the same state. None of the tensors.
         self._drawn: Blueprint | None = None
         self._closed = False
+        self._owner = Owner("Relay", "move states in the parent, which has the group's connections")
 
     @property
     def rank(self) -> int:
@@ -413,6 +415,7 @@ class Relay:
         return ranks
 
     def _check_open(self) -> None:
+        self._owner.check()
         if self._closed:
             raise UsageError("this relay is closed")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, verdict, weights
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankPool, run_ranks
 from tests.support.ways import BY_MESSAGES, by, every_route, every_way
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports.protocol import wire
@@ -679,3 +680,29 @@ def test_an_in_place_receive_takes_the_buffers_in_flight_and_no_more(route):
     # Two chunks of 32 MiB on their way, and what the allocator and the threads need.
     assert receiver_grew < 128 << 20, receiver_grew
     assert sender_grew < 64 << 20, sender_grew
+
+
+def in_a_fork(rank: int, group: Any) -> str:
+    """A forked child has its parent's connections: what it sent would be the parent's words."""
+    with tr.Relay(group, timeout=20) as relay:
+        ours, theirs = os.pipe()
+        if not (child := os.fork()):
+            try:
+                relay.recv(1 - rank, timeout=2)
+            except BaseException as fault:
+                os.write(theirs, f"{type(fault).__name__} {fault}".encode())
+            os._exit(0)
+        os.close(theirs)
+        with open(ours) as told:
+            text = told.read()
+        os.waitpid(child, 0)
+        if rank == 0:
+            relay.send({"w": torch.ones(2)}, to=1)
+        else:
+            assert relay.recv(0).state["w"].sum() == 2
+    return text
+
+
+def test_a_forked_child_has_no_relay_and_its_parent_goes_on(pool2: RankPool) -> None:
+    for text in pool2.run(in_a_fork, timeout=60):
+        assert text.startswith("UsageError this Relay belongs to process"), text

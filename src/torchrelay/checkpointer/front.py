@@ -18,7 +18,6 @@ from torchrelay.checkpointer.catalog import Catalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, policy
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted, patience
-from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.checkpointer.saves.last_save import LastSave, agreed_step
 from torchrelay.checkpointer.saves.pending import Pending, Saved, logger
 from torchrelay.checkpointer.saves.saver import Save, Saver
@@ -26,6 +25,7 @@ from torchrelay.checkpointer.saves.step_draft import GRACE
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
+from torchrelay.owner import Owner, enrol
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.steps import check_step

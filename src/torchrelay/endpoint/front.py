@@ -7,13 +7,13 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.process import ServerProcess
 from torchrelay.endpoint.publishing import Published, Publisher
 from torchrelay.endpoint.security import Address, check_certificate, check_listening, find_token
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import RelayError, UsageError
+from torchrelay.owner import Owner, enrol
 from torchrelay.steps import check_step
 from torchrelay.transports.group.assembly import Assembly
 from torchrelay.version import __version__

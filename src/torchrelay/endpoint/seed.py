@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torchrelay.checkpointer.owner import Owner
 from torchrelay.endpoint.security import Address, check_listening
 from torchrelay.endpoint.seed_server import SeededStep, SeedServer
 from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.kept_ranges import KeptRanges
 from torchrelay.memory.pages import PAGE, paged
+from torchrelay.owner import Owner
 from torchrelay.record.checkpoint.schema import DataFile
 from torchrelay.sources.connection import Host
 from torchrelay.sources.mapped_step import MappedStep, VolumePlace

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from torchrelay.checkpointer.owner import Owner, enrol
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.publishing import Published
 from torchrelay.endpoint.security import (
@@ -31,6 +30,7 @@ from torchrelay.keeper.process import (
 )
 from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.stager import LentSlot, Stager
+from torchrelay.owner import Owner, enrol
 from torchrelay.sources.keeper import KeeperSource
 from torchrelay.sources.lease import machine
 from torchrelay.steps import check_step

@@ -6,9 +6,9 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
-from torchrelay.checkpointer.owner import Owner
 from torchrelay.deadlines import Timeout, seconds_of
 from torchrelay.errors import CheckpointError, StorageTimeoutError
+from torchrelay.owner import Owner
 
 logger = logging.getLogger("torchrelay")
 

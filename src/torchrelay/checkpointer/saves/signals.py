@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torchrelay.checkpointer.owner import Owner
 from torchrelay.checkpointer.saves.pending import logger
 from torchrelay.errors import UsageError
+from torchrelay.owner import Owner
 
 
 class SaveOnSignal:

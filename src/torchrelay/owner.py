@@ -20,8 +20,10 @@ class Owner:
     memory and the writer process.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, instead: str = "") -> None:
+        """`instead`: what a child is to do."""
         self._what = what
+        self._instead = instead or "make a Checkpointer of its own in the child, with group=False"
         self._pid = os.getpid()
 
     @property
@@ -33,7 +35,7 @@ class Owner:
         if not self.here:
             raise UsageError(
                 f"this {self._what} belongs to process {self._pid}, and process {os.getpid()} is a "
-                "fork of it: make a Checkpointer of its own in the child, with group=False"
+                f"fork of it: {self._instead}"
             )
 
 
