@@ -226,9 +226,8 @@ class Saver:
                 whole = share.ranges()
                 placed = [(part.file, part.start, part.stop, 0) for part in whole]
                 for parts in in_parts(placed, share.files, bar):
-                    target[0].write_ranges(
-                        [whole[f]._replace(start=a, stop=b) for f, a, b, _ in parts]
-                    )
+                    cut = [whole[f]._replace(start=a, stop=b) for f, a, b, _ in parts]
+                    target[0].write_ranges(cut)
                 digests = target[0].finish(save.deadline)
                 share.check_unchanged()
                 return digests
