@@ -43,6 +43,10 @@ def test_ls_inspect_and_verify(place: Path) -> None:
     every = command("verify", place, "--all")
     assert every.returncode == 1
     assert every.stdout.startswith("step 1 verifies\nstep 2 is damaged: ")
+    for target in ("out.safetensors", "out.pt", "out"):
+        refused = command("convert", place / "step-2", place.parent / target)
+        assert refused.returncode == 1 and "are not those written" in refused.stderr
+        assert not (place.parent / target).exists()
 
 
 def test_looking_leaves_drafts_alone(place: Path) -> None:

@@ -50,6 +50,8 @@ def _convert(
             to = SUFFIXES.get(Path(target).suffix, "torchrelay")
         if to == "safetensors":
             with opened_source(source, step) as state:
+                with progress_bar("verifying") as show:
+                    state.verify(show)  # tensors are read without their digests
                 write_file(state, only, Path(target))
             return
         if only:
