@@ -254,7 +254,9 @@ def test_a_rank_killed_in_its_write(pool2: RankPool, tmp_path: Path, victim: int
         results = ranks.results(30)
     assert results[victim] is Killed
     out = results[other]
-    assert (out.error, out.rank, out.phase) == ("CheckpointError", victim, "write"), out
+    # Whoever has written its part cannot know how far the coordinator came.
+    told = ("CheckpointError", 1, "write") if victim else ("CommitUnknownError", 0, "commit")
+    assert (out.error, out.rank, out.phase) == told, out
     assert out.seconds < SHORT + GRACE
     if victim:
         assert "rank 1: writing model.rank-00001-of-00002.safetensors" in out.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import random
 import signal
 import sys
@@ -261,10 +262,15 @@ def test_ctrl_c_while_a_call_waits_does_not_wedge_the_pair(
 
 
 class AtLine:
-    """Within: raises `Hit` at the n-th line of the library that this thread comes to."""
+    """Within: raises `Hit` at the n-th line of the library that this thread comes to.
+
+    A `with` line comes up again when its block is left. Nothing is raised there: Python would not
+    call `__exit__`, and handles no signal at that place either.
+    """
 
     def __init__(self, nth: int) -> None:
         self.left, self.hit = nth, False
+        self._entered: set[tuple[int, int]] = set()
 
     def __enter__(self) -> AtLine:
         sys.settrace(self._call)
@@ -277,13 +283,23 @@ class AtLine:
         return self._line if frame.f_code.co_filename.startswith(LIBRARY) else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line":
+        if event == "line" and not self._is_left(frame):
             self.left -= 1
             if self.left == 0:
                 self.hit = True
                 sys.settrace(None)
                 raise Hit
         return self._line
+
+    def _is_left(self, frame: FrameType) -> bool:
+        """Whether this is the `with` line of a block that is over."""
+        here = id(frame), frame.f_lineno
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if not text.startswith("with "):
+            return False
+        known = here in self._entered
+        self._entered.add(here)
+        return known
 
 
 @contextlib.contextmanager

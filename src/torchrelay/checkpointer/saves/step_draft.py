@@ -95,7 +95,9 @@ class StepDraft:
         with suppress(OSError, RelayError):
             found = bounded(lambda: self._store.mark(self._step), GRACE, "look for the step")
         if found != mark:
-            raise unknown(self._step, silence.message, self._place) from silence
+            fault = unknown(self._step, silence.message, self._place)
+            fault.rank = silence.rank
+            raise fault from silence
 
     def discard(self) -> None:
         """Remove what was written; never raises. Storage that does not answer keeps it until a

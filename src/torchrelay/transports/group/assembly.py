@@ -97,12 +97,12 @@ class Assembly:
 
     def call(self, what: str = "") -> Call:
         """A call of all ranks; `what` names one that is made once, such as the save of a step."""
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 self._calls = self._calls + 1 if self._store is None else self._number(what)
-            except _StoreLost as lost:
-                raise CheckpointError(lost.message, phase="begin") from lost
-            return Call(self, self._store, f"{self._channel}/{self._calls}")
+                return Call(self, self._store, f"{self._channel}/{self._calls}")
+        except _StoreLost as lost:
+            raise CheckpointError(lost.message, phase="begin") from lost
 
     def _number(self, what: str) -> int:
         mine = self._calls + 1
