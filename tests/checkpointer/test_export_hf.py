@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from torchrelay.stores.local.store import LocalSink
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -96,3 +98,22 @@ def sharded(rank: int, group: Any, place: str) -> list[str]:
 def test_of_a_sharded_step_by_one_rank(pool2: RankPool, tmp_path: Path) -> None:
     _, names = pool2.run(sharded, str(tmp_path), timeout=60)
     check_index(tmp_path / "hf", names)
+
+
+def test_a_target_that_cannot_be_written_is_told_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(sink: LocalSink) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    (tmp_path / "file").touch()
+    with tr.Checkpointer(tmp_path / "steps", group=False) as checkpointer:
+        checkpointer.save(1, {"model": model()})
+        with pytest.raises(tr.CheckpointError, match="cannot export"):
+            checkpointer.export_hf(tmp_path / "file" / "hf")
+        monkeypatch.setattr(LocalSink, "finish", full)
+        with pytest.raises(tr.CheckpointError, match="no space left"):
+            checkpointer.export_hf(tmp_path / "hf")
+        opened = [str(link.resolve()) for link in Path("/proc/self/fd").iterdir()]
+    assert not [path for path in opened if "hf.tmp" in path]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "steps"}

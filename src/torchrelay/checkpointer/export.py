@@ -28,11 +28,10 @@ class _Beside:
         self.target = target
         self.path = target.with_name(f"{target.name}.tmp-{token()}")
         self._files = Files()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._files.make_dir(str(self.path))
 
     def begin(self) -> None:
-        pass
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self._files.make_dir(str(self.path))
 
     def open(self, name: str, nbytes: int) -> LocalSink:
         return LocalSink(str(self.path / name), self._files, nbytes)
@@ -43,9 +42,10 @@ class _Beside:
         self._files.sync_dir(str(self.target.parent))
 
     def discard(self) -> None:
-        for file in self.path.glob("*"):
-            file.unlink()
-        self.path.rmdir()
+        if self.path.exists():
+            for file in self.path.glob("*"):
+                file.unlink()
+            self.path.rmdir()
 
 
 def export_hf(
@@ -65,18 +65,22 @@ def export_hf(
         drafted.tensors.append(tensor)
     share = Share(drafted, arrange(drafted.entries, file_bytes=shard_bytes))
     draft = _Beside(place)
+    writing: Writing | None = None
     try:
+        draft.begin()
         writing = Writing(draft, share.files)
         for ranges in share.passes():
             writing.write(ranges)
         writing.finish()
         draft.commit(b"")
-    except OSError as fault:
+    except BaseException as fault:
+        if writing is not None:
+            writing.abort()
         draft.discard()
-        raise CheckpointError(f"cannot export: {fault}", file=str(place)) from fault
-    except BaseException:
-        draft.discard()
-        raise
+        if not isinstance(fault, OSError):
+            raise
+        why = fault.strerror or fault
+        raise CheckpointError(f"cannot export: {why}", phase="write", file=str(place)) from fault
     return [file.name for file in share.files]
 
 
