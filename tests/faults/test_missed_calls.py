@@ -127,3 +127,33 @@ def test_a_constructor_that_fails_on_one_rank_leaves_nobody_waiting(
     assert told[1 - bad][0] == "ok" and told[1 - bad][-1] == "2", told
     for one in told[1 - bad][1:3]:
         assert why in one and f"rank {bad}" in one, told
+
+
+def miss_a_read(rank: int, group: Any, absent: int, what: str) -> list[str]:
+    """One rank is stopped by an argument of its own before it comes to the others."""
+    doors = {
+        "pull": lambda **more: tr.pull(url, group=group, **more),
+        "recover": lambda **more: tr.recover(sources=[url], group=group, **more),
+    }
+    told: list[Any] = [None]
+    with tr.serve({"rank": rank}, step=1, group=False) as endpoint:
+        told[0] = endpoint.url
+        dist.broadcast_object_list(told, src=0, group=group)
+        url = told.pop()
+        for wrong in (True, False, True, False, False):
+            mine = {"token_file": "/nowhere"} if wrong and rank == absent else {}
+            seconds = TIMEOUT if wrong else 20
+            told.append(tried(lambda more=mine, s=seconds: doors[what](timeout=s, **more)))
+            dist.barrier(group)
+    return [text.split(":")[0] for text in told]
+
+
+@pytest.mark.parametrize("what", ["pull", "recover"])
+@pytest.mark.parametrize("absent", [0, 1])
+def test_ranks_that_read_together_do_so_again_after_one_was_stopped(
+    pool2: RankPool, absent: int, what: str
+) -> None:
+    told = pool2.run(miss_a_read, absent, what, timeout=90)
+    for rank, texts in enumerate(told):
+        assert texts[1] == texts[3] == texts[4] == "ok", told
+        assert texts[0] == texts[2] == ("UsageError" if rank == absent else texts[0]) != "ok", told

@@ -202,7 +202,7 @@ def pull(
     if step is not None and newer_than is not None:
         raise UsageError("give step= or newer_than=, not both")
     deadline = Deadline(timeout)
-    assembly = Assembly(group, "pull")
+    assembly = Assembly.lasting(group, "pull")
     wanted = Wanted.of(
         into,
         step,
@@ -220,7 +220,7 @@ def pull(
     loader = Loader(shelf, assembly, None, Pooled(_pool(os.getpid())))
     reason = "it was interrupted"
     try:
-        loaded = loader.load(assembly.call("pull"), wanted, deadline)
+        loaded = loader.load(assembly.call(), wanted, deadline)
         reason = ""
     except StorageTimeoutError as fault:
         reason = "it took too long"

@@ -85,7 +85,7 @@ def recover(
     found = [_source(place, find_token(token, token_file)) for place in sources]
     if not found:
         raise UsageError("no source to recover from")
-    assembly = Assembly(group, "recover")
+    assembly = Assembly.lasting(group, "recover")
     wanted = Wanted.of(into, None, strict=strict, atomic=atomic, device=device, progress=progress)
     resharing = Resharing() if reshare else None
     candidates = Candidates(found, min_step, age, resharing)
@@ -128,7 +128,7 @@ class _Recovery:
         self.reason = "it was interrupted"  # why it failed; empty if it did not
 
     def run(self) -> Recovered:
-        call = self._all.call("recover")
+        call = self._all.call()
         # What a rank shares with the others is there once it has come here.
         call.round("gather", lambda: b"", lambda said: said, self._deadline)
         with self._watch("ask"):

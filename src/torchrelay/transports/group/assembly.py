@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -61,7 +62,8 @@ class Assembly:
     alone, takes part in the next.
     """
 
-    def __init__(self, group: Any, purpose: str) -> None:
+    def __init__(self, group: Any, purpose: str, *, lasting: bool = False) -> None:
+        """`lasting`: the only one of the group with this purpose."""
         group = None if group is False else group
         if group is not None:
             check_group(group)
@@ -70,7 +72,7 @@ class Assembly:
         self.members = None if group is None else members_of(group)
         self._store: Any = Board(group.get_group_store()) if self.world > 1 else None
         self._channel = f"torchrelay/{purpose}"
-        if self._store is not None:
+        if self._store is not None and not lasting:
             # Counted in the store itself: it lives as long as the group, unlike a process.
             count = self._store.add(f"{self._channel}/members/{self.rank}", 1)
             self._channel += f"/{count}"
@@ -85,6 +87,19 @@ class Assembly:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         return cls(group, purpose)
+
+    @classmethod
+    def lasting(cls, group: Any, purpose: str) -> Assembly:
+        """The one of a group for calls that make nothing that lasts. A rank that never came to one
+        of them is with the others in the next, which it would not be if each had its assembly."""
+        if group is None or group is False:
+            return cls(None, purpose)
+        check_group(group)
+        with _lasting_lock:
+            known = _lasting.setdefault(group, {})
+            if purpose not in known:
+                known[purpose] = cls(group, purpose, lasting=True)
+            return known[purpose]
 
     @property
     def coordinates(self) -> bool:
@@ -169,6 +184,10 @@ class Assembly:
         """Keys of the store that all ranks share; there is a store where there are several."""
         prefix = f"{self._channel}/{name}"
         return Board(dist.PrefixStore(prefix, self._store.store))  # type: ignore[attr-defined]
+
+
+_lasting: weakref.WeakKeyDictionary[Any, dict[str, Assembly]] = weakref.WeakKeyDictionary()
+_lasting_lock = threading.Lock()
 
 
 class _StoreLost(CheckpointError):
