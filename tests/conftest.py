@@ -1,4 +1,4 @@
-"""Shared fixtures: pools of real ranks, and one hypothesis profile for every machine."""
+"""Shared fixtures: pools of real ranks, a bucket, and one hypothesis profile for every machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.ranks import RankPool
+from tests.support.s3 import moto_server, s3  # noqa: F401
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from tests.support.s3 import BUCKET, S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import BUCKET, S3
 
 
 def job(seed: int) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_save_load_keep_and_delete(s3: S3) -> None:  # noqa: F811
+def test_save_load_keep_and_delete(s3: S3) -> None:
     with tr.Checkpointer(s3.url("runs/a"), keep=tr.KeepLast(2), timeout=60) as held:
         held.save(1, job(1))
         pending = held.save_async(2, job(2))
@@ -49,7 +49,7 @@ def test_save_load_keep_and_delete(s3: S3) -> None:  # noqa: F811
         assert held.latest() == 2
 
 
-def test_a_step_is_read_once_for_an_atomic_load(s3: S3) -> None:  # noqa: F811
+def test_a_step_is_read_once_for_an_atomic_load(s3: S3) -> None:
     with tr.Checkpointer(s3.url("runs/a"), timeout=60) as held:
         held.save(1, job(1))
         s3.requests.clear()
@@ -59,14 +59,14 @@ def test_a_step_is_read_once_for_an_atomic_load(s3: S3) -> None:  # noqa: F811
         assert len(s3.seen(r"GET .*model\.safetensors")) == 1
 
 
-def test_the_manifest_is_the_last_object(s3: S3) -> None:  # noqa: F811
+def test_the_manifest_is_the_last_object(s3: S3) -> None:
     with tr.Checkpointer(s3.url("runs/a"), timeout=60) as held:
         held.save(1, job(1))
     puts = s3.seen(r"^(PUT|POST) /")
     assert "manifest.json" in puts[-1], puts
 
 
-def test_damage_is_found_and_the_step_before_is_taken(s3: S3) -> None:  # noqa: F811
+def test_damage_is_found_and_the_step_before_is_taken(s3: S3) -> None:
     with tr.Checkpointer(s3.url("runs/a"), timeout=60) as held:
         held.save(1, job(1))
         held.save(2, job(2))
@@ -87,7 +87,7 @@ def test_damage_is_found_and_the_step_before_is_taken(s3: S3) -> None:  # noqa: 
             held.verify(2)
 
 
-def test_a_service_that_fails_leaves_the_step_before(s3: S3) -> None:  # noqa: F811
+def test_a_service_that_fails_leaves_the_step_before(s3: S3) -> None:
     with tr.Checkpointer(s3.url("runs/a"), timeout=20) as held:
         held.save(1, job(1))
         s3.hook = lambda method, path: (
@@ -119,7 +119,7 @@ def save_together(rank: int, group: Any, url: str, env: dict[str, str]) -> bool:
         return torch.equal(into["model"]["w"].full_tensor(), whole + 1)
 
 
-def test_ranks(s3: S3, pool2: RankPool) -> None:  # noqa: F811
+def test_ranks(s3: S3, pool2: RankPool) -> None:
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     url = s3.url("runs/b")
     assert pool2.run(save_together, url, env, timeout=90) == [True, True]

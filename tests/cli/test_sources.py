@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import torchrelay as tr
 from tests.support.commands import command
-from tests.support.s3 import S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import S3
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -26,7 +26,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_bucket_is_a_source_like_a_directory(s3: S3, place: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_bucket_is_a_source_like_a_directory(s3: S3, place: Path, tmp_path: Path) -> None:
     url = s3.url("run")
     assert command("convert", place / "step-1", url, "--step", 1).returncode == 0
     assert json.loads(command("ls", url, "--json").stdout)[0]["step"] == 1

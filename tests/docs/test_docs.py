@@ -34,7 +34,7 @@ import torch
 import torchrelay as tr
 from tests.support.forks import Done, run_program
 from tests.support.ranks import run_ranks
-from tests.support.s3 import S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import S3
 from torchrelay import dropin, errors, steps
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
@@ -175,7 +175,7 @@ def test_snippet_runs(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", ON_S3, ids=lambda block: block.where)
-def test_snippet_runs_on_s3(block: Block, s3: S3) -> None:  # noqa: F811
+def test_snippet_runs_on_s3(block: Block, s3: S3) -> None:
     exec(block.compiled(), {"torch": torch, "tr": tr})
 
 

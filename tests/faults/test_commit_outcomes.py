@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.ranks import Exited, RankPool, Ranks
-from tests.support.s3 import S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import S3
 from tests.support.saved import state, which
 from torchrelay.stores.local.files import Files
 from torchrelay.transports.group import store_values
@@ -269,7 +269,7 @@ def test_all_ranks_know_of_a_commit_though_rank_0_ends_at_once(tmp_path: Path, w
     ("status", "told"), [(500, "unknown"), (403, "not committed: CheckpointError")]
 )
 def test_a_put_of_the_record_that_fails(
-    s3: S3,  # noqa: F811
+    s3: S3,
     status: int,
     told: str,
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
-from tests.support.s3 import BUCKET, S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import S3
 from tests.support.saved import state, which
 from torchrelay.checkpointer import Keep
 from torchrelay.stores.dcp import Writer
@@ -57,7 +57,7 @@ ckpt.save_async(2, {"w": torch.ones(9)})
 
 
 def test_old_steps_in_a_bucket_are_removed_at_the_end_of_a_program(
-    s3: S3,  # noqa: F811
+    s3: S3,
 ) -> None:
     """The interpreter ends while the last save is being written."""
     pytest.importorskip("obstore")
@@ -117,7 +117,7 @@ def test_a_file_that_is_gone_from_the_draft_is_not_committed(
 
 
 def test_an_object_that_is_gone_from_the_draft_is_not_committed(
-    s3: S3,  # noqa: F811
+    s3: S3,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("obstore")

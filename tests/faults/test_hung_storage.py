@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrelay as tr
-from tests.support.s3 import S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import S3
 from tests.support.saved import state, which
 from torchrelay.stores.dcp import Reader, Writer
 from torchrelay.stores.local.files import Files
@@ -226,7 +226,7 @@ def test_a_program_ends_though_its_storage_hangs(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stdout) == (0, "in time\n"), ran.stderr
 
 
-def test_a_bucket_that_stalls_ends_every_call_in_time(s3: S3) -> None:  # noqa: F811
+def test_a_bucket_that_stalls_ends_every_call_in_time(s3: S3) -> None:
     pytest.importorskip("obstore")
     go = threading.Event()
     live = state(5)

@@ -17,7 +17,7 @@ import torch
 
 import torchrelay as tr
 from tests.support.ranks import RankPool, run_ranks
-from tests.support.s3 import S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import S3
 from tests.support.saved import equal, state
 from torchrelay.checkpointer.loading import Loading
 from torchrelay.stores.local import reader as local_reader
@@ -268,7 +268,7 @@ def test_a_read_that_fails_for_good_is_raised_and_no_older_step_is_taken(
             assert not isinstance(told.value, (tr.DamagedError, tr.StepNotFoundError))
 
 
-def test_a_bucket_that_is_busy_for_a_while_does_not_cost_the_newest_step(s3: S3) -> None:  # noqa: F811
+def test_a_bucket_that_is_busy_for_a_while_does_not_cost_the_newest_step(s3: S3) -> None:
     saved(s3.url("run"), 1, 2)
     with tr.Checkpointer(s3.url("run"), read_only=True, timeout=9) as held:
         end = time.monotonic() + 3.5  # longer than the library tries by itself
@@ -341,7 +341,7 @@ def test_what_is_no_plain_file_is_damage_and_is_not_waited_for(
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
 def test_an_object_that_announces_a_tebibyte_is_refused(
-    s3: S3,  # noqa: F811
+    s3: S3,
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

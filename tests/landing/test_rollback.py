@@ -12,7 +12,7 @@ import pytest
 import torchrelay as tr
 from tests.support.cuts import Cut, CutFiles, stores_with
 from tests.support.ranks import RankPool
-from tests.support.s3 import BUCKET, S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import S3
 from tests.support.saved import equal, state
 
 PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {
@@ -115,7 +115,7 @@ def test_a_damaged_newest_step_does_not_stand_in_the_way_of_the_next_save(tmp_pa
         assert held.steps() == [3, 5]
 
 
-def test_set_aside_steps_are_neither_cleaned_nor_pruned(s3: S3, tmp_path: Path) -> None:  # noqa: F811
+def test_set_aside_steps_are_neither_cleaned_nor_pruned(s3: S3, tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     from torchrelay.stores.local.store import LocalStore
     from torchrelay.stores.objects.store import ObjectStore
@@ -156,7 +156,7 @@ def test_a_rollback_that_dies_at_any_call_is_a_shorter_rollback(tmp_path: Path) 
             assert held.steps() == [1] and len(held.aside()) == 3
 
 
-def test_a_rollback_in_a_bucket_that_fails_at_any_request_is_a_shorter_one(s3: S3) -> None:  # noqa: F811
+def test_a_rollback_in_a_bucket_that_fails_at_any_request_is_a_shorter_one(s3: S3) -> None:
     for failing in range(2, 30):
         with tr.Checkpointer(s3.url(f"run-{failing}"), timeout=60) as held:
             for step in (1, 2, 3):

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import pytest
 
 import torchrelay as tr
-from tests.support.s3 import BUCKET, S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import BUCKET, S3
 from tests.support.saved import equal, state
 from torchrelay.deadlines import Deadline
 from torchrelay.dropin.convert import convert
@@ -42,7 +42,7 @@ def test_a_scheme_that_is_not_known_was_taken_for_a_directory(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_scheme_in_capitals_is_the_same_scheme(s3: S3, tmp_path: Path) -> None:  # noqa: F811
+def test_a_scheme_in_capitals_is_the_same_scheme(s3: S3, tmp_path: Path) -> None:
     with tr.Checkpointer(s3.url("run").replace("s3://", "S3://"), timeout=60) as held:
         held.save(1, state(1))
         assert held.url == s3.url("run")
@@ -113,7 +113,7 @@ def test_a_root_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None:
 
 
 def test_a_dead_endpoint_is_told_in_words_and_in_time(
-    s3: S3,  # noqa: F811
+    s3: S3,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket() as unused:
@@ -127,7 +127,7 @@ def test_a_dead_endpoint_is_told_in_words_and_in_time(
 
 
 @pytest.mark.parametrize("key", ["/x", "../x", "./x", "\x01", "step-1//x", "step-2/../x", "a b/é%"])
-def test_objects_with_odd_names_stopped_the_checkpointer(s3: S3, key: str) -> None:  # noqa: F811
+def test_objects_with_odd_names_stopped_the_checkpointer(s3: S3, key: str) -> None:
     assert s3.ask("PUT", f"/{BUCKET}/{quote(f'run/{key}')}", b"x")[0] == 200
     with tr.Checkpointer(s3.url("run"), keep=1, timeout=60) as held:
         for step in (1, 2):

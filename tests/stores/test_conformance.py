@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.s3 import moto_server, s3  # noqa: F401
 from torchrelay.stores.seam import Sink, Store
 
 

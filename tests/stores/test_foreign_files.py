@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import torchrelay as tr
-from tests.support.s3 import BUCKET, S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import BUCKET, S3
 from tests.support.saved import state
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.store import LocalStore, token
@@ -154,7 +154,7 @@ REMOVALS: dict[str, Callable[[tr.Checkpointer], object]] = {
 
 
 @pytest.mark.parametrize("way", REMOVALS)
-def test_objects_that_a_record_does_not_name_stay_in_the_bucket(s3: S3, way: str) -> None:  # noqa: F811
+def test_objects_that_a_record_does_not_name_stay_in_the_bucket(s3: S3, way: str) -> None:
     with tr.Checkpointer(s3.url("run"), timeout=60) as held:
         for step in (1, 2):
             held.save(step, state(step))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.stores.test_conformance import contents, read, save, write
-from tests.support.s3 import BUCKET, LOSE, S3, moto_server, s3  # noqa: F401
+from tests.support.s3 import BUCKET, LOSE, S3
 from torchrelay.errors import UsageError
 from torchrelay.stores.objects.bucket import client_options
 from torchrelay.stores.objects.store import TOKEN, ObjectStore
@@ -26,7 +26,7 @@ PART = 5 * MIB
 
 
 @pytest.fixture
-def url(s3: S3) -> str:  # noqa: F811
+def url(s3: S3) -> str:
     return s3.url("runs/a")
 
 
@@ -39,7 +39,7 @@ def leave_behind(url: str, step: int, token: str) -> None:
     write(open_at(url).draft(step, token).open("a.safetensors", 1), b"a")
 
 
-def unfinished(s3: S3) -> int:  # noqa: F811
+def unfinished(s3: S3) -> int:
     """Uploads whose parts the server still holds."""
     status, body, _ = s3.ask("GET", f"/{BUCKET}?uploads")
     assert status == 200
@@ -57,7 +57,7 @@ def meeting(word: str) -> Callable[[str, str], None]:
     return hook
 
 
-def test_a_large_file_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F811
+def test_a_large_file_goes_up_in_parts(s3: S3, url: str) -> None:
     content = random.Random(0).randbytes(3 * PART + 12_345)
     store = open_at(url)
     draft = store.draft(1, "t")
@@ -76,7 +76,7 @@ def test_a_large_file_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F811
     assert store.open(1).sizes() == {"a.safetensors": len(content)}
 
 
-def test_one_large_buffer_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F811
+def test_one_large_buffer_goes_up_in_parts(s3: S3, url: str) -> None:
     content = random.Random(1).randbytes(2 * PART + 1)
     store = open_at(url)
     draft = store.draft(1, "t")
@@ -88,7 +88,7 @@ def test_one_large_buffer_goes_up_in_parts(s3: S3, url: str) -> None:  # noqa: F
     assert read(store, 1, "a.safetensors") == content
 
 
-def test_parts_go_up_side_by_side(s3: S3, url: str) -> None:  # noqa: F811
+def test_parts_go_up_side_by_side(s3: S3, url: str) -> None:
     s3.hook = meeting("partNumber=")
     sink = open_at(url).draft(1, "t").open("a.safetensors", 2 * PART)
     sink.write(0, [bytes(2 * PART)])
@@ -96,7 +96,7 @@ def test_parts_go_up_side_by_side(s3: S3, url: str) -> None:  # noqa: F811
     assert len(s3.seen("PUT .*partNumber=")) == 2
 
 
-def test_large_reads_are_ranges_fetched_side_by_side(s3: S3, url: str) -> None:  # noqa: F811
+def test_large_reads_are_ranges_fetched_side_by_side(s3: S3, url: str) -> None:
     content = random.Random(2).randbytes(20 * MIB)
     store = open_at(url)
     save(store, 1, {"a.safetensors": content})
@@ -111,7 +111,7 @@ def test_large_reads_are_ranges_fetched_side_by_side(s3: S3, url: str) -> None: 
     assert ranges == {f"bytes=3-{8 * MIB + 2}", f"bytes={8 * MIB + 3}-{16 * MIB + 2}"}
 
 
-def test_a_failed_range_ends_the_read(s3: S3, url: str) -> None:  # noqa: F811
+def test_a_failed_range_ends_the_read(s3: S3, url: str) -> None:
     store = open_at(url)
     save(store, 1, {"a.safetensors": bytes(20 * MIB)})
     reader = store.open(1).reader("a.safetensors")
@@ -129,7 +129,7 @@ def test_objects_that_vanish_under_a_reader(url: str) -> None:
         reader.read_into(0, [memoryview(bytearray(3))])
 
 
-def test_the_manifest_is_an_object_of_its_own_and_put_last(s3: S3, url: str) -> None:  # noqa: F811
+def test_the_manifest_is_an_object_of_its_own_and_put_last(s3: S3, url: str) -> None:
     save(open_at(url), 7, {"a.safetensors": b"a", "b.safetensors": b"b"})
     base = f"/{BUCKET}/runs/a/step-7"
     assert s3.seen("PUT ") == [
@@ -143,7 +143,7 @@ def test_the_manifest_is_an_object_of_its_own_and_put_last(s3: S3, url: str) -> 
     assert headers["content-type"] == "application/json"
 
 
-def test_overwrite_removes_the_old_objects_after_the_commit(s3: S3, url: str) -> None:  # noqa: F811
+def test_overwrite_removes_the_old_objects_after_the_commit(s3: S3, url: str) -> None:
     store = open_at(url)
     save(store, 1, {"a.safetensors": b"old"}, token="old")
     s3.requests.clear()
@@ -158,7 +158,7 @@ def test_overwrite_removes_the_old_objects_after_the_commit(s3: S3, url: str) ->
     assert contents(store, 1) == {"a.safetensors": b"new"}
 
 
-def test_an_overwrite_that_fails_leaves_the_old_step(s3: S3, url: str) -> None:  # noqa: F811
+def test_an_overwrite_that_fails_leaves_the_old_step(s3: S3, url: str) -> None:
     store = open_at(url)
     save(store, 1, {"a.safetensors": b"old"}, token="old")
     s3.hook = lambda method, path: 403 if method == "PUT" and "manifest" in path else None
@@ -217,7 +217,7 @@ def test_a_service_without_conditional_requests(url: str, monkeypatch: pytest.Mo
     assert store.open(1).manifest() == b"manifest of host-1-a"
 
 
-def test_a_commit_whose_answer_is_lost_is_a_commit(s3: S3, url: str) -> None:  # noqa: F811
+def test_a_commit_whose_answer_is_lost_is_a_commit(s3: S3, url: str) -> None:
     store = open_at(url)
     losses = [LOSE]
     s3.hook = lambda method, path: (
@@ -228,7 +228,7 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(s3: S3, url: str) -> None:  #
     assert contents(store, 1) == {"a.safetensors": b"a"}
 
 
-def test_discard_spares_a_commit_that_only_seemed_to_fail(s3: S3, url: str) -> None:  # noqa: F811
+def test_discard_spares_a_commit_that_only_seemed_to_fail(s3: S3, url: str) -> None:
     store = open_at(url)
     draft = store.draft(1, "t")
     write(draft.open("a.safetensors", 1), b"a")
@@ -241,7 +241,7 @@ def test_discard_spares_a_commit_that_only_seemed_to_fail(s3: S3, url: str) -> N
     assert contents(store, 1) == {"a.safetensors": b"a"}
 
 
-def test_delete_takes_the_manifest_first(s3: S3, url: str) -> None:  # noqa: F811
+def test_delete_takes_the_manifest_first(s3: S3, url: str) -> None:
     store = open_at(url)
     save(store, 1, {"a.safetensors": b"a", "b.safetensors": b"b"})
     # Every later step of the deletion fails: what is left is no step, and can be cleaned.
@@ -274,14 +274,14 @@ def test_clean_tells_a_step_from_other_drafts_of_it(url: str) -> None:
     assert contents(store, 1) == {"a.safetensors": b"new"}
 
 
-def test_clean_leaves_what_is_not_ours(s3: S3, url: str) -> None:  # noqa: F811
+def test_clean_leaves_what_is_not_ours(s3: S3, url: str) -> None:
     for name in ("notes.txt", "step-1.txt", "step-01/t/a", "other/step-1/a", "step-1/t/deep/a"):
         assert s3.ask("PUT", f"/{BUCKET}/runs/a/{name}", b"x")[0] == 200
     store = open_at(url, grace=0)
     assert (store.clean(), store.steps()) == ([], [])
 
 
-def test_sizes_are_those_of_data_files(s3: S3, url: str) -> None:  # noqa: F811
+def test_sizes_are_those_of_data_files(s3: S3, url: str) -> None:
     store = open_at(url)
     save(store, 1, {"a.safetensors": b"abc"})
     for name in (
@@ -293,14 +293,14 @@ def test_sizes_are_those_of_data_files(s3: S3, url: str) -> None:  # noqa: F811
     assert store.open(1).sizes() == {"a.safetensors": 3}
 
 
-def test_prefixes_are_apart(s3: S3) -> None:  # noqa: F811
+def test_prefixes_are_apart(s3: S3) -> None:
     save(open_at(s3.url("a")), 1, {"a.safetensors": b"a"})
     assert open_at(s3.url("a/")).steps() == [1]
     assert open_at(s3.url("ab")).steps() == []
     assert open_at(f"s3://{BUCKET}").steps() == []
 
 
-def test_a_copied_manifest_finds_its_only_folder(s3: S3, url: str) -> None:  # noqa: F811
+def test_a_copied_manifest_finds_its_only_folder(s3: S3, url: str) -> None:
     store = open_at(url, grace=0)
     save(store, 1, {"a.safetensors": b"a"})
     bare = f"/{BUCKET}/runs/a/step-1/manifest.json"
@@ -314,7 +314,7 @@ def test_a_copied_manifest_finds_its_only_folder(s3: S3, url: str) -> None:  # n
 
 
 @pytest.mark.parametrize("token", ["../other", "a/b", "", "."])
-def test_a_hostile_token_is_no_path(s3: S3, url: str, token: str) -> None:  # noqa: F811
+def test_a_hostile_token_is_no_path(s3: S3, url: str, token: str) -> None:
     store = open_at(url)
     save(store, 1, {"a.safetensors": b"a"})
     path = f"/{BUCKET}/runs/a/step-1/manifest.json"
@@ -323,7 +323,7 @@ def test_a_hostile_token_is_no_path(s3: S3, url: str, token: str) -> None:  # no
         store.open(1).reader("a.safetensors")
 
 
-def test_a_part_that_fails_ends_the_upload(s3: S3, url: str) -> None:  # noqa: F811
+def test_a_part_that_fails_ends_the_upload(s3: S3, url: str) -> None:
     s3.hook = lambda method, path: 403 if "partNumber=2" in path else None
     draft = open_at(url, concurrency=2).draft(1, "t")
     sink = draft.open("a.safetensors", 8 * PART)
@@ -338,7 +338,7 @@ def test_a_part_that_fails_ends_the_upload(s3: S3, url: str) -> None:  # noqa: F
     assert open_at(url, grace=0).clean() == []
 
 
-def test_an_upload_that_does_not_begin_puts_nothing(s3: S3, url: str) -> None:  # noqa: F811
+def test_an_upload_that_does_not_begin_puts_nothing(s3: S3, url: str) -> None:
     s3.hook = lambda method, path: 403 if method == "POST" else None
     sink = open_at(url).draft(1, "t").open("a.safetensors", 3 * PART)
     with pytest.raises(PermissionError, match=r"a\.safetensors"):
@@ -347,7 +347,7 @@ def test_an_upload_that_does_not_begin_puts_nothing(s3: S3, url: str) -> None:  
     assert s3.seen("PUT ") == []
 
 
-def test_a_last_act_that_fails_is_an_error(s3: S3, url: str) -> None:  # noqa: F811
+def test_a_last_act_that_fails_is_an_error(s3: S3, url: str) -> None:
     s3.hook = lambda method, path: 403 if "uploadId=" in path and method == "POST" else None
     sink = open_at(url).draft(1, "t").open("a.safetensors", PART + 1)
     sink.write(0, [bytes(PART + 1)])
@@ -358,7 +358,7 @@ def test_a_last_act_that_fails_is_an_error(s3: S3, url: str) -> None:  # noqa: F
 
 
 @pytest.mark.parametrize("written", [10, PART + 10])
-def test_an_aborted_file_leaves_nothing(s3: S3, url: str, written: int) -> None:  # noqa: F811
+def test_an_aborted_file_leaves_nothing(s3: S3, url: str, written: int) -> None:
     sink = open_at(url).draft(1, "t").open("a.safetensors", 3 * PART)
     sink.write(0, [bytes(written)])
     sink.abort()
@@ -368,7 +368,7 @@ def test_an_aborted_file_leaves_nothing(s3: S3, url: str, written: int) -> None:
         sink.write(written, [b"more"])
 
 
-def test_an_object_of_another_size_is_seen(s3: S3, url: str) -> None:  # noqa: F811
+def test_an_object_of_another_size_is_seen(s3: S3, url: str) -> None:
     path = f"/{BUCKET}/runs/a/step-1/t/a.safetensors"
 
     def shorten(method: str, asked: str) -> None:
@@ -432,7 +432,7 @@ def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"])
 def test_the_environment_says_where_and_who(
-    s3: S3,  # noqa: F811
+    s3: S3,
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
 ) -> None:
@@ -502,7 +502,7 @@ def test_a_refusing_endpoint_fails_within_the_timeout(monkeypatch: pytest.Monkey
         assert time.monotonic() - begun < 4.0
 
 
-def test_a_missing_bucket_is_an_error(s3: S3) -> None:  # noqa: F811
+def test_a_missing_bucket_is_an_error(s3: S3) -> None:
     store = open_at("s3://elsewhere/a")
     with pytest.raises(OSError, match="s3://elsewhere/a"):
         store.steps()
