@@ -40,6 +40,10 @@ def test_ls_inspect_and_verify(place: Path) -> None:
     broken = command("verify", place)
     assert broken.returncode == 1 and "step 2 is damaged" in broken.stdout
     assert "model.w" in broken.stdout
+    for look in (["inspect", place, "--stats"], ["diff", place / "step-1", place, "--values"]):
+        shown = command(*look)
+        assert shown.returncode == (2 if look[0] == "diff" else 1) and not shown.stdout
+        assert "are not those written" in shown.stderr and "model.w" in shown.stderr
     every = command("verify", place, "--all")
     assert every.returncode == 1
     assert every.stdout.startswith("step 1 verifies\nstep 2 is damaged: ")

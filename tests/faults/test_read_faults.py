@@ -6,20 +6,26 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 
 import torchrelay as tr
 from tests.support.ranks import RankPool, run_ranks
 from tests.support.s3 import S3
 from tests.support.saved import equal, state
 from torchrelay.checkpointer.loading import Loading
+from torchrelay.cli.commands.steps import listed
+from torchrelay.cli.output import in_words, one_line_errors
+from torchrelay.cli.sources import opened_source
 from torchrelay.stores.local import reader as local_reader
 from torchrelay.stores.local.store import LocalStore
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES
@@ -375,3 +381,53 @@ def test_a_local_store_reads_by_way_of_the_directory_that_it_opened(tmp_path: Pa
     assert held.manifest() == before and held.sizes()
     held.reader("model.safetensors").read_into(0, [memoryview(bytearray(8))])
     held.close()
+
+
+@contextmanager
+def forbidding() -> Iterator[tuple[Path, Callable[[Path], None]]]:
+    """A directory, and a function that takes away the right to read a path, from root too."""
+    mine, closed = os.geteuid(), []
+
+    def forbid(path: Path) -> None:
+        path.chmod(0)
+        closed.append(path)
+        if mine == 0:
+            os.seteuid(65534)
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        try:
+            yield Path(folder), forbid
+        finally:
+            os.seteuid(mine)
+            for path in closed:
+                path.chmod(0o755)
+
+
+def test_a_step_that_may_not_be_read_is_named_and_hides_no_other() -> None:
+    with forbidding() as (folder, forbid):
+        saved(folder / "run", 1, 2, 3)
+        forbid(folder / "run" / "step-2")
+        with tr.Checkpointer(folder / "run", group=False, read_only=True) as there:
+            assert there.steps() == [1, 2, 3]
+            assert there.load().step == there.verify() == there.latest() == 3
+            assert there.load(step=1).step == 1
+            for act in (there.record, there.holds, there.verify, lambda n: there.load(step=n)):
+                with pytest.raises(tr.CheckpointError, match="Permission denied") as caught:
+                    act(2)
+                assert caught.value.step == 2 and type(caught.value) is tr.CheckpointError
+            rows = [listed(there, step, verify=True) for step in there.steps()]
+        assert [row["verified"] for row in rows] == [True, False, True]
+        assert in_words(rows[1]["damage"]).startswith("cannot be read: Permission denied")
+
+
+def test_a_place_that_may_not_be_read_is_an_error_of_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with forbidding() as (folder, forbid):
+        saved(folder / "run", 1)
+        forbid(folder / "run")
+        with pytest.raises(typer.Exit), one_line_errors(), opened_source(str(folder / "run")):
+            pass
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: Permission denied [") and str(folder / "run") in line

@@ -136,6 +136,32 @@ def test_a_link_that_appears_while_a_draft_is_removed_is_not_followed(
     assert names(Path(f"{draft}.moved")) == []
 
 
+@pytest.mark.parametrize("below", ["", "runs/a"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("file", "it is a file, and steps are kept in a directory"), ("link", "is it mounted")],
+)
+def test_a_root_that_cannot_have_steps_is_not_taken_for_an_empty_one(
+    tmp_path: Path, name: str, why: str, below: str
+) -> None:
+    """A job whose disk is not mounted would have started anew, and failed at its first save."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    root = tmp_path / name / below
+    with tr.Checkpointer(root, group=False, read_only=True) as there:
+        for act in (there.steps, there.latest, there.load, there.verify, there.aside):
+            with pytest.raises(tr.CheckpointError, match=why) as caught:
+                act()
+            assert caught.value.file == str(tmp_path / name)
+    with pytest.raises(tr.CheckpointError, match=why):
+        tr.Checkpointer(root, group=False)
+    (tmp_path / "gone").mkdir()
+    if name == "link":
+        with tr.Checkpointer(root, group=False) as there:
+            there.save(1, {"n": 1})
+            assert there.latest() == 1
+
+
 def test_a_root_that_is_a_link_is_the_callers_choice(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")

@@ -33,6 +33,9 @@ def one_line_errors(status: int = 1) -> Iterator[None]:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
+    except OSError as fault:  # of a file that the command was given
+        where = f" [{fault.filename}]" if fault.filename else ""
+        fail(f"{fault.strerror or fault}{where}", status)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -93,6 +96,11 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         cells = [cell.ljust(widths.get(at, 0)) for at, cell in enumerate(row)]
         print("  ".join(map(plain, cells)).rstrip())
+
+
+def in_words(damage: str) -> str:
+    """What is wrong with a step. One that cannot be read may be whole."""
+    return damage if damage.startswith("cannot be read") else f"is damaged: {damage}"
 
 
 def plain(text: str) -> str:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
+
+from torchrelay.inspection.numbers import memory_of
 from torchrelay.inspection.seam import Alias, Contents, PlainValue, VolumeFacts
 from torchrelay.plan.outline import dotted
+from torchrelay.plan.region import Region
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Checkpoint, Outline
@@ -13,11 +18,22 @@ from torchrelay.record.manifest import parts
 from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened
 from torchrelay.state.tree import slots
-from torchrelay.stores.reading import Fetch, Task, everything, opened, unread
-from torchrelay.stores.seam import DataReader
+from torchrelay.stores.reading import Fetch, everything
 from torchrelay.stores.shares.layout import rank_of
 
+WINDOWS_BYTES = 64 << 20  # kept of chunks, which tensors share
 LONGEST = 80  # characters of a value that are shown
+
+
+class _Window(NamedTuple):
+    """Bytes of a volume that were read and checked, from one of them on."""
+
+    start: int
+    data: memoryview
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.data.nbytes
 
 
 class StepSource:
@@ -28,7 +44,7 @@ class StepSource:
         self.name = name
         self._held = held
         self._ended = ended
-        self._readers: dict[int, DataReader] = {}
+        self._windows: dict[int, _Window] = {}  # one of a volume, what was used last at the end
         try:
             self.contents = contents_of(held.record)
         except BaseException:
@@ -36,14 +52,25 @@ class StepSource:
             raise
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
-        files, record = self._held.files, self._held.record
-        if volume not in self._readers:
-            self._readers[volume] = opened(files, record, volume)
-        try:
-            self._readers[volume].read_into(start, [view])
-        except (OSError, EOFError) as fault:
-            task = Task(volume, start, start + view.nbytes)
-            raise unread(files, record, task, fault) from fault
+        """See `StateReader`. The chunks that have these bytes are read whole and checked."""
+        window = self._windows.pop(volume, None)
+        if window is None or not window.start <= start <= start + view.nbytes <= window.stop:
+            window = self._read_chunks(volume, start, start + view.nbytes)
+        self._windows[volume] = window
+        kept = sum(one.data.nbytes for one in self._windows.values())
+        while kept > WINDOWS_BYTES and len(self._windows) > 1:
+            kept -= self._windows.pop(next(iter(self._windows))).data.nbytes
+        view[:] = window.data[start - window.start : start - window.start + view.nbytes]
+
+    def _read_chunks(self, volume: int, start: int, stop: int) -> _Window:
+        record = self._held.record
+        file = record.files[volume]
+        first = start // file.chunk_bytes * file.chunk_bytes
+        last = min(-(-stop // file.chunk_bytes) * file.chunk_bytes, file.nbytes)
+        memory = torch.empty(last - first, dtype=torch.uint8, device="cpu")
+        place = (first, Region.row_major(memory))
+        Fetch(self._held.files, record, {volume: [place]}, workers=1).land()
+        return _Window(first, memory_of(memory.numpy()))
 
     def verify(self, progress: ProgressCallback) -> str:
         record = self._held.record
@@ -52,8 +79,7 @@ class StepSource:
         return ""
 
     def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
+        self._windows.clear()
         self._held.close()
         self._ended()
 

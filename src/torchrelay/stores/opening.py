@@ -60,8 +60,9 @@ def open_step(store: Store, step: int, patience: Retry = ONCE) -> OpenedStep:
     except (OSError, EOFError) as fault:
         wrong = isinstance(fault, EOFError) or is_wrong(fault)
         kind = DamagedError if wrong else CheckpointError
-        file = f"{store.url}/step-{step}/{MANIFEST}"
-        raise kind(f"cannot be read: {fault}", step=step, phase="read", file=file) from fault
+        reason = getattr(fault, "strerror", None) or str(fault)
+        file = getattr(fault, "filename", None) or f"{store.url}/step-{step}/{MANIFEST}"
+        raise kind(f"cannot be read: {reason}", step=step, phase="read", file=file) from fault
 
 
 def open_newest(store: Store, patience: Retry = ONCE) -> OpenedStep:

@@ -11,6 +11,7 @@ import typer
 from torchrelay.cli.output import (
     JSON,
     fail,
+    in_words,
     one_line_errors,
     plain,
     print_columns,
@@ -19,7 +20,7 @@ from torchrelay.cli.output import (
     size,
 )
 from torchrelay.cli.sources import SOURCE, STEP, is_place, opened_source
-from torchrelay.errors import DamagedError, DigestError, ManifestError, UsageError
+from torchrelay.errors import CheckpointError, DamagedError, DigestError, ManifestError, UsageError
 from torchrelay.progress import Progress
 
 if TYPE_CHECKING:
@@ -106,14 +107,14 @@ def _verify(
         if every and step is not None:
             raise UsageError("--step and --all exclude each other")
         steps: list[int | None] = [*_steps(source)] if every else [step]
-        checked = [_verified(source, wanted) for wanted in steps]
+        checked = [_verified(source, wanted, among=len(steps)) for wanted in steps]
         if as_json:
             print_json(checked)
         for facts in [] if as_json else checked:
             what = f"step {facts['step']}" if "step" in facts else facts["source"]
             note = f", but {facts['note']}" if facts.get("note") else ""
             damage = facts["damage"]
-            said = f"is damaged: {damage}" if damage else f"verifies{note}"
+            said = in_words(damage) if damage else f"verifies{note}"
             print(plain(f"{what} {said}"))
         if any(facts["damage"] for facts in checked):
             raise typer.Exit(1)
@@ -131,7 +132,8 @@ def _steps(source: str) -> list[int]:
         return steps
 
 
-def _verified(source: str, step: int | None) -> dict[str, Any]:
+def _verified(source: str, step: int | None, among: int) -> dict[str, Any]:
+    """What was found of a state. One of several that cannot be read does not hide the others."""
     found = step
     damage, note = None, ""
     try:
@@ -139,7 +141,13 @@ def _verified(source: str, step: int | None) -> dict[str, Any]:
             found = state.contents.step
             with progress_bar("verifying" if found is None else f"verifying step {found}") as show:
                 note = state.verify(show)
-    except (DamagedError, DigestError, ManifestError) as fault:
+    except (CheckpointError, DigestError, ManifestError) as fault:
+        if (
+            among == 1
+            and isinstance(fault, CheckpointError)
+            and not isinstance(fault, DamagedError)
+        ):
+            raise
         found = fault.step if found is None else found
         damage = str(fault)
     if found is not None:

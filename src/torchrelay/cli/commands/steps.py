@@ -11,6 +11,7 @@ import torchrelay as tr
 from torchrelay.cli.output import (
     JSON,
     fail,
+    in_words,
     one_line_errors,
     print_json,
     print_table,
@@ -94,13 +95,13 @@ def _damage(there: tr.Checkpointer, step: int) -> str | None:
     try:
         with progress_bar(f"verifying step {step}") as show:
             there.verify(step, progress=show)
-    except tr.DamagedError as fault:
+    except tr.CheckpointError as fault:
         return str(fault)
     return None
 
 
 def _row(facts: dict[str, Any]) -> list[object]:
-    state = f"damaged: {facts['damage']}" if facts["damage"] else "whole"
+    state = in_words(facts["damage"]).removeprefix("is ") if facts["damage"] else "whole"
     if facts["verified"]:
         state = "verified"
     if "time" not in facts:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from torchrelay.cli.access import token_file
-from torchrelay.cli.output import end_when_told, fail, one_line_errors, plain, size
+from torchrelay.cli.output import end_when_told, fail, in_words, one_line_errors, plain, size
 from torchrelay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _line(event: dict[str, Any]) -> str:
         return f"{what} is gone"
     if kind == "step":
         if event.get("damage"):
-            return f"{what} is damaged: {event['damage']}"
+            return f"{what} {in_words(event['damage'])}"
         ranks = event.get("ranks", event.get("world", 1))
         return f"{what}, {size(event['bytes'])} of {ranks} rank{'s' if ranks > 1 else ''}"
     if kind == "reading":

@@ -95,7 +95,7 @@ class LocalStore:
     def steps(self) -> list[int]:
         folders = self._step_folders()
         while True:
-            steps = [step for step, name in folders if (self.root / name / MANIFEST).exists()]
+            steps = [step for step, name in folders if _is_committed(self.root / name)]
             # One that was removed since it was listed has a successor, which may not be listed.
             if len(steps) == len(folders) or (again := self._step_folders()) == folders:
                 return sorted(set(steps))
@@ -116,7 +116,8 @@ class LocalStore:
     def _names(self) -> list[str]:
         try:
             return [entry.name for entry in self.root.iterdir()]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
+            _check_way(self.root)
             return []
 
     def open(self, step: int, patience: Retry = ONCE) -> LocalStep:
@@ -221,7 +222,7 @@ class LocalDraft:
     def begin(self) -> None:
         place = self._store._at(self._step)
         if place.exists() and not self._overwrite:
-            if not (place / MANIFEST).exists():
+            if not _is_committed(place):
                 reason = f"it is there and is no step, for it has no {MANIFEST}: move it away"
                 raise OSError(errno.ENOTEMPTY, reason, str(place))
             raise FileExistsError(17, "the step is committed", str(place))
@@ -325,6 +326,29 @@ def _sizes(directory: str | Path) -> dict[str, int]:
             for entry in entries
             if entry.is_file() and entry.name != MANIFEST
         }
+
+
+def _check_way(root: Path) -> None:
+    """Raise `NotADirectoryError` if there can be no steps at a root: it, or what it should be in,
+    is a file, or a link to what is not there, such as a disk that is not mounted. Taken for a place
+    without steps, it would have a job start anew."""
+    for place in (root, *root.parents):
+        if place.is_dir():
+            return
+        if place.is_symlink():
+            reason = f"it is a link to {place.readlink()}, where no directory is: is it mounted?"
+            raise NotADirectoryError(errno.ENOTDIR, reason, str(place))
+        if place.exists():
+            reason = "it is a file, and steps are kept in a directory: name another place"
+            raise NotADirectoryError(errno.ENOTDIR, reason, str(place))
+
+
+def _is_committed(directory: Path) -> bool:
+    """Whether a directory has a commit record, or nobody can tell: opening the step says why."""
+    try:
+        return (directory / MANIFEST).exists()
+    except PermissionError:
+        return True
 
 
 def _mark(directory: Path) -> str:
