@@ -15,7 +15,7 @@ MAX_LINES = 500
 # Lowest first. A part may import itself, its layer and the layers below it.
 LAYERS: list[set[str]] = [
     {"errors", "version"},
-    {"deadlines", "items", "owner", "progress", "steps"},
+    {"deadlines", "items", "machine", "owner", "progress", "steps"},
     {"geometry"},
     {"record"},
     {"state"},

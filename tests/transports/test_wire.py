@@ -32,7 +32,7 @@ MESSAGES: list[wire.Message] = [
     wire.Refuse("mismatch", "dtype differs", "model.weight"),
     wire.Refuse("step", "x" * 3000),
     wire.Blocked(3),
-    wire.Stalled(0),
+    wire.Stalled(),
     wire.Need(tuple(range(200)), 2),
     wire.Unlink(),
     wire.Done(),

@@ -30,9 +30,9 @@ from torchrelay.keeper.process import (
 )
 from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.stager import LentSlot, Stager
+from torchrelay.machine import machine
 from torchrelay.owner import Owner, enrol
 from torchrelay.sources.keeper import KeeperSource
-from torchrelay.sources.lease import machine
 from torchrelay.steps import check_step
 from torchrelay.stores.shares import plans
 from torchrelay.stores.shares.drafting import Share

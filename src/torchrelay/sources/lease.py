@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import msgspec
 
 
@@ -30,10 +28,3 @@ class LocalFacts(msgspec.Struct):
 
     machine: str
     socket: str
-
-
-def machine() -> str:
-    """Which machine this is, while it runs; empty where that is not known."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-    return ""

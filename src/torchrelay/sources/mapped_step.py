@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
+from torchrelay.machine import machine
 from torchrelay.memory.mapped_range import MappedRange
-from torchrelay.sources.lease import LocalFacts, MemoryLease, Wish, machine
+from torchrelay.sources.lease import LocalFacts, MemoryLease, Wish
 from torchrelay.sources.seam import Absent
 from torchrelay.stores.local.files import through
 from torchrelay.stores.writer.frames import receive_frame, send_frame

@@ -30,7 +30,8 @@ from torchrelay.endpoint.server.snapshots import ServedStep
 from torchrelay.endpoint.server.status import metrics, status
 from torchrelay.endpoint.server.transfers import Transfer
 from torchrelay.endpoint.server.whole_file import WholeFile, chosen
-from torchrelay.sources.lease import LocalFacts, machine
+from torchrelay.machine import machine
+from torchrelay.sources.lease import LocalFacts
 
 if TYPE_CHECKING:
     from torchrelay.endpoint.page.answers import PageAnswers

@@ -151,16 +151,11 @@ class LocalReader:
         return done == sum(map(len, buffers))
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        if len(buffers) == 1 and not self.batched:  # the common case, at full length
+        file = getattr(self._kept, "file", None)
+        if file is not None and len(buffers) == 1 and not self.batched:  # many small ones
             try:
-                file = getattr(self._kept, "file", None)
-                if file is not None:
-                    if os.preadv(file.fd, buffers, position) == len(buffers[0]):
-                        return
-                else:
-                    with self._lent() as lent:
-                        if os.preadv(lent.fd, buffers, position) == len(buffers[0]):
-                            return
+                if os.preadv(file.fd, buffers, position) == len(buffers[0]):
+                    return
             except OSError:
                 pass  # the general way tries again, and says which file it is
         self._directory.patience(lambda: self._read_into(position, buffers))

@@ -49,15 +49,13 @@ class Share:
             tensors.append(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
         plain = len(drafted.entries)
         self.layouts = layouts
-        self._origins, self._dtypes = drafted.origins, drafted.dtypes
+        self._drafted = drafted
+        self._versions = versions_of(drafted.tensors)
         self.files = [FileSpec(file.name, file.nbytes, file.chunk_bytes) for file in layouts]
         self.streams: list[Stream] = []
-        self._keep: list[object] = []
+        self._own = tensors[plain:]  # memory of no tensor: objects and headers
         self._blobs: list[Blob] = []
         self._hashing: DeviceHashing | None = None
-        self._entries = drafted.entries
-        self._given = drafted.tensors
-        self._versions = versions_of(self._given)
         for number, layout in enumerate(layouts):
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
             placed = [(0, Region.row_major(head))]
@@ -67,17 +65,18 @@ class Share:
                 if index >= plain:
                     kind, data = drafted.objects[entry.name]
                     self._blobs.append(Blob(entry.name, kind, number, start, len(data)))
-            self._keep.append((head, tensors))
+            self._own.append(head)
             self.streams.append(Stream.of(placed, layout.nbytes))
 
     def _tensors(self) -> Tensors:
         """Where each tensor lies. Worked out when all is written: a trainer waits for what is done
         before."""
+        entries = self._drafted.entries
         boxes: dict[str, tuple[Entry, list[Shard]]] = {}
         for number, layout in enumerate(self.layouts):
             for start, index in layout.placed:
-                if index < len(self._entries):
-                    entry = self._entries[index]
+                if index < len(entries):
+                    entry = entries[index]
                     shard = Shard(entry.offsets, entry.sizes, number, start)
                     boxes.setdefault(entry.name, (entry, []))[1].append(shard)
         return Tensors.of(
@@ -110,8 +109,8 @@ class Share:
         """Called when everything has been copied: `CheckpointError` where a tensor was written to
         meanwhile, as far as autograd knows, or memory of a GPU is not what its digests were made
         of, so that they might not be those of what is written."""
-        versions = zip(self._entries, self._versions, versions_of(self._given), strict=True)
-        for entry, old, new in versions:
+        entries, tensors = self._drafted.entries, self._drafted.tensors
+        for entry, old, new in zip(entries, self._versions, versions_of(tensors), strict=True):
             if old != new:
                 raise _changed(path=entry.name)
         if self._hashing is None or not any(file.digests for file in self.files):
@@ -138,8 +137,9 @@ class Share:
             DataFile(file.name, file.nbytes, file.chunk_bytes, known)
             for file, known in zip(self.files, digests, strict=True)
         ]
+        told = self._drafted
         return Written(
-            files, self._tensors(), self._blobs, origins=self._origins, dtypes=self._dtypes
+            files, self._tensors(), self._blobs, origins=told.origins, dtypes=told.dtypes
         )
 
 

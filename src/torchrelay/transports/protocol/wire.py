@@ -19,7 +19,7 @@ from torchrelay.errors import RemoteProtocolError
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.steps import MAX_STEP
 
-MAJOR, MINOR = 1, 12
+MAJOR, MINOR = 1, 13
 T = TypeVar("T")
 
 PRELUDE_TAG = 1  # shared with torch's protocol
@@ -74,7 +74,6 @@ Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1, title="rank")]  # below the g
 Id = Annotated[int, Meta(ge=0, le=(1 << ID_BITS) - 1)]  # of a transfer
 AskedLane = Annotated[int, Meta(ge=2, le=LANES - 1)]  # of chunks that were asked for
 Chunk = Annotated[int, Meta(ge=0, le=MAX_CHUNKS - 1)]
-ChunkCount = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
 User = Annotated[int, Meta(ge=-1, le=(1 << 32) - 1)]
 Pid = Annotated[int, Meta(ge=0, le=1 << 22)]  # Linux has no larger ones
 Descriptor = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
@@ -186,9 +185,7 @@ class Blocked(_Message, tag="blocked", frozen=True):
 
 
 class Stalled(_Message, tag="stalled", frozen=True):
-    """Nothing has come from upstream for a while. The first `have` chunks are here."""
-
-    have: ChunkCount
+    """Nothing has come from upstream for a while."""
 
 
 class Need(_Message, tag="need", frozen=True):

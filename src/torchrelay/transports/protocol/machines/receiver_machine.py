@@ -309,8 +309,7 @@ class FedMachine:
             self._heard_at = now
             if self.lost is not None:
                 raise failure(self.lost, self._sender, "data")
-            have = self.terms.chunks - len(self.missing)
-            self.actions.append(Say(self._sender, wire.Stalled(have)))
+            self.actions.append(Say(self._sender, wire.Stalled()))
         stuck = self.forwarding and now > self._passed_at + self.patience
         if stuck and self.downstream is not None:
             self._passed_at = now

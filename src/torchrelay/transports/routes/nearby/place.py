@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.machine import machine
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.vectors import OtherMemoryError, read_bytes
 from torchrelay.transports.protocol import wire
@@ -29,13 +30,6 @@ from torchrelay.transports.protocol import wire
 _NAME = "torchrelay-claim"
 _CLAIM = struct.Struct("<III")  # owner, reader, transfer
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-@cache
-def _machine() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
 
 
 @cache
@@ -47,7 +41,7 @@ def _pid_namespace() -> int:  # a process stays in its own
 
 def here() -> wire.Place:
     """This process's place."""
-    return wire.Place(_machine(), os.getuid(), _pid_namespace(), os.getpid(), _devices())
+    return wire.Place(machine(), os.getuid(), _pid_namespace(), os.getpid(), _devices())
 
 
 def _devices() -> tuple[str, ...]:
