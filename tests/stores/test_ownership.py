@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.distributed._shard.sharded_tensor import Shard as OldShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -160,6 +162,14 @@ def test_one_of_each_team_writes_and_the_load_is_even() -> None:
     assert max(loads) - min(loads) <= 7
 
 
+def old_shards(whole: torch.Tensor, rank: int, pair: Any) -> Any:
+    """A ShardedTensor of this rank and the one beside it, two rows each."""
+    first = rank % 2 * 2
+    rows = whole[first : first + 2].clone()
+    mine = [OldShard.from_tensor_and_offsets(rows, [first, 0], rank)]
+    return init_from_local_shards(mine, list(whole.shape), process_group=pair)
+
+
 def save_on_meshes(rank: int, group: Any, root: str) -> list[str]:
     """Replicas by placement, replicas on a mesh each, and two tensors under one name."""
     found = []
@@ -170,20 +180,25 @@ def save_on_meshes(rank: int, group: Any, root: str) -> list[str]:
     state = {
         "hybrid": distribute_tensor(whole, grid, [Replicate(), Shard(0)]),
         "apart": distribute_tensor(whole, here, [Shard(1)]),
+        "old": old_shards(whole, rank, here.get_group()),  # as of FSDP1's HYBRID_SHARD
         "plain": whole.clone(),
         "rank": rank,
     }
     with tr.Checkpointer(root, group=group, timeout=60) as there:
         there.save(1, state)
-        blank = {
+        blank: dict[str, Any] = {
             name: torch.zeros_like(x) if isinstance(x, torch.Tensor) else -1
             for name, x in state.items()
+            if name != "old"
         }
+        blank["old"] = old_shards(torch.zeros_like(whole), rank, here.get_group())
         got: Any = there.load(into=blank).state
         for name in ("hybrid", "apart"):
             full = got[name].full_tensor() if isinstance(got[name], DTensor) else None
             if full is None or not torch.equal(full, whole):
                 found.append(f"{name} is another")
+        if not torch.equal(got["old"].local_tensor(), whole[rank % 2 * 2 :][:2]):
+            found.append("old is another")
         if not torch.equal(got["plain"], whole) or got["rank"] != rank:
             found.append("a plain leaf is another")
         state["apart"] = distribute_tensor(whole + rank // 2, here, [Shard(1)])

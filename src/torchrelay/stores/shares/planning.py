@@ -172,8 +172,10 @@ class RulePlanning:
             return _held_dtensor(name, tensor, teams)
         locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
         nbytes = sum(local.nbytes for local in locals_)
-        fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), all_boxes))
-        return HeldTensor(name, fact, nbytes, 0, 1, b"", mesh=b"sharded")
+        boxes = [(box.offsets, box.sizes) for box in all_boxes]
+        fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), boxes))
+        where = _digest([box.placement for box in all_boxes])
+        return HeldTensor(name, fact, nbytes, 0, 1, b"", where)
 
     def decide(self, said: Sequence[bytes]) -> Decision:
         outline = self._now.named.outline
