@@ -96,7 +96,7 @@ def odd(rank: int, group: Any) -> None:
             for count in (3, 4, 4):
                 state = {"a": torch.ones(3), "e": Even(count, torch.ones(2)), "z": count}
                 if count == 3:
-                    with pytest.raises(tr.RelayError):
+                    with pytest.raises(tr.PeerRefusedError, match="an odd number"):
                         relay.send(state, to=1)
                 else:
                     relay.send(state, to=1)
@@ -298,8 +298,10 @@ def refused_by_relay(rank: int, group: Any, kind: str) -> None:
     with tr.Relay(group, timeout=30) as relay:
         if rank == 0:
             state = job(1, KINDS[kind](1))
-            with pytest.raises(tr.RelayError):
+            with pytest.raises(tr.PeerRefusedError, match="not that one") as refusal:
                 relay.send(state, to=1)
+            assert (refusal.value.rank, refusal.value.path) == (1, "['last']")
+            assert refusal.value.phase == "commit"
             relay.send(state, to=1)
             return
         mine = job(0, KINDS[kind](0, refuses=True))

@@ -42,6 +42,7 @@ from torchrelay.resharding.owners import Whole, whole_of
 from torchrelay.resharding.record import LiveRank, decode
 from torchrelay.transports.group.lines import GroupLines
 from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol.machines.events import refusal
 from torchrelay.transports.protocol.options import TransferCall
 from torchrelay.transports.protocol.parts import Conversation, part_from
 from torchrelay.transports.protocol.receiver import answer, transfer_of
@@ -145,15 +146,11 @@ class Gather:
         return sum(box.nbytes for box in self._boxes.values())
 
     def _part(self, fault: BaseException) -> None:
-        text = wire.text(fault.message if isinstance(fault, RelayError) else fault)
         word: wire.Refuse | wire.Leave
-        if isinstance(fault, (StateError, StepMismatchError)) and not isinstance(
-            fault, TornStateError
-        ):
-            kind = "step" if isinstance(fault, StepMismatchError) else "mismatch"
-            path = None if fault.path is None else wire.text(fault.path)
-            word = wire.Refuse(kind, text, path)
+        if isinstance(fault, (StateError, StepMismatchError)):
+            word = refusal(fault)
         else:
+            text = wire.text(fault.message if isinstance(fault, RelayError) else fault)
             late = isinstance(fault, (TransferTimeoutError, InterruptedTransfer))
             word = wire.Leave(text, late)
         part_from(list(self._talks.values()), word)

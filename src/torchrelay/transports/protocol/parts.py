@@ -119,7 +119,7 @@ class Branch:
                 self._line.send(wire.Fin())
                 return
             elif isinstance(message, wire.Refuse):
-                peer.stage, peer.reason, peer.refusal = Stage.REFUSED, message.message, message
+                peer.refuse(message)
                 self._line.send(wire.Fin())
                 return
             elif isinstance(message, wire.Leave):

@@ -23,7 +23,6 @@ from torchrelay.errors import (
     StepMismatchError,
     TornStateError,
     TransferTimeoutError,
-    UnsupportedLeafError,
 )
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed, named
@@ -41,7 +40,7 @@ from torchrelay.transports.group.lines import (
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.exchange import HeldOffer
 from torchrelay.transports.protocol.machines.actions import Say
-from torchrelay.transports.protocol.machines.events import CLOSED, failure
+from torchrelay.transports.protocol.machines.events import CLOSED, failure, refusal
 from torchrelay.transports.protocol.machines.receiver_machine import ReceiverMachine
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 from torchrelay.transports.resources import Kept, Resources
@@ -147,8 +146,7 @@ class Receiving:
             with self._deadline.wakes(self._events):
                 return self._run()
         except BaseException as fault:
-            late = isinstance(fault, TransferTimeoutError | InterruptedTransfer)
-            self._goodbye(wire.Leave(wire.text(fault), late))
+            self._goodbye(self._last_word(fault))
             if isinstance(fault, TornStateError):  # it names what is old and what is new
                 fault.rank, fault.phase = self._sender, self.watch.phase
                 fault.step = self.manifest.step if self.manifest else None
@@ -164,6 +162,15 @@ class Receiving:
             if self.choice is not None:
                 self.choice.mover.close(keep=self._whole)
             self._line.leave()
+
+    def _last_word(self, fault: BaseException) -> wire.Refuse | wire.Leave:
+        """What the sender is told: an object that does not take its state refuses it, as one that
+        does not fit is refused before."""
+        torn = self._landing is not None and self._landing.torn
+        if isinstance(fault, StateError) and not torn:
+            return refusal(fault)
+        late = isinstance(fault, TransferTimeoutError | InterruptedTransfer)
+        return wire.Leave(wire.text(fault), late)
 
     def _run(self) -> Landed:
         with self.watch("join"):
@@ -317,11 +324,7 @@ class Receiving:
             self.choice = choose(self._incoming(offer, self._landing), self._route)
         except (StateError, StepMismatchError, ManifestError, RouteError) as fault:
             fault.rank, fault.phase = self._sender, "join"
-            kinds = {StepMismatchError: "step", ManifestError: "manifest", RouteError: "route"}
-            kinds[UnsupportedLeafError] = "unsupported"
-            kind = kinds.get(type(fault), "mismatch")
-            path = None if fault.path is None else wire.text(fault.path)
-            self._goodbye(wire.Refuse(kind, wire.text(fault.message), path))
+            self._goodbye(refusal(fault))
             self._line.ended.wait(min(GRACE, self._deadline.left()))
             if isinstance(fault, RouteError):
                 if (gone := self._why_gone()) is not None:

@@ -171,7 +171,7 @@ class Pulled(_Message, tag="pulled", frozen=True):
 
 
 class Refuse(_Message, tag="refuse", frozen=True):
-    """The state does not fit. Ends the transfer with me."""
+    """The state does not fit, or an object does not take its part. Ends the transfer with me."""
 
     kind: Name  # "step", "mismatch" (also: no memory), "unsupported", "manifest" or "route"
     message: Text

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from torchrelay.errors import PeerAbortedError, RelayError, RemoteProtocolError
+from torchrelay.errors import (
+    ManifestError,
+    PeerAbortedError,
+    RelayError,
+    RemoteProtocolError,
+    RouteError,
+    StepMismatchError,
+    UnsupportedLeafError,
+)
 from torchrelay.transports.protocol import wire
 
 CLOSED = (
     "the group's connection to this rank is closed for good: make a new process group with the "
     "ranks that live (torch.distributed.new_group) before the next transfer"
 )
+_REFUSALS: dict[type[RelayError], str] = {
+    ManifestError: "manifest",
+    RouteError: "route",
+    StepMismatchError: "step",
+    UnsupportedLeafError: "unsupported",
+}
 RETRIES = 2  # times a chunk whose digest does not hold is asked for again
+
+
+def refusal(fault: RelayError) -> wire.Refuse:
+    """What a sender is told whose state is not taken."""
+    path = None if fault.path is None else wire.text(fault.path)
+    kind = _REFUSALS.get(type(fault), "mismatch")
+    return wire.Refuse(kind, wire.text(fault.message), path)
 
 
 def failure(event: object, sender: int, phase: str) -> RelayError:

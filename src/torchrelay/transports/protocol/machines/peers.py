@@ -61,6 +61,7 @@ class Peer:
     adopted: bool = False  # its line is one that an earlier call has left
     untaken: int = 0  # messages on their way to it
     refusal: wire.Refuse | None = None
+    refused_in: str = "join"
     place: wire.Place = field(default_factory=wire.Place)
     accept: wire.Accept = field(default_factory=wire.Accept)
     reads: bool = False  # may read other receivers, and be read
@@ -100,6 +101,12 @@ class Peer:
         may_have_it = self.stage in (Stage.ACCEPTED, Stage.APART) and self.trailed
         self.stage = Stage.UNKNOWN if may_have_it else Stage.FAILED
         self.reason, self.late = reason, late
+
+    def refuse(self, word: wire.Refuse) -> None:
+        """It turned the offer down; or the state, when objects of its were told theirs."""
+        if self.stage is Stage.ACCEPTED:
+            self.refused_in = "commit"
+        self.stage, self.reason, self.refusal = Stage.REFUSED, word.message, word
 
     def settle(self, word: wire.Message | Exception) -> None:
         """Find out about one that may have the state, by what it says after all."""
@@ -196,7 +203,7 @@ def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -
                 f"rank {peer.rank} refused the state: {peer.refusal.message}",
                 rank=peer.rank,
                 step=step,
-                phase="join",
+                phase=peer.refused_in,
                 path=peer.refusal.path,
             )
     if not everyone or any(peer.stage is Stage.DONE for peer in everyone):

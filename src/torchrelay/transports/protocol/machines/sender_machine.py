@@ -13,7 +13,7 @@ left, which digests are known and what time it is, and carries out the actions t
 | CALLED              | nothing in time                   | keep its line for later     | FAILED   |
 | JOINED              | accept                            | at the end of the join: go  | ACCEPTED |
 | JOINED              | nothing in time                   | abort                       | FAILED   |
-| any but the last    | refuse                            | fin                         | REFUSED  |
+| any but the last    | refuse                            | fin; see to its neighbours  | REFUSED  |
 | ACCEPTED            | need                              | feed it from here           | ACCEPTED |
 | ACCEPTED            | unlink                            | reroute the one behind it   | ACCEPTED |
 | ACCEPTED            | stalled, blocked                  | judge who holds up whom     | ACCEPTED |
@@ -192,8 +192,11 @@ class SenderMachine:
             else:
                 self.fail(peer, str(message))
         elif isinstance(message, wire.Refuse):
-            peer.stage, peer.reason, peer.refusal = Stage.REFUSED, message.message, message
+            accepted = peer.stage is Stage.ACCEPTED
+            peer.refuse(message)
             self._say(rank, wire.Fin())
+            if accepted:
+                self._part_from(peer)
         elif isinstance(message, wire.Leave):
             self._left(peer, message)
         elif peer.stage is Stage.ACCEPTED:
@@ -366,13 +369,16 @@ class SenderMachine:
         """Give up on one receiver, and see to those around it."""
         peer.give_up(reason, late=late)
         self._say(peer.rank, wire.Abort(wire.text(f"the sender gave up on this rank: {reason}")))
+        self._part_from(peer)
+
+    def _part_from(self, peer: Peer) -> None:
         self._owed.pop(peer.rank, None)
         self.actions.append(CutOff(peer.rank))
         for hop in self.hops:
             if hop.downstream == peer.rank:
                 self._detach(hop.rank)
         done = [p.rank for p in self.among(Stage.DONE)]
-        lost = [p.rank for p in self.among(Stage.FAILED, Stage.UNKNOWN)]
+        lost = [p.rank for p in self.among(Stage.FAILED, Stage.UNKNOWN, Stage.REFUSED)]
         self._reroute(fanout.orphans(self.hops, lost, done))
 
     def abort(self, reason: str) -> None:
