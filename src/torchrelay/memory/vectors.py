@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, pairwise, repeat, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -52,11 +53,16 @@ Ends = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 class Batch(NamedTuple):
     """Copies of one call, and address and length of each end as the kernel wants them."""
 
-    copies: Moves
+    moves: Moves  # of all calls
+    rows: slice
     nbytes: int
     here: Ends
     there: Ends
     total: int  # bytes, with those between pieces
+
+    @property
+    def copies(self) -> Moves:
+        return Moves(*(column[self.rows] for column in self.moves))
 
 
 def batches(moves: Moves, piece: int = PIECE, *, bridge: bool = False) -> list[Batch]:
@@ -68,22 +74,22 @@ def batches(moves: Moves, piece: int = PIECE, *, bridge: bool = False) -> list[B
         return []
     most = MOST_VECTORS // 2 if bridge else MOST_VECTORS
     ends = np.cumsum(moves.nbytes)
-    edges, before = [0], 0
+    edges, sums = [0], [0]
     while edges[-1] < count:
         first = edges[-1]
-        last = int(np.searchsorted(ends, np.uint64(before + piece), side="right"))
-        last = min(max(last, first + 1), first + most, count)
-        before = int(ends[last - 1])
-        edges.append(last)
+        last = bisect_right(ends, sums[-1] + piece, first, min(first + most, count))
+        edges.append(max(last, first + 1))
+        sums.append(int(ends[edges[-1] - 1]))
     (here, marks), (there, their_marks) = _vectors(moves, edges, bridge)
     columns = (
-        [Moves(*(column[first:last] for column in moves)) for first, last in pairwise(edges)],
-        np.add.reduceat(moves.nbytes, edges[:-1]).tolist(),
+        repeat(moves),
+        map(slice, edges, edges[1:]),
+        (after - before for before, after in pairwise(sums)),
         [here[first:last] for first, last in pairwise(marks)],
         [there[first:last] for first, last in pairwise(their_marks)],
         np.add.reduceat(here[:, 1], marks[:-1]).tolist(),
     )
-    return [Batch(*row) for row in zip(*columns, strict=True)]
+    return [Batch(*row) for row in zip(*columns, strict=False)]
 
 
 def _vectors(
@@ -112,7 +118,8 @@ def _vectors(
 
 def _edges(rows: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], edges: list[int]) -> list[int]:
     """Where edges are when the rows alone are left that are marked."""
-    return [0, *accumulate(np.add.reduceat(rows, edges[:-1], dtype=np.int64).tolist())]
+    counts = (int(np.count_nonzero(rows[first:last])) for first, last in pairwise(edges))
+    return [0, *accumulate(counts)]
 
 
 def read(pid: int, batch: Batch) -> None:
