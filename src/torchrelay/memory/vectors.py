@@ -73,7 +73,9 @@ def batches(moves: Moves, piece: int = PIECE, *, bridge: bool = False) -> list[B
     if not count:
         return []
     most = MOST_VECTORS // 2 if bridge else MOST_VECTORS
-    ends = np.cumsum(moves.nbytes)
+    so_far = np.cumsum(moves.nbytes)
+    # A list is faster to look at, where it does not take longer to make.
+    ends = so_far.tolist() if count <= MOST_VECTORS else so_far
     edges, sums = [0], [0]
     while edges[-1] < count:
         first = edges[-1]

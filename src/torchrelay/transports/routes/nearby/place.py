@@ -133,7 +133,7 @@ def cannot_open(process: Process, claim: bytes) -> str:
     """See whether the process is the one that claims to be; why that is not sure, or empty."""
     if not nonce_of(claim) or process.pid < 1 or process.fd < 0:
         return "the sender does not say how to recognise its process"
-    if Path(f"/proc/self/task/{process.pid}").exists():
+    if os.access(f"/proc/self/task/{process.pid}", os.F_OK):
         return "the sender names this process itself"
     try:
         with open(open_memfd(process, process.fd, os.O_RDONLY), "rb", buffering=0) as file:
