@@ -111,9 +111,6 @@ class FarEndpoint:
         self._source = EndpointSource(endpoint.url, same_host=False)
         self.name, self.pid = endpoint.url, endpoint._server.pid
 
-    def newest(self, deadline: Deadline) -> Any:
-        return self._source.newest(deadline)
-
     def steps(self, deadline: Deadline) -> list[int]:
         return list(self._source.steps(deadline))
 

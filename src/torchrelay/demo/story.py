@@ -95,7 +95,7 @@ class Story:
         kills: Sequence[Kill],
         teller: Teller | None = None,
     ) -> None:
-        self._plan, self._kills = plan, list(kills)
+        self._kills = list(kills)
         self._teller = teller or Teller()
         self.launcher = Launcher(plan, list(hosts))
         self.run = TrainingRun({}, {}, [], [])

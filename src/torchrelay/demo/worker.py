@@ -128,8 +128,8 @@ class InKeepers:
 class OnDisk:
     """Some steps on disk, by torch's own `dcp.save` and `dcp.load`."""
 
-    def __init__(self, plan: Plan, post: Post) -> None:
-        self._plan, self._rank = plan, post.rank
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self._root = Path(plan.folder) / "dcp"
 
     def recover(self, job: ShardedJob) -> Brought:
@@ -171,7 +171,7 @@ class Nothing:
 def memory_of(plan: Plan, post: Post) -> Storing:
     if plan.way == "keeper":
         return InKeepers(plan, post)
-    return OnDisk(plan, post) if plan.way == "dcp" else Nothing()
+    return OnDisk(plan) if plan.way == "dcp" else Nothing()
 
 
 def main(conn: Connection, plan: Plan, post: Post) -> None:

@@ -28,7 +28,7 @@ from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
 from torchrelay.sources.lease import LocalFacts
 from torchrelay.sources.mapped_step import LentMemory, MappedStep
 from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.sources.seam import Absent, Newest
+from torchrelay.sources.seam import Absent
 from torchrelay.sources.suppliers import Supplier, Suppliers
 
 ASK_SECONDS = 20.0  # that an endpoint may take to say what it has
@@ -127,17 +127,6 @@ class EndpointSource:
     @property
     def cost(self) -> int:
         return 0 if all(host.is_here for host in self.hosts) else 1
-
-    def newest(self, deadline: Deadline) -> Newest | Absent:
-        try:
-            found = self.steps(deadline)
-        except RelayError as fault:
-            return Absent(fault.message)
-        if not found:
-            return Absent("no step has been published")
-        step = max(found)
-        facts = found[step][0][1]
-        return Newest(step, facts.bytes, facts.snapshot)
 
     def steps(
         self, deadline: Deadline, newer_than: int | None = None

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError
 from torchrelay.sources.endpoint import EndpointSource, OpenedEndpoint
-from torchrelay.sources.seam import Absent, Newest
 
 
 class SharedAt(msgspec.Struct, array_like=True):
@@ -73,12 +72,6 @@ class PeerSource:
         if self._found is None or place != self._place:
             self._place, self._found = place, EndpointSource(place.url, token=place.token)
         return self._found
-
-    def newest(self, deadline: Deadline) -> Newest | Absent:
-        try:
-            return self.endpoint().newest(deadline)
-        except PeerLostError as fault:
-            return Absent(fault.message)
 
     def steps(self, deadline: Deadline) -> list[int]:
         return list(self.endpoint().steps(deadline))

@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from torchrelay.stores.seam import OpenStep
 
 
-class Newest(NamedTuple):
-    """The newest step of a source. Sources with the same `content` have the same bytes; it is
-    empty where only the record's own bytes could tell."""
-
-    step: int
-    nbytes: int
-    content: str = ""
-
-
 class Absent(NamedTuple):
     """Why a source has nothing to give."""
 
@@ -54,7 +45,6 @@ class Source(Protocol):
         """How far away its bytes are: 0 memory of this machine, 1 a network, 2 a file system, 3 a
         bucket."""
 
-    def newest(self, deadline: Deadline) -> Newest | Absent: ...
     def steps(self, deadline: Deadline) -> Iterable[int]: ...
     def open(self, step: int, deadline: Deadline) -> Opened:
         """A step; `StepNotFoundError` where it is not there."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import CheckpointError, RelayError
+from torchrelay.errors import CheckpointError
 from torchrelay.memory.bounded import bounded
-from torchrelay.record.checkpoint.commit import content_digest
-from torchrelay.sources.seam import Absent, Newest, Opened
+from torchrelay.sources.seam import Opened
 from torchrelay.stores.locate import OBJECTS, open_store, scheme_of
 from torchrelay.stores.opening import open_step
 from torchrelay.stores.retry import Retry
@@ -26,16 +24,6 @@ class StoreSource:
     @property
     def name(self) -> str:
         return self._store.url
-
-    def newest(self, deadline: Deadline) -> Newest | Absent:
-        try:
-            steps = self.steps(deadline)
-            if not steps:
-                return Absent("there is no step")
-            with closing(self.open(steps[-1], deadline)) as held:
-                return Newest(steps[-1], held.record.nbytes, content_digest(held.record))
-        except RelayError as fault:
-            return Absent(fault.message)
 
     def steps(self, deadline: Deadline) -> list[int]:
         def look() -> list[int]:

@@ -29,6 +29,7 @@ COPY_THREADS = 512
 BLOCKS_PER_PROCESSOR = 4
 HASH_THREADS = 32
 CHUNKS_PER_BLOCK = HASH_THREADS // 8  # eight threads take a chunk
+TABLES_KEPT = 8
 _ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _NAMES = (b"torchrelay_copy", b"torchrelay_xxh3_128", b"torchrelay_copy_xxh3_128")
 _WORD = 8  # bytes that the kernels hash at a time, where they lie and go to
@@ -117,9 +118,8 @@ class Tables:
     """Tables of addresses as the kernels take them. The last few are kept on the device; they keep
     no memory alive but their own."""
 
-    def __init__(self, most: int = 8) -> None:
+    def __init__(self) -> None:
         self._kept: list[tuple[int, Numbers, torch.Tensor]] = []
-        self._most = most
         self._lock = threading.Lock()
 
     def of(self, table: Numbers, device: int) -> torch.Tensor:
@@ -132,7 +132,7 @@ class Tables:
                 torch.cuda.current_stream(device).synchronize()
                 found = device, table, there
             others = [one for one in self._kept if one is not found]
-            self._kept = [*others, found][-self._most :]
+            self._kept = [*others, found][-TABLES_KEPT:]
             return found[2]
 
     def clear(self) -> None:

@@ -129,7 +129,7 @@ class Receiving:
         # With route "group" nobody's memory is read.
         self._nonce = b"" if self._route == "group" else secrets.token_bytes(wire.NONCE_BYTES)
         self._proof: place.Proof | None = None
-        self._machine = ReceiverMachine(sender, wanted.step)
+        self._machine = ReceiverMachine(sender)
         self._landing: Landing | None = None
         self._whole = False
         self.manifest: Manifest | None = None

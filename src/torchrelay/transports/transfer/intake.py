@@ -130,10 +130,6 @@ class Intake:
         self.handed_bytes = 0  # of those, read out of the upstream's memory
         self.messages = 0
 
-    @property
-    def retried(self) -> list[int]:
-        return self._machine.retried
-
     def run(self) -> None:
         while not self._complete():
             self._post_receives()

@@ -52,8 +52,8 @@ class ReceiverStage(Enum):
 class ReceiverMachine:
     """One receive, from the join to the last word. Its data is a `FedMachine`'s, or its route's."""
 
-    def __init__(self, sender: int, step: int | None = None) -> None:
-        self.sender, self.step = sender, step
+    def __init__(self, sender: int) -> None:
+        self.sender = sender
         self.stage = ReceiverStage.JOINED
         self.actions: list[ReceiverAction] = []
         self.offer: wire.Offer | None = None
