@@ -286,9 +286,9 @@ def test_a_signal_to_the_writer_process_does_not_end_it(tmp_path: Path) -> None:
     """A scheduler may signal every process of a job."""
     with tr.Checkpointer(tmp_path, group=False, timeout=30) as checkpointer:
         checkpointer.save_async(1, mine(0, 1)).result(20)
-        writer = checkpointer._saver._process.pid
+        writer = checkpointer._saver._shares.process.pid
         assert writer is not None
         os.kill(writer, signal.SIGTERM)
         checkpointer.save_async(2, mine(0, 2)).result(20)
-        assert checkpointer._saver._process.pid == writer
+        assert checkpointer._saver._shares.process.pid == writer
         assert equal(checkpointer.load(step=2).state, mine(0, 2))

@@ -373,7 +373,7 @@ def test_the_process_with_the_groups_store_is_gone() -> None:
 
 
 def writer_of(checkpointer: tr.Checkpointer) -> int:
-    pid = checkpointer._saver._process.pid
+    pid = checkpointer._saver._shares.process.pid
     assert pid is not None
     return pid
 
@@ -547,7 +547,7 @@ def held_saver(link: Connection, root: str, background: bool) -> None:
         act = checkpointer.save_async if background else checkpointer.save
         threading.Thread(target=act, args=(2, state(2)), daemon=True).start()
         assert files.there.wait(30)
-        link.send(checkpointer._saver._process.pid)
+        link.send(checkpointer._saver._shares.process.pid)
         link.recv()
 
 

@@ -222,7 +222,7 @@ def test_a_signal_to_a_forked_child_saves_nothing(tmp_path: Path) -> None:
 def close_beside_children(root: str) -> float:
     checkpointer = tr.Checkpointer(root, timeout=30)
     checkpointer.save_async(1, state(1)).result(20)
-    writer = checkpointer._saver._process.pid
+    writer = checkpointer._saver._shares.process.pid
     children = [fork(lambda: time.sleep(60)) for _ in range(2)]
     begun = time.monotonic()
     checkpointer.close()

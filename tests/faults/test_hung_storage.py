@@ -196,13 +196,13 @@ def test_torchs_own_load_from_a_frozen_file_system_ends_in_time(tmp_path: Path) 
 def test_a_writer_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path, timeout=30) as ckpt:
         ckpt.save_async(1, state(1)).result(30)
-        writer = ckpt._saver._process.pid
+        writer = ckpt._saver._shares.process.pid
         assert writer is not None
         os.kill(writer, signal.SIGSTOP)
         fault = ended(lambda: ckpt.save_async(2, state(2), timeout=TIMEOUT).result(60))
         assert isinstance(fault, tr.StorageTimeoutError)
         ckpt.save_async(3, state(3)).result(30)
-        assert ckpt.steps() == [1, 3] and ckpt._saver._process.pid != writer
+        assert ckpt.steps() == [1, 3] and ckpt._saver._shares.process.pid != writer
 
 
 PROGRAM = """

@@ -85,6 +85,7 @@ def test_a_save_interrupted_at_any_line_leaves_the_next_ones_right(
     keeping = (
         "stores/shares/planning.py",
         "checkpointer/saves/saver.py",
+        "checkpointer/saves/share_writer.py",
         "stores/writer/client.py",
     )
     some = random.Random(SEED)

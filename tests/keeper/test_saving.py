@@ -45,7 +45,7 @@ def save_and_stage(rank: int, group: Any, job: str, folder: str) -> Any:
     kept = whole(state)
     WriterProcess.write = write_later  # type: ignore[method-assign]
     pending = checkpointer.save_async(2, state)
-    arena = checkpointer._saver._arena
+    arena = checkpointer._saver._shares._arena
     steps = [one["step"] for one in keeper.status()["steps"]]
     for step in range(3, 8):  # into every slot that there is
         train(state, 1)

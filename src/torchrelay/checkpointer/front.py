@@ -20,8 +20,8 @@ from torchrelay.checkpointer.keep import Keep, policy
 from torchrelay.checkpointer.loader import Loaded, Loader, Wanted, patience
 from torchrelay.checkpointer.saves.last_save import LastSave, agreed_step
 from torchrelay.checkpointer.saves.pending import Pending, Saved, logger
-from torchrelay.checkpointer.saves.saver import Save, Saver
-from torchrelay.checkpointer.saves.step_draft import GRACE
+from torchrelay.checkpointer.saves.saver import Saver
+from torchrelay.checkpointer.saves.step_draft import GRACE, Save
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded

@@ -16,7 +16,6 @@ from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.pages import paged
 from torchrelay.memory.staging import Copy, stage
-from torchrelay.plan.stream import Stream
 from torchrelay.progress import Bar
 from torchrelay.stores.seam import DataFiles
 from torchrelay.stores.shares.drafting import Share
@@ -178,7 +177,6 @@ class Pipeline:
     def __init__(
         self,
         share: Share,
-        streams: list[Stream],
         arena: Arena,
         target: Target,
         deadline: Deadline,
@@ -186,7 +184,6 @@ class Pipeline:
     ) -> None:
         self._bar = bar
         self._share = share
-        self._streams = streams
         self._arena = arena
         self._target = target
         self._deadline = deadline
@@ -208,7 +205,7 @@ class Pipeline:
                 slot = self._slot()
                 base = slot * self._slot_bytes
                 copies = [
-                    Copy(self._streams[file], start, stop, base + at)
+                    Copy(self._share.streams[file], start, stop, base + at)
                     for file, start, stop, at in placed
                 ]
                 stage(copies, self._arena.tensor, threads=threads)

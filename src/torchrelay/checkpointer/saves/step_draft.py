@@ -12,21 +12,42 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torchrelay.checkpointer.saves.pending import logger
-from torchrelay.deadlines import Deadline
+from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import CheckpointError, RelayError, StepExistsError, StorageTimeoutError
 from torchrelay.memory.bounded import bounded
+from torchrelay.progress import ProgressCallback
 from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.stores.local.final_act import unknown
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.shares.drafting import check_files, sealed
+from torchrelay.stores.shares.plans import Outlines
+from torchrelay.transports.group.assembly import Call
 
 HEADROOM = 1 << 20  # bytes kept free beside the data: commit record, directory
 GRACE = 0.5  # seconds past the deadline for a look, or for cleaning up
 
 Result = TypeVar("Result")
+
+
+@dataclass
+class Save:
+    """One save under way on this rank."""
+
+    step: int
+    overwrite: bool
+    call: Call
+    deadline: Deadline
+    progress: ProgressCallback | None = None
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    token: str = ""
+    mark: str = ""
+    planned: bool = False  # whether every rank has its plan, and awaits the others' last word
+    draft: StepDraft | None = None
+    outlines: Outlines | None = None
 
 
 class StepDraft:

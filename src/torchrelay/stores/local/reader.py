@@ -56,16 +56,7 @@ class LocalStep:
             return bytes(data)
 
     def sizes(self) -> dict[str, int]:
-        return self._directory.patience(self._sizes)
-
-    def _sizes(self) -> dict[str, int]:
-        sizes = {}
-        with os.scandir(self._directory.fd) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):  # a link to nothing, or removed meanwhile
-                    if entry.name != MANIFEST and entry.is_file():
-                        sizes[entry.name] = entry.stat().st_size
-        return sizes
+        return self._directory.patience(lambda: data_sizes(self._directory.fd))
 
     def reader(self, name: str, *, once: bool = True) -> LocalReader:
         key = (name, once)
@@ -218,6 +209,17 @@ class _Directory:
 
     def __del__(self) -> None:
         self.close()
+
+
+def data_sizes(directory: int | str) -> dict[str, int]:
+    """The data files of a step or a draft, by name."""
+    sizes = {}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # a link to nothing, or removed meanwhile
+                if entry.name != MANIFEST and entry.is_file():
+                    sizes[entry.name] = entry.stat().st_size
+    return sizes
 
 
 def _stamp(fd: int) -> _Stamp:

@@ -27,7 +27,7 @@ from torchrelay.steps import MAX_STEP
 from torchrelay.stores.local.files import Files, lock, named
 from torchrelay.stores.local.final_act import FinalAct, unknown
 from torchrelay.stores.local.handles import Handles
-from torchrelay.stores.local.reader import LocalStep
+from torchrelay.stores.local.reader import LocalStep, data_sizes
 from torchrelay.stores.local.removal import closing, remove_directory
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import MANIFEST, Buffer
@@ -257,7 +257,7 @@ class LocalDraft:
         return LocalSink(f"{self.path}/{name}", self._files, nbytes, self._handles)
 
     def sizes(self) -> dict[str, int]:
-        return _sizes(self.path)
+        return data_sizes(self.path)
 
     def commit(self, manifest: bytes) -> None:
         path = f"{self.path}/{MANIFEST}"
@@ -317,15 +317,6 @@ class LocalDraft:
         held, self._lock = self._lock, None  # forgotten first: no number is closed twice
         if held is not None:
             os.close(held)
-
-
-def _sizes(directory: str | Path) -> dict[str, int]:
-    with os.scandir(directory) as entries:
-        return {
-            entry.name: entry.stat().st_size
-            for entry in entries
-            if entry.is_file() and entry.name != MANIFEST
-        }
 
 
 def _check_way(root: Path) -> None:
