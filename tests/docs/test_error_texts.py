@@ -77,6 +77,45 @@ def test_the_state_dict_of_a_new_optimizer_as_a_destination(tmp_path: Path) -> N
         assert "optimizer" not in str(caught.value)
 
 
+class Wrapped(nn.Module):
+    """A model as DistributedDataParallel and torch.compile wrap it: under a name of theirs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.Sequential(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("name", ["module", "_orig_mod"])
+def test_a_wrapped_model_and_one_that_is_not(tmp_path: Path, name: str) -> None:
+    with tr.Checkpointer(tmp_path) as held:
+        plain, wrapped = nn.Sequential(nn.Linear(2, 2)), Wrapped(name)
+        for step, (offered, mine) in enumerate([(plain, wrapped), (wrapped, plain)]):
+            held.save(step, {"model": offered})
+            with pytest.raises(tr.MismatchError, match=rf"model\.{name}\)") as caught:
+                held.load(into={"model": mine}, step=step)
+            assert f"the keys of ['model'] differ by '{name}'" in str(caught.value)
+        with pytest.raises(tr.MismatchError) as caught:  # for another reason
+            held.load(into={"model": nn.Linear(2, 2)})
+        assert "wrapper" not in str(caught.value)
+
+
+def test_destinations_without_memory_or_of_another_size(tmp_path: Path) -> None:
+    lazy = nn.LazyLinear(2)
+    sparse = torch.eye(3).to_sparse()
+    with tr.Checkpointer(tmp_path) as held:
+        held.save(1, {"m": nn.Linear(2, 2), "s": torch.ones(3, 3).to_sparse()})
+        for mine, text in [
+            ({"m": nn.Linear(2, 2, device="meta")}, r"module\.to_empty\(device="),
+            ({"m": lazy}, "run the module once"),
+            ({"s": sparse}, "number of specified elements differs: offered 9, the destination has"),
+        ]:
+            with pytest.raises(tr.MismatchError, match=text):
+                held.load(into=mine, only="s" if "s" in mine else "m.*")
+        with pytest.raises(tr.UnsupportedLeafError, match="run the module once") as caught:
+            held.save(2, {"m": lazy})
+        assert caught.value.path == "['m']['weight']"
+
+
 def told(rank: int, group: Any) -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(8.0).reshape(4, 2)

@@ -572,7 +572,7 @@ def _coo(nnz: int = 2) -> torch.Tensor:
         (torch.zeros(2, device="meta"), torch.zeros(2), "meta"),
         (torch.zeros(3, 3), _coo(), "kind"),
         (_coo(), torch.zeros(3, 3), "layout"),
-        (_coo(), _coo(3), "shape"),
+        (_coo(), _coo(3), "specified elements"),
         (_coo(), torch.eye(3).to_sparse_csr(), "layout"),
         (_coo(), torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (3, 3)), "coalesced"),
         (torch.zeros(2, 3), _quantized(), "kind"),

@@ -24,6 +24,11 @@ CUT_OTHERWISE = (
     "receive from the rank with the same place in a mesh of the same shape; a step that is saved "
     "with Checkpointer is cut anew when it is loaded"
 )
+WITHOUT_MEMORY = (
+    "a meta tensor has no memory to be filled: make some first, as by module.to_empty(device=...)"
+)
+UNINITIALIZED = "the parameter of a lazy module has no shape yet: run the module once before"
+_WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile"}  # by the key's part
 
 
 @contextmanager
@@ -38,6 +43,12 @@ def with_hints(offered: m.Node, here: m.Node) -> Iterator[None]:
             fault.message += (
                 f"; {show(path)} is the state dict of an optimizer that has made no step on one "
                 "of the two sides: pass the optimizer itself, which takes whatever is offered"
+            )
+            break
+        for path, part in _wrapped(offered, here, ()):
+            fault.message += (
+                f"; the keys of {show(path)} differ by {part!r}, as of a module in a wrapper of "
+                f"{_WRAPPERS[part]}: pass the module in it (model.{part}), on both sides"
             )
             break
         raise
@@ -57,3 +68,22 @@ def _fresh_optimizers(offered: m.Node, here: m.Node, path: Path) -> Iterator[Pat
     for key, child in ours.items():
         if key in theirs and isinstance(key, str):
             yield from _fresh_optimizers(theirs[key], child, (*path, key))
+
+
+def _wrapped(offered: m.Node, here: m.Node, path: Path) -> Iterator[tuple[Path, str]]:
+    """Where two dicts have keys that differ by the prefix of a wrapper alone, and which it is."""
+    if not isinstance(offered, m.DictNode) or not isinstance(here, m.DictNode):
+        return
+    theirs, ours = set(map(str, offered.keys)), set(map(str, here.keys))
+    if theirs != ours and set(map(_bare, theirs)) == set(map(_bare, ours)):
+        parts = {part for key in theirs ^ ours for part in key.split(".")}
+        yield from ((path, part) for part in _WRAPPERS if part in parts)
+        return
+    below = dict(zip(offered.keys, offered.items, strict=True))
+    for key, child in zip(here.keys, here.items, strict=True):
+        if key in below and isinstance(key, str):
+            yield from _wrapped(below[key], child, (*path, key))
+
+
+def _bare(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)

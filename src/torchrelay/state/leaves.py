@@ -22,6 +22,7 @@ from torchrelay.record.manifest import parts
 from torchrelay.record.validation import SUB_BYTE, packed_bytes
 from torchrelay.record.values import decode_value, encode_value
 from torchrelay.state import tensors as t
+from torchrelay.state.hints import UNINITIALIZED
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import Path
 from torchrelay.state.registry import subclass_name, subclass_named
@@ -115,6 +116,8 @@ def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> int | Finish:
         if leaf.is_quantized:
             return _quantized(leaf, add)
         raise UnsupportedLeafError("a nested, functional or transformed tensor", path=show(path))
+    if torch.nn.parameter.is_lazy(leaf):
+        raise UnsupportedLeafError(UNINITIALIZED, path=show(path))
     if hasattr(leaf, "__tensor_flatten__"):
         return _subclass(leaf, path, add)
     raise UnsupportedLeafError(

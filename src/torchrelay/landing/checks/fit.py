@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,13 @@ from torchrelay.record import manifest as m
 from torchrelay.record.arrays import dtype_from_text
 from torchrelay.record.values import decode_value
 from torchrelay.state import tensors as t
-from torchrelay.state.hints import CUT_OTHERWISE, SHARDED_TO_WHOLE, WHOLE_TO_SHARDED
+from torchrelay.state.hints import (
+    CUT_OTHERWISE,
+    SHARDED_TO_WHOLE,
+    UNINITIALIZED,
+    WHOLE_TO_SHARDED,
+    WITHOUT_MEMORY,
+)
 from torchrelay.state.leaves import describe, finished
 from torchrelay.state.paths import Path
 from torchrelay.state.registry import subclass_name
@@ -107,7 +114,10 @@ def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
         _same("shape", leaf.shape, tuple(into.shape))
         if leaf.layout == "coo":
             _same("being coalesced", bool(leaf.flags & m.COALESCED), into.is_coalesced())
-        for part, mine in zip(leaf.parts, t.sparse_parts(into.detach()), strict=True):
+        mine_parts = t.sparse_parts(into.detach())
+        there, here = (prod(one.shape[:1]) for one in (leaf.parts[-1], mine_parts[-1]))
+        _same("number of specified elements", there, here)
+        for part, mine in zip(leaf.parts, mine_parts, strict=True):
             for pair in _fit_plain(part, mine):
                 yield pair._replace(whole=leaf)
     elif isinstance(leaf, m.QuantizedLeaf):
@@ -123,10 +133,15 @@ def _describe(tensor: torch.Tensor) -> str:
 def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
     if not t.is_plain(into) and not into.is_quantized:
         hint = WHOLE_TO_SHARDED if t.is_dtensor(into) else ""
+        if torch.nn.parameter.is_lazy(into):
+            hint = UNINITIALIZED
         _differ("kind", "a strided tensor", _describe(into), hint)
     _same("dtype", part.dtype, t.NAMES[into.dtype])
     _same("shape", part.shape, tuple(into.shape))
-    _same("being a meta tensor", bool(part.flags & m.META), into.device.type == "meta")
+    if into.device.type == "meta" and not part.flags & m.META:
+        _differ("kind", "a tensor with values", "a meta tensor", WITHOUT_MEMORY)
+    if into.device.type != "meta" and part.flags & m.META:
+        _differ("kind", "a meta tensor, which has no values", "one with memory")
     if part.storage != -1:
         yield Fit(part, into)
 
