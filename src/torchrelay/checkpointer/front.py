@@ -51,8 +51,8 @@ class Checkpointer:
     together: each makes the same calls in the same order. Without a group, or with `group=False`, a
     process is on its own.
 
-    - `keep` says which steps stay; older ones are removed after a new one is committed. A number
-      means that many of the newest.
+    - `keep` says which steps stay; a number means that many of the newest. The coordinator removes
+      older ones once a new one is committed; other ranks may see them for a moment after `wait`.
     - `planner`: a `SavePlanner` and / or a `LoadPlanner` of torch, to be used in place of the
       default ones. They see the state as a flat dict of tensors by name.
     - `timeout` bounds each call, and an asynchronous save to its commit.
