@@ -70,6 +70,13 @@ def test_convert_to_every_kind_and_back(place: Path, tmp_path: Path) -> None:
             got = held.load(step=5).state
         assert torch.equal(got["model"]["w"], torch.full((3, 4), 2.0)) and got["step"] == 2
     assert torch.equal(torch.load(tmp_path / "file.pt")["model"]["w"], torch.full((3, 4), 2.0))
+    (tmp_path / "new").mkdir()
+    done = command("convert", tmp_path / "file.pt", tmp_path / "new" / "m.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["m.safetensors"]
+    assert load_file(tmp_path / "new" / "m.safetensors").keys() == {"model.w"}
+    lost = command("convert", tmp_path / "file.pt", tmp_path / "no" / "m.safetensors")
+    assert lost.returncode == 1 and lost.stderr.startswith("error: cannot be written: No such file")
     assert read_stock(tmp_path / "dcp")["step"] == 2
 
 

@@ -95,7 +95,8 @@ def _open_dcp(name: str, step: int | None) -> StateSource:
     return DcpSource(str(_path(name)))
 
 
-def _is_torch_save(name: str) -> bool:
+def is_torch_save_file(name: str) -> bool:
+    """Whether a name is of a file that torch.save wrote."""
     from torchrelay.dropin.stock_dcp import is_torch_save
 
     return _path(name).is_file() and is_torch_save(_path(name))
@@ -134,6 +135,6 @@ KINDS = (
     SourceKind(is_url, _open_url),
     SourceKind(_is_dcp, _open_dcp),
     SourceKind(is_place, _open_step),
-    SourceKind(_is_torch_save, _open_torch_save),
+    SourceKind(is_torch_save_file, _open_torch_save),
     SourceKind(_is_file, _open_file),
 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 import typer
@@ -12,7 +15,7 @@ import torchrelay as tr
 from torchrelay.cli.commands.contents import ONLY, check_matched
 from torchrelay.cli.commands.steps import PLACE, opened
 from torchrelay.cli.output import fail, one_line_errors, progress_bar, size
-from torchrelay.cli.sources import STEP, opened_source
+from torchrelay.cli.sources import STEP, is_torch_save_file, opened_source
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import StateSource
@@ -49,7 +52,7 @@ def _convert(
         if to is None:
             to = SUFFIXES.get(Path(target).suffix, "torchrelay")
         if to == "safetensors":
-            with opened_source(source, step) as state:
+            with _opened(source, step, beside=Path(target)) as state:
                 with progress_bar("verifying") as show:
                     state.verify(show)  # tensors are read without their digests
                 write_file(state, only, Path(target))
@@ -67,6 +70,27 @@ def _convert(
             fail(f"{target} has steps above {fault.step}: take a higher --step, or rollback first")
         else:
             print(f"{target}" + ("" if written is None else f" step {written}"))
+
+
+@contextmanager
+def _opened(source: str, step: int | None, beside: Path) -> Iterator[StateSource]:
+    """A source, or a torch.save file. The latter is read whole, so it becomes a step first."""
+    if not is_torch_save_file(source):
+        with opened_source(source, step) as state:
+            yield state
+        return
+    from torchrelay.dropin.convert import convert
+
+    try:
+        folder = TemporaryDirectory(dir=beside.parent, prefix=f".{beside.name}.")
+    except OSError as fault:
+        raise tr.CheckpointError(
+            f"cannot be written: {fault.strerror}", file=str(beside)
+        ) from fault
+    with folder as place:
+        convert(source, place, step=step)
+        with opened_source(place) as state:
+            yield state
 
 
 def write_file(state: StateSource, only: list[str], target: Path, *, quiet: bool = False) -> int:
