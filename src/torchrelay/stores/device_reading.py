@@ -29,7 +29,16 @@ from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buf
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.region import Region
 from torchrelay.record.checkpoint.schema import Checkpoint
-from torchrelay.stores.reading import Fetch, Placed, Task, damaged, merged, opened, unread
+from torchrelay.stores.reading import (
+    Fetch,
+    Placed,
+    Task,
+    damaged,
+    merged,
+    opened,
+    unread,
+    whole_chunks,
+)
 from torchrelay.stores.seam import DataReader, OpenStep
 
 GROUP_BYTES = 256 << 20  # the least slab that is worth it
@@ -143,16 +152,9 @@ class DeviceFetch:
             self._plain.land(verify=verify)
 
     def _cut(self, file: int, placed: list[Placed]) -> Iterator[_Group]:
-        record = self._checkpoint.files[file]
-        size = record.chunk_bytes
-        several = max(1, GROUP_BYTES // size)
-        last = 0
-        for start, stop in merged(sorted((at, at + region.nbytes) for at, region in placed)):
-            first, end = max(start // size, last), -(-stop // size)
-            for chunk in range(first, end, several):
-                upto = min(chunk + several, end) * size
-                yield _Group(file, chunk * size, min(upto, record.nbytes))
-            last = max(last, end)
+        spans = merged(sorted((at, at + region.nbytes) for at, region in placed))
+        for start, stop in whole_chunks(self._checkpoint.files[file], spans, GROUP_BYTES):
+            yield _Group(file, start, stop)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         room = max(0, room_on(self._device) - MARGIN)

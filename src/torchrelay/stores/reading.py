@@ -101,16 +101,9 @@ class Fetch:
 
     def _chunks(self, file: int, batched: bool) -> Iterable[Task]:
         """Ranges of whole chunks, of a size that is worth a task or a request."""
-        record = self._checkpoint.files[file]
-        size = record.chunk_bytes
-        several = max(1, (BATCH_BYTES if batched else TASK_BYTES) // size)
-        last = 0
-        for start, stop in self._spans[file]:
-            first, end = max(start // size, last), -(-stop // size)
-            for chunk in range(first, end, several):
-                upto = min(chunk + several, end) * size
-                yield Task(file, chunk * size, min(upto, record.nbytes))
-            last = max(last, end)
+        most = BATCH_BYTES if batched else TASK_BYTES
+        for start, stop in whole_chunks(self._checkpoint.files[file], self._spans[file], most):
+            yield Task(file, start, stop)
 
     def _pieces(self, file: int, batched: bool) -> Iterable[Task]:
         """What is wanted and no more, where reads need no alignment."""
@@ -390,6 +383,20 @@ def leaves_in(checkpoint: Checkpoint, file: int, start: int, stop: int) -> list[
     starts = [at for at, _ in placed]
     first = max(0, bisect_left(starts, start + 1) - 1)
     return [name for at, name in placed[first:] if at < max(stop, start + 1)]
+
+
+def whole_chunks(
+    file: DataFile, spans: Iterable[tuple[int, int]], most: int
+) -> Iterator[tuple[int, int]]:
+    """The chunks of a file that spans of it touch, each once, in ranges of about `most` bytes."""
+    size = file.chunk_bytes
+    several = max(1, most // size)
+    last = 0
+    for start, stop in spans:
+        first, end = max(start // size, last), -(-stop // size)
+        for chunk in range(first, end, several):
+            yield chunk * size, min(min(chunk + several, end) * size, file.nbytes)
+        last = max(last, end)
 
 
 def merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

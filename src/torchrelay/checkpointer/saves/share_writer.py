@@ -184,8 +184,12 @@ class ShareWriter:
         def write() -> list[bytes]:
             place = (self._store.url, save.step, save.token)
             target = ProcessTarget(self.process, lent, place, share.files, save.deadline)
+            placed = [
+                (index, 0, file.nbytes, start)
+                for index, (file, start) in enumerate(zip(share.files, lent.starts, strict=True))
+            ]
             bar = Bar(save.progress, share.nbytes)
-            return write_staged(target, share.files, lent.starts, save.deadline, bar)
+            return write_staged(target, placed, share.files, save.deadline, bar)
 
         return StagedShare(share, write, write, lent.release)
 

@@ -152,10 +152,9 @@ def in_parts(placed: list[Placed], files: list[FileSpec], bar: Bar) -> Iterator[
 
 
 def write_staged(
-    target: Target, files: list[FileSpec], starts: list[int], deadline: Deadline, bar: Bar
+    target: Target, placed: list[Placed], files: list[FileSpec], deadline: Deadline, bar: Bar
 ) -> list[bytes]:
-    """Write files that lie whole in memory, each from its start on; the digests of their chunks."""
-    placed = [(at, 0, file.nbytes, starts[at]) for at, file in enumerate(files)]
+    """Write files that lie whole in memory; the digests of their chunks."""
     try:
         for part in in_parts(placed, files, bar):
             target.write(part, deadline)
@@ -243,9 +242,9 @@ class Pipeline:
 
     def write_again(self, target: Target) -> list[bytes]:
         """Write what was staged to other files, if the arena `holds_all` of it."""
-        for placed in fills(self._share.files, self._slot_bytes):
-            target.write(placed, self._deadline)
-        return target.finish(self._deadline)
+        files = self._share.files
+        placed = [one for slot in fills(files, self._slot_bytes) for one in slot]
+        return write_staged(target, placed, files, self._deadline, self._bar)
 
     def finish(self) -> list[bytes]:
         """The digests of each file's chunks."""

@@ -114,28 +114,21 @@ async def send(
 ) -> None:
     """Send all pieces. `TimeoutError` of asyncio where the reader takes none for `stall` seconds,
     `ConnectionError` where it is gone, and `CancelledError` where its transfer is cut."""
-    task = asyncio.ensure_future(_send(request, response, pieces, transfer, ledger, stall))
+
+    async def send_each() -> None:
+        async for piece in pieces:
+            transport = request.transport
+            if transport is None or transport.is_closing():
+                raise ConnectionResetError("the reader went away")
+            if isinstance(piece, Span):
+                await send_span(transport, piece, partial(ledger.moved, transfer), stall)
+            else:
+                await asyncio.wait_for(response.write(piece), stall)
+                ledger.moved(transfer, len(piece))
+
+    task = asyncio.ensure_future(send_each())
     transfer.tasks.add(task)
     try:
         await task
     finally:
         transfer.tasks.discard(task)
-
-
-async def _send(
-    request: web.BaseRequest,
-    response: web.StreamResponse,
-    pieces: Pieces,
-    transfer: Transfer,
-    ledger: Ledger,
-    stall: float,
-) -> None:
-    async for piece in pieces:
-        transport = request.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the reader went away")
-        if isinstance(piece, Span):
-            await send_span(transport, piece, partial(ledger.moved, transfer), stall)
-        else:
-            await asyncio.wait_for(response.write(piece), stall)
-            ledger.moved(transfer, len(piece))
