@@ -140,11 +140,13 @@ class Saver:
     def _begin(self, save: Save, dry: bool) -> tuple[str, str]:
         """The coordinator's: there is a plan, so there is a draft. Its token and its mark."""
         save.outlines = self._planning.outlines
+        return (token(), "") if dry else self._begin_draft(save)
+
+    def _begin_draft(self, save: Save) -> tuple[str, str]:
         save.token = token()
-        if not dry:
-            draft = self._draft(save)
-            save.mark = draft.begin(self._planning.nbytes)
-            save.draft = draft
+        draft = self._draft(save)
+        save.mark = draft.begin(self._planning.nbytes)
+        save.draft = draft
         return save.token, save.mark
 
     def _draft(self, save: Save) -> StepDraft:
@@ -234,11 +236,7 @@ class Saver:
         """Another draft of the same step, for what is staged."""
 
         def decide(said: list[bytes]) -> list[bytes]:
-            save.token = token()
-            draft = self._draft(save)
-            save.mark = draft.begin(self._planning.nbytes)
-            save.draft = draft
-            return [msgspec.msgpack.encode((save.token, save.mark))] * len(said)
+            return [msgspec.msgpack.encode(self._begin_draft(save))] * len(said)
 
         heard = save.call.round("retry", lambda: b"", decide, save.deadline)
         save.token, save.mark = msgspec.msgpack.decode(heard, type=tuple[str, str])
