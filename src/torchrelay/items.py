@@ -14,7 +14,10 @@ def items_of(name: str, given: Item | Iterable[Item], kind: type[Item], word: st
     """They as a list; `UsageError` for anything else."""
     if isinstance(given, kind):
         return [given]
-    items = list(given) if isinstance(given, Iterable) else [given]
-    if not all(isinstance(item, kind) for item in items):
+    try:
+        items = list(given)  # type: ignore[arg-type]
+    except TypeError:  # also of a tensor without dimensions, which looks like an Iterable
+        items = None
+    if items is None or not all(isinstance(item, kind) for item in items):
         raise UsageError(f"{name} is {word}, or several in a list, not {given!r}")
     return items

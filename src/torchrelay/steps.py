@@ -10,4 +10,4 @@ MAX_STEP = (1 << 63) - 1
 def check_step(step: object) -> None:
     """`UsageError` unless it is one."""
     if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise UsageError(f"step is a whole number from 0 to {MAX_STEP}, not {step!r}")
+        raise UsageError(f"step is an int from 0 to {MAX_STEP}, not {step!r}")
