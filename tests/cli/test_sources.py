@@ -98,3 +98,12 @@ def test_an_error_is_one_line_with_the_way_out(
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and says in line, line
     assert "secret" not in line
+
+
+def test_a_tied_tensor_that_is_left_out_of_a_file_is_named(tmp_path: Path) -> None:
+    weight = torch.ones(2, 3)
+    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+        there.save(1, {"embed": weight, "head": weight})
+    done = command("convert", tmp_path / "run", tmp_path / "m.safetensors")
+    assert done.returncode == 0 and list(load_file(tmp_path / "m.safetensors")) == ["embed"]
+    assert done.stderr == "note: tied tensors are written once; left out: head (as embed)\n"

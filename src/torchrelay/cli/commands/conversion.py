@@ -14,7 +14,7 @@ import typer
 import torchrelay as tr
 from torchrelay.cli.commands.contents import ONLY, check_matched
 from torchrelay.cli.commands.steps import PLACE, opened
-from torchrelay.cli.output import fail, one_line_errors, progress_bar, size
+from torchrelay.cli.output import fail, one_line_errors, plain, progress_bar, size
 from torchrelay.cli.sources import STEP, is_torch_save_file, opened_source
 
 if TYPE_CHECKING:
@@ -105,6 +105,12 @@ def write_file(state: StateSource, only: list[str], target: Path, *, quiet: bool
         nbytes = write_safetensors(state, chosen.tensors, target, show)
     if not quiet:
         print(f"{target}: {len(chosen.tensors)} tensors, {size(nbytes)}")
+    if chosen.aliases and not quiet:
+        tied = ", ".join(f"{alias.path} (as {alias.tensor})" for alias in chosen.aliases[:8])
+        more = f" and {len(chosen.aliases) - 8} more" if len(chosen.aliases) > 8 else ""
+        print(
+            plain(f"note: tied tensors are written once; left out: {tied}{more}"), file=sys.stderr
+        )
     if chosen.values and not quiet:
         left = f"{len(chosen.values)} values that are no tensors are left out"
         print(f"note: {left}: a safetensors file has no place for them", file=sys.stderr)
