@@ -287,6 +287,23 @@ def test_a_bucket_that_is_busy_for_a_while_does_not_cost_the_newest_step(s3: S3)
         assert (got.step, got.report.damaged) == (2, {})
 
 
+@pytest.mark.parametrize(
+    ("bucket", "status", "why"),
+    [("bucket", 403, "403 Forbidden: Refused"), ("other", None, "NoSuchBucket: The specified")],
+)
+def test_a_bucket_that_refuses_is_not_asked_again_until_the_deadline(
+    s3: S3, bucket: str, status: int | None, why: str
+) -> None:
+    """Wrong credentials, or a wrong name, took as long as a call may take to be told."""
+    s3.hook = lambda method, path: status
+    with tr.Checkpointer(f"s3://{bucket}/run", group=False, read_only=True, timeout=60) as there:
+        for act in (there.load, there.verify, there.steps):
+            before = len(s3.requests)
+            with pytest.raises(tr.CheckpointError, match=f"cannot list the steps: .*{why}"):
+                act()
+            assert len(s3.requests) == before + 1
+
+
 MANY = 160
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
@@ -14,6 +15,10 @@ from urllib.parse import urlsplit
 from torchrelay.errors import UsageError
 
 CONNECT_SECONDS = 10.0
+_STATUS = re.compile(r"status code: (\d{3})")
+_REFUSALS = {"401": errno.EACCES, "403": errno.EACCES, "404": errno.ENODEV}  # 404: of the bucket
+_ANSWER = re.compile(r"(<\?xml[^>]*>\s*)?<Error>.*</Error>", re.DOTALL)
+_SAID = re.compile(r"<(?:Code|Message)>([^<]*)<")
 CHUNK_BYTES = 8 << 20  # taken over from the library at once
 
 # Where each service's environment names an endpoint; obstore reads these by itself, but turns a
@@ -90,7 +95,7 @@ class Bucket:
         except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _reason(error), name) from error
         except (self._errors.BaseError, OSError) as error:
-            code = error.errno if isinstance(error, OSError) else None
+            code = error.errno if isinstance(error, OSError) else _refusal(error)
             raise OSError(code or errno.EIO, _reason(error), name) from error
 
     def put(
@@ -207,6 +212,15 @@ def _seconds(value: float) -> timedelta:
     return timedelta(seconds=value)
 
 
+def _refusal(error: BaseException) -> int | None:
+    """What a request was refused for, of which obstore has no class where it lists: to ask again is
+    of no use then."""
+    status = _STATUS.search(str(error))
+    return _REFUSALS.get(status[1]) if status else None
+
+
 def _reason(error: BaseException) -> str:
-    """obstore's message without the dump of its internals, which stays in the cause."""
-    return str(error).partition("\n\nDebug source")[0].strip()
+    """obstore's message without the dump of its internals, which stays in the cause; of a service's
+    answer in XML, what it says."""
+    text = str(error).partition("\n\nDebug source")[0].strip()
+    return _ANSWER.sub(lambda found: ": ".join(_SAID.findall(found[0])), text)
