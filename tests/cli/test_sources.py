@@ -100,6 +100,19 @@ def test_an_error_is_one_line_with_the_way_out(
     assert "secret" not in line
 
 
+def test_a_tensor_without_elements_is_a_tensor(tmp_path: Path) -> None:
+    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+        there.save(1, {"w": torch.ones(2), "empty": torch.empty(0, 3, dtype=torch.bfloat16)})
+    done = command("convert", tmp_path / "run", tmp_path / "m.safetensors")
+    assert done.returncode == 0 and not done.stderr
+    got = load_file(tmp_path / "m.safetensors")
+    assert got["empty"].shape == (0, 3) and got["empty"].dtype == torch.bfloat16
+    assert torch.equal(got["w"], torch.ones(2))
+    seen = command("inspect", tmp_path / "run", "--stats")
+    assert "bfloat16  0x3" in seen.stdout and "shards" not in seen.stdout, seen.stdout
+    assert command("diff", tmp_path / "run", tmp_path / "m.safetensors").returncode == 0
+
+
 def test_a_tied_tensor_that_is_left_out_of_a_file_is_named(tmp_path: Path) -> None:
     weight = torch.ones(2, 3)
     with tr.Checkpointer(tmp_path / "run", group=False) as there:

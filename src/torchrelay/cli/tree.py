@@ -77,7 +77,7 @@ def _by(shape: Sequence[int]) -> str:
 def _held(shards: list[dict[str, Any]]) -> str:
     ranks = sorted({shard["rank"] for shard in shards if shard["rank"] is not None})
     if not ranks:
-        return "" if len(shards) == 1 else f"{len(shards)} shards"
+        return "" if len(shards) < 2 else f"{len(shards)} shards"
     if len(shards) == 1:
         return f"rank {ranks[0]}"
     sizes = {tuple(shard["sizes"]) for shard in shards}

@@ -40,7 +40,7 @@ class VolumeFacts(NamedTuple):
 
 
 class PlainValue(NamedTuple):
-    """A leaf without bytes: a number, a text, an empty tensor. `ranks`: how many differ in it."""
+    """A leaf that is no tensor, or a meta tensor. `ranks`: how many differ in it."""
 
     path: str
     text: str

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import Alias, Contents, PlainValue, VolumeFacts
+from torchrelay.inspection.seam import Alias, BoxedTensor, Contents, PlainValue, VolumeFacts
 from torchrelay.plan.outline import dotted
 from torchrelay.plan.region import Region
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Checkpoint, Outline
+from torchrelay.record.checkpoint.stored import StoredTensor
 from torchrelay.record.manifest import parts
 from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened
@@ -91,11 +92,16 @@ def contents_of(record: Checkpoint) -> Contents:
     others = [dict(own.leaves) for own in record.own]
     found_values: list[PlainValue] = []
     aliases: list[Alias] = []
+    empty: list[BoxedTensor] = []
     for path, index in slots(outline.tree):
         name = dotted(path)
         if name in names:
             continue
-        text = _text(outline.leaves[index])
+        leaf = outline.leaves[index]
+        if _is_empty(leaf):
+            empty.append(StoredTensor(name, leaf.dtype, leaf.shape, ()))
+            continue
+        text = _text(leaf)
         if text is not None:
             own = {_text(leaves[index]) for leaves in others if index in leaves}
             found_values.append(PlainValue(name, text, len(own | {text})))
@@ -106,7 +112,7 @@ def contents_of(record: Checkpoint) -> Contents:
     return Contents(
         record.step,
         record.world,
-        tuple(record.tensors),
+        (*record.tensors, *empty),
         tuple(
             VolumeFacts(file.name, file.nbytes, rank_of(file.name), file.chunk_bytes, file.digests)
             for file in record.files
@@ -116,6 +122,11 @@ def contents_of(record: Checkpoint) -> Contents:
         record.time,
         record.torch,
     )
+
+
+def _is_empty(leaf: m.Leaf) -> TypeGuard[m.TensorLeaf]:
+    """Whether a leaf is a tensor without elements: it has no box, and is a tensor all the same."""
+    return isinstance(leaf, m.TensorLeaf) and 0 in leaf.shape and not leaf.flags & m.META
 
 
 def _text(leaf: m.Leaf) -> str | None:

@@ -87,7 +87,8 @@ def _add_statistics(state: StateSource, chosen: Contents, facts: dict[str, Any])
 
 def _print_totals(contents: Contents, nbytes: int) -> None:
     step = "" if contents.step is None else f"step {contents.step}: "
-    values = f", {len(contents.values)} values" if contents.values else ""
+    count = len(contents.values)
+    values = f", {count} value{'s' if count > 1 else ''}" if count else ""
     files = len({volume.name for volume in contents.volumes})
     ranks = f", saved by {contents.ranks} ranks" if contents.ranks > 1 else ""
     print(

@@ -112,8 +112,9 @@ def write_file(state: StateSource, only: list[str], target: Path, *, quiet: bool
             plain(f"note: tied tensors are written once; left out: {tied}{more}"), file=sys.stderr
         )
     if chosen.values and not quiet:
-        left = f"{len(chosen.values)} values that are no tensors are left out"
-        print(f"note: {left}: a safetensors file has no place for them", file=sys.stderr)
+        count = len(chosen.values)
+        left = f"{count} value{'s' if count > 1 else ''} left out for being no tensor"
+        print(f"note: {left}: a safetensors file has no place for that", file=sys.stderr)
     return nbytes
 
 
