@@ -72,7 +72,8 @@ class Keeper:
     no worker has been connected for `lease` seconds, when `end` is called, or with the host. Its
     memory goes with it.
 
-    - `job`: a name that the workers of a job share, now and when they are started again.
+    - `job`: a name that the workers of a job share, now and when they are started again. Two runs
+      with one name would share a keeper, and recover each other's steps.
     - `group`: the ranks that stage one state together; by default all, where torch.distributed is
       initialized. `False`: this process alone.
     - `host`: which of a job's keepers is this worker's; by default the machine's name.
