@@ -177,7 +177,8 @@ class Candidates:
         elif given is not None and name in given.failed:
             yield f"it could not complete the one taken: {given.failed[name]}"
         elif steps and steps[-1] < taken:
-            yield f"it is behind step {taken}"
+            rest = "its other steps are" if self._reasons[place] else "it is"
+            yield f"{rest} behind step {taken}"
         elif taken in steps:
             yield "another source is nearer or faster"
         elif steps:
