@@ -10,7 +10,7 @@ from torchrelay.dropin._torch_records import (
     _TensorMeta,
     _timeit,
 )
-from torchrelay.dropin.checkpointer import Checkpointer
+from torchrelay.dropin.checkpointer import TorchCheckpointer as Checkpointer
 from torchrelay.dropin.pg_transport import PGTransport
 
 __all__ = [

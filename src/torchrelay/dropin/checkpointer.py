@@ -28,7 +28,7 @@ CheckpointId = str | os.PathLike[str]
 _State = Callable[[], dict[str, Any]]
 
 
-class Checkpointer:
+class TorchCheckpointer:
     """Saves and loads through any torch `StorageWriter` and `StorageReader`.
 
     Every rank of `process_group` (all ranks, where none is given) makes the same calls in the same
