@@ -49,6 +49,15 @@ class Stage(Enum):
 
 
 @dataclass
+class Owed:
+    """Chunks that go from here to a receiver: yet to be posted, and on their way."""
+
+    todo: int = 0
+    in_flight: int = 0
+    moved_at: float = 0.0
+
+
+@dataclass
 class Peer:
     """One receiver."""
 

@@ -50,7 +50,7 @@ from torchrelay.transports.protocol.machines.actions import (
     ServeParts,
     Trail,
 )
-from torchrelay.transports.protocol.machines.peers import Peer, Stage, go, join_ends
+from torchrelay.transports.protocol.machines.peers import Owed, Peer, Stage, go, join_ends
 from torchrelay.transports.routes.choice import GROUP
 
 GATHER = 2  # ticks to hear from all who are stuck before judging who is the cause
@@ -70,15 +70,6 @@ class SendTerms:
     join_timeout: float
     seconds: float  # of the whole call
     parts: bool = False  # receivers may take parts
-
-
-@dataclass
-class Owed:
-    """Chunks that go from here to a receiver: yet to be posted, and on their way."""
-
-    todo: int = 0
-    in_flight: int = 0
-    moved_at: float = 0.0
 
 
 @dataclass
