@@ -19,6 +19,7 @@ from benchmarks.gpu import mixed as m
 from benchmarks.gpu.crew import Me, Wrong
 from benchmarks.gpu.scenes import MODES, NEW, OLD, expect, patched, relay_of, told
 from torchrelay.memory.gpu import kernels
+from torchrelay.transports.protocol.machines.events import RETRIES
 from torchrelay.transports.routes.cuda_ipc import CudaPull
 from torchrelay.transports.routes.host import HostPull
 from torchrelay.transports.transfer import intake, outflow
@@ -90,10 +91,8 @@ def altered(me: Me, route: str, mode: str, verify: bool | None) -> Any:
     digests, hashed = kernels.digests, outflow.digest_of
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
-        lie: tuple[Any, str, Any] = (outflow, "digest_of", digest)
-        if route == "cuda_ipc":
-            lie = (kernels, "digests", hash_memory)
-        with patched(*lie):
+        by_host, by_gpu = (outflow, "digest_of", digest), (kernels, "digests", hash_memory)
+        with patched(*by_host), patched(*by_gpu):
             expect(("PeerLostError",), lambda: relay.send(state, to=1))
         report = relay.send(state, to=1)
     else:
@@ -118,30 +117,36 @@ def _refuses(me: Me, relay: tr.Relay, mode: str, error: str) -> tuple[tr.Report,
     return got.report, note
 
 
-def written_wrong(me: Me, mode: str) -> Any:
-    """A bit flips in the receiver's memory when it has been copied: hashed there, and found."""
-    relay = relay_of(me, route="cuda_ipc")
+def written_wrong(me: Me, route: str, mode: str) -> Any:
+    """A bit flips in the receiver's memory when it has been copied: hashed there, and found. What
+    can be fetched again flips again."""
+    relay = relay_of(me, route=route, verify=True)
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
         expect(("PeerLostError",), lambda: relay.send(state, to=1))
         report, note = relay.send(state, to=1), ""
     else:
-        original, left = kernels.digests, [1]
+        original, left = kernels.digests, [0] * (1 if route == "cuda_ipc" else RETRIES + 1)
+        flipped: list[int] = []  # in which chunk, if it is one chunk's turn
 
         def flip(hashed: Any, device: int, tables: Any) -> torch.Tensor:
             found = original(hashed, device, tables)
-            if not left:
+            if hashed.copies != (route == "cuda_ipc"):
+                raise Wrong("it was not hashed as it should be")
+            landed = hashed.landed if hashed.copies else hashed
+            base, end, _ = landed.segments[landed.segments[:, 0] > 0][-1].tolist()
+            flipped[:] = flipped or [base]
+            if not left or flipped != [base]:
                 return found
             left.pop()
-            if not hashed.copies:
-                raise Wrong("it was not copied and hashed at once")
-            _, end, to = hashed.segments[hashed.segments[:, 2] > 0][-1].tolist()
-            kernels.device_bytes((to + end - 1) % (1 << 64), 1, device).bitwise_xor_(4)
-            return original(hashed.landed, device, tables)
+            kernels.device_bytes((base + end - 1) % (1 << 64), 1, device).bitwise_xor_(4)
+            return original(landed, device, tables)
 
         with patched(kernels, "digests", flip):
             report, note = _refuses(me, relay, mode, "DigestError")
-        if mode != "in place" and not ("['g']" in note and "from byte" in note):
+        if left:
+            raise Wrong(f"a chunk was not hashed {len(left)} times")
+        if mode != "in place" and not ("['" in note and "from byte" in note):
             raise Wrong(f"the tensor and the place in it are not named: {note}")
     relay.close()
     return told(report, note)

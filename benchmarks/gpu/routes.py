@@ -197,11 +197,9 @@ def _checks(routes: Iterable[str]) -> Iterable[Case]:
 
 def _on_a_gpu(routes: Iterable[str]) -> Iterable[Case]:
     for mode in MODES:
-        yield Case(
-            f"a bit flips after the copy, {mode}",
-            "cuda_ipc",
-            together(faults.written_wrong, mode),
-        )
+        for route in routes:
+            run = together(faults.written_wrong, route, mode)
+            yield Case(f"a bit flips after the copy, {mode}", route, run)
         for verify in (None, True):
             run = together(faults.changed_unseen, mode, verify)
             yield Case(f"changed, and autograd not told, verify={verify}, {mode}", "cuda_ipc", run)

@@ -16,32 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xxhash
 
+from tests.support.gpu_on_host import hash_on_host
 from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
 from torchrelay.memory.gpu.kernels import ChunkTable
 from torchrelay.transports.routes.nearby import device_digests
 from torchrelay.transports.routes.nearby.device_digests import Copied, Copier, Grid, cell_bytes
 
 CELL = 64
-
-
-def hash_on_host(hashed: ChunkTable, device: int, tables: object) -> torch.Tensor:
-    """And copies first, as the kernel does."""
-    rows = []
-    for first, nbytes in hashed.chunks.tolist():
-        digest, at = xxhash.xxh3_128(), 0
-        while at < nbytes:
-            base, end, to = hashed.segments[first].tolist()
-            here = (base + at) % (1 << 64)
-            if base and hashed.copies:
-                there = (to + at) % (1 << 64)
-                ctypes.memmove(there, here, end - at)
-                here = there
-            digest.update(ctypes.string_at(here, end - at) if base else bytes(end - at))
-            first, at = first + 1, end
-        rows.append(list(digest.digest()))
-    return torch.tensor(rows, dtype=torch.uint8).view(-1, 16)
 
 
 def copy_on_host(moves: Moves, device: int, tables: object) -> None:

@@ -39,7 +39,7 @@ MESSAGES: list[wire.Message] = [
     wire.Leave("gave up", True),
     wire.Offer(b"\x93" * 5000, False),
     wire.Offer(b""),
-    wire.Offer(b"x", True, "cpu", {"host": wire.RouteOffer(b"m", b"r" * 24)}, "host"),
+    wire.Offer(b"x", True, "cpu", True, {"host": wire.RouteOffer(b"m", b"r" * 24)}, "host"),
     wire.Go(0, 2, (1 << wire.ID_BITS) - 1, 2.5),
     wire.Go(1),
     wire.Go(0, patience=1.0, threads=4, word=b"ring", route="host"),

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchrelay.geometry.runs import Column
+from torchrelay.geometry.runs import Column, Runs
 
-Sizes = Sequence[int] | Column | np.ndarray[Any, np.dtype[np.int64]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+Sizes = Sequence[int] | Column | Counts
 MIB = 1 << 20
 ALIGN = 16  # bytes; every item size divides it, so no chunk boundary splits an element
 MAX_CHUNK_BYTES = 1 << 28
@@ -125,6 +126,28 @@ class Chunks:
         start = begin - int(self.places[storage])
         stop = start + self.sizes[index]
         return (storage, start, stop) if stop <= int(self._nbytes[storage]) else None
+
+    @cached_property
+    def held(self) -> Counts:
+        """How many bytes of storages each chunk has; the rest is padding."""
+        return self.shares_of(self.places, np.asarray(self._nbytes, np.uint64))
+
+    def without_padding(self, memory: Runs) -> Runs:
+        """What memory has of storages."""
+        return memory.only(self.places, np.asarray(self._nbytes, np.uint64))
+
+    def shares_of(self, starts: Column, sizes: Column) -> Counts:
+        """How many bytes of stretches of the stream, in its order, lie in each chunk."""
+        edges = np.array([*self.offsets, self.stream_bytes], np.int64)
+        if not len(starts):
+            return np.zeros(len(self), np.int64)
+        begin, nbytes = starts.astype(np.int64), sizes.astype(np.int64)
+        before = np.concatenate([[0], np.cumsum(nbytes)])
+        index = np.searchsorted(begin + nbytes, edges, side="right")
+        inside = np.minimum(index, len(begin) - 1)
+        part = np.where(index < len(begin), np.clip(edges - begin[inside], 0, nbytes[inside]), 0)
+        counts: Counts = np.diff(before[index] + part)
+        return counts
 
     def extents(self, index: int) -> Iterator[Extent]:
         """The parts of storages in chunk `index`, in order. Padding belongs to none."""

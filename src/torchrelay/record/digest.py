@@ -1,7 +1,7 @@
 """The digest of a chunk. It guards against corruption, not forgery.
 
-It is xxh3-128 over the bytes. A chunk that device memory carries has that of the digests of its
-cells instead: a device hashes these side by side, and one long run of bytes slowly.
+It is xxh3-128 over the bytes. Where the sender uses a device, a chunk has that of the digests of
+its cells instead: a device hashes these side by side, and one long run of bytes slowly.
 """
 
 from __future__ import annotations

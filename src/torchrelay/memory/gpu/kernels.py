@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,13 +263,25 @@ def digest_of(data: torch.Tensor, *, cells: bool) -> bytes:
     """`record.digest.digest` of bytes, made where they lie if that is a GPU and they have cells."""
     if not cells or not data.is_cuda or not data.numel():
         return digest(data, cells=cells)
-    nbytes, device = data.numel(), data.device.index
-    starts = np.arange(0, nbytes, CELL_BYTES, dtype=np.uint64)
-    stops = np.minimum(starts + np.uint64(CELL_BYTES), np.uint64(nbytes))
-    table = ChunkTable.of(Runs([0], [data.data_ptr()], [nbytes]), starts, stops)
+    memory = Runs([0], [data.data_ptr()], [data.numel()])
+    return digests_of(memory, [0], [data.numel()], data.device.index)[0]
+
+
+def digests_of(
+    memory: Runs, starts: Sequence[int], sizes: Sequence[int], device: int
+) -> list[bytes]:
+    """`record.digest.digest`, with cells, of chunks in the order of the stream, none of them empty:
+    made by the device that their bytes lie on. What is not in memory is zeros."""
+    counts = [-(-size // CELL_BYTES) for size in sizes]
+    begin = np.concatenate(
+        [np.arange(at, at + size, CELL_BYTES) for at, size in zip(starts, sizes, strict=True)]
+    ).astype(np.uint64)
+    ends = np.repeat(np.add(starts, sizes), counts).astype(np.uint64)
+    table = ChunkTable.of(memory, begin, np.minimum(begin + np.uint64(CELL_BYTES), ends))
     with torch.cuda.device(device), side_stream():
         rows = digests(table, device, Tables()).cpu().numpy()
-    return joined([row.tobytes() for row in rows])
+    cells = iter([row.tobytes() for row in rows])
+    return [joined(list(islice(cells, count))) for count in counts]
 
 
 def _copy_segments(hashed: ChunkTable, device: int) -> None:

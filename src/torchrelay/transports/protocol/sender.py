@@ -78,12 +78,12 @@ class Sending:
         self._verify = options.verify is not False
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._worker = Worker(hashers())
-        self.servers = servers(
-            Outgoing(snapshot, group_lines.group, resources, self._device, options, len(receivers))
+        outgoing = Outgoing(
+            snapshot, group_lines.group, resources, self._device, options, len(receivers)
         )
-        self._out = Outflow(
-            group_lines.group, snapshot, self._device, resources.buffers, self._events, self._worker
-        )
+        self._cells = outgoing.cells
+        self.servers = servers(outgoing)
+        self._out = Outflow(outgoing, self._events, self._worker)
         self._lines = dict(receivers)
         self._streams: dict[int, PushStream] = {}
         self.parts = Branches(branch, partial(self._events.put, None))
@@ -191,6 +191,7 @@ class Sending:
             manifest,
             self._verify,
             self._device,
+            self._cells,
             routes,
             self._options.route,
             0 if len(self.peers) > 1 else cores(),

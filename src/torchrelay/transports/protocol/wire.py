@@ -19,7 +19,7 @@ from torchrelay.errors import RemoteProtocolError
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.steps import MAX_STEP
 
-MAJOR, MINOR = 1, 13
+MAJOR, MINOR = 1, 14
 T = TypeVar("T")
 
 PRELUDE_TAG = 1  # shared with torch's protocol
@@ -243,6 +243,7 @@ class Offer(_Message, tag="offer", frozen=True):
     manifest: Blob
     verify: bool = True
     device: Name = "cpu"  # whose memory carries the data; another kind: nccl, xccl and their like
+    cells: bool = False  # digests are of cells
     routes: Annotated[dict[Name, RouteOffer], Meta(max_length=64)] = {}  # that I can serve
     route: Name | None = None  # the only one I take
     threads: Threads = 0  # not 0: you are the only receiver, and may read with so many at once

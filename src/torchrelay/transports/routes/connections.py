@@ -66,7 +66,7 @@ class ChannelServer(Server):
             return None
         # Of several receivers, none waits for the digests of another's chunks.
         hashes = self._outgoing.options.verify is not False and self._outgoing.receivers == 1
-        hashes = hashes and on_the_way()
+        hashes = hashes and on_the_way() and not self._outgoing.cells
         channel = use.channel
         return PushStream(
             channel.way_on(transfer, hashes=hashes), channel.room, channel.buffers, hashes

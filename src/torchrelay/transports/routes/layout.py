@@ -7,6 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from torchrelay.geometry.runs import Runs, reached
+from torchrelay.memory.gpu.device_chunks import DeviceChunks
+from torchrelay.memory.gpu.side import in_use
 from torchrelay.plan.snapshot import Snapshot
 
 
@@ -33,6 +35,11 @@ class MemoryLayout:
     def strays(self) -> tuple[int, ...]:
         """Of those, the chunks that have bytes outside of contiguous GPU memory."""
         return self._chunks_of(self._elsewhere[1])
+
+    @cached_property
+    def on_gpu(self) -> DeviceChunks:
+        """The chunks that a GPU can hash."""
+        return DeviceChunks(self._chunks, self.device if in_use() else Runs([], [], []))
 
     @property
     def device(self) -> Runs:

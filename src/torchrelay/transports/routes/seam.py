@@ -18,7 +18,10 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
 from torchrelay.deadlines import Deadline
+from torchrelay.geometry.runs import Runs
 from torchrelay.landing.seam import Landing
+from torchrelay.memory.gpu.device_chunks import DeviceChunks
+from torchrelay.memory.gpu.side import in_use
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.transports.group.c10d import ProcessGroup
 from torchrelay.transports.protocol import wire
@@ -54,6 +57,11 @@ class Outgoing:
     device: str  # whose memory carries chunks
     options: SendOptions
     receivers: int
+
+    @cached_property
+    def cells(self) -> bool:
+        """Whether digests are of cells: a GPU may hash them."""
+        return self.device != "cpu" or in_use()
 
     @cached_property
     def layout(self) -> MemoryLayout:
@@ -135,6 +143,19 @@ class Incoming:
     resources: Resources
     connections: int
     progress: Callable[[int, int], None]
+
+    def chunk_named(self, chunk: int) -> str:
+        """A chunk, by the tensors it has bytes of, for a message."""
+        begin = self.landing.chunks.offsets[chunk]
+        return f"chunk {chunk} with {self.named(begin, begin + self.landing.chunks.sizes[chunk])}"
+
+    @cached_property
+    def on_gpu(self) -> DeviceChunks:
+        """The chunks that a GPU can hash where they land."""
+        if not (self.offer.cells and in_use()):
+            return DeviceChunks(self.landing.chunks, Runs([], [], []))
+        places = self.landing.places()
+        return DeviceChunks(self.landing.chunks, places.device, places.indirect)
 
 
 class Mover:

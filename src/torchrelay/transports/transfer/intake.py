@@ -99,14 +99,20 @@ class Intake:
         self._line, self._events, self._landing = line, incoming.events, landing
         self._places = landing.places()
         self._near = self._places.host  # made here, not by the thread that writes to it
+        self._there = incoming.on_gpu
         self._feed = feed
         self._group, self._sender = line.group, line.peer
-        self._verify, self._device = offer.verify, offer.device
+        self._verify, self._device, self._cells = offer.verify, offer.device, offer.cells
         self._step, self._deadline = incoming.step, incoming.deadline
         self._buffers, self._progress = incoming.resources.buffers, incoming.progress
         self._chunks = landing.chunks
         terms = FeedTerms(
-            line.peer, len(self._chunks), offer.verify, feed is not None, incoming.step
+            line.peer,
+            len(self._chunks),
+            offer.verify,
+            feed is not None,
+            incoming.step,
+            incoming.chunk_named,
         )
         self._machine = FedMachine(terms, go, time.monotonic())
         self._largest = max(self._chunks.sizes, default=0)
@@ -118,7 +124,8 @@ class Intake:
         self._free = list(self._slots)
         self._held: dict[int, _Slot] = {}  # chunks that the machine has
         if feed is not None:
-            self._way_in = feed.way_in(line.transfer, hashes=offer.verify and on_the_way())
+            hashes = offer.verify and on_the_way() and not offer.cells
+            self._way_in = feed.way_in(line.transfer, hashes=hashes)
         else:
             self._way_in = self._from(go.upstream, 1, notes=go.reads, may_read=incoming.may_read)
         self._way_on: Way | None = None
@@ -216,11 +223,14 @@ class Intake:
         def take() -> None:
             mine, fault = known, None
             try:
-                if self._verify and not known:
-                    mine = digest_of(data, cells=self._device != "cpu")
+                later = self._verify and chunk in self._there  # hashed where it has come to lie
+                if self._verify and not known and not later:
+                    mine = digest_of(data, cells=self._cells)
                 if not in_place:
                     with on_side_stream():
                         self._landing.write(chunk, data)
+                if later:
+                    mine = self._there.digests([chunk])[chunk]
             except Exception as cause:
                 fault = cause
             self._events.put(Taken(slot, data, chunk, mine, fault))

@@ -11,18 +11,17 @@ import queue
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from torchrelay.memory import vectors
 from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import in_use, on_side_stream
-from torchrelay.plan.snapshot import Snapshot
 from torchrelay.record.columns import devices_of
-from torchrelay.transports.group.c10d import ProcessGroup
 from torchrelay.transports.routes.hops import way_on
-from torchrelay.transports.routes.seam import PushStream
-from torchrelay.transports.transfer.buffers import IN_FLIGHT, BufferPool
+from torchrelay.transports.routes.seam import Outgoing, PushStream
+from torchrelay.transports.transfer.buffers import IN_FLIGHT
 from torchrelay.transports.transfer.worker import Worker
 
 FIRST_BYTES = 16 << 20  # whose digests are told before any chunk: more than a link's queues hold
@@ -71,17 +70,15 @@ class Outflow:
 
     def __init__(
         self,
-        group: ProcessGroup,
-        snapshot: Snapshot,
-        device: str,
-        buffers: BufferPool,
+        outgoing: Outgoing,
         events: queue.SimpleQueue[object],
         worker: Worker,
     ) -> None:
-        self._group, self._snapshot, self._device = group, snapshot, device
-        self._buffers, self._events, self._worker = buffers, events, worker
-        self._chunks = snapshot.chunks
-        self._from_gpu = in_use() and "cuda" in devices_of(snapshot.manifest.storages)
+        self._group, self._device = outgoing.group, outgoing.device
+        self._snapshot, self._chunks = outgoing.snapshot, outgoing.snapshot.chunks
+        self._buffers, self._events, self._worker = outgoing.resources.buffers, events, worker
+        self._there, self._cells = outgoing.layout.on_gpu, outgoing.cells
+        self._from_gpu = in_use() and "cuda" in devices_of(self._snapshot.manifest.storages)
         self._digests: list[bytes | None] = [None] * len(self._chunks)
         self._hashing: set[int] = set()
         self.verify = False  # hash what is posted
@@ -127,6 +124,8 @@ class Outflow:
         return list(dict.fromkeys(moved))
 
     def _post(self, stream: OutStream, index: int) -> None:
+        if self.verify and index in self._there and index not in self._hashing:
+            self.hash(self._there)  # all of them at once
         hashing = self.verify and index not in self._hashing and not stream.to.hashes
         data, lease = self._bytes_of(index, self._device, uses=2 if hashing else 1)
         stream.in_flight += 1
@@ -142,7 +141,8 @@ class Outflow:
         stream.to.way.put(data, report)
         if hashing:
             self._hashing.add(index)
-            self._worker.submit(lambda: self._events.put(Hashed(index, self._of(data), lease)))
+            made = partial(digest_of, data, cells=self._cells)
+            self._worker.submit(lambda: self._events.put(Hashed(index, made(), lease)))
 
     def _bytes_of(self, index: int, device: str, uses: int) -> tuple[torch.Tensor, Lease | None]:
         data = self._snapshot.view(index, device)
@@ -172,9 +172,12 @@ class Outflow:
 
     def hash(self, chunks: Iterable[int]) -> None:
         """Hash those that have not been, for receivers that take the bytes themselves."""
-        for index in chunks:
-            if index not in self._hashing and 0 <= index < len(self._chunks):
-                self._hashing.add(index)
+        new = [one for one in chunks if one not in self._hashing and 0 <= one < len(self._chunks)]
+        self._hashing.update(new)
+        if there := [index for index in new if index in self._there]:
+            self._worker.submit(lambda: self._hash_there(there))
+        for index in new:
+            if index not in self._there:
                 self._worker.submit(lambda index=index: self._hash(index))  # type: ignore[misc]
 
     def first_chunks(self) -> range:
@@ -193,14 +196,18 @@ class Outflow:
     def _hash(self, index: int) -> None:
         try:
             data, lease = self._bytes_of(index, "cpu", uses=1)
-            found = self._of(data)
+            found = digest_of(data, cells=self._cells)
             self._release(lease)
             self._events.put(Hashed(index, found, None))
         except Exception as fault:
             self._events.put(fault)
 
-    def _of(self, data: torch.Tensor) -> bytes:
-        return digest_of(data, cells=self._device != "cpu")
+    def _hash_there(self, chunks: list[int]) -> None:
+        try:
+            for index, found in self._there.digests(chunks).items():
+                self._events.put(Hashed(index, found, None))
+        except Exception as fault:
+            self._events.put(fault)
 
     def hashed(self, event: Hashed) -> None:
         self._digests[event.chunk] = event.digest

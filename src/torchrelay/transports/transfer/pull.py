@@ -44,7 +44,7 @@ class Pull(Mover):
         self._deadline, self._buffers = incoming.deadline, incoming.resources.buffers
         self._chunks = incoming.landing.chunks
         self._digests: dict[int, bytes] = {}
-        self._cells = incoming.offer.device != "cpu"  # what digests are of
+        self._cells = incoming.offer.cells  # what digests are of
         self._worker: Worker | None = None
         self._outstanding = 0
         self._trailer: wire.Trailer | None = None
@@ -105,10 +105,13 @@ class Pull(Mover):
             self._worker.stop()
 
     def _land(self, chunk: int, data: torch.Tensor) -> None:
-        if self._verify:
+        later = self._verify and chunk in self._incoming.on_gpu  # hashed where it has come to lie
+        if self._verify and not later:
             self._digests[chunk] = digest(data, cells=self._cells)
         with on_side_stream():
             self._landing.write(chunk, data)
+        if later:
+            self._digests |= self._incoming.on_gpu.digests([chunk])
 
     def _submit(self, job: Callable[[], Did], *, counted: bool = False) -> None:
         """Have a job done beside; `counted`: as outstanding already."""
@@ -183,7 +186,9 @@ class Pull(Mover):
             )
         bad = [index for index, mine in self._digests.items() if mine != theirs[index]]
         if any(self.retried.count(index) >= RETRIES for index in bad):
-            raise self._differs(f"chunk {bad[0]}, after {RETRIES} more tries,")
+            raise self._differs(
+                f"{self._incoming.chunk_named(bad[0])}, after {RETRIES} more tries,"
+            )
         self.retried += bad
         return bad
 

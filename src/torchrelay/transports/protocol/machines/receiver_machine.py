@@ -24,7 +24,7 @@ in `actions`. An error that it raises ends the transfer; the driver then says `l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -112,6 +112,7 @@ class FeedTerms:
     verify: bool
     beside: bool  # chunks come beside the group at first
     step: int | None = None
+    named: Callable[[int], str] = "chunk {}".format  # a chunk, for a message
 
 
 class FedMachine:
@@ -192,8 +193,8 @@ class FedMachine:
             return True
         if any(self.retried.count(index) >= RETRIES for index in bad):
             raise DigestError(
-                f"chunk {bad[0]} does not have the digest it was sent with, after {RETRIES} more "
-                "tries: was the state changed while it was sent?",
+                f"{self.terms.named(bad[0])} does not have the digest it was sent with, after "
+                f"{RETRIES} more tries: was the state changed while it was sent?",
                 rank=self._sender,
                 step=self.terms.step,
                 phase="data",

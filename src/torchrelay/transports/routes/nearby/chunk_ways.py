@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchrelay.geometry.chunks import Chunks
+from torchrelay.geometry.chunks import Chunks, Counts
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.landing.places import Places
-
-_Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def stretches(chunks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -104,19 +102,8 @@ def _mask(count: int, indices: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return mask
 
 
-def _bytes_in(chunks: Chunks, held: Runs | Moves) -> _Counts:
+def _bytes_in(chunks: Chunks, held: Runs | Moves) -> Counts:
     """How many bytes of these lie in each chunk."""
     if isinstance(held, Moves):
-        starts, sizes = held.positions, held.nbytes
-    else:
-        starts, sizes = held.starts, held.stops - held.starts
-    edges = np.array([*chunks.offsets, chunks.stream_bytes], np.int64)
-    if not len(starts):
-        return np.zeros(len(chunks), np.int64)
-    begin, nbytes = starts.astype(np.int64), sizes.astype(np.int64)
-    before = np.concatenate([[0], np.cumsum(nbytes)])
-    index = np.searchsorted(begin + nbytes, edges, side="right")
-    inside = np.minimum(index, len(begin) - 1)
-    part = np.where(index < len(begin), np.clip(edges - begin[inside], 0, nbytes[inside]), 0)
-    counts: _Counts = np.diff(before[index] + part)
-    return counts
+        return chunks.shares_of(held.positions, held.nbytes)
+    return chunks.shares_of(held.starts, held.stops - held.starts)
