@@ -31,12 +31,17 @@ CHUNK = 3 * CELL_BYTES + 4096
 LONG = 30.0
 
 
+class NoDevice(nullcontext[None]):
+    """For `torch.cuda.device`, which torch asks for the class of."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+
+
 @contextmanager
 def played() -> Iterator[None]:
     """The CPU does what a GPU would."""
-    with ExitStack() as stack:
-        stack.enter_context(patched(kernels, digests=hash_on_host))
-        stack.enter_context(patched(torch.cuda, device=lambda number: nullcontext()))
+    with patched(kernels, digests=hash_on_host), patched(torch.cuda, device=NoDevice):
         yield
 
 
