@@ -96,6 +96,7 @@ def suite(small: bool) -> list[Workload]:
     llama = (64, 176, 4, 512) if small else (1024, 2880, 24, 32_000)
     repeats = 1 if small else 5
     group, checked, again = Setup(route="group"), Setup(verify=True), Setup(keep_plan=True)
+    chain = Setup(route="group", connections=0)  # side by side on one host, with connections
     unpooled = Setup(pool=0)  # new memory for new tensors in each lap, as the others have it
 
     def case(mode: Mode, speed: float | None, setup: Setup = AS_IT_COMES, **bytes_: float) -> Case:
@@ -135,7 +136,7 @@ def suite(small: bool) -> list[Workload]:
                 case(DIRECT, None, checked),
                 case(DIRECT, 0.9, group),
                 case(DIRECT, None, Setup(route="group", verify=False)),
-                case(DIRECT, None, Setup(route="group", connections=0)),
+                case(DIRECT, None, chain),
                 case(IN_PLACE, None, group),
                 case(NEW, None, group),
                 copy,
@@ -151,9 +152,10 @@ def suite(small: bool) -> list[Workload]:
             lambda: large(16, fanned),
             [
                 *three(2, 1.2, 2.5),
+                case(DIRECT, None, group),
                 # A chain: what leaves the sender leaves it once.
-                case(DIRECT, None, group, sent_per_state=1.1),
-                case(NEW, None, group, sent_per_state=1.1),
+                case(DIRECT, None, chain, sent_per_state=1.1),
+                case(NEW, None, chain, sent_per_state=1.1),
             ],
             receivers=3,
             repeats=repeats,
