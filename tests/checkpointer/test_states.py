@@ -433,6 +433,8 @@ def test_only(there: tr.Checkpointer) -> None:
     assert set(got) == {"model", "list"} and got["list"][1] is None
     with pytest.raises(tr.MismatchError, match="matches nothing"):
         there.load(only="nothing*")
+    with pytest.raises(tr.MismatchError, match=r"what is in it: only='model\.\*'"):
+        there.load(only="model")
     into = blank()
     there.load(into=into, only="*.w")
     assert into["epoch"] == 0 and into["model"]["b"].count_nonzero() == 0

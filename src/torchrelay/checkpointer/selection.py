@@ -47,6 +47,8 @@ def _near(pattern: str, record: Checkpoint) -> str:
         for key in (".".join(name.split(".", depth)[:depth]), name):
             if len(keys) < _COMPARED and len(key) <= _LONGEST:
                 keys.add(key)
+    if asked in keys and asked == pattern:
+        return f"what is in it: only={asked + '.*'!r}"
     near = get_close_matches(asked[:_LONGEST], sorted(keys), _SHOWN, 0.6)
     if near:
         return f"near it: {', '.join(near)}"

@@ -153,13 +153,16 @@ class ExistingTensors(LandingEnd):
         pairs: list[Pair] = []
         news: list[ToldLeaf] = []
         for root, branch in self._told.items():
-            told = self._into.objects[root].object
+            held = self._into.objects[root]
+            told = held.object
             parameters = parameters_of(told)
             for below, index in slots(branch):
                 path = (*root, *below)
                 mine = leaves[here[path]] if path in here else None
                 if isinstance(mine, t.ShardedTensor) or (
-                    not self._terms.atomic and isinstance(mine, (torch.Tensor, np.ndarray))
+                    not self._terms.atomic
+                    and not held.in_module
+                    and isinstance(mine, (torch.Tensor, np.ndarray))
                 ):
                     pairs.append((index, path, here[path]))
                     continue
@@ -397,7 +400,7 @@ class ExistingTensors(LandingEnd):
     def _around(self, inside: Mapping[int, object] | None = None) -> object:
         """With `make_missing`: a new tree of the offered containers, around the caller's tensors
         and objects and what was made besides."""
-        objects = self._into.objects
+        objects = {path: one for path, one in self._into.objects.items() if not one.in_module}
         stubs = {path: -1 - number for number, path in enumerate(objects)}
         known = {**self._made, **(self._mine or {}), **(inside or {})}
         known.update((index, self._new_values[here]) for here, (index, _) in self._values.items())

@@ -56,6 +56,8 @@ class Renewal:
         held = self._objects.get(path)
         if held is None:
             return self._visit(value, node, path)
+        if held.in_module:
+            return value  # put there when it is told
         if held.in_place:
             outside, self._changes = self._changes, []
             self._visit(held.state, node, path)

@@ -69,10 +69,11 @@ class Handover:
         """
         if self._before:
             self._telling.tell(self._news)
+        changed = {*self._renewal.modules, *(path[:-1] for path in self._news_in_modules)}
         asked = [
             path
             for path in self._modules
-            if not written and (path in self._renewal.modules or self._objects[path].choosy)
+            if not written and (path in changed or self._objects[path].choosy)
         ]
         self._telling.ask(asked, self._renewal.apply_inside)
 
@@ -87,10 +88,18 @@ class Handover:
             self._renewal.apply_inside()
             self._news = self._new_states(self._leaves)
         self._renewal.apply()
+        inside = self._news_in_modules  # these first: modules are told with them
+        if not self._before:
+            tell_written(self._objects, {path: self._news[path] for path in inside})
         tell_written(self._objects, {path: self._objects[path].state for path in self._modules})
         if not self._before:
-            tell_written(self._objects, self._news)
+            rest = {path: new for path, new in self._news.items() if path not in inside}
+            tell_written(self._objects, rest)
         return self._renewal.state
+
+    @property
+    def _news_in_modules(self) -> list[Path]:
+        return [path for path in self._news if self._objects[path].in_module]
 
     def _renewed(self, new: Mapping[int, object]) -> Renewal:
         touched = {here for _, _, here in self._inside}

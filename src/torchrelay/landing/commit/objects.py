@@ -55,16 +55,22 @@ class Telling:
         """Tell objects that are not filled in place. After a refusal all have their old state:
         `MismatchError`, or `TornStateError` where one of them did not take it back."""
         for path, state in news.items():
-            self._old[path] = _Old(self._objects[path])
+            for told in (path[:-1], path) if self._objects[path].in_module else (path,):
+                self._remember(told)
             self._say(path, state)
 
     def ask(self, paths: Iterable[Path], renew: Callable[[], None]) -> None:
         """Ask modules whether they take what `renew` puts into their state dicts."""
         asked = list(paths)
-        self._old.update((path, _Old(self._objects[path])) for path in asked)
+        for path in asked:
+            self._remember(path)
         renew()
         for path in asked:
             self._say(path, self._objects[path].state)
+
+    def _remember(self, path: Path) -> None:
+        if path not in self._old:
+            self._old[path] = _Old(self._objects[path])
 
     def _say(self, path: Path, state: object) -> None:
         stateful = self._objects[path].object
