@@ -60,8 +60,8 @@ class Outgoing:
 
     @cached_property
     def cells(self) -> bool:
-        """Whether digests are of cells: a GPU may hash them."""
-        return self.device != "cpu" or in_use()
+        """Whether digests are of cells: a device can hash them."""
+        return self.device != "cpu" or len(self.layout.on_gpu) > 0
 
     @cached_property
     def layout(self) -> MemoryLayout:
