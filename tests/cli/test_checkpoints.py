@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 import torchrelay as tr
 from tests.support.commands import command
+from torchrelay.cli.output import in_words, wrong
 from torchrelay.dropin.stock_dcp import read_stock
 
 
@@ -47,10 +49,12 @@ def test_ls_inspect_and_verify(place: Path) -> None:
     every = command("verify", place, "--all")
     assert every.returncode == 1
     assert every.stdout.startswith("step 1 verifies\nstep 2 is damaged: ")
-    for target in ("out.safetensors", "out.pt", "out"):
-        refused = command("convert", place / "step-2", place.parent / target)
+    for source, target in product((place, place / "step-2"), ("out.safetensors", "out.pt", "out")):
+        refused = command("convert", source, place.parent / target)
         assert refused.returncode == 1 and "are not those written" in refused.stderr
         assert not (place.parent / target).exists()
+    refused = command("export-hf", place, place.parent / "hf")
+    assert refused.returncode == 1 and refused.stderr.startswith("error: model.safetensors bytes")
 
 
 def test_looking_leaves_drafts_alone(place: Path) -> None:
@@ -137,8 +141,8 @@ def test_rm_asks_first_and_removes_all_or_nothing(place: Path) -> None:
     assert absent.returncode == 1 and "there are: 1, 2" in absent.stderr
     assert command("rm", place, 1, answer="n\n").returncode == 1
     assert json.loads(command("verify", place, "--all", "--json").stdout) == [
-        {"step": 1, "damage": None},
-        {"step": 2, "damage": None},
+        {"step": 1, "damage": None, "unread": None},
+        {"step": 2, "damage": None, "unread": None},
     ]
     assert command("rm", place, 1, answer="y\n").returncode == 0
     assert command("rm", place, 2, "--yes").stdout == "removed step 2\n"
@@ -152,6 +156,21 @@ def test_rollback_sets_steps_aside_and_rm_removes_them(place: Path) -> None:
     assert command("rm", place).returncode == 1
     assert command("rm", place, "--aside", "--yes").returncode == 0
     assert [child.name for child in place.iterdir()] == ["step-1"]
+
+
+def test_steps_that_are_all_set_aside_are_told(place: Path) -> None:
+    assert command("rollback", place, 1).returncode == 0
+    assert command("rm", place, 1, "--yes").returncode == 0
+    assert command("ls", place).stderr.endswith("; 1 set aside by a rollback\n")
+
+
+def test_damage_is_told_by_the_kind_of_error_not_by_its_words() -> None:
+    damaged = wrong(tr.DamagedError("cannot be read: Is a directory", step=1))
+    assert in_words(damaged) == "damaged: cannot be read: Is a directory (step 1)"
+    late = wrong(tr.StorageTimeoutError("the storage does not answer", step=1))
+    assert late["damage"] is None
+    assert in_words(late) == "not checked: the storage does not answer (step 1)"
+    assert in_words({"damage": None, "unread": None}) == ""
 
 
 def test_inspect_as_json(place: Path) -> None:

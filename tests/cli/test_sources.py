@@ -82,6 +82,17 @@ def test_a_tied_tensor_and_values_that_differ_by_rank_are_shown(tmp_path: Path) 
         (["watch", "{}/run", "--page", "--address", "0.0.0.0:0"], "give a token"),
         (["bench", "--small", "--dir", "{}/nothing"], "--dir"),
         (["convert", "{}/run", "{}/y", "--only", "model.*"], "--only"),
+        (["inspect", "{}/hf"], "see torchrelay inspect {}/hf/model-1.safetensors"),
+        (["convert", "{}/hf", "{}/y"], "see torchrelay inspect {}/hf/model-1.safetensors"),
+        (["ls", "{}/dcp"], "it is a DCP directory, see torchrelay inspect {}/dcp"),
+        (["verify", "{}/dcp", "--all"], "it is a DCP directory, see torchrelay inspect {}/dcp"),
+        (["rm", "{}/bin", "1"], "see torchrelay convert {}/bin/model.bin PLACE"),
+        (["rollback", "{}/nothing", "1"], "there is no such directory"),
+        (["rollback", "http://127.0.0.1:1", "1"], "inspect it, watch it"),
+        (["ls", "{}/text.safetensors"], "see torchrelay inspect {}/text.safetensors"),
+        (["verify", "{}/nothing", "--all"], "there is no state"),
+        (["verify", "{}/run/step-1", "--all"], "it is one itself, of {}/run"),
+        (["export-hf", "{}/run/step-1", "{}/y"], "it is one itself, of {}/run"),
     ],
 )
 def test_an_error_is_one_line_with_the_way_out(
@@ -93,10 +104,14 @@ def test_an_error_is_one_line_with_the_way_out(
 ) -> None:
     monkeypatch.delenv("TORCHRELAY_TOKEN", raising=False)
     (tmp_path / "text.safetensors").write_text("no such file")
+    for other in ("hf/model-1.safetensors", "dcp/.metadata", "bin/model.bin"):
+        (tmp_path / other).parent.mkdir()
+        (tmp_path / other).write_bytes(b"")
     done = command(*(word.format(tmp_path) for word in words))
     assert done.returncode == (2 if words[0] == "diff" else 1)
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and says in line, line
+    assert line.startswith("error: ") and says.format(tmp_path) in line, line
+    assert not (tmp_path / "nothing").exists()
     assert "secret" not in line
 
 

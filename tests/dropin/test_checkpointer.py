@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import pickle
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -220,6 +221,10 @@ def test_errors_are_exceptions(tmp_path: Path) -> None:
         ours.save({"n": 1})
     assert (saw.value.rank, saw.value.phase) == (0, "write")
     assert isinstance(saw.value.__cause__, OSError)
+    # A script that was written for torch has its own `except`.
+    assert isinstance(saw.value, CheckpointException) and list(saw.value.failures) == [0]
+    again = pickle.loads(pickle.dumps(saw.value))
+    assert str(again) == str(saw.value) and list(again.failures) == [0]
     with pytest.raises(CheckpointError, match="load failed on rank 0: FileNotFoundError"):
         ours.load({"n": 1})
     ours.save({"n": 1})

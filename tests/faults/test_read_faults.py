@@ -435,7 +435,7 @@ def test_a_step_that_may_not_be_read_is_named_and_hides_no_other() -> None:
                 assert caught.value.step == 2 and type(caught.value) is tr.CheckpointError
             rows = [listed(there, step, verify=True) for step in there.steps()]
         assert [row["verified"] for row in rows] == [True, False, True]
-        assert in_words(rows[1]["damage"]).startswith("cannot be read: Permission denied")
+        assert in_words(rows[1]).startswith("not checked: cannot be read: Permission denied")
 
 
 def test_a_place_that_may_not_be_read_is_an_error_of_one_line(

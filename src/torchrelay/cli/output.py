@@ -10,14 +10,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
-from torchrelay.errors import RelayError
+from torchrelay.errors import DamagedError, DigestError, ManifestError, RelayError
 from torchrelay.progress import Progress, ProgressCallback
 
 JSON = typer.Option(False, "--json", help="Print JSON.")
@@ -98,9 +98,17 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(map(plain, cells)).rstrip())
 
 
-def in_words(damage: str) -> str:
-    """What is wrong with a step. One that cannot be read may be whole."""
-    return damage if damage.startswith("cannot be read") else f"is damaged: {damage}"
+def wrong(fault: RelayError) -> dict[str, str | None]:
+    """What is wrong with a state, as facts. One that cannot be read may be whole: no damage."""
+    damaged = isinstance(fault, DamagedError | DigestError | ManifestError)
+    return {"damage": str(fault) if damaged else None, "unread": None if damaged else str(fault)}
+
+
+def in_words(facts: Mapping[str, Any]) -> str:
+    """What is wrong with a state, to follow "it is"; empty if nothing is."""
+    if facts.get("damage"):
+        return f"damaged: {facts['damage']}"
+    return f"not checked: {facts['unread']}" if facts.get("unread") else ""
 
 
 def plain(text: str) -> str:

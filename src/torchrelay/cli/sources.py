@@ -23,6 +23,12 @@ HELP = (
 )
 SECONDS = 3600.0  # that an endpoint's step may be looked at
 SOURCE = typer.Argument(help=HELP)
+FILES = (  # of other programs, in a folder: how they end, what they are, what looks at one
+    ("*.safetensors", "safetensors", "inspect {}"),
+    ("*.bin", "torch.save", "convert {} PLACE"),
+    ("*.pt", "torch.save", "convert {} PLACE"),
+    ("*.pth", "torch.save", "convert {} PLACE"),
+)
 STEP = typer.Option(None, "--step", help="The newest, if it is left out.")
 
 
@@ -34,14 +40,52 @@ class SourceKind(NamedTuple):
 @contextmanager
 def opened_source(name: str, step: int | None = None) -> Iterator[StateSource]:
     """The state that a name stands for, until the block ends."""
-    kind = next((kind for kind in KINDS if kind.fits(name)), None)
-    if kind is None:
-        raise UsageError(f"{name}: there is no state: give {HELP[0].lower()}{HELP[1:-1]}")
-    source = kind.open(name, step)
+    source = kind_of_source(name).open(name, step)
     try:
         yield source
     finally:
         source.close()
+
+
+def kind_of_source(name: str) -> SourceKind:
+    """The kind of state that a name stands for. `UsageError` if it is none."""
+    for kind in KINDS:
+        if kind.fits(name):
+            return kind
+    raise UsageError(f"{name}: there is no state: give {HELP[0].lower()}{HELP[1:-1]}")
+
+
+def at_newest(name: str) -> str:
+    """A place by the name of its newest step, which may be damaged; other sources as they are."""
+    from torchrelay.stores.locate import open_store, split_step
+
+    if is_url(name) or _is_dcp(name) or not is_place(name) or split_step(name)[1] is not None:
+        return name
+    store = open_store(name)
+    steps = store.steps()
+    if not steps:
+        raise StepNotFoundError(f"no step in {store.url}{instead(name)}")
+    return f"{name.rstrip('/')}/step-{steps[-1]}"
+
+
+def instead(name: str) -> str:
+    """What a place without steps is and which command is for that, to end a message with."""
+    from torchrelay.stores.locate import OBJECTS, scheme_of, split_step
+
+    above, step = split_step(name)
+    if scheme_of(name)[0] in OBJECTS:
+        return "" if step is None else f": it is one itself, of {above}"
+    path = _path(name)
+    if not path.exists():
+        return ": there is no such directory"
+    if step is not None:
+        return f": it is one itself, of {above}"
+    if _is_dcp(name):
+        return f": it is a DCP directory, see torchrelay inspect {name}"
+    for pattern, kind, command in FILES:
+        if found := sorted(path.glob(pattern)):
+            return f": it has {kind} files, see torchrelay {command.format(found[0])}"
+    return ""
 
 
 def is_place(name: str) -> bool:
@@ -64,8 +108,9 @@ def _open_step(name: str, step: int | None) -> StateSource:
     try:
         held = open_newest(store) if wanted is None else open_step(store, wanted)
     except StepNotFoundError as fault:
-        if steps := store.steps():
-            fault.message += f"; it has {', '.join(map(str, steps[-8:]))}"
+        steps = store.steps()
+        known = f"; it has {', '.join(map(str, steps[-8:]))}"
+        fault.message += known if steps else instead(name)
         raise
     return StepSource(f"{store.url}/step-{held.record.step}", held)
 
@@ -109,7 +154,8 @@ def _open_torch_save(name: str, step: int | None) -> StateSource:
     )
 
 
-def _is_file(name: str) -> bool:
+def is_file(name: str) -> bool:
+    """Whether a name is of a file, whatever is in it."""
     return _path(name).is_file()
 
 
@@ -136,5 +182,5 @@ KINDS = (
     SourceKind(_is_dcp, _open_dcp),
     SourceKind(is_place, _open_step),
     SourceKind(is_torch_save_file, _open_torch_save),
-    SourceKind(_is_file, _open_file),
+    SourceKind(is_file, _open_file),
 )

@@ -141,6 +141,28 @@ def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
         raise fault
 
 
+class FailedOnRanksError(CheckpointError, CheckpointException):
+    """A `CheckpointError` that scripts written for torch catch as torch's own. `failures` has what
+    each rank raised, as torch has it."""
+
+    def __init__(self, message: str, failures: dict[int, Any], **context: Any) -> None:
+        CheckpointError.__init__(self, message, **context)
+        self._failures = failures
+
+    def __str__(self) -> str:  # torch's would be the tracebacks of all ranks
+        return CheckpointError.__str__(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        told = {rank: _sendable_failure(failure) for rank, failure in self._failures.items()}
+        return _failed_on_ranks, (self.message, told, self.rank, self.phase)
+
+
+def _failed_on_ranks(
+    message: str, failures: dict[int, Any], rank: int | None, phase: str | None
+) -> FailedOnRanksError:
+    return FailedOnRanksError(message, failures, rank=rank, phase=phase)
+
+
 class _Told:
     """Says in a `CheckpointError` what went wrong inside, and on which ranks."""
 
@@ -172,8 +194,8 @@ class _Told:
             if (self.what, phase) == ("load", "read")
             else ""
         )
-        raise CheckpointError(
-            f"{self.what} failed on {each}{torn}", rank=first, phase=phase
+        raise FailedOnRanksError(
+            f"{self.what} failed on {each}{torn}", fault.failures, rank=first, phase=phase
         ) from failures[first]
 
 

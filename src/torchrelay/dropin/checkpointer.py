@@ -38,7 +38,8 @@ class TorchCheckpointer:
 
     One call runs at a time: each waits for an `async_save` before it. A failure on any rank is a
     `CheckpointError` on all: `rank` is the lowest that failed (in the group), the message names
-    each one, `__cause__` is what it raised. A failed `async_save` is logged; if nothing has looked
+    each one, `__cause__` is what it raised. Where ranks failed, it is torch's `CheckpointException`
+    too, with its `failures`. A failed `async_save` is logged; if nothing has looked
     at its future by then, the next call raises it, and does nothing else.
 
     Values of a state that have `state_dict` and `load_state_dict` are saved and loaded through

@@ -18,9 +18,17 @@ from torchrelay.cli.output import (
     print_json,
     progress_bar,
     size,
+    wrong,
 )
-from torchrelay.cli.sources import SOURCE, STEP, is_place, opened_source
-from torchrelay.errors import CheckpointError, DamagedError, DigestError, ManifestError, UsageError
+from torchrelay.cli.sources import (
+    SOURCE,
+    STEP,
+    instead,
+    is_place,
+    kind_of_source,
+    opened_source,
+)
+from torchrelay.errors import CheckpointError, DigestError, ManifestError, UsageError
 from torchrelay.progress import Progress
 
 if TYPE_CHECKING:
@@ -114,10 +122,9 @@ def _verify(
         for facts in [] if as_json else checked:
             what = f"step {facts['step']}" if "step" in facts else facts["source"]
             note = f", but {facts['note']}" if facts.get("note") else ""
-            damage = facts["damage"]
-            said = in_words(damage) if damage else f"verifies{note}"
-            print(plain(f"{what} {said}"))
-        if any(facts["damage"] for facts in checked):
+            said = in_words(facts)
+            print(plain(f"{what} is {said}" if said else f"{what} verifies{note}"))
+        if any(map(in_words, checked)):
             raise typer.Exit(1)
 
 
@@ -125,32 +132,30 @@ def _steps(source: str) -> list[int]:
     from torchrelay.cli.commands.steps import opened
 
     if not is_place(source):
+        kind_of_source(source)
         raise UsageError(f"--all is for a place with steps, and {source} is one state")
     with opened(source) as there:
         steps = there.steps()
         if not steps:
-            fail(f"there is no step in {there.url}")
+            fail(f"there is no step in {there.url}{instead(source)}")
         return steps
 
 
 def _verified(source: str, step: int | None, among: int) -> dict[str, Any]:
     """What was found of a state. One of several that cannot be read does not hide the others."""
     found = step
-    damage, note = None, ""
+    found_wrong: dict[str, str | None] = {"damage": None, "unread": None}
+    note = ""
     try:
         with opened_source(source, step) as state:
             found = state.contents.step
             with progress_bar("verifying" if found is None else f"verifying step {found}") as show:
                 note = state.verify(show)
     except (CheckpointError, DigestError, ManifestError) as fault:
-        if (
-            among == 1
-            and isinstance(fault, CheckpointError)
-            and not isinstance(fault, DamagedError)
-        ):
+        found_wrong = wrong(fault)
+        if among == 1 and found_wrong["damage"] is None:
             raise
         found = fault.step if found is None else found
-        damage = str(fault)
     if found is not None:
-        return {"step": found, "damage": damage}
-    return {"source": source, "damage": damage, "note": note}
+        return {"step": found, **found_wrong}
+    return {"source": source, **found_wrong, "note": note}

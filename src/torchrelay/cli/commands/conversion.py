@@ -15,7 +15,7 @@ import torchrelay as tr
 from torchrelay.cli.commands.contents import ONLY, check_matched
 from torchrelay.cli.commands.steps import PLACE, opened
 from torchrelay.cli.output import fail, one_line_errors, plain, progress_bar, size
-from torchrelay.cli.sources import STEP, is_torch_save_file, opened_source
+from torchrelay.cli.sources import STEP, at_newest, instead, is_torch_save_file, opened_source
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import StateSource
@@ -63,7 +63,9 @@ def _convert(
 
         try:
             with progress_bar("converting") as show:
-                written = convert(source, target, to=to, step=step, progress=show)
+                # The newest step, or an error: what is damaged is not passed over for an older one.
+                exact = source if step is not None else at_newest(source)
+                written = convert(exact, target, to=to, step=step, progress=show)
         except tr.StepExistsError as fault:
             fail(f"step {fault.step} is in {target} already: choose another --step, or rm it first")
         except tr.StepOrderError as fault:
@@ -129,7 +131,7 @@ def _export_hf(
     A checkpoint has no config.json: copy the model's own beside the files.
     """
     with one_line_errors(), opened(place) as there:
-        _check_key(there, step, under)
+        step = _check_key(there, place, step, under)
         for name in there.export_hf(target, step=step, under=under):
             print(target / name)
         if not (target / "config.json").exists():
@@ -139,10 +141,12 @@ def _export_hf(
             )
 
 
-def _check_key(there: tr.Checkpointer, step: int | None, key: str) -> None:
-    found = there.latest() if step is None else step
+def _check_key(there: tr.Checkpointer, place: str, step: int | None, key: str) -> int:
+    """The step that is meant, the newest if none is named; it has the key."""
+    found = max(there.steps(), default=None) if step is None else step
     if found is None:
-        fail(f"there is no whole step in {there.url}")
+        fail(f"there is no step in {there.url}{instead(place)}")
     keys = [str(known) for known in getattr(there.record(found).outline(0).tree, "keys", ())]
     if key not in keys:
         fail(f"step {found} has no key {key!r}: name one with --under: {', '.join(keys)}")
+    return found

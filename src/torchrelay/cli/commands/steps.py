@@ -17,9 +17,9 @@ from torchrelay.cli.output import (
     print_table,
     progress_bar,
     size,
+    wrong,
 )
-from torchrelay.cli.sources import is_url
-from torchrelay.stores.locate import split_step
+from torchrelay.cli.sources import instead, is_file, is_url
 
 PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
 STEPS = typer.Argument(None, help="The steps to remove.")
@@ -36,6 +36,10 @@ def opened(place: str) -> tr.Checkpointer:
     """A place as this process alone looks at it, without a trace."""
     if is_url(place):
         raise tr.UsageError(f"{place} is an endpoint: inspect it, watch it or pull from it")
+    if is_file(place):
+        raise tr.UsageError(
+            f"{place} is a file, and steps are kept in a directory: see torchrelay inspect {place}"
+        )
     return tr.Checkpointer(place, group=False, read_only=True)
 
 
@@ -59,15 +63,17 @@ def _ls(
                 [_row(facts) for facts in steps],
             )
             total = sum(facts.get("bytes", 0) for facts in steps)
-            aside = len(there.aside())
-            note = f"; {aside} set aside by a rollback" if aside else ""
+            note = _set_aside(there)
             print(f"{len(steps)} step{'s' if len(steps) > 1 else ''}, {size(total)}{note}")
         if not steps:
-            above, step = split_step(place)
-            hint = "" if step is None else f": it is one itself, of {above}"
-            fail(f"there is no step in {there.url}{hint}")
-        if any(facts["damage"] for facts in steps):
+            fail(f"there is no step in {there.url}{_set_aside(there) or instead(place)}")
+        if any(map(in_words, steps)):
             raise typer.Exit(1)
+
+
+def _set_aside(there: tr.Checkpointer) -> str:
+    aside = len(there.aside())
+    return f"; {aside} set aside by a rollback" if aside else ""
 
 
 def listed(there: tr.Checkpointer, step: int, *, verify: bool = False) -> dict[str, Any]:
@@ -75,10 +81,8 @@ def listed(there: tr.Checkpointer, step: int, *, verify: bool = False) -> dict[s
     try:
         record = there.record(step)
     except tr.RelayError as fault:
-        return {"step": step, "verified": False, "damage": str(fault)}
-    damage = None if there.holds(step) else "a file is missing or has another size"
-    if verify and damage is None:
-        damage = _damage(there, step)
+        return {"step": step, "verified": False, **wrong(fault)}
+    found = _checked(there, step, verify=verify)
     return {
         "step": step,
         "time": record.time,
@@ -86,24 +90,25 @@ def listed(there: tr.Checkpointer, step: int, *, verify: bool = False) -> dict[s
         "files": len(record.files),
         "ranks": record.world,
         "torch": record.torch,
-        "verified": verify and damage is None,
-        "damage": damage,
+        "verified": verify and not in_words(found),
+        **found,
     }
 
 
-def _damage(there: tr.Checkpointer, step: int) -> str | None:
+def _checked(there: tr.Checkpointer, step: int, *, verify: bool) -> dict[str, str | None]:
     try:
-        with progress_bar(f"verifying step {step}") as show:
-            there.verify(step, progress=show)
+        if not there.holds(step):
+            return {"damage": "a file is missing or has another size", "unread": None}
+        if verify:
+            with progress_bar(f"verifying step {step}") as show:
+                there.verify(step, progress=show)
     except tr.CheckpointError as fault:
-        return str(fault)
-    return None
+        return wrong(fault)
+    return {"damage": None, "unread": None}
 
 
 def _row(facts: dict[str, Any]) -> list[object]:
-    state = in_words(facts["damage"]).removeprefix("is ") if facts["damage"] else "whole"
-    if facts["verified"]:
-        state = "verified"
+    state = in_words(facts) or ("verified" if facts["verified"] else "whole")
     if "time" not in facts:
         return [facts["step"], "", "", "", "", "", state]
     shown = [age(facts["time"]), size(facts["bytes"]), facts["files"], facts["ranks"]]
@@ -132,10 +137,11 @@ def _rollback(
 
     Their bytes stay until `rm --aside`.
     """
-    with one_line_errors(), tr.Checkpointer(place, group=False) as there:
-        if step not in there.steps():
-            fail(f"there is no step {step} in {there.url}")
-        newer = there.rollback(step)
+    with one_line_errors():
+        with opened(place) as there:
+            _check_present(there, place, [step])
+        with tr.Checkpointer(place, group=False) as there:
+            newer = there.rollback(step)
         print(f"set aside: {', '.join(map(str, newer)) or 'nothing, it is the newest step'}")
 
 
@@ -149,11 +155,8 @@ def _rm(
     steps = steps or []
     with one_line_errors():
         with opened(place) as there:
-            present, set_aside = there.steps(), there.aside() if aside else []
-        absent = sorted(set(steps) - set(present))
-        if absent:
-            shown = ", ".join(map(str, present)) or "none"
-            fail(f"there is no step {', '.join(map(str, absent))} in {place}; there are: {shown}")
+            set_aside = there.aside() if aside else []
+            _check_present(there, place, steps)
         named = ", ".join([*(f"step {step}" for step in steps), *set_aside])
         if not named:
             fail("nothing is set aside" if aside else "name a step to remove, or --aside")
@@ -165,3 +168,11 @@ def _rm(
             for name in set_aside:
                 there.remove_aside(name)
         print(f"removed {named}")
+
+
+def _check_present(there: tr.Checkpointer, place: str, steps: list[int]) -> None:
+    present = there.steps()
+    absent = ", ".join(map(str, sorted(set(steps) - set(present))))
+    if absent:
+        shown = f"; there are: {', '.join(map(str, present))}" if present else instead(place)
+        fail(f"there is no step {absent} in {place}{shown}")

@@ -21,7 +21,7 @@ from torchrelay.cli.output import (
     progress_bar,
     size,
 )
-from torchrelay.cli.sources import SOURCE, STEP, is_place, is_url
+from torchrelay.cli.sources import SOURCE, STEP, at_newest, is_place, is_url
 from torchrelay.errors import UsageError
 
 URLS = typer.Argument(help="An endpoint's URL, or several of endpoints that have the same step.")
@@ -83,7 +83,7 @@ def _loaded(source: str, step: int | None) -> tuple[Any, int]:
         pulled = tr.pull(source, step=step, token_file=token_file(), cafile=cafile())
         return pulled.state, pulled.step
     with progress_bar("reading") as show:
-        state, found = loaded(source, step, show)
+        state, found = loaded(at_newest(source) if step is None else source, step, show)
     return state, found or 0
 
 

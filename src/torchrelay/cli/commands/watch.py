@@ -121,8 +121,8 @@ def _line(event: dict[str, Any]) -> str:
     if kind == "gone":
         return f"{what} is gone"
     if kind == "step":
-        if event.get("damage"):
-            return f"{what} {in_words(event['damage'])}"
+        if said := in_words(event):
+            return f"{what} is {said}"
         ranks = event.get("ranks", event.get("world", 1))
         return f"{what}, {size(event['bytes'])} of {ranks} rank{'s' if ranks > 1 else ''}"
     if kind == "reading":

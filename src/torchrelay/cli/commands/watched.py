@@ -12,6 +12,7 @@ import msgspec
 
 import torchrelay as tr
 from torchrelay.cli.commands.steps import listed, opened
+from torchrelay.cli.output import in_words, wrong
 from torchrelay.cli.sources import is_url, opened_source
 from torchrelay.errors import EndpointError, RelayError, UsageError
 from torchrelay.inspection.seam import Contents, StateSource
@@ -120,17 +121,18 @@ class WatchedPlaces:
 
     def _listed(self, there: tr.Checkpointer, step: int) -> dict[str, Any]:
         key = (there.url, step)
-        if key not in self._facts or self._facts[key]["damage"]:
+        if key not in self._facts or in_words(self._facts[key]):
             try:
                 facts = listed(there, step)
             except RelayError as fault:
-                facts = {"damage": str(fault)}
+                facts = wrong(fault)
             self._facts[key] = {
                 "step": step,
                 "bytes": facts.get("bytes", 0),
                 "ranks": facts.get("ranks", 0),
                 "time": epoch_seconds(facts.get("time", "")),
                 "damage": facts["damage"],
+                "unread": facts["unread"],
             }
         return self._facts[key]
 

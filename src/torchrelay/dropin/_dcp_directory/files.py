@@ -88,8 +88,9 @@ class StockFiles:
             raise ManifestError(f"{piece.file} has a compressed record", path=fqn)
         if bad is not None:
             raise DigestError(
-                f"record {bad!r} in {piece.file} does not have its checksum (a checkpoint saved "
-                "without checksums needs check_crc=False)",
+                f"record {bad!r} in {piece.file} does not have its checksum (one that was "
+                "saved without checksums is read by torchrelay.dropin.stock_dcp.read_stock with "
+                "check_crc=False)",
                 path=fqn,
             )
         try:

@@ -33,8 +33,8 @@ function showSteps(status) {
     place("peer", seed.url, [chip("peer", seed.step, share < 1 ? `${Math.floor(100 * share)} %` : "whole")]);
   }
   for (const disk of status.disk || []) {
-    place("disk", disk.url, disk.steps.map((one) => one.damage
-      ? chip("bad", one.step, `damaged: ${one.damage}`)
+    place("disk", disk.url, disk.steps.map((one) => one.damage || one.unread
+      ? chip("bad", one.step, one.damage ? `damaged: ${one.damage}` : `not checked: ${one.unread}`)
       : chip("disk", one.step, bytes(one.bytes), one.time ? ago(one.time, status.now) : "")));
   }
   show("steps", places.length ? places : muted("No step is there yet."));
