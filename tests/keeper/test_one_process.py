@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,9 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 import torchrelay as tr
 from tests.keeper.jobs import LEASE, TIMEOUT, arenas, descriptors, end_keepers, gone, process_gone
+from torchrelay.cli.commands import keepers
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.server.messages import Tell
 from torchrelay.keeper import process
@@ -283,3 +287,41 @@ def test_a_request_before_joining_is_refused(keeper: tr.Keeper) -> None:
         line.sendall(b"\xff" * 8)
         assert line.recv(1) == b""
     assert process.status(name) is not None
+
+
+def command(*words: str) -> Any:
+    """What `torchrelay keeper` says."""
+    app = typer.Typer()
+    keepers.add_to(app)
+    return CliRunner().invoke(app, list(words))
+
+
+def test_a_keeper_that_hangs_costs_no_more_than_the_timeout(
+    keeper: tr.Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_ASK_SECONDS", 0.2)
+    keeper.stage(80, state_of(80)).wait(TIMEOUT)
+    assert keeper.pid is not None
+    os.kill(keeper.pid, signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        with pytest.raises(tr.EndpointError, match="did not answer in time"):
+            keeper.stage(81, state_of(81), timeout=0.5)
+        assert time.monotonic() - begun < process.START_SECONDS / 2
+        for asked in ((JOB, "--status"), (JOB, "--end"), ()):
+            told = command(*asked)
+            assert told.exit_code == bool(asked)  # the list has those that answer
+            assert f"{JOB} on {KeeperName.of(JOB, None).host} runs" in told.stderr
+    finally:
+        os.kill(keeper.pid, signal.SIGCONT)
+    keeper.stage(82, state_of(82)).wait(TIMEOUT)
+    assert tr.recover(into=state_of(0), sources=[keeper]).step == 82
+
+
+def test_the_command_leaves_a_keeper_that_runs_as_it_is() -> None:
+    job = f"{JOB}-told"
+    with tr.Keeper(job, group=False, memory=8 << 20, lease=LEASE, timeout=TIMEOUT) as keeper:
+        assert command(job, "--lease", "5", "--memory", "1000").exit_code == 0
+        status = keeper.status()
+        assert (status["memory"], status["lease"]) == (8 << 20, LEASE)
+        keeper.end()

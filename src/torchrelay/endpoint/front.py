@@ -69,7 +69,7 @@ class Endpoint:
                     __version__,
                 )
             )
-            self._server.start()
+            self._server.start(self._timeout)
         self._publisher = Publisher(self._all, self._server, self._own_url)
         self._closed = False
         self._calls = threading.RLock()

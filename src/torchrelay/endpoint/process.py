@@ -10,11 +10,12 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.stores.writer.companion import Companion
 
-_START_SECONDS = 60.0
+START_SECONDS = 60.0  # that it may take to start, at most
 
 Kind = TypeVar("Kind")
 _answer = msgspec.msgpack.Decoder(m.ServerAnswer)
@@ -29,7 +30,7 @@ class OtherProcess(Protocol):
     def pid(self) -> int | None: ...
     @property
     def exit_status(self) -> int | None: ...
-    def start(self) -> bool: ...
+    def start(self, deadline: Deadline | None = None) -> bool: ...
     def exchange(self, request: bytes, timeout: float, fds: Sequence[int] = ()) -> bytes: ...
     def drop(self) -> None: ...
     def forsake(self) -> None: ...
@@ -59,16 +60,18 @@ class StepProcess:
         """Which of the processes it is, or connections to it, that there were one after another."""
         return self._process.generation
 
-    def start(self) -> bool:
-        """Have it run; whether it had to be started, or was met for the first time."""
+    def start(self, timeout: float) -> bool:
+        """Have it run, in so many seconds; whether it had to be started, or was met for the first
+        time."""
+        deadline = Deadline(max(0.001, min(timeout, START_SECONDS)))
         with self._lock:
-            if not self._process.start():
+            if not self._process.start(deadline):
                 return False
             self._attached.clear()
-            self._greet()
+            self._greet(deadline)
             return True
 
-    def _greet(self) -> None:
+    def _greet(self, deadline: Deadline) -> None:
         raise NotImplementedError
 
     def attach(self, slot: int, fd: int, nbytes: int, timeout: float) -> None:
@@ -140,9 +143,9 @@ class ServerProcess(StepProcess):
         self._listen = listen
         self.port = listen.port
 
-    def _greet(self) -> None:
+    def _greet(self, deadline: Deadline) -> None:
         self._listen.port = self.port
-        answer = self._ask(self._listen, _START_SECONDS)
+        answer = self._ask(self._listen, deadline.left())
         if not isinstance(answer, m.Listening):
             self._process.drop()
             why = answer.message if isinstance(answer, m.Refused) else "no answer to that"

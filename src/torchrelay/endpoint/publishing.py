@@ -11,11 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 
 from torchrelay.checkpointer.saves.agreement import agree
+from torchrelay.checkpointer.saves.last_save import agreed_step
 from torchrelay.checkpointer.saves.staging import arena_bytes
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.process import StepProcess
@@ -38,6 +40,8 @@ from torchrelay.transports.group.assembly import COORDINATOR, Assembly, Call
 from torchrelay.version import __version__
 
 logger = logging.getLogger("torchrelay")
+
+_TELL_SECONDS = 5.0  # that the server process may take to hear how a publish went
 
 
 class Published:
@@ -78,6 +82,7 @@ class _Offered(msgspec.Struct, array_like=True):
     """Where a rank shows its part; `busy` says why its slot cannot be had; `note` is of who it
     shows it to, for the coordinator's."""
 
+    step: int
     url: str
     left: float
     busy: str = ""
@@ -121,6 +126,16 @@ class PlannedShare(NamedTuple):
     outlines: plans.Outlines | None
 
 
+class PlannedStep(NamedTuple):
+    """A step that all ranks have room for, to be staged."""
+
+    slot: int
+    nbytes: int
+    share: Share
+    outlines: plans.Outlines | None
+    urls: list[str]
+
+
 class StagedStep(NamedTuple):
     """A step that is staged here, on its way to be shown."""
 
@@ -154,35 +169,48 @@ class Publisher:
     ) -> tuple[Published, StagedStep | None]:
         """Stage what is planned, and have it shown; all of it, or it is skipped."""
         call = self._all.call(f"publish {step}")
-        if self._last is not None and not self._last._ended.wait(deadline.left()):
-            raise TimeoutError(f"step {self._last.step} is still being published")
-        begun = time.monotonic()
+        with call.telling("plan", deadline):
+            if self._last is not None and not self._last._ended.wait(deadline.left()):
+                raise TimeoutError(f"step {self._last.step} is still being published")
+            begun = time.monotonic()
+            try:
+                self._begin(deadline)
+            except EndpointError:  # it was lost just now
+                if deadline.passed:
+                    raise
+                self._begin(deadline)
         try:
-            self._begin(deadline)
-        except EndpointError:  # it was lost just now
-            self._begin(deadline)
-        try:
-            staged = self._stage(call, plan, step, deadline, begun)
+            planned = self._make_room(call, plan, step, deadline)
         except BaseException:
-            self._planning.forget()
-            self._server.ask(m.Expect(False), m.Obeyed, deadline.left() + 1)
+            self._give_up()
             raise
-        if isinstance(staged, str):
+        if isinstance(planned, str):
             self._server.ask(m.Expect(False), m.Obeyed, deadline.left())
-            self._note(step, 0, time.monotonic() - begun, 0.0, staged)
-            return Published(step, skipped=staged), None
+            self._note(step, 0, time.monotonic() - begun, 0.0, planned)
+            return Published(step, skipped=planned), None
         self._last = published = Published(step)
-        threading.Thread(
-            target=self._finish,
-            args=(call, staged, published, deadline),
-            name="torchrelay-publish",
-            daemon=True,
-        ).start()
+        try:
+            staged = self._stage(planned, step, deadline, begun)
+        except BaseException as fault:
+            self._give_up()
+            # The others are told by a thread: they come to hear it when they have staged their own.
+            self._in_background(self._tell_failure, call, fault, published, deadline)
+            raise
+        self._in_background(self._finish, call, staged, published, deadline)
         return published, staged
+
+    def _give_up(self) -> None:
+        """No step comes. Never raises: what went wrong is raised."""
+        self._planning.forget()
+        with suppress(EndpointError):
+            self._server.ask(m.Expect(False), m.Obeyed, _TELL_SECONDS)
+
+    def _in_background(self, act: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=act, args=args, name="torchrelay-publish", daemon=True).start()
 
     def _begin(self, deadline: Deadline) -> None:
         """Have the process that serves, and tell it that a step comes."""
-        if self._server.start():
+        if self._server.start(deadline.left()):
             self._begin_anew()
         self._server.ask(m.Expect(True), m.Obeyed, deadline.left())
 
@@ -234,23 +262,20 @@ class Publisher:
             share = Share(*self._planning.resolve(agreed.plan))
         return PlannedShare(share, self._planning.outlines if self._all.coordinates else None)
 
-    def _stage(
-        self,
-        call: Call,
-        plan: Callable[[Call], PlannedShare],
-        step: int,
-        deadline: Deadline,
-        begun: float,
-    ) -> StagedStep | str:
+    def _make_room(
+        self, call: Call, plan: Callable[[Call], PlannedShare], step: int, deadline: Deadline
+    ) -> PlannedStep | str:
+        """What all ranks stage, and where; or why they do not."""
         urls: list[str] = []
 
         def mine() -> bytes:
             busy = self._busy(deadline)
             note = self._note_for_all(deadline)
-            return msgspec.msgpack.encode(_Offered(self._url(), deadline.left(), busy, note))
+            return msgspec.msgpack.encode(_Offered(step, self._url(), deadline.left(), busy, note))
 
         def decide(said: list[bytes]) -> list[bytes]:
             offers = [plan_limits.read(_offered, data, rank) for rank, data in enumerate(said)]
+            agreed_step([offer.step for offer in offers])
             deadline.hasten(min(offer.left for offer in offers))
             urls.extend(offer.url for offer in offers)
             busy = next((offer.busy for offer in offers if offer.busy), "")
@@ -263,19 +288,25 @@ class Publisher:
             _answered, call.round("plan", mine, decide, deadline), COORDINATOR
         )
         deadline.hasten(answer.left)
-        self._meet(answer.urls, answer.note, deadline)
         if answer.skipped:
+            self._meet(answer.urls, answer.note, deadline)
             return answer.skipped
+        with call.telling("plan", deadline):
+            self._meet(answer.urls, answer.note, deadline)
         share, outlines = plan(call)
         call.at("staging")
         nbytes = max(PAGE, arena_bytes(share.files))
         room = self._room(call, nbytes, step, deadline)
-        if room.why:
-            return room.why
+        return room.why or PlannedStep(room.slot, nbytes, share, outlines, urls)
+
+    def _stage(
+        self, planned: PlannedStep, step: int, deadline: Deadline, begun: float
+    ) -> StagedStep:
+        slot, nbytes, share, outlines, urls = planned
         settle()
-        volumes = self._copy(share, room.slot, nbytes, deadline)
+        volumes = self._copy(share, slot, nbytes, deadline)
         seconds = time.monotonic() - begun
-        return StagedStep(step, room.slot, share, volumes, outlines, urls, seconds)
+        return StagedStep(step, slot, share, volumes, outlines, urls, seconds)
 
     def _copy(self, share: Share, slot: int, nbytes: int, deadline: Deadline) -> list[m.Volume]:
         """Copy a share into its slot; where in it each of its volumes lies."""
@@ -316,8 +347,7 @@ class Publisher:
         begun = time.monotonic()
         fault: BaseException | None = None
         try:
-            written = self._hashed(staged, deadline)
-            self._show(call, staged, written, deadline)
+            self._show(call, staged, deadline)
             self._newest = staged.slot
             seconds = time.monotonic() - begun
             self._note(staged.step, staged.share.nbytes, staged.stage_seconds, seconds, None)
@@ -325,7 +355,7 @@ class Publisher:
             fault = found
         try:
             if fault is not None:
-                self._server.ask(m.Expect(False), m.Obeyed, 5.0)
+                self._server.ask(m.Expect(False), m.Obeyed, _TELL_SECONDS)
         except Exception as lost:
             logger.debug("the server process cannot be told: %s", lost)
         call.farewell()
@@ -337,7 +367,19 @@ class Publisher:
             self._server.ask(asked, m.VolumeDigests, deadline.left()).digests
         )
 
-    def _show(self, call: Call, staged: StagedStep, written: Written, deadline: Deadline) -> None:
+    def _tell_failure(
+        self, call: Call, fault: BaseException, published: Published, deadline: Deadline
+    ) -> None:
+        """This rank could not stage its part, which its caller hears from it."""
+        try:
+            with call.telling("write", deadline):
+                raise fault
+        except BaseException as told:
+            logger.debug("step %d given up: %s", published.step, told)
+        call.farewell()
+        published.end(None)
+
+    def _show(self, call: Call, staged: StagedStep, deadline: Deadline) -> None:
         """Every rank shows its volumes; the record of them all is shown by the coordinator when
         all are there, and by the other ranks that list them."""
         listing = self._listing(staged.urls)
@@ -353,12 +395,17 @@ class Publisher:
             full = msgspec.msgpack.encode(_Recorded(snapshot, whole))
             return [full if rank in (COORDINATOR, *listing) else brief for rank in range(len(said))]
 
-        payload = msgspec.msgpack.encode(written)
-        heard = call.round("write", lambda: payload, decide, deadline)
+        written: list[Written] = []
+
+        def hash_mine() -> bytes:
+            written.append(self._hashed(staged, deadline))
+            return msgspec.msgpack.encode(written[0])
+
+        heard = call.round("write", hash_mine, decide, deadline)
         found = plan_limits.read(_recorded, heard, COORDINATOR)
         own = [
             msgspec.structs.replace(volume, digests=file.digests)
-            for volume, file in zip(staged.volumes, written.files, strict=True)
+            for volume, file in zip(staged.volumes, written[0].files, strict=True)
         ]
         shown = m.Show(staged.slot, staged.step, found.snapshot, b"", own, places=[0] * len(own))
 
@@ -377,7 +424,7 @@ class Publisher:
     def _note(
         self, step: int, nbytes: int, staging: float, hashing: float, skipped: str | None
     ) -> None:
-        self._server.ask(m.Note(step, nbytes, staging, hashing, skipped), m.Obeyed, 5.0)
+        self._server.ask(m.Note(step, nbytes, staging, hashing, skipped), m.Obeyed, _TELL_SECONDS)
 
     def settle(self, seconds: float) -> None:
         """Wait for what is being published."""

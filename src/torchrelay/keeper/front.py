@@ -146,11 +146,12 @@ class Keeper:
                 copies,
                 lease,
                 __version__,
+                False,
                 *full_paths(certfile, keyfile, cafile),
             )
             self._name = KeeperName.of(job, host)
             self._process = KeeperProcess(self._name, join)
-            self._process.start()
+            self._process.start(self._timeout)
         self._token, self._known = "", list[str]()
         self._closed = False
         self._calls = threading.RLock()

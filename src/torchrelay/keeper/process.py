@@ -15,14 +15,13 @@ import msgspec
 
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.admission import user_of
-from torchrelay.endpoint.process import StepProcess, check_aiohttp
+from torchrelay.endpoint.process import START_SECONDS, StepProcess, check_aiohttp
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.server import messages as k
 from torchrelay.stores.writer.frames import exchange
 from torchrelay.stores.writer.launch import launch
 
-START_SECONDS = 60.0
 LEASE_SECONDS = 60.0
 RATE = 200e6  # bytes a second at which copies are fetched
 STEPS = 2  # the newest one, and the one that is being staged
@@ -91,14 +90,14 @@ def connect(name: KeeperName) -> socket.socket | None:
     return link
 
 
-def begin(name: KeeperName) -> None:
+def begin(name: KeeperName, deadline: Deadline) -> None:
     """Launch a keeper; nothing is wrong where another has the name by then."""
     check_aiohttp()
     process, link = launch("torchrelay.keeper.server.start", mute=True)
     with link:
         try:
             begun = msgspec.msgpack.encode(k.BeginKeeping(name.address))
-            word = exchange(link, begun, START_SECONDS).decode()
+            word = exchange(link, begun, deadline.left()).decode()
         except (OSError, EOFError) as fault:
             raise EndpointError(f"the keeper did not start: {fault}") from None
         finally:
@@ -118,15 +117,15 @@ class KeeperLink:
         self._link: socket.socket | None = None
         self.generation = 0
 
-    def start(self) -> bool:
+    def start(self, deadline: Deadline | None = None) -> bool:
+        deadline = deadline or Deadline(START_SECONDS)
         if self._link is not None and not self._is_over():
             return False
         self.drop()
-        end = time.monotonic() + START_SECONDS
         while (link := connect(self._name)) is None:
-            if time.monotonic() > end:
-                raise EndpointError(f"no keeper for job {self._name.job} in {START_SECONDS:g} s")
-            begin(self._name)
+            if deadline.passed:
+                raise EndpointError(f"no keeper for job {self._name.job} in {deadline.seconds:g} s")
+            begin(self._name, deadline)
         self._link = link
         self.generation += 1
         return True
@@ -174,8 +173,7 @@ class KeeperProcess(StepProcess):
     def pid(self) -> int | None:
         return None if self.joined is None else self.joined.pid
 
-    def _greet(self) -> None:
-        deadline = Deadline(START_SECONDS)
+    def _greet(self, deadline: Deadline) -> None:
         while True:
             try:
                 answer = self._ask(self._join, deadline.left())
@@ -184,7 +182,7 @@ class KeeperProcess(StepProcess):
                 if deadline.passed:
                     raise
                 time.sleep(_PAUSE)
-                self._process.start()
+                self._process.start(deadline)
         if isinstance(answer, m.Refused):
             self._process.drop()
             raise UsageError(f"the keeper does not take this worker: {answer.message}")
@@ -199,7 +197,8 @@ class KeeperProcess(StepProcess):
 
 
 def ask(name: KeeperName, request: k.KeeperRequest) -> k.KeeperAnswer | None:
-    """One question to a keeper that may not run; None where it does not."""
+    """One question to a keeper that may not run; None where it does not. `EndpointError` where it
+    runs and does not answer."""
     link = connect(name)
     if link is None:
         return None
@@ -207,6 +206,11 @@ def ask(name: KeeperName, request: k.KeeperRequest) -> k.KeeperAnswer | None:
         try:
             data = exchange(link, msgspec.msgpack.encode(request), _ASK_SECONDS)
             answer: k.KeeperAnswer = _answer.decode(data)
+        except TimeoutError:
+            raise EndpointError(
+                f"the keeper of job {name.job} on {name.host} runs, and did not answer in "
+                f"{_ASK_SECONDS:g} s: it is stopped, or the machine is very busy"
+            ) from None
         except (OSError, EOFError):
             return None
         return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +10,14 @@ import typer
 
 from torchrelay.cli.access import cafile, token_file
 from torchrelay.cli.output import JSON, fail, one_line_errors, print_json, size
+from torchrelay.endpoint.process import START_SECONDS
 from torchrelay.endpoint.security import (
     Address,
     check_certificate,
     check_listening,
     find_token,
 )
-from torchrelay.errors import UsageError
+from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper import process
 from torchrelay.keeper.server import messages as k
 from torchrelay.version import __version__
@@ -68,7 +70,17 @@ def _keeper(
                 check_certificate(certfile, keyfile)
                 files = certfile, keyfile, cafile()
                 _run(names[0], lease, memory, Address.parse(address), files)
-        found = [(name, facts) for name in names if (facts := process.status(name)) is not None]
+        found = []
+        for name in names:
+            try:
+                facts = process.status(name)
+            except EndpointError as fault:
+                if job is not None:
+                    raise
+                print(fault, file=sys.stderr)  # the others are listed all the same
+                continue
+            if facts is not None:
+                found.append((name, facts))
         if job is not None and not found:
             fail(f"no keeper of job {job} runs here")
         if as_json:
@@ -97,10 +109,11 @@ def _run(
         1,
         lease,
         __version__,
+        True,
         *process.full_paths(*files),
     )
     worker = process.KeeperProcess(name, join)
-    worker.start()
+    worker.start(START_SECONDS)
     worker.close()
 
 

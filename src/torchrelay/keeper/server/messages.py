@@ -20,7 +20,8 @@ class JoinKeeper(msgspec.Struct, tag="join"):
 
     `token`: the job's, where the worker knows it. `memory`: bytes at most, 0 for any number.
     `steps`: how many steps the keeper has of its workers at most. `certfile`, `keyfile`: what the
-    keeper serves TLS by; `cafile`: what those of other keepers are signed by.
+    keeper serves TLS by; `cafile`: what those of other keepers are signed by. `begins`: it is no
+    worker, and a keeper that has been joined before goes on by what it was told then.
     """
 
     host: str
@@ -31,6 +32,7 @@ class JoinKeeper(msgspec.Struct, tag="join"):
     copies: int
     lease: float
     version: str
+    begins: bool
     certfile: str | None = None
     keyfile: str | None = None
     cafile: str | None = None

@@ -132,7 +132,8 @@ class Keeping:
         return m.Obeyed()
 
     async def _join(self, worker: WorkerLink, join: k.JoinKeeper) -> k.KeeperAnswer:
-        if self._serving.app is None:
+        is_first = self._serving.app is None
+        if is_first:
             self._token = join.token or secrets.token_urlsafe(32)
             wanted = m.Listen(
                 join.host,
@@ -153,10 +154,11 @@ class Keeping:
             return m.Refused(f"it listens at {self._host}, not at {join.host}: end it first")
         if (join.certfile is not None) != self._tls:
             return m.Refused(f"it listens with{'' if self._tls else 'out'} TLS: end it first")
-        self._buddies.trusted = trusted(join.cafile)
-        self._kept.memory, self._kept.steps = join.memory, join.steps
-        self._lease = join.lease
-        self._buddies.rate, self._buddies.copies = join.rate, join.copies
+        if is_first or not join.begins:
+            self._buddies.trusted = trusted(join.cafile)
+            self._kept.memory, self._kept.steps = join.memory, join.steps
+            self._lease = join.lease
+            self._buddies.rate, self._buddies.copies = join.rate, join.copies
         self._workers.add(worker.number)
         self._kept.enter(worker.number)
         known = list(dict.fromkeys([*self._members, *self._whole_members]))

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
+from torchrelay.deadlines import Deadline
 from torchrelay.stores.writer.frames import exchange
 from torchrelay.stores.writer.launch import launch
 
@@ -34,8 +35,8 @@ class Companion:
     def exit_status(self) -> int | None:
         return None if self._process is None else self._process.poll()
 
-    def start(self) -> bool:
-        """Have it run; whether it had to be started."""
+    def start(self, deadline: Deadline | None = None) -> bool:
+        """Have it run; whether it had to be started. Whoever asks it first waits for it."""
         if self._link is not None and self._process is not None and self._process.poll() is None:
             return False
         self.drop()

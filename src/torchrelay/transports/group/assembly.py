@@ -315,6 +315,17 @@ class Call:
             self._all.take_back(said)
         return word
 
+    @contextmanager
+    def telling(self, phase: str, deadline: Deadline) -> Iterator[None]:
+        """Within: this rank works between two rounds. If it fails, the others hear why in the next
+        one, instead of waiting there for a rank that never comes."""
+        try:
+            yield
+        except BaseException as fault:
+            with suppress(RelayError, type(fault)):  # what it was is raised
+                self.round(phase, fault, lambda said: said, deadline)
+            raise
+
     def _answer(self, phase: str, key: str, decide: Decide, deadline: Deadline) -> None:
         ranks = range(self._all.world)
         names = [f"{key}/said/{rank}" for rank in ranks]
