@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +120,28 @@ def test_a_target_that_cannot_be_written_is_told_and_nothing_is_left(
         opened = [str(link.resolve()) for link in Path("/proc/self/fd").iterdir()]
     assert not [path for path in opened if "hf.tmp" in path]
     assert {path.name for path in tmp_path.iterdir()} == {"file", "steps"}
+
+
+def test_an_export_that_nobody_waits_for_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ctrl-C while a piece is written: what was written goes, and nothing takes the name later.
+    write, once, told = LocalSink.write, threading.Lock(), threading.Event()
+
+    def interrupted(sink: Any, position: int, buffers: Any) -> None:
+        write(sink, position, buffers)
+        if once.acquire(blocking=False):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        assert told.wait(20)
+
+    with tr.Checkpointer(tmp_path / "steps", group=False) as checkpointer:
+        checkpointer.save(1, {"model": model()})
+        monkeypatch.setattr(LocalSink, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.export_hf(tmp_path / "hf")
+        told.set()
+        deadline = time.monotonic() + 20  # for the thread that was left behind
+        while list(tmp_path.glob("hf.tmp-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert [path.name for path in tmp_path.iterdir()] == ["steps"]

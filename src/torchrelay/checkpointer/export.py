@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from torchrelay.errors import CheckpointError, MismatchError, UsageError
+from torchrelay.memory.bounded import bounded
 from torchrelay.state import tensors as t
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.store import LocalSink, token
+from torchrelay.stores.seam import Buffer
 from torchrelay.stores.shares.drafting import Share
 from torchrelay.stores.shares.layout import Entry, arrange
 from torchrelay.stores.shares.plans import Drafted
@@ -24,8 +27,9 @@ class _Beside:
     """A directory that takes its name when everything in it is durable. A `seam.Draft` as far as
     writing goes."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, left: threading.Event) -> None:
         self.target = target
+        self._left = left
         self.path = target.with_name(f"{target.name}.tmp-{token()}")
         self._files = Files()
 
@@ -34,9 +38,10 @@ class _Beside:
         self._files.make_dir(str(self.path))
 
     def open(self, name: str, nbytes: int) -> LocalSink:
-        return LocalSink(str(self.path / name), self._files, nbytes)
+        return _ExportSink(str(self.path / name), self._files, nbytes, self._left)
 
     def commit(self, manifest: bytes) -> None:
+        _check_wanted(self._left)
         self._files.sync_dir(str(self.path))
         self._files.rename(str(self.path), str(self.target))
         self._files.sync_dir(str(self.target.parent))
@@ -48,11 +53,49 @@ class _Beside:
             self.path.rmdir()
 
 
+class _ExportSink(LocalSink):
+    """A file of an export. Nothing more is written once nobody waits for it."""
+
+    def __init__(self, path: str, files: Files, nbytes: int, left: threading.Event) -> None:
+        super().__init__(path, files, nbytes)
+        self._left = left
+
+    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+        _check_wanted(self._left)
+        super().write(position, buffers)
+
+
+def _check_wanted(left: threading.Event) -> None:
+    if left.is_set():
+        raise InterruptedError("nobody waits for it any more")
+
+
 def export_hf(
-    model: object, target: str | os.PathLike[str], *, shard_bytes: int | None = SHARD_BYTES
+    model: object,
+    target: str | os.PathLike[str],
+    seconds: float,
+    *,
+    shard_bytes: int | None = SHARD_BYTES,
 ) -> list[str]:
     """Write a flat dict of tensors as `model.safetensors`, or as several files with the index
-    `model.safetensors.index.json`; returns their names. The directory must not exist."""
+    `model.safetensors.index.json`; returns their names. The directory must not exist. After
+    `seconds`, or an interrupt, nothing takes that name, and what was written is removed."""
+    left = threading.Event()
+    return bounded(
+        lambda: _write(model, target, left, shard_bytes),
+        seconds,
+        "write the model",
+        file=os.fspath(target),
+        left=left,
+    )
+
+
+def _write(
+    model: object,
+    target: str | os.PathLike[str],
+    left: threading.Event,
+    shard_bytes: int | None,
+) -> list[str]:
     if shard_bytes is not None and shard_bytes < 1:
         raise UsageError(f"shard_bytes is a positive number or None, not {shard_bytes}")
     place = Path(target).absolute()
@@ -64,7 +107,7 @@ def export_hf(
         drafted.entries.append(Entry(name, t.NAMES[tensor.dtype], shape, (0,) * len(shape), shape))
         drafted.tensors.append(tensor)
     share = Share(drafted, arrange(drafted.entries, file_bytes=shard_bytes))
-    draft = _Beside(place)
+    draft = _Beside(place, left)
     writing: Writing | None = None
     try:
         draft.begin()

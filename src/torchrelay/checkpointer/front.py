@@ -394,12 +394,7 @@ class Checkpointer:
         deadline = Deadline(self._timeout)
         state = loader.load(alone.call(), wanted, deadline).state
         model = state if under is None else state.get(under)
-        return bounded(
-            lambda: export_hf(model, target, shard_bytes=shard_bytes),
-            deadline.left(),
-            "write the model",
-            file=os.fspath(target),
-        )
+        return export_hf(model, target, deadline.left(), shard_bytes=shard_bytes)
 
     def delete(self, step: int) -> None:
         """Remove a step. One rank does it."""
