@@ -298,6 +298,22 @@ def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:
         assert file.stat().st_size > 20_000_000
 
 
+def test_tls_errors_say_what_to_change(tmp_path: Path) -> None:
+    key, cert = certificate(tmp_path)
+    options = {"certfile": cert, "keyfile": key, "token": TOKEN, "timeout": 60}
+    state = {"w": torch.ones(3)}
+    with tr.serve(state, step=1, address="127.0.0.2:0", **options) as endpoint:  # type: ignore[arg-type]
+        with pytest.raises(tr.EndpointError, match="address that the certificate names"):
+            _pull(endpoint.url, token=TOKEN, cafile=cert, timeout=30)
+        with pytest.raises(tr.EndpointError, match="Give cafile="):
+            _pull(endpoint.url, token=TOKEN, timeout=30)
+    with (
+        tr.serve(state, step=1, token=TOKEN, timeout=60) as endpoint,
+        pytest.raises(tr.EndpointError, match="does not speak TLS"),
+    ):
+        _pull(endpoint.url.replace("http", "https"), token=TOKEN, timeout=30)
+
+
 def test_the_server_process_has_no_torch_and_ends_with_the_trainer(tmp_path: Path) -> None:
     program = tmp_path / "trainer.py"
     program.write_text(

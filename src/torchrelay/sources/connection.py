@@ -33,6 +33,7 @@ TAIL_BYTES = 1 << 12  # of a body, read by the library, which then knows that it
 ANSWER_BYTES = 1 << 20  # of an answer that is no record and no volume
 RECORD_BYTES = 256 << 20
 AGENT = f"torchrelay/{__version__}"
+_OTHER_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 
 
 def is_loopback(host: str) -> bool:
@@ -199,9 +200,21 @@ class Host:
             line.connect()
         except ssl.SSLCertVerificationError as fault:
             line.close()
+            advice = (
+                "Use an address that the certificate names, or serve with one that names this"
+                if fault.verify_code in _OTHER_NAMES
+                else "Give cafile= with the certificate that signed it"
+            )
+            why = fault.verify_message.rstrip(".")
             raise EndpointError(
-                f"the certificate of {self.url} does not hold: {fault.verify_message}. Give "
-                "cafile= with the certificate that signed it"
+                f"the certificate of {self.url} does not hold: {why}. {advice}"
+            ) from None
+        except ssl.SSLError as fault:
+            line.close()
+            if fault.reason != "WRONG_VERSION_NUMBER":
+                raise
+            raise EndpointError(
+                f"what is at {self.url} does not speak TLS: is it http://?"
             ) from None
         except BaseException:
             line.close()
