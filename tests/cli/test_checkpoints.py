@@ -121,6 +121,9 @@ def test_the_listing_of_a_damaged_record_is_a_table_and_status_1(tmp_path: Path)
     listing = command("ls", root)
     assert listing.returncode == 1 and listing.stderr == ""
     assert "whole" in listing.stdout and "damaged: manifest.json" in listing.stdout
+    watched = command("watch", root, "--until", 2, "--timeout", 60)
+    assert watched.returncode == 1 and "step 2 is damaged: manifest.json" in watched.stdout
+    assert command("watch", root, "--until", 1, "--timeout", 60).returncode == 0
     (one, two) = json.loads(command("ls", root, "--json").stdout)
     assert one["damage"] is None and one["bytes"] > 0 and one["ranks"] == 1
     assert two["step"] == 2 and "manifest.json" in two["damage"]

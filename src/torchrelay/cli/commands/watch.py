@@ -57,6 +57,8 @@ def _watch(
             for event in _events(watched.status, left, interval):
                 print(json.dumps(event) if as_json else plain(_line(event)), flush=True)
                 if until is not None and event["event"] == "step" and event["step"] >= until:
+                    if in_words(event):
+                        raise typer.Exit(1)
                     return
             if until is not None:
                 why = "is the job alive?"

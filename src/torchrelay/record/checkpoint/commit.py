@@ -90,6 +90,6 @@ def _decode(data: bytes) -> Checkpoint:
     if major != FORMAT[0]:
         raise ManifestError(
             f"a checkpoint of format {major}.{minor}, this version reads "
-            f"{first_format.MAJOR}.x and {FORMAT[0]}.x"
+            f"{first_format.MAJOR}.x and {FORMAT[0]}.x: read it with the torchrelay that wrote it"
         )
     return _checkpoint.decode(body)
