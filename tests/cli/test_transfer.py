@@ -18,6 +18,7 @@ from tests.support import sharded_job
 from tests.support.commands import command
 from tests.support.ranks import run_ranks
 from tests.support.saved import equal
+from torchrelay.cli.commands import transfer
 
 TOKEN = "the-token-of-this-test"
 STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "name": "a\x1b[2Jb", "step": 5}
@@ -135,3 +136,23 @@ def test_a_pulled_step_trains_on_with_the_same_losses(four_ranks: Path, tmp_path
     places = [str(four_ranks / "run"), str(tmp_path / "pulled")]
     for saved, again in run_ranks(sharded_job.train_on, 2, places, timeout=100):
         assert saved == again and len(set(saved)) == 3
+
+
+def test_a_damaged_step_does_not_end_who_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "run"
+    with tr.Checkpointer(place, group=False) as there, tr.serve(STATE, step=1, token=None) as end:
+        there.save(1, STATE)
+        assert transfer._follow(end, str(place), 1) == 1
+        there.save(2, STATE)
+        data = next((place / "step-2").glob("*.safetensors"))
+        raw = bytearray(data.read_bytes())
+        raw[-1] ^= 1
+        data.write_bytes(raw)
+        assert transfer._follow(end, str(place), 1) == 2, "not read again and again"
+        assert "still serving" in capsys.readouterr().err
+        assert tr.pull(end.url, timeout=60).step == 1
+        there.save(3, STATE)
+        assert transfer._follow(end, str(place), 2) == 3
+        assert tr.pull(end.url, timeout=60).step == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,24 @@ def _serve(
             print(f"serving step {number} of {source} at {endpoint.url}", flush=True)
             while True:
                 time.sleep(interval)
-                if follow and (newer := _newest(source)) > number:
-                    found, number = _loaded(source, newer)
-                    published = endpoint.publish(found, step=number)
-                    published.wait()
-                    del found
-                    print(published.skipped or f"serving step {number}", flush=True)
+                if follow:
+                    number = _follow(endpoint, source, number)
+
+
+def _follow(endpoint: tr.Endpoint, source: str, number: int) -> int:
+    """Publish a newer step of the place, if there is one; returns what is to be surpassed next. The
+    one that is served stays so where a newer one cannot be had."""
+    newer = number
+    try:
+        newer = max(number, _newest(source))
+        if newer > number:
+            published = endpoint.publish(_loaded(source, newer)[0], step=newer)
+            published.wait()
+            print(published.skipped or f"serving step {newer}", flush=True)
+        return newer
+    except tr.CheckpointError as fault:
+        print(plain(f"still serving what was served before: {fault}"), file=sys.stderr, flush=True)
+        return newer if isinstance(fault, tr.DamagedError) else number
 
 
 def _loaded(source: str, step: int | None) -> tuple[Any, int]:
