@@ -22,7 +22,9 @@ from torchrelay.errors import CheckpointError
 from torchrelay.memory.crew import share_out
 from torchrelay.stores.seam import DataFiles, Sink
 
-PIECE = 1 << 18  # bytes of live memory that are copied, hashed and written at once
+# Bytes of live memory that are copied, hashed and written at once: in a cache still, and few enough
+# that threads do not wait for the interpreter between them.
+PIECE = 1 << 20
 KNOWN_BYTES = 8 << 20  # written at once where digests are known already
 FINISHERS = 32  # files that are made durable at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
