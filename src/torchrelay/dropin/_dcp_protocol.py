@@ -216,6 +216,8 @@ def _sendable(value: Any) -> Any:
 def _sendable_failure(failure: Any) -> Any:
     error, trace = failure
     try:
+        # Some exceptions pickle and cannot be made again. The bytes are of an object of this
+        # process and never leave it.
         pickle.loads(pickle.dumps(error))
     except Exception:
         return CheckpointError(f"{type(error).__name__}: {error}"), trace

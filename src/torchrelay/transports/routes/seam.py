@@ -23,6 +23,7 @@ from torchrelay.landing.seam import Landing
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.plan.snapshot import Snapshot
+from torchrelay.record.columns import devices_of
 from torchrelay.transports.group.c10d import ProcessGroup
 from torchrelay.transports.protocol import wire
 from torchrelay.transports.protocol.options import SendOptions
@@ -59,9 +60,14 @@ class Outgoing:
     receivers: int
 
     @cached_property
+    def from_gpu(self) -> bool:
+        """Whether some of it lies on a GPU."""
+        return in_use() and "cuda" in devices_of(self.snapshot.manifest.storages)
+
+    @property
     def cells(self) -> bool:
         """Whether digests are of cells: a device can hash them."""
-        return self.device != "cpu" or len(self.layout.on_gpu) > 0
+        return self.device != "cpu" or self.from_gpu
 
     @cached_property
     def layout(self) -> MemoryLayout:

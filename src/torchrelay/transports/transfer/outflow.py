@@ -16,9 +16,9 @@ from functools import partial
 import torch
 
 from torchrelay.memory import vectors
+from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.kernels import digest_of
-from torchrelay.memory.gpu.side import in_use, on_side_stream
-from torchrelay.record.columns import devices_of
+from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.transports.routes.hops import way_on
 from torchrelay.transports.routes.seam import Outgoing, PushStream
 from torchrelay.transports.transfer.buffers import IN_FLIGHT
@@ -77,8 +77,8 @@ class Outflow:
         self._group, self._device = outgoing.group, outgoing.device
         self._snapshot, self._chunks = outgoing.snapshot, outgoing.snapshot.chunks
         self._buffers, self._events, self._worker = outgoing.resources.buffers, events, worker
-        self._there, self._cells = outgoing.layout.on_gpu, outgoing.cells
-        self._from_gpu = in_use() and "cuda" in devices_of(self._snapshot.manifest.storages)
+        self._layout, self._cells = outgoing.layout, outgoing.cells
+        self._from_gpu = outgoing.from_gpu
         self._digests: list[bytes | None] = [None] * len(self._chunks)
         self._hashing: set[int] = set()
         self.verify = False  # hash what is posted
@@ -111,6 +111,11 @@ class Outflow:
         """Chunks that go from here to a receiver: yet to be posted, and on their way."""
         mine = [stream for stream in self.streams if stream.rank == rank and stream.alive]
         return sum(len(one.todo) for one in mine), sum(one.in_flight for one in mine)
+
+    @property
+    def _there(self) -> DeviceChunks:
+        """Found out where chunks are hashed: most routes on one machine take none of this."""
+        return self._layout.on_gpu
 
     def pump(self) -> list[int]:
         """Post chunks on every stream that has room; the ranks that they go to."""
