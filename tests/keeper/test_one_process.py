@@ -301,8 +301,9 @@ def test_a_keeper_that_hangs_costs_no_more_than_the_timeout(
 ) -> None:
     monkeypatch.setattr(process, "_ASK_SECONDS", 0.2)
     keeper.stage(80, state_of(80)).wait(TIMEOUT)
-    assert keeper.pid is not None
-    os.kill(keeper.pid, signal.SIGSTOP)
+    pid = keeper.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
     try:
         begun = time.monotonic()
         with pytest.raises(tr.EndpointError, match="did not answer in time"):
@@ -313,8 +314,9 @@ def test_a_keeper_that_hangs_costs_no_more_than_the_timeout(
             assert told.exit_code == bool(asked)  # the list has those that answer
             assert f"{JOB} on {KeeperName.of(JOB, None).host} runs" in told.stderr
     finally:
-        os.kill(keeper.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     keeper.stage(82, state_of(82)).wait(TIMEOUT)
+    assert keeper.pid == pid  # an `--end` that nobody waits for any more does not end it
     assert tr.recover(into=state_of(0), sources=[keeper]).step == 82
 
 

@@ -19,7 +19,7 @@ from torchrelay.endpoint.process import START_SECONDS, StepProcess, check_aiohtt
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.server import messages as k
-from torchrelay.stores.writer.frames import exchange
+from torchrelay.stores.writer.frames import exchange, has_hung_up
 from torchrelay.stores.writer.launch import launch
 
 LEASE_SECONDS = 60.0
@@ -119,7 +119,7 @@ class KeeperLink:
 
     def start(self, deadline: Deadline | None = None) -> bool:
         deadline = deadline or Deadline(START_SECONDS)
-        if self._link is not None and not self._is_over():
+        if self._link is not None and not has_hung_up(self._link):
             return False
         self.drop()
         while (link := connect(self._name)) is None:
@@ -129,17 +129,6 @@ class KeeperLink:
         self._link = link
         self.generation += 1
         return True
-
-    def _is_over(self) -> bool:
-        """Whether the keeper has gone. It says nothing unless it is asked."""
-        assert self._link is not None
-        self._link.settimeout(0)
-        with suppress(BlockingIOError):
-            try:
-                return not self._link.recv(1, socket.MSG_PEEK)
-            except ConnectionError:
-                return True
-        return False
 
     def exchange(self, request: bytes, timeout: float, fds: Sequence[int] = ()) -> bytes:
         return exchange(self._link, request, timeout, fds)

@@ -177,7 +177,8 @@ class Host:
         except BaseException as fault:
             cut.over()
             line.close()
-            if cut.done and isinstance(fault, (OSError, http.client.HTTPException, ValueError)):
+            cut_off = (OSError, http.client.HTTPException, ValueError) if cut.done else TimeoutError
+            if isinstance(fault, cut_off):  # by this end's timeout, or the socket's
                 raise TimeoutError(f"{self.url} took too long to answer") from fault
             raise
         cut.over()

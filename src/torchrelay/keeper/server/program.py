@@ -27,7 +27,7 @@ from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.server.buddies import Buddies
 from torchrelay.keeper.server.copying import KeeperRing
 from torchrelay.keeper.server.kept import KeptSteps
-from torchrelay.stores.writer.frames import receive_frame, send_frame
+from torchrelay.stores.writer.frames import has_hung_up, receive_frame, send_frame
 from torchrelay.stores.writer.launch import NICE
 
 FIRST_LEASE = 60.0  # seconds for the first worker to come
@@ -104,6 +104,8 @@ class Keeping:
         if isinstance(request, m.Tell):
             return m.StatusText(msgspec.json.encode(serving.on_loop(self._status())))
         if isinstance(request, k.End):
+            if has_hung_up(worker.link):  # whoever asked was told that it does not answer
+                return m.Refused("nobody waits for that")
             worker.ends = True  # when it has its answer, and hangs up
             self._give_up_name()  # whoever comes from now on begins another
             return m.Obeyed()

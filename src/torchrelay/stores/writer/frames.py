@@ -38,6 +38,20 @@ def exchange(
     return receive_frame(link)
 
 
+def has_hung_up(link: socket.socket) -> bool:
+    """Whether the other end is gone, with nothing of it left to read."""
+    timeout = link.gettimeout()
+    link.settimeout(0)
+    try:
+        return not link.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    finally:
+        link.settimeout(timeout)
+
+
 def _exactly(link: socket.socket, nbytes: int) -> bytes:
     data = bytearray()
     while len(data) < nbytes:
