@@ -20,6 +20,7 @@
     │   ├── StepOrderError             the step is below the newest one: roll back first
     │   ├── StepNotFoundError          no such step, or none that verifies
     │   ├── DamagedError               bytes at rest that are not the ones that were written
+    │   ├── FormatError                a step of a format that this version does not know
     │   ├── StorageTimeoutError        the storage did not answer in time (also a TimeoutError)
     │   └── CommitUnknownError         the step may have been committed: look again
     ├── TransferTimeoutError       a deadline passed (also a TimeoutError)
@@ -164,6 +165,11 @@ class DamagedError(CheckpointError):
     def __init__(self, message: str, *, offset: int | None = None, **context: Any) -> None:
         super().__init__(message, **context)
         self.offset = offset
+
+
+class FormatError(CheckpointError, ManifestError):
+    """A step of a format that this version does not know: a later one wrote it. It may be whole,
+    and no older one is loaded in its place. Read it with the torchrelay that wrote it."""
 
 
 class StorageTimeoutError(CheckpointError, TimeoutError):

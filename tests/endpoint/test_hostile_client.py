@@ -307,6 +307,8 @@ def test_tls_errors_say_what_to_change(tmp_path: Path) -> None:
             _pull(endpoint.url, token=TOKEN, cafile=cert, timeout=30)
         with pytest.raises(tr.EndpointError, match="Give cafile="):
             _pull(endpoint.url, token=TOKEN, timeout=30)
+        with pytest.raises(tr.PeerLostError, match="is it https://"):
+            _pull(endpoint.url.replace("https", "http"), token=TOKEN, timeout=5)
     with (
         tr.serve(state, step=1, token=TOKEN, timeout=60) as endpoint,
         pytest.raises(tr.EndpointError, match="does not speak TLS"),

@@ -479,7 +479,6 @@ FORGED: dict[str, Callable[[Body], Any]] = {
     "a leaf past its tensor": put([1 << 20], "outlines", 0, 1, 0, 2),
     "a blob past its file": put([["b", "raw", 0, 0, 1 << 40]], "blobs"),
     "a blob of another kind": put([["b", "pickle", 0, 0, 1]], "blobs"),
-    "another format": put([3, 0], "format"),
     "no format": lambda body: body.pop("format"),
     "no step": lambda body: body.pop("step"),
     "a step of another kind": put("two", "step"),

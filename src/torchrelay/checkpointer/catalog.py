@@ -11,6 +11,7 @@ from torchrelay.checkpointer.saves.pending import logger
 from torchrelay.errors import (
     CheckpointError,
     DamagedError,
+    FormatError,
     StepNotFoundError,
     StepOrderError,
 )
@@ -157,6 +158,13 @@ class Catalog:
         with self._faults("delete", step, missing=f"no step {step}"):
             self.store.delete(step)
 
+    def _can_go(self, step: int) -> bool:
+        """Whether a step counts for retention, as it is: it may have been damaged since."""
+        try:
+            return self.holds(step)
+        except FormatError:  # what is not known stays
+            return False
+
     def prune(self, committed: int) -> None:
         """Remove what the policy does not want, and never the step just committed. Never fails."""
         self._damaged.discard(committed)
@@ -164,7 +172,7 @@ class Catalog:
             return
         try:
             steps = [step for step in self.steps() if step not in self._damaged]
-            good = sorted(filter(self.holds, steps))  # as they are: one may have been damaged since
+            good = sorted(filter(self._can_go, steps))
             wanted = self._keep.wanted(good) | {*good[-1:], committed}
             for step in good:
                 if step not in wanted:

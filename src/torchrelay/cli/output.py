@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from torchrelay.errors import DamagedError, DigestError, ManifestError, RelayError
+from torchrelay.errors import DamagedError, DigestError, FormatError, ManifestError, RelayError
 from torchrelay.progress import Progress, ProgressCallback
 
 JSON = typer.Option(False, "--json", help="Print JSON.")
@@ -101,6 +101,7 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 def wrong(fault: RelayError) -> dict[str, str | None]:
     """What is wrong with a state, as facts. One that cannot be read may be whole: no damage."""
     damaged = isinstance(fault, DamagedError | DigestError | ManifestError)
+    damaged = damaged and not isinstance(fault, FormatError)
     return {"damage": str(fault) if damaged else None, "unread": None if damaged else str(fault)}
 
 

@@ -14,6 +14,7 @@ from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout, seconds_of
 from torchrelay.endpoint.security import find_token
 from torchrelay.errors import (
+    FormatError,
     NothingToRecoverError,
     RelayError,
     StateError,
@@ -137,7 +138,7 @@ class _Recovery:
             step = self._agree(call)
             try:
                 loaded = self._try(call, step)
-            except StateError as fault:
+            except (StateError, FormatError) as fault:
                 self.reason = fault.message
                 raise
             except RelayError as fault:

@@ -85,6 +85,7 @@ class Host:
         self.host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = parts.scheme == "https"
+        self._may_want_tls = not self._tls  # until it has answered
         self._context = context
         self._headers = {"User-Agent": AGENT, "Accept-Encoding": "identity"}
         if token is not None:
@@ -180,11 +181,15 @@ class Host:
             cut_off = (OSError, http.client.HTTPException, ValueError) if cut.done else TimeoutError
             if isinstance(fault, cut_off):  # by this end's timeout, or the socket's
                 raise TimeoutError(f"{self.url} took too long to answer") from fault
+            if isinstance(fault, http.client.RemoteDisconnected) and self._may_want_tls:
+                text = f"{self.url} closed the connection without an answer: is it https://?"
+                raise http.client.RemoteDisconnected(text) from fault
             raise
         cut.over()
         if cut.done:
             line.close()
             raise TimeoutError(f"{self.url} took too long to answer")
+        self._may_want_tls = False
         if line.sock is not None:  # else the other end wanted it closed after its answer
             with self._lock:
                 self._kept.append(line)

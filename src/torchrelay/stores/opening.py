@@ -6,7 +6,13 @@ from functools import cached_property
 
 import xxhash
 
-from torchrelay.errors import CheckpointError, DamagedError, ManifestError, StepNotFoundError
+from torchrelay.errors import (
+    CheckpointError,
+    DamagedError,
+    FormatError,
+    ManifestError,
+    StepNotFoundError,
+)
 from torchrelay.record.checkpoint.commit import decode
 from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.stores.retry import ONCE, Retry, is_wrong
@@ -30,13 +36,15 @@ class OpenedStep:
 
     @cached_property
     def record(self) -> Checkpoint:
-        """The commit record. `DamagedError` unless it is whole and of this step."""
+        """The commit record. `DamagedError` unless it is whole and of this step, `FormatError`
+        where a later version of this library wrote it."""
         try:
             record = decode(self._data)
             if record.step != self._step:
                 raise ManifestError(f"it is that of step {record.step}")
         except ManifestError as fault:
-            raise DamagedError(
+            kind = FormatError if isinstance(fault, FormatError) else DamagedError
+            raise kind(
                 f"{MANIFEST}: {fault.message}", step=self._step, phase="verify", file=self._file
             ) from fault
         return record

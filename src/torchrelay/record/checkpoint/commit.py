@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 import xxhash
 
-from torchrelay.errors import ManifestError
+from torchrelay.errors import FormatError, ManifestError
 from torchrelay.record.checkpoint import first_format
 from torchrelay.record.checkpoint.consistency import check
 from torchrelay.record.checkpoint.schema import FORMAT, Checkpoint
@@ -31,6 +31,8 @@ _envelope = msgspec.json.Decoder(_Envelope)
 _version = msgspec.json.Decoder(_StepVersion)
 _checkpoint = msgspec.json.Decoder(Checkpoint)
 _part = msgspec.msgpack.Decoder(Checkpoint)
+# What a decoder raises for bytes that are no record, and a check for numbers that cannot be.
+_FAULTS = (msgspec.MsgspecError, RecursionError, ValueError, OverflowError)
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
@@ -46,16 +48,14 @@ def content_digest(checkpoint: Checkpoint) -> str:
 
 def decode(data: bytes) -> Checkpoint:
     """The record in `data`, its digest and every number in it checked, or `ManifestError`. One of
-    an earlier format is given as if it were of this one."""
+    an earlier format is given as if it were of this one; `FormatError` for one that is unknown."""
     if len(data) > MAX_RECORD_BYTES:
         raise ManifestError(f"commit record of {len(data)} bytes, the cap is {MAX_RECORD_BYTES}")
     with gc_paused():
         try:
-            checkpoint = _decode(data)
-            check(checkpoint)
-        except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as fault:
+            return _decode(_body(data))
+        except _FAULTS as fault:
             raise ManifestError(f"not a commit record: {fault}") from None
-    return checkpoint
 
 
 def encode_part(checkpoint: Checkpoint) -> bytes:
@@ -71,12 +71,12 @@ def decode_part(data: bytes) -> Checkpoint:
             if checkpoint.format != FORMAT:
                 raise ManifestError(f"a record of format {checkpoint.format}, ours is {FORMAT}")
             check(checkpoint, part=True)
-        except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as fault:
+        except _FAULTS as fault:
             raise ManifestError(f"not a record: {fault}") from None
     return checkpoint
 
 
-def _decode(data: bytes) -> Checkpoint:
+def _body(data: bytes) -> bytes:
     envelope = _envelope.decode(data)
     body = bytes(envelope.checkpoint)
     # Byte for byte: nothing beside the two fields, and those in one spelling.
@@ -84,12 +84,26 @@ def _decode(data: bytes) -> Checkpoint:
         raise ManifestError("not a commit record: bytes that were not written by torchrelay")
     if envelope.digest != xxhash.xxh3_128_hexdigest(body):
         raise ManifestError("the commit record does not have the digest it was written with")
+    return body
+
+
+def _decode(body: bytes) -> Checkpoint:
     major, minor = _version.decode(body).format
-    if major == first_format.MAJOR:
-        return first_format.decode(body)
-    if major != FORMAT[0]:
-        raise ManifestError(
-            f"a checkpoint of format {major}.{minor}, this version reads "
-            f"{first_format.MAJOR}.x and {FORMAT[0]}.x: read it with the torchrelay that wrote it"
-        )
-    return _checkpoint.decode(body)
+    if major not in (first_format.MAJOR, FORMAT[0]):
+        raise _unknown(major, minor)
+    try:
+        decoder = first_format.decode if major == first_format.MAJOR else _checkpoint.decode
+        checkpoint = decoder(body)
+        check(checkpoint)
+    except (ManifestError, *_FAULTS):
+        if (major, minor) > FORMAT:  # it has its digest, so it may have kinds that are new
+            raise _unknown(major, minor) from None
+        raise
+    return checkpoint
+
+
+def _unknown(major: int, minor: int) -> FormatError:
+    return FormatError(
+        f"a checkpoint of format {major}.{minor}, this version reads {first_format.MAJOR}.x and "
+        f"{FORMAT[0]}.{FORMAT[1]}: read it with the torchrelay that wrote it"
+    )

@@ -1,0 +1,85 @@
+"""Steps that a later version of the library wrote: they are no damage, and nothing older is taken
+in their place without a word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrelay as tr
+from tests.support.commands import command
+from tests.support.forge import body_of, forged
+from torchrelay.record.checkpoint.schema import FORMAT
+
+LATER = [FORMAT[0] + 1, 0]
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((64,), value)}, "step": int(value)}
+
+
+def rewrite(path: Path, format: list[int], **fields: object) -> None:
+    body = body_of(path.read_bytes())
+    path.write_bytes(forged({**body, "format": format, **fields}))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state(step))
+    rewrite(tmp_path / "step-3" / "manifest.json", LATER)
+    return tmp_path
+
+
+def test_no_older_step_is_taken_in_its_place(root: Path) -> None:
+    live = state(77)
+    with tr.Checkpointer(root, group=False) as checkpointer:
+        for ask in (
+            lambda: checkpointer.load(live),
+            lambda: checkpointer.load(live, step=3),
+            checkpointer.verify,
+            checkpointer.latest,
+            lambda: checkpointer.save(2, state(2)),
+            lambda: tr.recover(into=live, sources=[checkpointer]),
+        ):
+            with pytest.raises(
+                tr.FormatError, match=r"format 3\.0.*torchrelay that wrote it"
+            ) as at:
+                ask()
+            assert at.value.step == 3 and at.value.file == str(root / "step-3" / "manifest.json")
+        assert torch.equal(live["model"]["w"], state(77)["model"]["w"])
+        assert checkpointer.load(live, step=2).step == 2 and live["step"] == 2
+
+
+def test_training_goes_on_above_it_and_it_stays(root: Path) -> None:
+    with tr.Checkpointer(root, group=False, keep=tr.KeepLast(1)) as checkpointer:
+        checkpointer.save(4, state(4))
+        assert checkpointer.steps() == [3, 4]
+        assert checkpointer.load(state(0)).step == 4
+        assert checkpointer.rollback(2) == [3, 4]
+
+
+def test_a_later_minor_format_is_read_unless_it_has_kinds_that_are_new(root: Path) -> None:
+    path = root / "step-3" / "manifest.json"
+    with tr.Checkpointer(root, group=False) as checkpointer:
+        rewrite(path, [FORMAT[0], FORMAT[1] + 1], hint="new")
+        assert checkpointer.load(state(0)).step == 3
+        rewrite(path, [FORMAT[0], FORMAT[1] + 1], blobs=[["b", "new kind", 0, 0, 1]])
+        with pytest.raises(tr.FormatError, match="torchrelay that wrote it"):
+            checkpointer.load(state(0))
+        rewrite(path, list(FORMAT), blobs=[["b", "new kind", 0, 0, 1]])
+        with pytest.raises(tr.DamagedError):
+            checkpointer.load(state(0), step=3)
+
+
+def test_commands_say_that_it_was_not_checked(root: Path) -> None:
+    told = command("ls", root, "--json")
+    assert told.returncode == 1
+    found = {step["step"]: step for step in json.loads(told.stdout)}
+    assert found[3]["damage"] is None and "format 3.0" in found[3]["unread"]
+    assert found[2]["damage"] is None and found[2]["unread"] is None
