@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 from torchrelay.errors import RelayError, UsageError
 
 TICK = 0.1  # seconds after which a wait that nobody wakes looks whether its call was cancelled
+LOOK_UP = 0.5  # seconds: a signal that comes just before a wait begins does not end that wait
 
 
 class InterruptedTransfer(RelayError):
@@ -30,6 +32,17 @@ def seconds_of(timeout: Timeout, name: str = "timeout") -> float:
     if not 0 < seconds < float("inf"):
         raise UsageError(f"{name} is a positive number of seconds, not {seconds}")
     return seconds
+
+
+def wait_for(event: threading.Event, seconds: float | None = None) -> bool:
+    """Whether an event comes within so many seconds, or at all. A user's interrupt is heard."""
+    end = None if seconds is None else time.monotonic() + seconds
+    while True:
+        left = LOOK_UP if end is None else end - time.monotonic()
+        if event.wait(max(0.0, min(left, LOOK_UP))):
+            return True
+        if left <= LOOK_UP and end is not None:
+            return False
 
 
 class Deadline:

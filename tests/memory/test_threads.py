@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from torchrelay.deadlines import LOOK_UP, wait_for
 from torchrelay.memory import threads
 
 SECONDS = 20.0
@@ -132,3 +133,22 @@ def test_those_that_were_made_ready_are_used_and_no_more_are_made() -> None:
     assert threading.active_count() == before
     go.set()
     assert all(one.wait(SECONDS) for one in running) and len(seen) == 6
+
+
+def test_no_wait_is_so_long_that_an_interrupt_before_it_is_slept_through() -> None:
+    asked: list[float] = []
+
+    class Late(threading.Event):
+        """One that comes at the fourth look."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            asked.append(timeout)
+            return len(asked) > 3
+
+    assert wait_for(Late()) and asked == [LOOK_UP] * 4
+    asked.clear()
+    assert wait_for(Late(), SECONDS) and asked == [LOOK_UP] * 4
+    asked.clear()
+    assert not wait_for(Late(), LOOK_UP / 2) and 0 < asked.pop() <= LOOK_UP / 2 and not asked
+    assert not wait_for(threading.Event(), -1.0)

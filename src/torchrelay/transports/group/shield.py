@@ -18,11 +18,9 @@ from typing import TypeVar
 
 import torch
 
-from torchrelay.deadlines import Deadline
+from torchrelay.deadlines import LOOK_UP, Deadline
 from torchrelay.memory import threads
 from torchrelay.memory.gpu.side import in_use
-
-LOOK_UP = 0.5  # seconds: a signal that comes just before a wait begins does not end that wait
 
 T = TypeVar("T")
 
