@@ -12,7 +12,11 @@ from torchrelay.memory import vectors
 from torchrelay.memory.crew import share_out
 from torchrelay.plan.stream import Stream
 
-PIECE = 16 << 20  # bytes copied by one call: large, because each call may wait for the interpreter
+# Bytes copied by one call: many, because each call may wait for the interpreter, and no more than a
+# small part of the state, so that all threads end together.
+PIECE = 16 << 20
+LARGE_PIECE = 64 << 20
+_PARTS = 64
 
 
 class Copy(NamedTuple):
@@ -32,10 +36,12 @@ def stage(copies: Sequence[Copy], arena: torch.Tensor, *, threads: int = 2) -> N
     them. Meanwhile threads copy host memory. Whoever calls has waited for work that was begun on
     the memory.
     """
+    part = sum(copy.stop - copy.start for copy in copies) // _PARTS
+    size = min(max(part // PIECE * PIECE, PIECE), LARGE_PIECE)
     pieces = [
-        (copy, low, min(low + PIECE, copy.stop))
+        (copy, low, min(low + size, copy.stop))
         for copy in copies
-        for low in range(copy.start, copy.stop, PIECE)
+        for low in range(copy.start, copy.stop, size)
     ]
     devices = set().union(*(copy.stream.devices for copy in copies))
     streams: list[torch.cuda.Stream] = [
