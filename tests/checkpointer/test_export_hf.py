@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import signal
 import threading
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchrelay as tr
+from tests.support.interrupts import heeding_ctrl_c, press_ctrl_c
 from tests.support.ranks import RankPool
 from torchrelay.stores.local.store import LocalSink
 
@@ -131,13 +131,13 @@ def test_an_export_that_nobody_waits_for_leaves_nothing(
     def interrupted(sink: Any, position: int, buffers: Any) -> None:
         write(sink, position, buffers)
         if once.acquire(blocking=False):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            press_ctrl_c()
         assert told.wait(20)
 
     with tr.Checkpointer(tmp_path / "steps", group=False) as checkpointer:
         checkpointer.save(1, {"model": model()})
         monkeypatch.setattr(LocalSink, "write", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with heeding_ctrl_c(), pytest.raises(KeyboardInterrupt):
             checkpointer.export_hf(tmp_path / "hf")
         told.set()
         deadline = time.monotonic() + 20  # for the thread that was left behind

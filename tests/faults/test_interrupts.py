@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, attempt, received, sent, verdict, weights
+from tests.support.interrupts import heeding_ctrl_c, press_ctrl_c
 from tests.support.ways import WAYS, by, every_way, taking
 from torchrelay.deadlines import Deadline
 from torchrelay.dropin import PGTransport
@@ -219,28 +220,26 @@ def wait_in(call: str, seconds: float = 10) -> None:
 def interrupted(rank: int, group: Any, victim: int) -> Any:
     """The victim waits for a peer that has not come, and is interrupted."""
     relay, live = tr.Relay(group, chunk_bytes=CHUNK), weights(OLD)
-    main, hit = threading.main_thread().ident, False
+    hit = False
     if rank == victim:
 
         def press() -> None:
             wait_in("_join" if rank == 0 else "answer")
-            assert main is not None
-            signal.pthread_kill(main, signal.SIGINT)
+            press_ctrl_c()
 
         finger = threading.Thread(target=press)
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        finger.start()
-        begun = time.monotonic()
-        try:
-            if rank == 0:
-                relay.send(weights(1), 1, timeout=LONG)
-            else:
-                relay.recv(0, into=live, timeout=LONG)
-        except KeyboardInterrupt:
-            hit = time.monotonic() - begun < SOON
-        finally:
-            finger.join()
-            signal.signal(signal.SIGINT, before)
+        with heeding_ctrl_c():
+            finger.start()
+            begun = time.monotonic()
+            try:
+                if rank == 0:
+                    relay.send(weights(1), 1, timeout=LONG)
+                else:
+                    relay.recv(0, into=live, timeout=LONG)
+            except KeyboardInterrupt:
+                hit = time.monotonic() - begun < SOON
+            finally:
+                finger.join()
     dist.barrier(group)
     if rank == 0:
         return hit, sent(relay, 2, 1, LONG)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -64,3 +67,21 @@ def _traced(act: Callable[[], Any], parts: tuple[str, ...], see: Callable[[Line]
         act()
     finally:
         sys.settrace(before)
+
+
+@contextmanager
+def heeding_ctrl_c() -> Iterator[None]:
+    """Within: Ctrl-C comes up in the main thread as `KeyboardInterrupt`, also where the tests were
+    started in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def press_ctrl_c() -> None:
+    """From any thread."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
