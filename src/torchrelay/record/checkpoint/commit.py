@@ -104,6 +104,6 @@ def _decode(body: bytes) -> Checkpoint:
 
 def _unknown(major: int, minor: int) -> FormatError:
     return FormatError(
-        f"a checkpoint of format {major}.{minor}, this version reads {first_format.MAJOR}.x and "
+        f"a checkpoint of format {major}.{minor}, this version knows formats up to "
         f"{FORMAT[0]}.{FORMAT[1]}: read it with the torchrelay that wrote it"
     )
