@@ -276,7 +276,7 @@ def refusal(rank: int, group: Any, ours: bool) -> float:
 def late_receiver(rank: int, group: Any, ours: bool, flag: str) -> bool:
     """Whether rank 2 has its state before rank 1, which waits for just that, comes."""
     done = Path(flag)
-    relay = tr.Relay(group, timeout=20, join_window=0.5)
+    relay = tr.Relay(group, timeout=20, join_window=1.0)
     state = {"w": torch.ones(4), "v": torch.ones(4)}
     served = True
     if rank == 0:

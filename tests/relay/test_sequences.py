@@ -334,8 +334,9 @@ def test_a_group_survives_impatience(pool2, way):
 
 
 def after_the_window(rank: int, group: Any) -> Any:
-    relay = tr.Relay(group, chunk_bytes=CHUNK, join_window=0.5)
+    relay = tr.Relay(group, chunk_bytes=CHUNK, join_window=1.0)
     live = weights(OLD)
+    meet(group)
     if rank == 0:
         first = sent(relay, 1, [1, 2, 3], LONG)
         meet(group)
@@ -351,7 +352,7 @@ def after_the_window(rank: int, group: Any) -> Any:
 def test_who_comes_after_the_window_is_named_and_served_next_time(pool4):
     (first, second), *others = pool4.run(after_the_window, fresh_group=True)
     assert first.failed == (3,) and first.receivers == (1, 2)
-    assert first.seconds < 0.5 + GRACE
+    assert first.seconds < 1 + GRACE
     assert second.failed == () and second.receivers == (1, 2, 3)
     assert [out.weights for out in others[0]] == [1, 2]
     assert [out.weights for out in others[2]] == [2]
@@ -362,7 +363,7 @@ def short_deadline(rank: int, group: Any) -> Any:
     relay = tr.Relay(group, chunk_bytes=CHUNK, join_window=60)
     meet(group)
     if rank == 0:
-        return sent(relay, 1, [1, 2, 3], 3.0)
+        return sent(relay, 1, [1, 2, 3], 6.0)
     if rank == 3:
         return None
     return received(relay, 0, weights(OLD), OLD, 1, LONG)
@@ -370,18 +371,19 @@ def short_deadline(rank: int, group: Any) -> Any:
 
 def test_an_absent_receiver_leaves_the_others_time_to_be_served(pool4):
     ours, one, two, _ = pool4.run(short_deadline, fresh_group=True)
-    assert ours.error is None and ours.failed == (3,) and ours.seconds < 3 + GRACE
+    assert ours.error is None and ours.failed == (3,) and ours.seconds < 6 + GRACE
     assert one.weights == two.weights == 1
 
 
 def first_comes_late(rank: int, group: Any) -> Any:
     """Nobody is there when the window would have closed; then both come, one after the other."""
-    relay = tr.Relay(group, chunk_bytes=CHUNK, join_window=0.6)
+    relay = tr.Relay(group, chunk_bytes=CHUNK, join_window=1.2)
+    meet(group)
     if rank == 0:
         return sent(relay, 1, [1, 2], LONG)
     if rank == 3:
         return None
-    time.sleep(0.9 + 0.2 * rank)
+    time.sleep(1.3 + 0.2 * rank)
     return received(relay, 0, weights(OLD), OLD, 1, LONG)
 
 
