@@ -13,6 +13,7 @@ import torch
 import torchrelay as tr
 from tests.support.commands import command
 from tests.support.forge import body_of, forged
+from tests.support.ranks import RankPool
 from torchrelay.record.checkpoint.schema import FORMAT
 
 LATER = [FORMAT[0] + 1, 0]
@@ -76,6 +77,40 @@ def test_a_later_minor_format_is_read_unless_it_has_kinds_that_are_new(root: Pat
         rewrite(path, list(FORMAT), blobs=[["b", "new kind", 0, 0, 1]])
         with pytest.raises(tr.DamagedError):
             checkpointer.load(state(0), step=3)
+
+
+def test_the_same_step_of_another_source_is_taken(root: Path, tmp_path: Path) -> None:
+    """And nothing older: a job that has nothing to recover would begin anew."""
+    with tr.Checkpointer(tmp_path / "other", group=False) as other:
+        other.save(1, state(1))
+        for sources in ([root], [root, other], [other, root]):
+            with pytest.raises(tr.FormatError, match=r"format 3\.0"):
+                tr.recover(into=state(0), sources=sources)
+        other.save(3, state(3))
+        for sources in ([root, other], [other, root]):
+            live = state(0)
+            got = tr.recover(into=live, sources=sources)
+            assert got.step == 3 and live["step"] == 3 and got.report.source == other.url
+
+
+def recovered(rank: int, group: Any, roots: list[list[str]]) -> str:
+    try:
+        return str(tr.recover(into=state(0), sources=roots[rank], group=group, timeout=30).step)
+    except tr.RelayError as fault:
+        return type(fault).__name__
+
+
+def test_ranks_take_it_from_where_each_can_read_it_or_none_does(
+    root: Path, tmp_path: Path, pool2: RankPool
+) -> None:
+    with tr.Checkpointer(tmp_path / "other", group=False) as other:
+        for step in (1, 2, 3):
+            other.save(step, state(step))
+    unknown, known = str(root), str(tmp_path / "other")
+    for mine in (unknown, known):
+        found = pool2.run(recovered, [[mine], [known, unknown]])
+        assert found == (["FormatError"] * 2 if mine == unknown else ["3", "3"])
+    assert pool2.run(recovered, [[unknown, known], [known]]) == ["3", "3"]
 
 
 def test_commands_say_that_it_was_not_checked(root: Path) -> None:

@@ -126,6 +126,7 @@ class _Recovery:
         self._wanted, self._deadline = wanted, deadline
         self._watch = Stopwatch()
         self._torn: RelayError | None = None
+        self._unknown: tuple[int, FormatError] | None = None  # the newest that could not be read
         self.reason = "it was interrupted"  # why it failed; empty if it did not
 
     def run(self) -> Recovered:
@@ -138,11 +139,13 @@ class _Recovery:
             step = self._agree(call)
             try:
                 loaded = self._try(call, step)
-            except (StateError, FormatError) as fault:
+            except StateError as fault:
                 self.reason = fault.message
                 raise
             except RelayError as fault:
                 self._torn = fault if isinstance(fault, TornStateError) else self._torn
+                if isinstance(fault, FormatError):
+                    self._unknown = self._unknown or (step, fault)
                 if fault.rank in (None, self._all.rank) or isinstance(fault, TornStateError):
                     self._candidates.pass_over(step, fault)
                 continue
@@ -150,7 +153,8 @@ class _Recovery:
             return self._recovered(step, loaded)
 
     def _agree(self, call: Call) -> int:
-        """The newest step that every rank can get."""
+        """The newest step that every rank can get. `FormatError` where that is older than one which
+        a later version wrote."""
         mine = self._candidates.steps()
         accounts = "\n".join(f"  {account}" for account in self._candidates.accounts())
         passed = self._deadline.passed
@@ -173,14 +177,19 @@ class _Recovery:
         word = msgspec.msgpack.encode(([] if passed else mine, accounts))
         try:
             heard = call.round("recover", lambda: word, decide, self._deadline)
+            step = int(msgspec.msgpack.decode(heard, type=int))
+            if self._unknown is not None and step < self._unknown[0]:
+                raise self._unknown[1]
         except RelayError as fault:
+            if self._unknown is not None and isinstance(fault, NothingToRecoverError):
+                fault = self._unknown[1]
             self.reason = fault.message
             if self._torn is not None:
                 raise TornStateError(
                     f"the destination is part old, part new, and {fault.message}", phase="recover"
                 ) from self._torn
-            raise
-        return int(msgspec.msgpack.decode(heard, type=int))
+            raise fault
+        return step
 
     def _try(self, call: Call, step: int) -> Loaded:
         with self._watch("ask"):
