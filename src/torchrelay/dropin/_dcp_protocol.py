@@ -7,6 +7,7 @@ of that step, so that no rank waits for one that has left.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import pickle
@@ -216,9 +217,10 @@ def _sendable(value: Any) -> Any:
 def _sendable_failure(failure: Any) -> Any:
     error, trace = failure
     try:
-        # Some exceptions pickle and cannot be made again. The bytes are of an object of this
-        # process and never leave it.
-        pickle.loads(pickle.dumps(error))
+        pickle.dumps(error)
+        copy.deepcopy(
+            error
+        )  # some pickle and cannot be made again: this makes one as a pickle does
     except Exception:
         return CheckpointError(f"{type(error).__name__}: {error}"), trace
     return failure
