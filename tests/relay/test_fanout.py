@@ -177,7 +177,7 @@ def test_a_receiver_that_stands_still_is_left_behind(pool4):
     assert ours.failed == (2,) and ours.receivers == (1, 3), ours
     assert (one.error, three.error) == (None, None)
     assert (one.weights, three.weights) == (1, 1)
-    assert ours.seconds < NAP, ours
+    assert ours.seconds < 2.5 + GRACE, ours
     assert two.error == "PeerAbortedError" and two.weights == 100, two
 
 
@@ -186,7 +186,7 @@ def test_a_receiver_that_stands_still_keeps_nobody_who_reads_from_the_state(pool
     assert ours.error is None and ours.receivers == (1, 2, 3), ours
     assert [out.weights for out in theirs] == [1, 1, 1]
     one, two, three = (out.seconds for out in theirs)
-    assert max(one, three) < NAP <= two, theirs  # the others did not wait for it
+    assert max(one, three) < 3 <= NAP <= two, theirs  # the others did not wait for it
 
 
 def one_gives_up(rank: int, group: Any) -> Any:
