@@ -34,7 +34,7 @@ def seconds_of(timeout: Timeout, name: str = "timeout") -> float:
     return seconds
 
 
-def wait_for(event: threading.Event, seconds: float | None = None) -> bool:
+def wait_until_set(event: threading.Event, seconds: float | None = None) -> bool:
     """Whether an event comes within so many seconds, or at all. A user's interrupt is heard."""
     end = None if seconds is None else time.monotonic() + seconds
     while True:

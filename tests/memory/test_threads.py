@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from torchrelay.deadlines import LOOK_UP, wait_for
+from torchrelay.deadlines import LOOK_UP, wait_until_set
 from torchrelay.memory import threads
 
 SECONDS = 20.0
@@ -146,9 +146,9 @@ def test_no_wait_is_so_long_that_an_interrupt_before_it_is_slept_through() -> No
             asked.append(timeout)
             return len(asked) > 3
 
-    assert wait_for(Late()) and asked == [LOOK_UP] * 4
+    assert wait_until_set(Late()) and asked == [LOOK_UP] * 4
     asked.clear()
-    assert wait_for(Late(), SECONDS) and asked == [LOOK_UP] * 4
+    assert wait_until_set(Late(), SECONDS) and asked == [LOOK_UP] * 4
     asked.clear()
-    assert not wait_for(Late(), LOOK_UP / 2) and 0 < asked.pop() <= LOOK_UP / 2 and not asked
-    assert not wait_for(threading.Event(), -1.0)
+    assert not wait_until_set(Late(), LOOK_UP / 2) and 0 < asked.pop() <= LOOK_UP / 2 and not asked
+    assert not wait_until_set(threading.Event(), -1.0)

@@ -158,7 +158,7 @@ class Catalog:
         with self._faults("delete", step, missing=f"no step {step}"):
             self.store.delete(step)
 
-    def _can_go(self, step: int) -> bool:
+    def _counts(self, step: int) -> bool:
         """Whether a step counts for retention, as it is: it may have been damaged since."""
         try:
             return self.holds(step)
@@ -172,7 +172,7 @@ class Catalog:
             return
         try:
             steps = [step for step in self.steps() if step not in self._damaged]
-            good = sorted(filter(self._can_go, steps))
+            good = sorted(filter(self._counts, steps))
             wanted = self._keep.wanted(good) | {*good[-1:], committed}
             for step in good:
                 if step not in wanted:

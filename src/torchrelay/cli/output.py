@@ -101,8 +101,8 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 def wrong(fault: RelayError) -> dict[str, str | None]:
     """What is wrong with a state, as facts. One that cannot be read may be whole: no damage."""
     damaged = isinstance(fault, DamagedError | DigestError | ManifestError)
-    damaged = damaged and not isinstance(fault, FormatError)
-    return {"damage": str(fault) if damaged else None, "unread": None if damaged else str(fault)}
+    unread = not damaged or isinstance(fault, FormatError)
+    return {"damage": None if unread else str(fault), "unread": str(fault) if unread else None}
 
 
 def in_words(facts: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ import msgspec
 from torchrelay.checkpointer.saves.agreement import agree
 from torchrelay.checkpointer.saves.last_save import agreed_step
 from torchrelay.checkpointer.saves.staging import arena_bytes
-from torchrelay.deadlines import Deadline, Timeout, seconds_of, wait_for
+from torchrelay.deadlines import Deadline, Timeout, seconds_of, wait_until_set
 from torchrelay.endpoint.process import StepProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError
@@ -65,7 +65,7 @@ class Published:
     def wait(self, timeout: Timeout | None = None) -> None:
         """Wait until the step can be read. Raises what went wrong; `TimeoutError` after
         `timeout` seconds, and it goes on."""
-        if not wait_for(self._ended, None if timeout is None else seconds_of(timeout)):
+        if not wait_until_set(self._ended, None if timeout is None else seconds_of(timeout)):
             raise TimeoutError(f"step {self.step} cannot be read yet")
         if self._fault is not None:
             raise self._fault
@@ -170,7 +170,7 @@ class Publisher:
         """Stage what is planned, and have it shown; all of it, or it is skipped."""
         call = self._all.call(f"publish {step}")
         with call.telling("plan", deadline):
-            if self._last is not None and not wait_for(self._last._ended, deadline.left()):
+            if self._last is not None and not wait_until_set(self._last._ended, deadline.left()):
                 raise TimeoutError(f"step {self._last.step} is still being published")
             begun = time.monotonic()
             try:
@@ -429,7 +429,7 @@ class Publisher:
     def settle(self, seconds: float) -> None:
         """Wait for what is being published."""
         if self._last is not None:
-            wait_for(self._last._ended, seconds)
+            wait_until_set(self._last._ended, seconds)
 
     def forsake(self) -> None:
         for arena in self._arenas.values():

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from torchrelay.deadlines import wait_for
+from torchrelay.deadlines import wait_until_set
 
 KEPT_SECONDS = 60.0  # that a thread waits for more to do before it ends
 IDLE = "torchrelay-idle"
@@ -38,7 +38,7 @@ class Running:
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it is over, or for so long; whether it is."""
-        return wait_for(self._over, seconds)
+        return wait_until_set(self._over, seconds)
 
 
 def run(target: Callable[[], object], name: str, niceness: int = 0) -> Running:

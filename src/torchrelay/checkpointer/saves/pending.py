@@ -6,7 +6,7 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
-from torchrelay.deadlines import Timeout, seconds_of, wait_for
+from torchrelay.deadlines import Timeout, seconds_of, wait_until_set
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.owner import Owner
 
@@ -54,7 +54,7 @@ class Pending:
         """
         self._owner.check()
         seconds = None if timeout is None else seconds_of(timeout)
-        if not wait_for(self._ended, seconds):
+        if not wait_until_set(self._ended, seconds):
             raise TimeoutError(f"step {self.step} is not committed after {seconds} s")
         self._told = True
         if self._fault is not None:
@@ -89,7 +89,7 @@ class Pending:
 
     def settle(self, seconds: float) -> None:
         """Wait for the end; raises a failure that nobody has asked for."""
-        if not wait_for(self._ended, seconds):
+        if not wait_until_set(self._ended, seconds):
             raise CheckpointError(
                 f"step {self.step} is still being written", step=self.step, phase="write"
             )
