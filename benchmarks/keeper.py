@@ -150,7 +150,7 @@ def prepare_loop(group: Any, job: str, nbytes: int, rate: float, steps: int, sec
 
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    _made["keeper"] = tr.Keeper(job, host="ab"[rank], rate=rate, steps=steps, lease=SECONDS)
+    _made["keeper"] = tr.Keeper(f"{job}@{'ab'[rank]}", rate=rate, steps=steps, lease=SECONDS)
     _made["state"] = state_of(nbytes if rank == 0 else TENSORS * 4, 1.0)
     _made["step"] = 0
     _made["batch"] = torch.randn(512, 512)

@@ -84,14 +84,14 @@ def record(
         "command": command,
         "machine": facts,
         "conditions": {
-            "group": "gloo over loopback",
+            "network": "loopback: gloo for torch, TCP connections for torchrelay's route tcp",
             "torch_threads": 1,
             "others_busy": "share of the cores that other processes had just before",
             "digests": "on for torchrelay where bytes cross a wire or with verify=True; the "
             "others have none",
             "cpu_seconds": "of the processes of all ranks in a lap, user and system",
             "lap": "from a barrier until the slowest rank is done; the first is not counted",
-            "plan": "made anew in each lap; kept from the lap before in rows 'again'",
+            "plan": "made anew in each lap",
             "processes": "each contender in processes of its own, laps in turn",
             "memory": {
                 "in use": "written in place",

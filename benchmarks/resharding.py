@@ -25,7 +25,7 @@ import torchrelay as tr
 from benchmarks.harness import Ranks, machine, save
 
 RESULT = Path(__file__).parent / "results" / "resharding.json"
-CASES = ["live, host", "live, group", "dcp in memory"]
+CASES = ["live, memory", "live, tcp", "dcp in memory"]
 
 _made: dict[str, Any] = {}
 
@@ -43,7 +43,7 @@ def prepare(group: Any, senders: int, tensors: int, rows: int, columns: int) -> 
         f"w{n}": DTensor.from_local(torch.full(shape, fill), mesh, [Shard(dim)])
         for n in range(tensors)
     }
-    _made["relay"] = {route: tr.Relay(group, route=route) for route in ("host", "group")}
+    _made["relay"] = {route: tr.Relay(group, route=route) for route in ("memory", "tcp")}
     _made["group"] = mesh.get_group()
     return tensors * rows * columns * 4
 

@@ -102,8 +102,6 @@ class Row:
         parts: list[str] = [self.case.ours.mode]
         if self.case.ours.fresh:
             parts.append(self.memory)
-        if setup.keep_plan:
-            parts.append("again")
         if setup.verify is not None:
             parts.append(f"verify={setup.verify}")
         if setup.connections is not None:

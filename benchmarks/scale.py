@@ -31,10 +31,13 @@ from torchrelay.record.meshes import mesh_of as described
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import described_mesh
-from torchrelay.stores.box_reads import by_name
-from torchrelay.stores.shares.drafting import Share, Written, commit_record, sealed
-from torchrelay.stores.shares.planning import RulePlanning
+from torchrelay.stores.reading.box_reads import by_name
+from torchrelay.stores.shares.commit_record import commit_record, sealed
+from torchrelay.stores.shares.ownership import Question, Ruling
+from torchrelay.stores.shares.planner import SavePlan, SharePlanner
+from torchrelay.stores.shares.share import Written
 
+ANSWER = msgspec.msgpack.Decoder(Question | Ruling)
 RESULT = Path(__file__).parent / "results" / "scale.json"
 PLAIN = 10  # of the tensors of each rank, one of them its own
 ROWS = 4  # of a rank's part of a tensor, at the largest mesh
@@ -57,7 +60,7 @@ class Job:
         self.world, self.tensors = world, tensors
         self.shape = (rows, columns)
         self.mesh = described("cpu", square(world), tuple(range(world)), ("shard", "tensor"))
-        self._spare: dict[tuple[int, ...], torch.Tensor] = {}
+        self._spare: dict[int, torch.Tensor] = {}  # of all ranks, by the number of the tensor
 
     def state(self, rank: int) -> dict[str, Any]:
         count = self.tensors - PLAIN
@@ -66,7 +69,7 @@ class Job:
         state: dict[str, Any] = {}
         for n in range(count):
             leaf = leaves[n % 10]
-            state[f"layers.{n}.weight"] = t.dtensor(self._local(leaf.local.shape), leaf, mesh)
+            state[f"layers.{n}.weight"] = t.dtensor(self._local(n, leaf.local.shape), leaf, mesh)
         for n in range(PLAIN - 1):
             state[f"plain.{n}"] = torch.full((4,), float(n))
         state["rng"] = torch.full((16,), float(rank))
@@ -85,10 +88,11 @@ class Job:
         strides = (self.shape[1], 1)
         return m.DTensorLeaf(part, self.mesh, places, self.shape, strides, None, 0)
 
-    def _local(self, shape: tuple[int, ...]) -> torch.Tensor:
-        if shape not in self._spare:
-            self._spare[shape] = torch.zeros(shape)
-        return self._spare[shape]
+    def _local(self, number: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Memory of its own for each tensor: those that share it are tied, and stored once."""
+        if number not in self._spare:
+            self._spare[number] = torch.zeros(shape)
+        return self._spare[number]
 
 
 def timed(act: Any, seconds: list[float]) -> Any:
@@ -100,29 +104,29 @@ def timed(act: Any, seconds: list[float]) -> Any:
 
 def save_once(job: Job) -> tuple[dict[str, float], bytes]:
     """One save of all ranks; what it cost, and the commit record."""
-    planning = [RulePlanning(rank, job.world, None) for rank in range(job.world)]
+    plans = [
+        SavePlan(SharePlanner(rank, job.world, None), job.state(rank), None)
+        for rank in range(job.world)
+    ]
     mine: list[float] = []
     decided: list[float] = []
-    said: list[bytes] = []
-    for rank, one in enumerate(planning):
-        state = job.state(rank)
-        said.append(timed(lambda one=one, state=state: one.begin(outline(state)), mine))
+    said = [timed(plan.statement, mine) for plan in plans]
     told = [len(word) for word in said]
-    answers, final = timed(lambda: planning[0].decide(said), decided)
+    answers = timed(lambda: plans[0].compare(said), decided)
     heard = [len(answer) for answer in answers]
-    while not final:
+    if isinstance(ANSWER.decode(answers[0]), Question):
         said = [
-            timed(lambda one=one, answer=answer: one.reply(answer), mine)
-            for one, answer in zip(planning, answers, strict=True)
+            timed(lambda plan=plan, answer=answer: plan.details(ANSWER.decode(answer)), mine)
+            for plan, answer in zip(plans, answers, strict=True)
         ]
         told = [a + len(word) for a, word in zip(told, said, strict=True)]
-        answers, final = timed(lambda said=said: planning[0].decide(said), decided)
+        answers = timed(lambda: plans[0].rule(said), decided)
         heard = [a + len(answer) for a, answer in zip(heard, answers, strict=True)]
     shares: list[bytes] = []
-    for one, answer in zip(planning, answers, strict=True):
-        shares.append(timed(lambda one=one, answer=answer: written(one, answer), mine))
+    for plan, answer in zip(plans, answers, strict=True):
+        shares.append(timed(lambda plan=plan, answer=answer: written(plan, answer), mine))
     per_rank = sum(mine) / job.world
-    record, manifest = timed(lambda: commit(shares, planning[0]), decided)
+    record, manifest = timed(lambda: commit(shares, plans[0]), decided)
     assert sum(file.nbytes for file in record.files) > 0
     return {
         "seconds of a rank": per_rank,
@@ -134,15 +138,15 @@ def save_once(job: Job) -> tuple[dict[str, float], bytes]:
     }, manifest
 
 
-def written(planning: RulePlanning, answer: bytes) -> bytes:
-    share = Share(*planning.resolve(answer))
+def written(plan: SavePlan, answer: bytes) -> bytes:
+    share = plan.share(ANSWER.decode(answer))
     digests = [bytes(DIGEST_BYTES * -(-file.nbytes // file.chunk_bytes)) for file in share.files]
     return msgspec.msgpack.encode(share.written(digests))
 
 
-def commit(shares: list[bytes], planning: RulePlanning) -> tuple[Checkpoint, bytes]:
+def commit(shares: list[bytes], plan: SavePlan) -> tuple[Checkpoint, bytes]:
     known = [msgspec.msgpack.decode(data, type=Written) for data in shares]
-    record = commit_record(1, known, planning.outlines, "0")
+    record = commit_record(1, known, plan.outlines)
     return record, sealed(record)
 
 

@@ -25,7 +25,7 @@ from benchmarks.harness import machine, save
 from tests.support.netns import Hosts, Switch, Unavailable
 
 RESULT = Path(__file__).parent / "results" / "seeds.json"
-TOKEN = "a-token-of-the-benchmark"
+ACCESS = tr.Access(token="a-token-of-the-benchmark")
 
 _made: dict[str, Any] = {}
 
@@ -39,8 +39,8 @@ def serve_at(rank: int, nbytes: int) -> str:
     told: list[Any] = [None]
     if rank == 0:
         state = {"w": pattern(nbytes)}
-        options: dict[str, Any] = {"address": f"{Switch.address(0)}:0", "token": TOKEN}
-        _made["endpoint"] = tr.serve(state, step=1, group=False, **options)
+        address = f"{Switch.address(0)}:0"
+        _made["endpoint"] = tr.serve(state, step=1, address=address, access=ACCESS, group=False)
         told = [_made["endpoint"].url]
     dist.broadcast_object_list(told)
     _made["url"] = told[0]
@@ -65,9 +65,9 @@ def pull_at(rank: int, pullers: int, reshare: bool, gives_up: float | None) -> P
     if 0 < rank <= pullers:
         short = rank == pullers and gives_up is not None
         limit = gives_up if short and gives_up is not None else 110
-        options: dict[str, Any] = {"token": TOKEN, "reshare": reshare, "timeout": limit}
+        options: dict[str, Any] = {"access": ACCESS, "reshare": reshare, "timeout": limit}
         try:
-            got = tr.pull(_made["url"], same_host=False, **options)
+            got = tr.pull(_made["url"], same_host=False, group=False, **options)
             right = not short
         except tr.TransferTimeoutError:
             right = short

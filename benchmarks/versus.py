@@ -24,6 +24,7 @@ IN_PLACE: Mode = "in place"
 DIRECT: Mode = "in place, atomic=False"
 
 SOURCE = 0
+PUSHED = ("tcp", "group")  # routes on which the sender sends; on the others the receiver reads
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class Setup:
     verify: bool | None = None
     pool: int | None = None
     connections: int | None = None
-    keep_plan: bool = False  # use again what it remembers of the lap before
 
 
 AS_IT_COMES = Setup()
@@ -76,7 +76,8 @@ class Moved(NamedTuple):
     state: Any
     phases: dict[str, float]
     route: str = ""
-    read: int = 0  # bytes of the state that this rank got by other ways than the group
+    sent: int = 0  # bytes that this rank sent, not through the group
+    read: int = 0  # bytes of the state that this rank took out of another's memory
 
 
 class Contender(Protocol):
@@ -112,10 +113,10 @@ class ByTorch:
 
 
 class ByRelay:
-    """One `Relay` for all laps, so that its memory is warm; each lap plans anew unless told."""
+    """One `Relay` for all laps, so that its memory is warm."""
 
     def __init__(
-        self, group: Counted, into: object, timeout: float, *, atomic: bool, setup: Setup
+        self, group: Any, into: object, timeout: float, *, atomic: bool, setup: Setup
     ) -> None:
         self._relay = Relay(
             group,
@@ -127,22 +128,20 @@ class ByRelay:
         )
         self._into = into
         self._atomic = atomic
-        self._keep_plan = setup.keep_plan
 
     def rest(self) -> None:
-        if not self._keep_plan:
-            self._relay.forget()
+        pass
 
     def send(self, state: object, to: Sequence[int]) -> Moved:
         report = self._relay.send(state, to=to)
-        return Moved(None, report.seconds, report.route)
+        sent = report.wire_bytes if report.route in PUSHED else 0
+        return Moved(None, report.seconds, report.route, sent=sent)
 
     def recv(self) -> Moved:
         got = self._relay.recv(SOURCE, into=self._into, atomic=self._atomic)
         report = got.report
-        by_messages = report.route == "group" and not report.connections
-        read = 0 if by_messages else report.wire_bytes
-        return Moved(got.state, report.seconds, report.route, read)
+        read = 0 if report.route in PUSHED else report.wire_bytes
+        return Moved(got.state, report.seconds, report.route, read=read)
 
     def close(self) -> None:
         self._relay.close()
@@ -153,11 +152,11 @@ class Lap:
     """One transfer as one rank saw it."""
 
     seconds: float
-    bytes: int  # that this rank sent through the group
-    messages: int
+    bytes: int  # that this rank sent
+    messages: int  # through the group
     phases: dict[str, float] = field(default_factory=dict)
     route: str = ""
-    read: int = 0  # bytes that this rank got by other ways than the group
+    read: int = 0  # bytes that this rank took out of another's memory
     cpu_seconds: float = 0.0  # of this rank's process, all threads
 
 
@@ -185,7 +184,7 @@ class Course:
             self._contender = ByTorch(self._group, into, timeout)
         elif who == "torchrelay":
             atomic = mode != DIRECT
-            self._contender = ByRelay(self._group, into, timeout, atomic=atomic, setup=setup)
+            self._contender = ByRelay(group, into, timeout, atomic=atomic, setup=setup)
         else:
             self._contender = who
         self.received: Any = None
@@ -206,7 +205,7 @@ class Course:
         self.received = moved.state
         return Lap(
             seconds,
-            count.bytes - bytes_before,
+            count.bytes - bytes_before + moved.sent,
             count.messages - messages_before,
             moved.phases,
             moved.route,

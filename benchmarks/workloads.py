@@ -95,8 +95,7 @@ def suite(small: bool) -> list[Workload]:
     fanned = 8 * MIB if small else 1024 * MIB
     llama = (64, 176, 4, 512) if small else (1024, 2880, 24, 32_000)
     repeats = 1 if small else 5
-    group, checked, again = Setup(route="group"), Setup(verify=True), Setup(keep_plan=True)
-    chain = Setup(route="group", connections=0)  # side by side on one host, with connections
+    tcp, checked = Setup(route="tcp"), Setup(verify=True)
     unpooled = Setup(pool=0)  # new memory for new tensors in each lap, as the others have it
 
     def case(mode: Mode, speed: float | None, setup: Setup = AS_IT_COMES, **bytes_: float) -> Case:
@@ -117,7 +116,7 @@ def suite(small: bool) -> list[Workload]:
             "small-tensors",
             f"{count:,} tensors of 4 KB",
             lambda: many_small(count),
-            [*three(28, 24, 22), case(DIRECT, 35, again), case(DIRECT, 12, group), http],
+            [*three(28, 24, 22), case(DIRECT, 12, tcp), http],
             repeats=repeats,
         ),
         Workload(
@@ -134,11 +133,10 @@ def suite(small: bool) -> list[Workload]:
             [
                 *three(2.2, 1.2, 3),
                 case(DIRECT, None, checked),
-                case(DIRECT, 0.9, group),
-                case(DIRECT, None, Setup(route="group", verify=False)),
-                case(DIRECT, None, chain),
-                case(IN_PLACE, None, group),
-                case(NEW, None, group),
+                case(DIRECT, 0.9, tcp),
+                case(DIRECT, None, Setup(route="tcp", verify=False)),
+                case(IN_PLACE, None, tcp),
+                case(NEW, None, tcp),
                 copy,
                 case(NEW, None, unpooled),
                 http,
@@ -152,10 +150,9 @@ def suite(small: bool) -> list[Workload]:
             lambda: large(16, fanned),
             [
                 *three(2, 1.2, 2.5),
-                case(DIRECT, None, group),
                 # A chain: what leaves the sender leaves it once.
-                case(DIRECT, None, chain, sent_per_state=1.1),
-                case(NEW, None, chain, sent_per_state=1.1),
+                case(DIRECT, None, tcp, sent_per_state=1.1),
+                case(NEW, None, tcp, sent_per_state=1.1),
             ],
             receivers=3,
             repeats=repeats,

@@ -11,8 +11,10 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,8 @@ class Worker:
             "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit
         )
         self.relay = tr.Relay(timeout=120)
+        # Commits that have no route "tcp" cross a wire by route "group".
+        self.by_wire = "tcp" if find_spec("torchrelay.transports.routes.tcp") else "group"
         self.folder = Path(folder)
         self.states: dict[str, Any] = {}
 
@@ -69,6 +73,7 @@ class Worker:
         """Seconds from the common start to the end of the last rank, as rank 0 sees it."""
         state = self.state(kind, scale)
         ranks = list(range(1, 1 + to))
+        route = self.by_wire if route == "tcp" else route
         dist.barrier()
         begun = time.monotonic()
         got: Any = None
@@ -122,9 +127,36 @@ class Worker:
         land, capture = _planning()
         state = self.state(kind, scale)
         begun = time.monotonic()
-        snapshot = capture(state)
-        land(snapshot.manifest, into=state, strict=True, atomic=True, device=None, rank=0)
+        land(_described(capture(state)), into=state)
         return time.monotonic() - begun
+
+    def record(self, what: str, kind: str, scale: int) -> float:
+        """What a record costs rank 0, in seconds of the processor; or its bytes."""
+        if kind not in self.states:
+            self.states.clear()
+            self.states[kind] = TREES[kind](scale)
+        if self.rank:
+            return 0.0
+        land, capture = _planning()
+        state = self.states[kind]
+        begun = time.process_time()
+        data = capture(state, 7).encoded()
+        if what == "describe":
+            return time.process_time() - begun
+        if what == "bytes":
+            return float(len(data))
+        begun = time.process_time()
+        found = _decoder()(data)
+        if what == "decode":
+            return time.process_time() - begun
+        prepare = import_module("torchrelay.landing.destination").prepare
+        into = None if what == "new" else _zeros_like(state)
+        begun = time.process_time()
+        landing = land(found, into=None if into is None else prepare(into))
+        landing.places().host  # noqa: B018
+        landing.arrived()
+        landing.commit()
+        return time.process_time() - begun
 
 
 def _planning() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -141,6 +173,48 @@ def _planning() -> tuple[Callable[..., Any], Callable[..., Any]]:
     raise ImportError("this commit has no planning that is known here")
 
 
+def _described(snapshot: Any) -> Any:
+    """What a snapshot offers, by the name that the commit has for it."""
+    return snapshot.record if hasattr(snapshot, "record") else snapshot.manifest
+
+
+def _decoder() -> Callable[[bytes], Any]:
+    for home in ("encoding", "codec"):
+        with suppress(ImportError):
+            found: Callable[[bytes], Any] = import_module(f"torchrelay.record.{home}").decode
+            return found
+    raise ImportError("this commit has no decoder that is known here")
+
+
+def _nested(outer: int, inner: int) -> dict[str, Any]:
+    layers = {f"l{n}": {f"w{k}": torch.zeros(SMALL) for k in range(inner)} for n in range(outer)}
+    return {"model": layers, "lr": 0.1}
+
+
+def _dtensors(count: int) -> dict[str, Any]:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        f"w{n}": DTensor.from_local(torch.zeros(8, 16), mesh, [Shard(0)], run_check=False)
+        for n in range(count)
+    }
+
+
+def _zeros_like(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _zeros_like(value) for key, value in state.items()}
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else state
+
+
+TREES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "flat": lambda scale: {f"t{n}": torch.zeros(SMALL) for n in range(scale)},
+    "wide": lambda scale: _nested(scale // 100, 100),
+    "deep": lambda scale: _nested(scale // 10, 10),
+    "dtensors": lambda scale: _dtensors(scale // 4),
+}
+
+
 def main() -> None:
     rank, size, store, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     worker = Worker(rank, size, store, folder)
@@ -148,6 +222,7 @@ def main() -> None:
         "live": worker.live,
         "durable": worker.durable,
         "plan": worker.plan,
+        "record": worker.record,
     }
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

@@ -45,9 +45,9 @@ from benchmarks.harness import RankFailed, Ranks, machine
 
 TENSORS = 320
 CALLS = 3
-ON_HOST, ON_DEVICE = 'torchrelay, stage="host"', 'torchrelay, stage="device"'
+ON_HOST, ON_DEVICE = 'torchrelay, stage_on="host"', 'torchrelay, stage_on="device"'
 DEFAULTS = "torchrelay, defaults, no prepare"
-UNPREPARED = 'torchrelay, stage="host", no prepare'
+UNPREPARED = 'torchrelay, stage_on="host", no prepare'
 STAGES = {DEFAULTS: "auto", ON_HOST: "host", UNPREPARED: "host", ON_DEVICE: "device"}
 RESULTS = Path(__file__).parent / "results"
 
@@ -124,7 +124,7 @@ def load(group: Any, how: str, folder: str) -> Found:
 
 def ready(group: Any, how: str, folder: str) -> float:
     begun = time.perf_counter()
-    checkpointer = sides.checkpointer(group, folder, stage=STAGES[how])
+    checkpointer = sides.checkpointer(group, folder, stage_on=STAGES[how])
     if how not in (DEFAULTS, UNPREPARED):
         checkpointer.prepare(_state)
     return time.perf_counter() - begun

@@ -1,8 +1,8 @@
-"""Over the group by connections of its own: `python -m benchmarks.gpu.connections [--out F]`.
+"""Route "tcp" with more connections: `python -m benchmarks.gpu.connections [--out F]`.
 
 How a large state between two processes of a machine with many cores gains by more connections, host
 memory to host memory, and what is left of it between GPUs. 8 GB of bf16 in 320 tensors, digests on,
-every result compared bit for bit. `connections=0` is by messages of the group, gloo's own.
+every result compared bit for bit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with Ranks(2) as ranks:
         total = ranks.run(make, count, each, ["cpu", "cpu"])[0]
-        for connections in (0, 1, 2, 4, 8):
-            how: dict[str, Any] = {"route": "group", "connections": connections}
+        for connections in (1, 2, 4, 8):
+            how: dict[str, Any] = {"route": "tcp", "connections": connections}
             rows.append(case(ranks, f"host memory, connections={connections}", total, laps, **how))
         ranks.run(make, count, each, ["cuda", "cuda"])
-        for connections in (0, 8):
-            how = {"route": "group", "connections": connections}
+        for connections in (1, 8):
+            how = {"route": "tcp", "connections": connections}
             rows.append(case(ranks, f"GPU to GPU, connections={connections}", total, laps, **how))
     result = {
         "benchmark": "connections",

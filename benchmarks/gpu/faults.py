@@ -19,10 +19,11 @@ from benchmarks.gpu import mixed as m
 from benchmarks.gpu.crew import Me, Wrong
 from benchmarks.gpu.scenes import MODES, NEW, OLD, expect, patched, relay_of, told
 from torchrelay.memory.gpu import kernels
-from torchrelay.transports.protocol.machines.events import RETRIES
-from torchrelay.transports.routes.cuda_ipc import CudaPull
-from torchrelay.transports.routes.host import HostPull
-from torchrelay.transports.transfer import intake, outflow
+from torchrelay.transports.routes.cuda_ipc import CudaFetch
+from torchrelay.transports.routes.memory import MemoryFetch
+from torchrelay.transports.routes.route import RETRIES
+from torchrelay.transports.streams import outgoing_chunks
+from torchrelay.transports.streams.chunk_receiver import ChunkReceiver
 
 # Tools
 
@@ -30,9 +31,9 @@ from torchrelay.transports.transfer import intake, outflow
 def before_copying(route: str, act: Callable[[], Any]) -> ExitStack:
     """Within: `act` is called when this receiver has joined and begins to take the bytes."""
     spots: dict[str, tuple[Any, str]] = {
-        "cuda_ipc": (CudaPull, "_copy_device_memory"),
-        "host": (HostPull, "_wait"),
-        "group": (intake.Intake, "_arrived"),
+        "cuda_ipc": (CudaFetch, "_copy_device_memory"),
+        "memory": (MemoryFetch, "_wait"),
+        "tcp": (ChunkReceiver, "_landed"),
     }
     owner, name = spots[route]
     original, left = getattr(owner, name), [act]
@@ -88,10 +89,11 @@ def altered(me: Me, route: str, mode: str, verify: bool | None) -> Any:
         found = hashed(data, cells=cells)
         return bytes([found[0] ^ 1]) + found[1:]
 
-    digests, hashed = kernels.digests, outflow.digest_of
+    digests, hashed = kernels.digests, outgoing_chunks.digest_of
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
-        by_host, by_gpu = (outflow, "digest_of", digest), (kernels, "digests", hash_memory)
+        by_host = (outgoing_chunks, "digest_of", digest)
+        by_gpu = (kernels, "digests", hash_memory)
         with patched(*by_host), patched(*by_gpu):
             expect(("PeerLostError",), lambda: relay.send(state, to=1))
         report = relay.send(state, to=1)
@@ -126,7 +128,7 @@ def written_wrong(me: Me, route: str, mode: str) -> Any:
         expect(("PeerLostError",), lambda: relay.send(state, to=1))
         report, note = relay.send(state, to=1), ""
     else:
-        original, left = kernels.digests, [0] * (1 if route == "cuda_ipc" else RETRIES + 1)
+        original, left = kernels.digests, [0] * (RETRIES + 1)
         flipped: list[int] = []  # in which chunk, if it is one chunk's turn
 
         def flip(hashed: Any, device: int, tables: Any) -> torch.Tensor:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import matmul
 from benchmarks.harness import SECONDS, Ranks, machine, save
 from benchmarks.versus import IN_PLACE, Course
 from torchrelay import Relay
@@ -114,10 +113,6 @@ def _stock(group: Any) -> float:
     return min(course.lap().seconds for _ in range(2))
 
 
-def _matmul(group: Any, rounds: int, count: int, pause: float) -> matmul.Windows:
-    return matmul.measure(group, _state, rounds, count, pause)
-
-
 # In the parent ----------------------------------------------------------------------------------
 
 
@@ -171,7 +166,6 @@ def main() -> int:
     count, each = (16, 1_000_000) if options.small else (320, 25_000_000)
     laps = 3 if options.small else 15
     rows: list[dict[str, Any]] = []
-    beside: dict[str, Any] | None = None
     speed = 0.0
     result = {
         "benchmark": "gpu live",
@@ -183,7 +177,7 @@ def main() -> int:
     def run(name: str, **how: Any) -> None:
         if re.search(options.only, name):
             rows.append(case(ranks, name, total, laps, **how))
-            save(result | {"matmul": beside}, options.out)
+            save(result, options.out)
 
     with Ranks(2) as ranks:
         total = ranks.run(make, count, each, ["cuda", "cuda"])[0]
@@ -192,12 +186,8 @@ def main() -> int:
         run("GPU to GPU, in place, atomic=False, verify=True", verify=True)
         run("GPU to GPU, in place, atomic=False, verify=False", verify=False)
         run("GPU to GPU, new tensors", fresh=True)
-        run("GPU to GPU by host, atomic=False", route="host", bar=15)
-        run("GPU to GPU by host, atomic", atomic=True, route="host")
-        if re.search(options.only, matmul.NAME):
-            rounds, transfers = (2, 3) if options.small else (5, 20)
-            beside = matmul.judged(*ranks.run(_matmul, rounds, transfers, 0.1))
-            print(matmul.row(beside), flush=True)
+        run("GPU to GPU by memory, atomic=False", route="memory", bar=15)
+        run("GPU to GPU by memory, atomic", atomic=True, route="memory")
         small = 200 if options.small else 20_000
         total = ranks.run(make, small, 4096, ["cuda", "cuda"])[0]
         run(f"{small} tensors of 4 KB, in place, atomic=False")
@@ -213,7 +203,7 @@ def main() -> int:
             half = ranks.run(make, count // 2, each, ["cuda", "cuda"])[0]
             speed = half / GB / max(ranks.run(_stock))
             print(f"torch PGTransport over gloo, GPU to GPU: {speed:.2f} GB/s", flush=True)
-    ends = {"matmul": beside, "torch_pgtransport_gb_s": round(speed, 3)}
+    ends = {"torch_pgtransport_gb_s": round(speed, 3)}
     save(result | ends, options.out)
     return 0
 

@@ -33,7 +33,7 @@ import torch
 from benchmarks.harness import machine, save
 from torchrelay import Checkpointer
 from torchrelay.memory.crew import share_out
-from torchrelay.stores.device_reading import DISK_PIECE, DISK_THREADS
+from torchrelay.stores.reading.device_fetch import DISK_PIECE, DISK_THREADS
 
 State = dict[str, torch.Tensor]
 Load = Callable[[Path, State], State]

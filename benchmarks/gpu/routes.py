@@ -30,7 +30,7 @@ CALL = 40.0
 """Seconds that one call in the ranks may last; the transfers in it give up long before."""
 TOTAL = 92.0
 """Seconds for all cases, unless told otherwise: the rest is not run, which is a failure."""
-ROUTES = ("cuda_ipc", "host", "group")
+ROUTES = ("cuda_ipc", "memory", "tcp")
 IN_PLACE = [mode for mode in MODES if mode != NEW]
 SENDER, RECEIVER = 0, 1
 _ALLOCATOR = "expandable_segments:True"
@@ -119,7 +119,7 @@ def _whole(routes: Iterable[str], tiny: int) -> Iterable[Case]:
             run = together(scenes.whole, route, mode, tiny, False)
             yield Case(f"mixed state, {mode}", route, run)
     for route in routes:
-        for mode in MODES if route != "group" else ():
+        for mode in MODES if route != "tcp" else ():
             run = together(scenes.whole, route, mode, tiny // 10, True)
             yield Case(f"mixed state, reading is refused, {mode}", route, run)
 
@@ -138,7 +138,7 @@ def _destinations(routes: Iterable[str], device: str) -> Iterable[Case]:
                 yield Case(f"{name}, {mode}", route, run, takes=kind != "clash")
     if device == "cpu":
         return
-    for route in ("host", "group", ""):
+    for route in ("memory", "tcp", ""):
         for here, there in (("cpu", device), (device, "cpu"), ("both", "both")):
             for mode in MODES if there != "both" else IN_PLACE:
                 run = together(scenes.crossing, route or None, mode, here, there)
@@ -165,23 +165,23 @@ def _unasked(device: str) -> Iterable[Case]:
         return Case(f"refused on both sides: {name}", "cuda_ipc", run, crew, takes=False)
 
     if device == "cpu":
-        yield unasked("CPU to CPU", "host", "cpu")
+        yield unasked("CPU to CPU", "memory", "cpu")
         yield forced("CPU to CPU", "cpu", "cpu")
         return
     yield unasked("GPU to GPU", "cuda_ipc", device)
-    yield unasked("GPU to CPU", "host", "cpu")
-    yield unasked("nothing contiguous", "host", device, "strided")
+    yield unasked("GPU to CPU", "memory", "cpu")
+    yield unasked("nothing contiguous", "memory", device, "strided")
     yield forced("GPU to CPU", device, "cpu")
     yield forced("CPU to GPU", "cpu", device)
-    yield unasked("expandable_segments", "host", device, "expandable", crew="expandable")
+    yield unasked("expandable_segments", "memory", device, "expandable", crew="expandable")
     yield forced("expandable_segments", device, device, "expandable")
-    yield unasked("receiver without GPU", "host", "cpu", crew="hidden")
+    yield unasked("receiver without GPU", "memory", "cpu", crew="hidden")
     yield forced("receiver without GPU", device, "cpu", "hidden")
 
 
 def _checks(routes: Iterable[str]) -> Iterable[Case]:
     for route in routes:
-        for verify, checked in ((True, True), (False, False), (None, route != "host")):
+        for verify, checked in ((True, True), (False, False), (None, route != "memory")):
             run = together(scenes.verified, route, verify, checked)
             yield Case(f"verify={verify}", route, run)
     for route in routes:
@@ -190,7 +190,7 @@ def _checks(routes: Iterable[str]) -> Iterable[Case]:
                 run = together(faults.altered, route, mode, verify)
                 yield Case(f"digests that do not hold, verify={verify}, {mode}", route, run)
     for route in routes:
-        for mode in MODES if route != "group" else ():
+        for mode in MODES if route != "tcp" else ():
             run = together(faults.changed_seen, route, mode)
             yield Case(f"changed while it was sent, {mode}", route, run)
 
@@ -251,7 +251,7 @@ def _fans(routes: Iterable[str]) -> Iterable[Case]:
         same: list[str | None] = [route] * (FANS + 1)
         yield fan(f"one to {FANS}", same, [route] * FANS, route)
     fastest = next(iter(routes))
-    mixed = [fastest, "host", "group"]
+    mixed = [fastest, "memory", "tcp"]
     yield fan(f"one to {FANS}, each by another route", [None, *mixed], mixed, "")
 
 
@@ -259,7 +259,7 @@ def _deaths(routes: Iterable[str], gpu: bool) -> Iterable[Case]:
     """Each takes a rank with it: the first stays, the last comes when all is over."""
     scenes_of = [("receiver", route, True) for route in routes]
     scenes_of += [("sender", route, True) for route in routes]
-    scenes_of += [("sender", route, False) for route in routes if route != "group"]
+    scenes_of += [("sender", route, False) for route in routes if route != "tcp"]
     for victim, (who, route, atomic) in enumerate(scenes_of, 1):
         name = f"SIGKILL of the {who} at the copy"
         if who == "sender":

@@ -13,7 +13,7 @@ import torch
 import torchrelay as tr
 from benchmarks.gpu import mixed as m
 from benchmarks.gpu.crew import Me, Wrong
-from torchrelay.transports.routes.nearby import place
+from torchrelay.transports.routes.host import place
 
 TIMEOUT = 10.0
 CHUNK = 256 << 10

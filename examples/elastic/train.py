@@ -2,9 +2,9 @@
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic/train.py --folder run
 
-torchrun ends all workers when one dies, and starts them again. A keeper beside them has every step
-in memory meanwhile. The lines between the two marks are all that recovery takes. On several hosts
-give `--nnodes 1:4`, a rendezvous and a folder that all of them see; the number of workers may
+torchrun ends all workers when one dies, and starts them again. A keeper on the same host has every
+step in memory meanwhile. The lines between the two comments are all that recovery takes. On several
+hosts give `--nnodes 1:4`, a rendezvous and a folder that all of them see; the number of workers may
 change between two starts.
 """
 
@@ -20,16 +20,6 @@ from gpt import GPT, RandomNumbers, Text
 from torch.distributed.fsdp import fully_shard
 
 import torchrelay as tr
-
-
-def join() -> tuple[int, int]:
-    """A rendezvous of its own for each start: torchrun's store has the addresses of the last."""
-    rank, world, port = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    start = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{world}"
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
-    store = dist.PrefixStore(f"start-{start}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    return rank, world
 
 
 def train(
@@ -56,12 +46,13 @@ def train(
     checkpointer = tr.Checkpointer(folder, keep=tr.KeepLast(2), keeper=keeper)
     recovered = True
     try:
-        got = tr.recover(into=state, sources=[keeper, checkpointer], group=dist.group.WORLD)
+        got = tr.recover(into=state, sources=[keeper, checkpointer])
         state = got.state
         if rank == 0:
             print(got.report.explain(), flush=True)
     except tr.NothingToRecoverError:
-        recovered = False  # the first start
+        # Every source is empty: the first start. Steps that cannot be read end the job instead.
+        recovered = False
 
     def keep(step: int) -> None:
         state["step"] = step
@@ -70,7 +61,7 @@ def train(
         else:
             checkpointer.stage(step, state)
 
-    # -- training, as ever -----------------------------------------------------------------------
+    # -- training -------------------------------------------------------------------------------
     for step in range(state["step"] + 1, steps + 1):
         loss = model(text.batch())
         loss.backward()
@@ -92,5 +83,7 @@ if __name__ == "__main__":
     options.add_argument("--save-every", type=int, default=20)
     options.add_argument("--die-at", type=int, default=0, help="the last rank kills itself there")
     given = options.parse_args()
-    train(*join(), given.job, given.folder, given.steps, given.save_every, given.die_at)
+    tr.init_process_group("gloo")
+    ranks = (dist.get_rank(), dist.get_world_size())
+    train(*ranks, given.job, given.folder, given.steps, given.save_every, given.die_at)
     dist.destroy_process_group()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Pending,
         Saved,
     )
+    from torchrelay.coordination.groups import init_process_group
     from torchrelay.endpoint.front import Endpoint, serve
     from torchrelay.endpoint.publishing import Published
     from torchrelay.endpoint.pull import PullReport, PullResult, pull
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         PeerError,
         PeerLostError,
         PeerRefusedError,
+        RecoveryError,
         RelayError,
         RemoteProtocolError,
         RouteError,
@@ -58,10 +60,12 @@ if TYPE_CHECKING:
     from torchrelay.recovery.front import recover
     from torchrelay.recovery.report import Recovered, RecoveryReport
     from torchrelay.relay import Progress, Received, Relay, Report
+    from torchrelay.sources.access import Access
     from torchrelay.state.registry import register
 
 
 __all__ = [
+    "Access",
     "CheckpointError",
     "Checkpointer",
     "CommitUnknownError",
@@ -90,6 +94,7 @@ __all__ = [
     "PullResult",
     "Received",
     "Recovered",
+    "RecoveryError",
     "RecoveryReport",
     "Relay",
     "RelayError",
@@ -107,6 +112,7 @@ __all__ = [
     "TransferTimeoutError",
     "UnsupportedLeafError",
     "UsageError",
+    "init_process_group",
     "pull",
     "recover",
     "register",
@@ -126,6 +132,7 @@ _HOMES = {
             "Saved",
         ),
     ),
+    "torchrelay.coordination.groups": ("init_process_group",),
     "torchrelay.endpoint.front": ("Endpoint", "serve"),
     "torchrelay.endpoint.publishing": ("Published",),
     "torchrelay.endpoint.pull": ("PullReport", "PullResult", "pull"),
@@ -133,6 +140,7 @@ _HOMES = {
     "torchrelay.recovery.front": ("recover",),
     "torchrelay.recovery.report": ("Recovered", "RecoveryReport"),
     "torchrelay.relay": ("Progress", "Received", "Relay", "Report"),
+    "torchrelay.sources.access": ("Access",),
     "torchrelay.state.registry": ("register",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -19,6 +19,8 @@
     │   ├── StepExistsError            the step is committed already, and is never overwritten
     │   ├── StepOrderError             the step is below the newest one: roll back first
     │   ├── StepNotFoundError          no such step, or none that verifies
+    │   │   └── NothingToRecoverError      every source of a recovery is empty: a first start
+    │   ├── RecoveryError              sources of a recovery have steps, and none can be used
     │   ├── DamagedError               bytes at rest that are not the ones that were written
     │   ├── FormatError                a step of a format that this version does not know
     │   ├── StorageTimeoutError        the storage did not answer in time (also a TimeoutError)
@@ -156,7 +158,12 @@ class StepNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class NothingToRecoverError(StepNotFoundError):
-    """No source has a step that verifies and is new enough. The message says of each why."""
+    """Every source could be asked, and none has a step: this is a first start."""
+
+
+class RecoveryError(CheckpointError):
+    """Sources have steps, or may have, and none can be used: damaged, too old, of another format,
+    or the source cannot be reached. The message says why for each. Do not start from step 0."""
 
 
 class DamagedError(CheckpointError):

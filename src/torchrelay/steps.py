@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 from torchrelay.errors import UsageError
 
 MAX_STEP = (1 << 63) - 1
 
 
-def check_step(step: object) -> None:
-    """`UsageError` unless it is one."""
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
+def check_step(step: object) -> int:
+    """The step as an int, also where it is one of numpy's; `UsageError` for anything else."""
+    whole = isinstance(step, Integral) and not isinstance(step, bool)
+    if not whole or not 0 <= step <= MAX_STEP:  # type: ignore[operator]
         raise UsageError(f"step is an int from 0 to {MAX_STEP}, not {step!r}")
+    return int(step)  # type: ignore[call-overload, no-any-return]

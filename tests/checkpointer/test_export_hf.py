@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torchrelay as tr
 from tests.support.interrupts import heeding_ctrl_c, press_ctrl_c
 from tests.support.ranks import RankPool
-from torchrelay.stores.local.store import LocalSink
+from torchrelay.stores.local.draft import LocalSink
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ def test_a_state_that_is_the_model_and_tied_weights(tmp_path: Path) -> None:
     tied["head.weight"] = tied["layers.0.weight"]
     with tr.Checkpointer(tmp_path / "run") as held:
         held.save(1, tied)
-        held.export_hf(tmp_path / "hf", under=None)
+        held.export_hf(tmp_path / "hf", key=None)
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == model().keys()
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(tr.MismatchError, match="not a plain tensor"):
             held.export_hf(tmp_path / "hf")
         with pytest.raises(tr.MismatchError):
-            held.export_hf(tmp_path / "hf", under="elsewhere")
+            held.export_hf(tmp_path / "hf", key="elsewhere")
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").write_text("mine")
         with pytest.raises(tr.UsageError, match="not overwritten"):

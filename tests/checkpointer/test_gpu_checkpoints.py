@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.checkpointer.saves import staging
-from torchrelay.stores import device_reading
-from torchrelay.stores.device_reading import DeviceFetch
+from torchrelay.stores.reading import device_fetch
+from torchrelay.stores.reading.device_fetch import DeviceFetch
+from torchrelay.stores.shares import staging
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: these run where there is one"
@@ -88,7 +88,7 @@ def test_digests_that_a_gpu_made_are_the_librarys(saved: tr.Checkpointer) -> Non
 def test_an_asynchronous_save_keeps_what_was_there_when_it_was_called(
     tmp_path: Path, stage: Any
 ) -> None:
-    with tr.Checkpointer(tmp_path / "run", stage=stage) as checkpointer:
+    with tr.Checkpointer(tmp_path / "run", stage_on=stage) as checkpointer:
         for step in (1, 2):
             state = made(step)
             pending = checkpointer.save_async(step, state)
@@ -182,7 +182,7 @@ def test_a_flipped_byte_on_the_way_to_the_host_is_found_by_the_next_load(
 def test_no_room_on_the_gpu_is_told_and_the_load_goes_by_the_host(
     saved: tr.Checkpointer, monkeypatch: pytest.MonkeyPatch, options: Any
 ) -> None:
-    monkeypatch.setattr(device_reading, "room_on", lambda device: 1000)
+    monkeypatch.setattr(device_fetch, "room_on", lambda device: 1000)
     into = made(2)
     got = saved.load(into=into, **options)
     assert same(into, made(1))
@@ -192,8 +192,8 @@ def test_no_room_on_the_gpu_is_told_and_the_load_goes_by_the_host(
 def test_a_slab_smaller_than_the_state_is_gone_through_in_rounds(
     saved: tr.Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_reading, "GROUP_BYTES", 1 << 20)
-    monkeypatch.setattr(device_reading, "ROUND_BYTES", 2 << 20)
+    monkeypatch.setattr(device_fetch, "GROUP_BYTES", 1 << 20)
+    monkeypatch.setattr(device_fetch, "ROUND_BYTES", 2 << 20)
     into = made(2)
     got = saved.load(into=into, atomic=False)
     assert same(into, made(1)) and not got.report.instead

@@ -1,18 +1,16 @@
-"""The files of a step: ordinary safetensors, by whatever planner they were laid out."""
+"""The files of a step: ordinary safetensors."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import torchrelay as tr
 from tests.support.states import STRIDED_DTYPES, assert_same, bits, storage_of, strided
@@ -135,128 +133,3 @@ def test_every_file_is_aligned_and_accounted_for(there: tr.Checkpointer, tmp_pat
     for stored in record.tensors:
         for shard in stored.shards:
             assert shard.start % getattr(torch, stored.dtype).itemsize == 0
-
-
-# Planners of torch, and of the user's own.
-
-
-class RecordingSave(DefaultSavePlanner):
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        self.asked.append("set up")
-        self.names = list(state_dict)
-        super().set_up_planner(state_dict, *args, **kwargs)
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        self.asked.append("global plan")
-        return super().create_global_plan(all_plans)
-
-    def resolve_data(self, write_item: Any) -> Any:
-        self.asked.append(write_item.index.fqn)
-        return super().resolve_data(write_item)
-
-
-class RecordingLoad(DefaultLoadPlanner):
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    def resolve_tensor(self, read_item: Any) -> Any:
-        self.asked.append(read_item.dest_index.fqn)
-        return super().resolve_tensor(read_item)
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        self.asked.append(f"commit {read_item.dest_index.fqn} {tensor.sum().item():g}")
-
-
-def state_of(value: float) -> dict[str, Any]:
-    return {"model": {"w": torch.full((2, 3), value), "n": torch.tensor([7])}, "epoch": 2}
-
-
-def test_planners_are_asked(tmp_path: Path) -> None:
-    save, load = RecordingSave(), RecordingLoad()
-    with tr.Checkpointer(tmp_path, planner=(save, load), timeout=30) as there:
-        there.save(0, state_of(1))
-        assert save.names == ["model.w", "model.n"]
-        assert save.asked == ["set up", "global plan", "model.w", "model.n"]
-        there.save_async(1, state_of(2)).result(30)
-        assert save.asked[4:] == save.asked[:4]
-        into = state_of(0)
-        there.load(into=into)
-        assert_same(state_of(2), into)
-        assert load.asked == ["model.w", "model.n", "commit model.w 12", "commit model.n 7"]
-    with pytest.raises(tr.UsageError, match="SavePlanner"):
-        tr.Checkpointer(tmp_path, planner=(save, RecordingSave()))
-    with pytest.raises(tr.UsageError, match="SavePlanner"):
-        tr.Checkpointer(tmp_path, planner="default")  # type: ignore[arg-type]
-
-
-class Halving(DefaultSavePlanner):
-    """Keeps floating point tensors as bfloat16."""
-
-    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        cast = {k: v.bfloat16() if v.is_floating_point() else v for k, v in state_dict.items()}
-        super().set_up_planner(cast, *args, **kwargs)
-
-
-class Widening(DefaultLoadPlanner):
-    """Nothing but torch's planner: its destinations have a dtype of their own."""
-
-
-def test_a_planner_that_converts(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    wide = {"model": {"w": torch.randn(4, 5), "t": torch.randn(3, 2).t(), "n": torch.ones(2).int()}}
-    narrow = {"model": {k: v.bfloat16() if k != "n" else v for k, v in wide["model"].items()}}
-    with tr.Checkpointer(tmp_path, planner=Halving(), timeout=30) as there:
-        there.save(0, wide)
-        assert same(load_file(tmp_path / "step-0" / "model.safetensors"), narrow["model"])
-        got = there.load().state
-        assert same(got["model"], narrow["model"])
-        with pytest.raises(tr.MismatchError, match="dtype"):
-            there.load(into=wide)
-        there.load(into=got)
-    into = {"model": {k: torch.zeros_like(v) for k, v in wide["model"].items()}}
-    with tr.Checkpointer(tmp_path, planner=Widening(), timeout=30) as there:
-        there.load(into=into)
-    for key, value in into["model"].items():
-        assert torch.equal(value, narrow["model"][key].to(value.dtype)), key
-
-
-class Renaming(DefaultSavePlanner):
-    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        named = {key.replace("model.", "model.base."): v for key, v in state_dict.items()}
-        super().set_up_planner(named, *args, **kwargs)
-
-
-def test_a_planner_that_renames(tmp_path: Path) -> None:
-    """Other names in the files; the state knows its tensors by their paths all the same."""
-    with tr.Checkpointer(tmp_path, planner=Renaming(), timeout=30) as there:
-        there.save(0, state_of(3))
-        there.save_async(1, state_of(4)).result(30)
-    assert {tensor.name for tensor in there.record(0).tensors} == {"model.base.w", "model.base.n"}
-    with tr.Checkpointer(tmp_path, timeout=30) as there:
-        assert_same(state_of(3), there.load(step=0).state)
-        into = state_of(0)
-        assert_same(state_of(4), there.load(into=into).state)
-
-
-class Forgetful(DefaultSavePlanner):
-    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        kept = {key: value for key, value in state_dict.items() if "w" not in key}
-        super().set_up_planner(kept, *args, **kwargs)
-
-
-def test_a_planner_that_leaves_tensors_out(tmp_path: Path) -> None:
-    """No step is committed that could not be loaded."""
-    with tr.Checkpointer(tmp_path, planner=Forgetful(), timeout=30) as there:
-        with pytest.raises(tr.CheckpointError, match="left a tensor out") as caught:
-            there.save(0, state_of(1))
-        assert caught.value.path == "model.w"
-        assert there.steps() == []
-        pending = there.save_async(0, state_of(1))
-        assert isinstance(pending.exception(30), tr.CheckpointError)
-        assert there.steps() == []
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []

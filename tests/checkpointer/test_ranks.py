@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -376,10 +375,6 @@ def stage_of(rank: int, value: float) -> dict[str, Any]:
 def unlike_stages(rank: int, group: Any, root: str) -> list[Any]:
     found = []
     with checkpointer(root, group) as there:
-        there.save(1, stage_of(rank, 5.0))
-        found.append(there.load(stage_of(rank, 0.0)).state)
-    planned = checkpointer(f"{root}-planned", group, planner=DefaultSavePlanner())
-    with planned as there:
         there.save(1, stage_of(rank, 5.0))
         found.append(there.load(stage_of(rank, 0.0)).state)
     with tr.serve(stage_of(rank, 5.0), step=1, group=group, timeout=TIMEOUT) as endpoint:

@@ -421,26 +421,25 @@ def test_autograd_sees_the_write(there: tr.Checkpointer) -> None:
         ("c", torch.ones(3, dtype=torch.complex64, requires_grad=True)),
     ]:
         out = (into * into).sum().abs()
-        there.load(into={key: into}, only=key)
+        there.load(into={key: into}, include=key)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.backward()
 
 
 def test_only(there: tr.Checkpointer) -> None:
     there.save(0, example())
-    assert_same({"model": {"w": example()["model"]["w"]}}, there.load(only="model.w").state)
-    got = there.load(only=["model.*", "list.0"]).state
+    assert_same({"model": {"w": example()["model"]["w"]}}, there.load(include="model.w").state)
+    got = there.load(include=["model.*", "list.0"]).state
     assert set(got) == {"model", "list"} and got["list"][1] is None
     with pytest.raises(tr.MismatchError, match="matches nothing"):
-        there.load(only="nothing*")
-    with pytest.raises(tr.MismatchError, match=r"what is in it: only='model\.\*'"):
-        there.load(only="model")
+        there.load(include="nothing*")
+    assert_same({"model": example()["model"]}, there.load(include="model").state)
     into = blank()
-    there.load(into=into, only="*.w")
+    there.load(into=into, include="*.w")
     assert into["epoch"] == 0 and into["model"]["b"].count_nonzero() == 0
     assert torch.equal(into["model"]["w"], example()["model"]["w"])
     part = {"model": {"w": torch.zeros(2, 3)}}
-    there.load(into=part, only="model.w")
+    there.load(into=part, include="model.w")
     assert torch.equal(part["model"]["w"], example()["model"]["w"])
 
 
@@ -587,14 +586,14 @@ def test_only_some_of_the_objects(there: tr.Checkpointer) -> None:
     first, other = job(1), job(2)
     train(first, 2)
     there.save(0, first)
-    there.load(into=other, only="model.*")
+    there.load(into=other, include="model.*")
     assert_same(first["model"].state_dict(), other["model"].state_dict(), in_place=True)
     assert other["optimizer"].state_dict()["state"] == {}
     assert other["optimizer"].param_groups[0]["lr"] == pytest.approx(0.3)
     assert other["epoch"] == 2
     with pytest.raises(tr.MismatchError, match="all of its state or none"):
-        there.load(into=other, only=["optimizer.param_groups.*"])
-    there.load(into=other, only=["optimizer.*", "scheduler.*", "epoch"])
+        there.load(into=other, include=["optimizer.param_groups.*"])
+    there.load(into=other, include=["optimizer.*", "scheduler.*", "epoch"])
     assert_same(first["optimizer"].state_dict(), other["optimizer"].state_dict(), in_place=True)
     assert other["epoch"] == 1
 
@@ -606,7 +605,7 @@ def test_tensors_saved_apart_load_into_tied_ones_if_they_are_equal(tmp_path: Pat
         held.save(2, {"a": weight, "b": weight + 1})
         mine = torch.zeros(4, 4)
         tied = {"a": mine, "b": mine.view(4, 4)}
-        with pytest.raises(tr.MismatchError, match=r"saved with another value than a .*\['b'\]"):
+        with pytest.raises(tr.MismatchError, match=r"saved with another value than a: .*\['b'\]"):
             held.load(tied, step=2)
         assert not mine.any()
         held.load(tied, step=1)

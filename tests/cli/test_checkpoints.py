@@ -33,7 +33,7 @@ def test_ls_inspect_and_verify(place: Path) -> None:
     assert "2 steps, " in listing.stdout
     shown = command("inspect", place, "--step", 1)
     assert "model.w" in shown.stdout and "3x4" in shown.stdout
-    assert "48 bytes" in shown.stdout and "step 1: 1 tensors, 48 bytes" in shown.stdout
+    assert "48 bytes" in shown.stdout and "step 1: 1 tensor, 48 bytes" in shown.stdout
     assert command("verify", place).stdout.strip() == "step 2 verifies"
     file = place / "step-2" / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -141,7 +141,7 @@ def test_a_place_without_steps_is_an_error_of_one_line(name: str, tmp_path: Path
 
 def test_rm_asks_first_and_removes_all_or_nothing(place: Path) -> None:
     absent = command("rm", place, 1, 7)
-    assert absent.returncode == 1 and "there are: 1, 2" in absent.stderr
+    assert absent.returncode == 1 and "existing: 1, 2" in absent.stderr
     assert command("rm", place, 1, answer="n\n").returncode == 1
     assert json.loads(command("verify", place, "--all", "--json").stdout) == [
         {"step": 1, "damage": None, "unread": None},
@@ -152,19 +152,53 @@ def test_rm_asks_first_and_removes_all_or_nothing(place: Path) -> None:
     assert not list(place.glob("step-*"))
 
 
-def test_rollback_sets_steps_aside_and_rm_removes_them(place: Path) -> None:
+def test_rollback_asks_before_it_deletes(place: Path) -> None:
     assert command("rollback", place, 7).returncode == 1
-    assert command("rollback", place, 1).stdout == "set aside: 2\n"
-    assert "1 set aside by a rollback" in command("ls", place).stdout
-    assert command("rm", place).returncode == 1
-    assert command("rm", place, "--aside", "--yes").returncode == 0
+    refused = command("rollback", place, 1, answer="n\n")
+    assert refused.returncode == 1 and f"Delete step 2 of {place}?" in refused.stdout
+    assert sorted(child.name for child in place.iterdir()) == ["step-1", "step-2"]
+    assert command("rollback", place, 1).returncode == 1, "no answer is not a yes"
+    done = command("rollback", place, 1, answer="y\n")
+    assert done.returncode == 0 and done.stdout.endswith("deleted step 2\n")
     assert [child.name for child in place.iterdir()] == ["step-1"]
+    assert command("rollback", place, 1).stdout == "nothing to delete: 1 is the newest step\n"
 
 
-def test_steps_that_are_all_set_aside_are_told(place: Path) -> None:
-    assert command("rollback", place, 1).returncode == 0
-    assert command("rm", place, 1, "--yes").returncode == 0
-    assert command("ls", place).stderr.endswith("; 1 set aside by a rollback\n")
+def test_rollback_asks_nothing_with_yes(place: Path) -> None:
+    with tr.Checkpointer(place) as held:
+        held.save(3, {"step": 3})
+    assert command("rollback", place, 1, "--yes").stdout == "deleted steps 2, 3\n"
+    assert command("rm", place).returncode == 2, "which step?"
+
+
+def test_one_thing_is_not_told_in_the_plural(place: Path, tmp_path: Path) -> None:
+    with tr.Checkpointer(tmp_path / "one") as held:
+        held.save(1, {"model": {"w": torch.ones(2), "b": torch.ones(1)}, "step": 1})
+    shown = command("inspect", place, "--step", 1).stdout
+    assert "step 1: 1 tensor, 48 bytes, 1 value; 1 file\n" in shown
+    assert "2 tensors" in command("inspect", tmp_path / "one").stdout
+    assert "1 step, " in command("ls", tmp_path / "one").stdout
+    made = command("convert", place, tmp_path / "m.safetensors")
+    assert "1 tensor, " in made.stdout and "1 value left out" in made.stderr
+    same = command("diff", place / "step-1", place / "step-2").stdout
+    assert "1 tensor has the same shape" in same
+    apart = command("diff", place / "step-1", place / "step-2", "--values").stdout
+    assert "1 of 1 tensor\n" in apart
+
+
+def test_ls_does_not_import_torch(place: Path) -> None:
+    program = (
+        "import sys; from torchrelay.cli import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "ls", str(place)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "2 steps" in done.stdout and done.stderr == "False\n"
 
 
 def test_damage_is_told_by_the_kind_of_error_not_by_its_words() -> None:
@@ -191,8 +225,8 @@ def test_messages_name_options_and_no_python(place: Path, tmp_path: Path) -> Non
     lower = command("convert", place, tmp_path / "other", "--step", 1)
     assert lower.returncode == 1 and "higher --step" in lower.stderr
     assert "rollback(" not in lower.stderr
-    wrong = command("export-hf", place, tmp_path / "hf", "--under", "modl")
-    assert wrong.returncode == 1 and "model, step" in wrong.stderr and "--under" in wrong.stderr
+    wrong = command("export-hf", place, tmp_path / "hf", "--key", "modl")
+    assert wrong.returncode == 1 and "model, step" in wrong.stderr and "--key" in wrong.stderr
     assert not (tmp_path / "hf").exists()
     assert "config.json" in command("export-hf", place, tmp_path / "hf").stderr
 

@@ -59,20 +59,20 @@ def test_a_tied_tensor_and_values_that_differ_by_rank_are_shown(tmp_path: Path) 
     with tr.Checkpointer(tmp_path / "run", group=False) as there:
         there.save(1, {"model": {"wte": weight, "head": weight}, "text": "x" * 500, "empty": {}})
     shown = command("inspect", tmp_path / "run").stdout
-    assert "head  = model.wte" in shown and "1 tensors, 16 bytes" in shown
+    assert "head  = model.wte" in shown and "1 tensor, 16 bytes" in shown
     assert max(map(len, shown.splitlines())) < 130
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["inspect", "{}/nothing"], "there is no state"),
+        (["inspect", "{}/nothing"], "has no state"),
         (["inspect", "{}/run/step-9"], "it has 1, 2"),
         (["inspect", "{}/run/step-1", "--step", "2"], "leave out --step"),
         (["inspect", "{}/text.safetensors"], "no valid .safetensors file"),
         (["inspect", "{}/run", "--only", "modle.*"], "the state has model"),
         (["verify", "{}/text.safetensors", "--all"], "is one state"),
-        (["diff", "{}/run", "{}/nothing"], "there is no state"),
+        (["diff", "{}/run", "{}/nothing"], "has no state"),
         (["ls", "http://127.0.0.1:1"], "inspect it, watch it"),
         (["pull", "ftp://host", "-o", "{}/x"], "http://HOST:PORT"),
         (["pull", "http://user:secret@127.0.0.1:1", "-o", "{}/x"], "nothing else"),
@@ -90,7 +90,7 @@ def test_a_tied_tensor_and_values_that_differ_by_rank_are_shown(tmp_path: Path) 
         (["rollback", "{}/nothing", "1"], "there is no such directory"),
         (["rollback", "http://127.0.0.1:1", "1"], "inspect it, watch it"),
         (["ls", "{}/text.safetensors"], "see torchrelay inspect {}/text.safetensors"),
-        (["verify", "{}/nothing", "--all"], "there is no state"),
+        (["verify", "{}/nothing", "--all"], "has no state"),
         (["verify", "{}/run/step-1", "--all"], "it is one itself, of {}/run"),
         (["export-hf", "{}/run/step-1", "{}/y"], "it is one itself, of {}/run"),
     ],

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import torchrelay as tr
 from tests.support import sharded_job
+from tests.support.access import access
 from tests.support.commands import command
 from tests.support.ranks import run_ranks
 from tests.support.saved import equal
@@ -26,7 +28,7 @@ STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "name": "a\x1b[2Jb", 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[tr.Endpoint]:
-    with tr.serve(STATE, step=5, token=TOKEN, timeout=60) as found:
+    with tr.serve(STATE, step=5, timeout=60, **access(token=TOKEN)) as found:
         yield found
 
 
@@ -130,7 +132,7 @@ def test_a_pulled_step_trains_on_with_the_same_losses(four_ranks: Path, tmp_path
     """What four ranks saved is served by one process, pulled, and trained on by two ranks."""
     with tr.Checkpointer(four_ranks / "run", group=False, read_only=True) as there:
         state: Any = there.load(step=20).state
-    with tr.serve(state, step=20, token=None, timeout=60) as endpoint:
+    with tr.serve(state, step=20, timeout=60) as endpoint:
         pulled = command("pull", endpoint.url, "-o", tmp_path / "pulled")
         assert pulled.returncode == 0, pulled.stderr
     places = [str(four_ranks / "run"), str(tmp_path / "pulled")]
@@ -142,7 +144,7 @@ def test_a_damaged_step_does_not_end_who_follows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "run"
-    with tr.Checkpointer(place, group=False) as there, tr.serve(STATE, step=1, token=None) as end:
+    with tr.Checkpointer(place, group=False) as there, tr.serve(STATE, step=1) as end:
         there.save(1, STATE)
         assert transfer._follow(end, str(place), 1) == 1
         there.save(2, STATE)
@@ -156,3 +158,39 @@ def test_a_damaged_step_does_not_end_who_follows(
         there.save(3, STATE)
         assert transfer._follow(end, str(place), 2) == 3
         assert tr.pull(end.url, timeout=60).step == 3
+
+
+def test_the_token_file_is_taken_before_and_after_the_command(
+    endpoint: tr.Endpoint, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHRELAY_TOKEN", raising=False)
+    out = tmp_path / "m.safetensors"
+    for words in (
+        ["--token-file", token_file, "pull", endpoint.url, "-o", out],
+        ["pull", "--token-file", token_file, endpoint.url, "-o", out],
+        ["pull", endpoint.url, "-o", out, "--token-file", token_file],
+        ["inspect", endpoint.url, "--token-file", token_file],
+        ["verify", endpoint.url, f"--token-file={token_file}"],
+    ):
+        done = command(*words)
+        assert done.returncode == 0, (words, done.stderr)
+    assert "--token-file" in command("pull", "--help").stdout
+    refused = command("verify", endpoint.url)  # nothing of an earlier command is left
+    assert refused.returncode == 1 and "token" in refused.stderr
+
+
+def test_only_takes_a_subtree_by_its_name(
+    endpoint: tr.Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
+    out = tmp_path / "m.safetensors"
+    done = command("pull", endpoint.url, "-o", out, "--only", "model")
+    assert done.returncode == 0, done.stderr
+    assert list(load_file(out)) == ["model.w"]
+    shown = command("inspect", endpoint.url, "--only", "model")
+    assert shown.returncode == 0 and "model.w" in shown.stdout and "name" not in shown.stdout
+    monkeypatch.delenv("TORCHRELAY_TOKEN")
+    with tr.serve({f"part{n:02}": torch.ones(1) for n in range(20)}, step=1, timeout=60) as many:
+        done = command("pull", many.url, "-o", out, "--only", "nothing")
+    assert done.returncode == 1
+    assert all(f"part{n:02}" in done.stderr for n in range(20)), done.stderr

@@ -9,11 +9,12 @@ losses of a job depend on all of its state.
 from __future__ import annotations
 
 import copy
+import io
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -78,12 +79,14 @@ class Job:
     """A model and its optimizer in one process, the same on all ranks; the base of all jobs."""
 
     model_key = "model"
+    of_each_rank = False  # whether ranks have values that differ
 
     def __init__(self, place: Place, seed: int) -> None:
         self.place = place
         self.step = 0
         torch.manual_seed(seed)
         random.seed(seed)
+        np.random.seed(seed)
         self.model: nn.Module = self.make_model()
         self.optim: Any = self.make_optimizer()
 
@@ -212,8 +215,17 @@ class Replicated(Job):
     def part(self) -> int:
         return int(self.place.row.get_local_rank())
 
-    def objects(self) -> dict[str, Any]:
-        return {"model": self.module, "optim": self.optim, "step": self.step}
+
+class Compiled(Job):
+    """torch.compile around the model, and around a layer of it; parameters have names."""
+
+    def make_model(self) -> nn.Module:
+        model = Network()
+        model.second = torch.compile(model.second, backend="eager")
+        return torch.compile(model, backend="eager")  # type: ignore[no-any-return]
+
+    def make_optimizer(self) -> Any:
+        return torch.optim.AdamW(self.model.named_parameters(), lr=0.01)
 
 
 class Sharded(Job):
@@ -318,6 +330,35 @@ class Tied(Job):
         super().update()
 
 
+class TiedShards(Tied, Sharded):
+    """The same under FSDP2."""
+
+    def make_model(self) -> nn.Module:
+        model = TiedNetwork()
+        fully_shard(model, mesh=self.place.row)
+        return model
+
+
+class EmptyNetwork(Network):
+    """Parameters and buffers without elements before, between and after others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.Parameter(torch.zeros(0, 6))
+        self.register_buffer("history", torch.zeros(0, 3))
+        self.register_buffer("zeros", torch.zeros(2, 0, dtype=torch.float16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.adapters.sum() + self.history.sum()
+
+
+class Empty(Job):
+    """Tensors without elements."""
+
+    def make_model(self) -> nn.Module:
+        return EmptyNetwork()
+
+
 class Scheduled(Job):
     """Learning rates of two chained schedulers and momentum."""
 
@@ -378,17 +419,22 @@ class Averaged(Job):
 
 
 class RandomNumbers:
-    """The generators of torch and of Python, as an object with a state."""
+    """The generators of torch, of Python and of numpy, as an object with a state."""
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, gauss = random.getstate()
         python = {"version": version, "numbers": list(numbers), "gauss": gauss}
-        return {"torch": torch.get_rng_state(), "python": python}
+        return {
+            "torch": torch.get_rng_state(),
+            "python": python,
+            "numpy": np.random.get_state(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         python = state["python"]
         random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+        np.random.set_state(state["numpy"])
 
 
 class Random(Job):
@@ -411,7 +457,7 @@ class Random(Job):
         self.kept = self.generators.state_dict()
 
     def loss(self) -> torch.Tensor:
-        return super().loss() * random.uniform(0.5, 1.5)
+        return super().loss() * random.uniform(0.5, 1.5) * np.random.uniform(0.5, 1.5)
 
     def train(self, steps: int) -> list[str]:
         self.generators.load_state_dict(self.kept)  # other jobs of this process use them too
@@ -460,7 +506,55 @@ class Positioned(Job):
         return torch.randn(4, 6, generator=generator)
 
 
-JOBS: dict[str, Callable[[Place, int], Job]] = {
+class RankValues(Random):
+    """Random numbers, a data position and a scalar of numpy that are others on each rank."""
+
+    of_each_rank = True
+
+    def __init__(self, place: Place, seed: int) -> None:
+        super().__init__(place, seed)
+        rank = int(place.row.get_local_rank())
+        torch.manual_seed(100 * seed + rank)
+        random.seed(100 * seed + rank)
+        np.random.seed(100 * seed + rank)
+        self.kept = self.generators.state_dict()
+        self.position = {"file": f"part-{rank}", "line": 7 * rank, "weight": np.float64(rank + 1)}
+
+    def objects(self) -> dict[str, Any]:
+        return {**super().objects(), "position": self.position}
+
+    def taken(self, state: dict[str, Any]) -> None:
+        super().taken(state)
+        self.position = state["position"]
+
+    def loss(self) -> torch.Tensor:
+        assert type(self.position["weight"]) is np.float64
+        self.position["line"] += 1
+        known = self.position["line"] * self.position["weight"] + len(self.position["file"])
+        return super().loss() + float(known)
+
+
+class Logged(Job):
+    """A buffer of bytes that grows, and is read back to its end."""
+
+    def __init__(self, place: Place, seed: int) -> None:
+        super().__init__(place, seed)
+        self.log = io.BytesIO()
+
+    def objects(self) -> dict[str, Any]:
+        return {**super().objects(), "log": self.log}
+
+    def taken(self, state: dict[str, Any]) -> None:
+        super().taken(state)
+        self.log = state["log"]
+
+    def loss(self) -> torch.Tensor:
+        loss = super().loss()
+        self.log.write(f"{self.step} {float(loss.detach())}\n".encode())
+        return loss * (1 + self.log.tell()) + len(self.log.getvalue())
+
+
+JOBS: dict[str, type[Job]] = {
     "nested dicts": Nested,
     "DDP + AdamW": Replicated,
     "FSDP2 + AdamW": Sharded,
@@ -469,11 +563,16 @@ JOBS: dict[str, Callable[[Place, int], Job]] = {
     "TP + FSDP2": TwoDim,
     "uneven shards": Uneven,
     "tied weights": Tied,
+    "FSDP2, tied weights": TiedShards,
+    "zero-element tensors": Empty,
+    "compiled": Compiled,
     "LR scheduler": Scheduled,
     "optimizers in a list": Several,
     "EMA and buffers": Averaged,
     "RNG": Random,
     "data position": Positioned,
+    "values of each rank": RankValues,
+    "BytesIO": Logged,
 }
 
 

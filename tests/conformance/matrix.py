@@ -1,9 +1,10 @@
-"""Door by job by number of ranks: each ends in the losses of the next steps.
+"""API by job by number of ranks: each ends in the losses of the next steps.
 
-What is compared: a job trains `BEFORE` steps and goes through a door into a job that was built
+What is compared: a job trains `BEFORE` steps and goes through an API into a job that was built
 with other values. That one trains `AFTER` steps. Its losses have to be, bit for bit, those of a
 job that got the same values by torch's own means (`full_tensor`, `redistribute`), and on the same
-number of ranks also those of the job that was never interrupted.
+number of ranks also those of the job that was never interrupted. Losses are those of each rank, and
+so are the values that they depend on.
 """
 
 from __future__ import annotations
@@ -17,62 +18,69 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.conformance.doors import DURABLE, LIVE, PARTS
+from tests.conformance.apis import DURABLE, LIVE, PARTS
 from tests.conformance.jobs import JOBS, Job, Place, makes, painted, portrait
 
 BEFORE, AFTER = 2, 3
 RANKS = (1, 2, 3, 4)
 FIRST, OTHER = 1, 2  # seeds
-DOORS = (*DURABLE, *LIVE, *PARTS)
+APIS = (*DURABLE, *LIVE, *PARTS)
 BEHIND = max(RANKS)  # the first rank of a job that takes parts from another one
 
 
 class Cell(NamedTuple):
-    """One trip of a job through a door; `loaded` is the number of ranks at the load."""
+    """One trip of a job through an API; `loaded` is the number of ranks at the load."""
 
-    door: str
+    api: str
     job: str
     ranks: int
     loaded: int
 
 
-def cells(door: str, job: str, *, all_ranks: bool) -> list[Cell]:
-    """Every number of ranks, or one; for durable doors as many at the load, and another number, or
+def cells(api: str, job: str, *, all_ranks: bool) -> list[Cell]:
+    """Every number of ranks, or one; for durable APIs as many at the load, and another number, or
     one of these.
 
-    The choices turn, so that each door, and each job, meets every pair of numbers.
+    The choices turn, so that each API, and each job, meets every pair of numbers.
     """
-    turn = DOORS.index(door) + list(JOBS).index(job)
+    if not fits(api, job):
+        return []
+    turn = APIS.index(api) + list(JOBS).index(job)
     sizes = RANKS if all_ranks else (RANKS[turn % len(RANKS)],)
-    if door in LIVE:
-        return [Cell(door, job, ranks, ranks) for ranks in sizes]
+    if api in LIVE:
+        return [Cell(api, job, ranks, ranks) for ranks in sizes]
     shift = 1 + turn // len(RANKS) % (len(RANKS) - 1)
     found = [
-        Cell(door, job, ranks, loaded)
+        Cell(api, job, ranks, loaded)
         for ranks in sizes
         for loaded in (ranks, RANKS[(RANKS.index(ranks) + shift) % len(RANKS)])
     ]
     if all_ranks:
         return found
-    another = door in PARTS or turn // len(RANKS) % 2
+    another = api in PARTS or turn // len(RANKS) % 2
     return found[1:] if another else found[:1]
 
 
-def chosen(door: str, job: str) -> bool:
-    """Whether a pair is tried every day: a third of all, and the commonest job with each door.
+def fits(api: str, job: str) -> bool:
+    """Whether an API carries what a job has."""
+    return not JOBS[job].of_each_rank or api not in DURABLE or DURABLE[api].of_each_rank
 
-    Each door, and each job, is among these with every number of ranks.
+
+def chosen(api: str, job: str) -> bool:
+    """Whether a pair is tried every day: a third of all, and the commonest job with each API.
+
+    Each API, and each job, is among these with every number of ranks.
     """
-    return job == "FSDP2 + AdamW" or DOORS.index(door) % 3 == list(JOBS).index(job) % 3
+    return job == "FSDP2 + AdamW" or APIS.index(api) % 3 == list(JOBS).index(job) % 3
 
 
 def all_cells(*, all_ranks: bool) -> Iterator[Cell]:
-    for door in DOORS:
+    for api in APIS:
         for job in JOBS:
-            yield from cells(door, job, all_ranks=all_ranks)
+            yield from cells(api, job, all_ranks=all_ranks)
 
 
-# In the ranks. What a job is before a door, and what comes after, is worked out once a process.
+# In the ranks. What a job is before an API, and what comes after, is worked out once a process.
 
 
 @cache
@@ -97,43 +105,48 @@ def undisturbed(job: str, replicas: int, ranks: int) -> list[str]:
 
 
 def save(rank: int, group: Any, cell: Cell, root: str) -> None:
-    """Save a job, and beside it the portrait that a load is compared with."""
+    """Save a job, and next to it the portraits that a load is compared with."""
     place(1, cell.ranks)
     job = source(cell.job, 1, cell.ranks)
-    picture = portrait(job.plain())
-    if rank == 0:
-        Path(root).mkdir(parents=True)
-        torch.save(picture, Path(root) / "portrait.pt")
+    _keep_portrait(job, root, rank)
     dist.barrier()
-    DURABLE[cell.door].save(root, job)
+    DURABLE[cell.api].save(root, job)
+
+
+def _keep_portrait(job: Job, root: str, rank: int) -> None:
+    """What a rank has, with whole tensors. All ranks of the job call it together."""
+    picture = portrait(job.plain())
+    Path(root).mkdir(parents=True, exist_ok=True)
+    torch.save(picture, Path(root) / f"portrait-{rank}.pt")
 
 
 def load(rank: int, group: Any, cell: Cell, root: str) -> str:
     """Load into a new job and train it; what went wrong, if anything did."""
     here = place(1, cell.loaded)
     assert here is not None
-    door = DURABLE[cell.door]
-    wanted = expected(cell.job, cell.ranks, cell.loaded, door.whole, root)
+    api = DURABLE[cell.api]
+    known = rank if rank < cell.ranks else 0
+    wanted = expected(cell.job, cell.ranks, cell.loaded, api.whole, root, known=known)
     job = JOBS[cell.job](here, OTHER)
-    door.load(root, job)
+    api.load(root, job)
     return compared(job.train(AFTER), wanted)
 
 
-_expected: dict[tuple[str, int, int, bool], list[str]] = {}
+_expected: dict[tuple[str, int, int, bool, int, int], list[str]] = {}
 
 
 def expected(
-    job: str, ranks: int, loaded: int, whole: bool, root: str, first: int = 0
+    job: str, ranks: int, loaded: int, whole: bool, root: str, *, known: int, first: int = 0
 ) -> list[str]:
-    """The losses of a job that got its values from the portrait that `save` left at `root`."""
-    key = (job, ranks, loaded, whole)
+    """The losses of a job that got its values from the portrait of rank `known` at `root`."""
+    key = (job, ranks, loaded, whole, known, first)
     if key not in _expected:
         here = place(1, loaded, first)
         assert here is not None
         made = JOBS[job](here, OTHER)
         if whole:
             made.train(1)  # so that its optimizer has a state to be painted over
-        picture = torch.load(Path(root) / "portrait.pt", weights_only=False)
+        picture = torch.load(Path(root) / f"portrait-{known}.pt", weights_only=False)
         plain = made.plain()
         parts = picture if whole else [made.model_key]
         made.adopt({**plain, **{part: painted(plain.get(part), picture[part]) for part in parts}})
@@ -151,9 +164,9 @@ def live(rank: int, group: Any, cell: Cell) -> str:
         return ""
     job = source(cell.job, 2, cell.ranks) if rank < cell.ranks else JOBS[cell.job](here, OTHER)
     if rank < cell.ranks:
-        LIVE[cell.door].send(job, rank + cell.ranks)
+        LIVE[cell.api].send(job, rank + cell.ranks)
         return ""
-    LIVE[cell.door].recv(job, rank - cell.ranks)
+    LIVE[cell.api].recv(job, rank - cell.ranks)
     return compared(job.train(AFTER), undisturbed(cell.job, 2, cell.ranks))
 
 
@@ -161,20 +174,19 @@ def parts(rank: int, group: Any, cell: Cell, root: str) -> str:
     """Send a job from its ranks to those of another, and train that one."""
     theirs = place(1, cell.ranks)
     here = place(1, cell.loaded, BEHIND)
-    door = PARTS[cell.door]
+    api = PARTS[cell.api]
     job = source(cell.job, 1, cell.ranks) if theirs else None
-    picture = portrait(job.plain()) if job else None
-    if rank == 0:
-        Path(root).mkdir(parents=True)
-        torch.save(picture, Path(root) / "portrait.pt")
+    if job is not None:
+        _keep_portrait(job, root, rank)
     dist.barrier()
     if job is not None:
-        door.send(job, list(range(BEHIND, BEHIND + cell.loaded)))
+        api.send(job, list(range(BEHIND, BEHIND + cell.loaded)))
     if here is None:
         return ""
-    wanted = expected(cell.job, cell.ranks, cell.loaded, True, root, BEHIND)
+    # Values are those of the first source.
+    wanted = expected(cell.job, cell.ranks, cell.loaded, True, root, known=0, first=BEHIND)
     made = JOBS[cell.job](here, OTHER)
-    door.recv(made, list(range(cell.ranks)))
+    api.recv(made, list(range(cell.ranks)))
     return compared(made.train(AFTER), wanted)
 
 
@@ -186,17 +198,17 @@ def compared(got: list[str], expected: list[str]) -> str:
 
 
 def run(cell: Cell, pools: dict[int, Any], root: Path) -> str:
-    """Take a job through a door; what went wrong, if anything did."""
+    """Take a job through an API; what went wrong, if anything did."""
     try:
-        if cell.door in LIVE:
+        if cell.api in LIVE:
             # A pool of its size, or the largest: not every rank of it takes part.
             pool = pools[2 * cell.ranks] if 2 * cell.ranks in pools else pools[8]
             found = pool.run(live, cell, timeout=90)
-        elif cell.door in PARTS:
+        elif cell.api in PARTS:
             target = str(root / f"{cell}".replace("/", "-"))
             found = pools[8].run(parts, cell, target, timeout=90)
         else:
-            target = str(root / f"{cell.door}-{cell.job}-{cell.ranks}".replace("/", "-"))
+            target = str(root / f"{cell.api}-{cell.job}-{cell.ranks}".replace("/", "-"))
             if not Path(target).exists():
                 pools[cell.ranks].run(save, cell, target, timeout=90)
             found = pools[cell.loaded].run(load, cell, target, timeout=90)

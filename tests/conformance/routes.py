@@ -31,8 +31,7 @@ CASES = {
     "transfers at once": ("tests/relay/test_concurrency.py",),
     "one after the other: refusals, deadlines, changed bytes, what is left": (
         "tests/relay/test_sequences.py",
-        "tests/transports/test_offers.py",
-        "tests/transports/test_routes.py",
+        "tests/transports/routes/test_choice.py",
     ),
     "a peer is killed or stopped, at each phase": (
         "tests/faults/test_relay_faults.py",

@@ -86,16 +86,19 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["module", "_orig_mod"])
-def test_a_wrapped_model_and_one_that_is_not(tmp_path: Path, name: str) -> None:
+def test_the_state_dicts_of_a_wrapped_model_and_of_one_that_is_not(
+    tmp_path: Path, name: str
+) -> None:
     with tr.Checkpointer(tmp_path) as held:
         plain, wrapped = nn.Sequential(nn.Linear(2, 2)), Wrapped(name)
         for step, (offered, mine) in enumerate([(plain, wrapped), (wrapped, plain)]):
-            held.save(step, {"model": offered})
-            with pytest.raises(tr.MismatchError, match=rf"model\.{name}\)") as caught:
-                held.load(into={"model": mine}, step=step)
+            held.save(step, {"model": offered.state_dict()})
+            with pytest.raises(tr.MismatchError, match="pass the module itself") as caught:
+                held.load(into={"model": mine.state_dict()}, step=step)
             assert f"the keys of ['model'] differ by '{name}'" in str(caught.value)
+            held.load(into={"model": mine}, step=step)
         with pytest.raises(tr.MismatchError) as caught:  # for another reason
-            held.load(into={"model": nn.Linear(2, 2)})
+            held.load(into={"model": nn.Linear(2, 2).state_dict()})
         assert "wrapper" not in str(caught.value)
 
 
@@ -110,7 +113,7 @@ def test_destinations_without_memory_or_of_another_size(tmp_path: Path) -> None:
             ({"s": sparse}, "number of specified elements differs: offered 9, the destination has"),
         ]:
             with pytest.raises(tr.MismatchError, match=text):
-                held.load(into=mine, only="s" if "s" in mine else "m.*")
+                held.load(into=mine, include="s" if "s" in mine else "m.*")
         with pytest.raises(tr.UnsupportedLeafError, match="run the module once") as caught:
             held.save(2, {"m": lazy})
         assert caught.value.path == "['m']['weight']"
@@ -144,10 +147,10 @@ def told(rank: int, group: Any) -> list[str]:
 
 def test_a_sharded_sender_and_a_whole_destination_and_the_like(pool2: RankPool) -> None:
     expected = [
-        "save a step with Checkpointer on the sender's ranks and load that here",
+        "name all of the sender's ranks as sources, which puts the parts together",
         "send from a model that is sharded the same way",
-        "is cut anew when it is loaded",
-        "receive from the rank with the same place",
+        "which reshards it",
+        "receive from the rank with the same coordinate",
         "pass the optimizer itself",
     ]
     for texts in pool2.run(told, timeout=SECONDS):
@@ -169,22 +172,14 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
         lambda held: tr.Checkpointer(held.url, group=False, keeper=object()),  # type: ignore[arg-type]
         "keeper is a Keeper",
     ),
-    "no planner": (
-        lambda held: tr.Checkpointer(held.url, group=False, planner=object()),  # type: ignore[call-overload]
-        "planner takes a SavePlanner",
-    ),
     "no signal": (
         lambda held: tr.Checkpointer(
-            held.url, group=False, save_on_signal=lambda: (1, {}), signals=(signal.SIGKILL,)
-        ),
-        "SIGKILL.* is no signal that can be handled",
+            held.url, group=False, signals=(signal.SIGKILL,)
+        ).reached_preemption(1),
+        "SIGKILL.* is not a signal to handle",
     ),
-    "no function": (
-        lambda held: tr.Checkpointer(held.url, group=False, save_on_signal=5),  # type: ignore[arg-type]
-        "save_on_signal is a function",
-    ),
-    "only": (lambda held: held.load(only=5), "only is a pattern, or several"),
-    "only a tensor": (lambda held: held.load(only=torch.tensor(5)), "only is a pattern, or"),
+    "include": (lambda held: held.load(include=5), "include is a pattern, or several"),
+    "include a tensor": (lambda held: held.load(include=torch.tensor(5)), "include is a pattern"),
     "device": (lambda held: held.load(device="nowhere"), "device is one of torch's"),
     "delete": (lambda held: held.delete("1"), "step is an int"),
     "verify": (lambda held: held.verify("1"), "step is an int"),
@@ -192,15 +187,15 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
     "one source": (lambda held: tr.recover(sources=held.url), r"sources is a list of them"),
     "no source": (lambda held: tr.recover(sources=None), r"sources is a list of them"),  # type: ignore[arg-type]
     "age": (lambda held: tr.recover(sources=[held.url], max_age=-1), "max_age is a positive"),
-    "no URL": (lambda held: tr.pull(5), "url is an endpoint's URL"),  # type: ignore[arg-type]
-    "token": (lambda held: tr.pull("http://127.0.0.1:9", token=5), "token= is a text"),  # type: ignore[arg-type]
+    "no URL": (lambda held: tr.pull(5), "a source is a URL"),  # type: ignore[arg-type]
+    "token": (lambda held: tr.Access(token=5), "token= must be a string"),  # type: ignore[arg-type]
     "address": (
         lambda held: tr.serve({}, step=1, group=False, address=5),  # type: ignore[arg-type]
         "address is HOST:PORT",
     ),
     "certificate": (
-        lambda held: tr.serve({}, step=1, group=False, certfile=__file__),
-        "no certificate with its key in .*test_error_texts",
+        lambda held: tr.Access(certfile=__file__),
+        "test_error_texts.*holds no certificate with its key",
     ),
 }
 
@@ -221,6 +216,11 @@ def test_an_argument_that_cannot_be(one_step: tr.Checkpointer, call: str) -> Non
     assert one_step.steps() == [1] and signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_key_that_is_not_there(one_step: tr.Checkpointer) -> None:
+    with pytest.raises(tr.MismatchError, match="no key 'modl'; its keys: w"):
+        one_step.load(key="modl")
+
+
 def test_a_step_that_is_not_there(one_step: tr.Checkpointer) -> None:
     for act in (one_step.verify, one_step.record, one_step.delete):
         with pytest.raises(tr.StepNotFoundError, match="no step 9 in"):
@@ -232,7 +232,7 @@ def bad_relays(rank: int, group: Any) -> None:
         ({"join_window": "x"}, "join_window is a number of seconds"),
         ({"chunk_bytes": "1"}, "chunk_bytes is a positive number"),
         ({"pool": 1.5}, "pool is a number of bytes"),
-        ({"connections": "2"}, "connections is a number up to"),
+        ({"connections": "2"}, "connections is a number from 1 to"),
         ({"timeout": None}, "timeout is a number of seconds"),
     ]
     for arguments, said in bad:

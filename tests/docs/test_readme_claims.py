@@ -12,7 +12,8 @@ from torch.distributed.checkpoint._pg_transport import PGTransport as Stock
 
 import torchrelay as tr
 from tests.support.ranks import Killed, Ranks, reached
-from torchrelay.transports.protocol import wire
+from tests.support.ways import patched
+from torchrelay.transports.streams.sockets import DataSocket
 
 CPU = torch.device("cpu")
 COUNT = 4  # tensors of a state, each a chunk
@@ -24,7 +25,7 @@ def new_state(value: float) -> dict[str, torch.Tensor]:
 
 
 class Meddling:
-    """A group that does something to a message before it is sent."""
+    """A group that does something to a message of torch's class before it is sent."""
 
     def __init__(self, group: Any, meddle: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         self.group, self.meddle = group, meddle
@@ -46,19 +47,31 @@ def dying_sender(rank: int, group: Any, ours: bool) -> list[float]:
     """The receiver's weights after the sender was killed before its last tensor."""
     sent = 0
 
-    def meddle(tag: int, tensor: torch.Tensor) -> torch.Tensor:
+    def count() -> None:
         nonlocal sent
-        sent += tensor.nbytes == ITEMS * 4
+        sent += 1
         if sent == COUNT:
             reached("last tensor", hold=True)
+
+    def meddle(tag: int, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.nbytes == ITEMS * 4:
+            count()
         return tensor
+
+    original = DataSocket.send_chunk
+
+    def send_chunk(self: DataSocket, *args: Any, **how: Any) -> bytes:
+        count()
+        return original(self, *args, **how)
 
     mine = new_state(float(rank))
     if rank == 0:
-        held = Meddling(group, meddle)
         if ours:
-            tr.Relay(held, timeout=30, chunk_bytes=ITEMS * 4, route="group").send(mine, 1)
+            relay = tr.Relay(group, timeout=30, chunk_bytes=ITEMS * 4, route="tcp", connections=1)
+            with patched(DataSocket, send_chunk=send_chunk):
+                relay.send(mine, 1)
         else:
+            held = Meddling(group, meddle)
             Stock(held, timedelta(seconds=30), CPU).send_checkpoint([1], mine)  # type: ignore[arg-type]
         return []
     if ours:
@@ -82,28 +95,38 @@ def test_sender_killed_midway(ours: bool) -> None:
 
 
 def flipped(rank: int, group: Any) -> Any:
+    """One bit of what each class sends flips on its way."""
     flips = []
 
     def meddle(tag: int, tensor: torch.Tensor) -> torch.Tensor:
-        data = tag & 0xF == 1 if tag >= 1 << 30 else tag == 3
-        if not data or tensor.nbytes < ITEMS or tag in flips:
+        if tag != 3 or flips:
             return tensor
-        flips.append(tag)
+        flips.append("torch")
         other = tensor.clone()
         other[100] ^= 1
         return other
 
+    original = DataSocket._send
+
+    def send(self: DataSocket, data: memoryview) -> None:
+        if data.nbytes > 1000 and "relay" not in flips:
+            flips.append("relay")
+            other = bytearray(data)
+            other[100] ^= 1
+            data = memoryview(other)
+        original(self, data)
+
     state = new_state(2.0)
-    changed = Meddling(group, meddle)
     if rank == 0:
+        changed = Meddling(group, meddle)
         Stock(changed, timedelta(seconds=30), CPU).send_checkpoint([1], state)  # type: ignore[arg-type]
-        tr.Relay(changed, timeout=30, route="group").send(state, 1)
-        return len(flips)
+        with patched(DataSocket, _send=send):
+            tr.Relay(group, timeout=30, route="tcp").send(state, 1)
+        return flips
     theirs: Any = Stock(group, timedelta(seconds=30), CPU).recv_checkpoint(0)
     ours = tr.Relay(group, timeout=30).recv(0).state
     return [all((t == 2).all().item() for t in got.values()) for got in (theirs, ours)]
 
 
 def test_flipped_byte(pool2: Any) -> None:
-    assert wire.tag(0, 1) & 0xF == 1
-    assert pool2.run(flipped) == [2, [False, True]]
+    assert pool2.run(flipped) == [["torch", "relay"], [False, True]]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_flatten_with_path
 
 from tests.support.ranks import RankPool
+from torchrelay.dropin._torch_records import _prepare_state_dict
 from torchrelay.dropin._torch_wire import LENGTH_TAG, recv_torch, send_torch
 from torchrelay.errors import MismatchError, RemoteProtocolError, UnsupportedLeafError
 
@@ -418,28 +419,25 @@ def _sharded(rank: int, owners: tuple[int, ...], fill: float) -> Any:
 def sharded(rank: int, group: ProcessGroup, sender_is_stock: bool) -> None:
     ours = _sharded(rank, (0, 1), float(5 + rank))
     swapped = _sharded(rank, (1, 0), 0.0)
-
-    def send(what: object) -> None:
-        if sender_is_stock:
-            stock(group).send_checkpoint([1], what)
-        else:
-            send_torch(group, [1], what, CPU, wait)
-
     if rank == 0:
-        for _ in range(3):
-            send({"w": ours})
+        for _ in range(4):
+            if sender_is_stock:
+                stock(group).send_checkpoint([1], {"a": torch.ones(2), "w": ours})
+            else:
+                send_torch(group, [1], {"a": torch.ones(2), "w": ours}, CPU, wait)
         return
-    got = recv(group)["w"]
-    (shard,) = got.local_shards()
+    theirs: Any = stock(group).recv_checkpoint(0)
+    got = recv(group)
+    (shard,) = got["w"].local_shards()
+    (like,) = theirs["w"].local_shards()
     assert torch.equal(shard.tensor, torch.full((2, 3), 5.0))
-    assert shard.metadata.shard_offsets == [0, 0]
-    assert [str(m.placement) for m in got.metadata().shards_metadata] == [
-        "rank:1/cpu",
-        "rank:0/cpu",
-    ]
-    with pytest.raises(MismatchError, match="shards"):
-        recv(group, {"w": ours})
-    assert ours.local_shards()[0].tensor.eq(6).all()
+    assert shard.metadata == like.metadata
+    assert got["w"].metadata() == theirs["w"].metadata()
+    into = {"a": torch.zeros(2), "w": ours}
+    with pytest.raises(MismatchError, match="shards") as caught:
+        recv(group, into)
+    assert caught.value.path == "['w']"
+    assert into["a"].eq(0).all() and ours.local_shards()[0].tensor.eq(6).all()
     assert recv(group, {"w": swapped})["w"] is swapped
     assert swapped.local_shards()[0].tensor.eq(5).all()
 
@@ -448,3 +446,28 @@ def sharded(rank: int, group: ProcessGroup, sender_is_stock: bool) -> None:
 @pytest.mark.parametrize("sender_is_stock", [True, False])
 def test_sharded_tensors(pool2: RankPool, sender_is_stock: bool) -> None:
     pool2.run(sharded, sender_is_stock)
+
+
+def overlapping(rank: int, group: ProcessGroup) -> None:
+    """torch takes such a record from a peer, and refuses to make a tensor of it."""
+    ours = _sharded(rank, (0, 1), 5.0)
+    if rank == 0:
+        meta, tensors = _prepare_state_dict({"a": torch.ones(2), "w": ours}, CPU)
+        record: Any = meta.non_tensor_leaves[1]
+        record.sharded_tensor_metadata.shards_metadata[1].shard_offsets[0] = 0
+        body = torch.frombuffer(bytearray(pickle.dumps(meta)), dtype=torch.uint8)
+        length = torch.tensor([len(body)])
+        for tag, data in enumerate([length, body, *tensors], LENGTH_TAG):
+            wait(group.send([data], 1, tag), "message")
+        stock(group).send_checkpoint([1], {"a": torch.full((2,), 7.0)})
+        return
+    into = {"a": torch.zeros(2)}
+    with pytest.raises(RemoteProtocolError, match="overlap"):
+        recv(group, into)
+    assert into["a"].eq(0).all()
+    assert recv(group, into)["a"].eq(7).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shards_that_overlap_are_refused(pool2: RankPool) -> None:
+    pool2.run(overlapping)

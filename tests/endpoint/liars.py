@@ -16,9 +16,11 @@ Alter = Callable[[str, bytes], bytes | None]
 
 class Between:
     """Stands between a reader and an endpoint, and passes on what `alter` makes of each answer's
-    body; None breaks the connection off in the middle of it."""
+    body; None breaks the connection off in the middle of it. `renamed`: what the endpoint knows by
+    the first name is known to the reader by the second, which is as long."""
 
-    def __init__(self, url: str, alter: Alter) -> None:
+    def __init__(self, url: str, alter: Alter, renamed: tuple[bytes, bytes] = (b"", b"")) -> None:
+        self._true, self._false = renamed
         self._target = (urlsplit(url).hostname or "", urlsplit(url).port or 0)
         self._alter = alter
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -44,8 +46,10 @@ class Between:
                     head, body = _message(asks)
                     line = head.split(b"\r\n")[0].decode()
                     self.requests.append(line)
-                    server.sendall(head + body)
+                    server.sendall(head.replace(self._false, self._true) + body)
                     head, body = _message(answers)
+                    head = head.replace(self._true, self._false)
+                    body = body.replace(self._true, self._false)
                     altered = self._alter(line, body)
                     if altered is None:
                         reader.sendall(head + body[: len(body) // 2])

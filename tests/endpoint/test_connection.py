@@ -12,18 +12,18 @@ from collections.abc import Iterator
 import pytest
 
 from torchrelay.sources import connection
-from torchrelay.sources.connection import READ_BYTES, TAIL_BYTES, WAKE_BYTES, Host
+from torchrelay.sources.connection import HEAD_BYTES, READ_BYTES, WAKE_BYTES, Host
 
 DATA = random.Random(7).randbytes(3 * READ_BYTES)
 SIZES = [
     1,
-    TAIL_BYTES - 1,
-    TAIL_BYTES,
-    TAIL_BYTES + 1,
-    WAKE_BYTES + TAIL_BYTES,
+    HEAD_BYTES,
+    WAKE_BYTES - 1,
+    WAKE_BYTES,
+    WAKE_BYTES + 1,
+    READ_BYTES - 1,
     READ_BYTES + 1,
-    READ_BYTES + TAIL_BYTES,
-    READ_BYTES + TAIL_BYTES + 1,
+    READ_BYTES + WAKE_BYTES,
     2 * READ_BYTES + WAKE_BYTES - 1,
     3 * READ_BYTES,
 ]
@@ -72,7 +72,7 @@ def test_bodies_of_all_sizes_over_one_connection(host: Host) -> None:
         views = [memoryview(room)[:cut], memoryview(room)[cut:]] if cut else [memoryview(room)]
         assert sum(host.read("/", 5 if size < 100 else 0, views, seconds=60)) == size
         assert room == DATA[5 : 5 + size] if size < 100 else room == DATA[:size]
-    assert len(host._kept) == 1  # it was the same one all the time
+    assert len(host._idle) == 1  # it was the same one all the time
 
 
 def test_a_body_that_stops_in_the_middle_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

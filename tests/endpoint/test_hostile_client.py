@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import torchrelay as tr
+from tests.support.access import access
 from tests.support.certificates import certificate
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
@@ -32,7 +33,7 @@ STATE = {"w": torch.arange(16_000_000.0)}
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[tr.Endpoint]:
     options = {"stall": STALL, "hold": 2.0, "connections": 12, "timeout": 60}
-    with tr.serve(STATE, step=1, token=TOKEN, **options) as made:  # type: ignore[arg-type]
+    with tr.serve(STATE, step=1, **access(token=TOKEN), **options) as made:  # type: ignore[arg-type]
         end = time.monotonic() + 60
         while made.status()["step"] is None:  # it is staged, and shown a moment later
             assert time.monotonic() < end
@@ -95,28 +96,28 @@ def test_the_token_is_nowhere_to_be_seen(endpoint: tr.Endpoint) -> None:
     assert TOKEN not in repr(endpoint.status())
     assert TOKEN not in endpoint.url
     with pytest.raises(tr.EndpointError, match="does not take this token") as caught:
-        _pull(endpoint.url, token="another-" + TOKEN, timeout=30)
+        _pull(endpoint.url, timeout=30, **access(token="another-" + TOKEN))
     assert TOKEN not in str(caught.value)
 
 
 def test_the_token_by_argument_file_and_environment(
     endpoint: tr.Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _pull(endpoint.url, token=TOKEN, timeout=60).step == 1
+    assert _pull(endpoint.url, timeout=60, **access(token=TOKEN)).step == 1
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     file.chmod(0o644)
     with pytest.raises(tr.UsageError, match="chmod 600"):
-        _pull(endpoint.url, token_file=file)
+        _pull(endpoint.url, **access(token_file=file))
     file.chmod(0o600)
-    assert _pull(endpoint.url, token_file=file, timeout=60).step == 1
+    assert _pull(endpoint.url, timeout=60, **access(token_file=file)).step == 1
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
     assert _pull(endpoint.url, timeout=60).step == 1
     with pytest.raises(tr.UsageError, match="not both"):
-        _pull(endpoint.url, token=TOKEN, token_file=file)
+        _pull(endpoint.url, **access(token=TOKEN, token_file=file))
     for bad in ("", "a b", "caf\u00e9", "x" * 2000):
         with pytest.raises(tr.UsageError):
-            _pull(endpoint.url, token=bad)
+            _pull(endpoint.url, **access(token=bad))
 
 
 def test_strangers_are_kept_out_before_anything_listens(tmp_path: Path) -> None:
@@ -125,12 +126,12 @@ def test_strangers_are_kept_out_before_anything_listens(tmp_path: Path) -> None:
         with pytest.raises(tr.UsageError, match="give a token"):
             tr.serve(state, step=1, address=address)
     with pytest.raises(tr.UsageError, match="can be guessed"):
-        tr.serve(state, step=1, address="0.0.0.0:0", token="short")
+        tr.serve(state, step=1, address="0.0.0.0:0", **access(token="short"))
     for address in ("127.0.0.1", "127.0.0.1:x", ":80", "127.0.0.1:70000"):
         with pytest.raises(tr.UsageError, match="HOST:PORT"):
             tr.serve(state, step=1, address=address)
     with pytest.raises(tr.UsageError, match="no file"):
-        tr.serve(state, step=1, certfile=str(tmp_path / "none.pem"))
+        tr.serve(state, step=1, **access(certfile=str(tmp_path / "none.pem")))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(tr.EndpointError, match="in use"):
@@ -229,7 +230,9 @@ def test_a_stalled_reader_never_blocks_a_publish_and_is_dropped(endpoint: tr.End
         assert _is_closed(stalled)
     reasons = [one["reason"] for one in endpoint.status()["finished"]]
     assert any("took no bytes" in reason or "was replaced" in reason for reason in reasons), reasons
-    assert torch.equal(_pull(endpoint.url, token=TOKEN, timeout=60).state["w"], STATE["w"])
+    assert torch.equal(
+        _pull(endpoint.url, timeout=60, **access(token=TOKEN)).state["w"], STATE["w"]
+    )
 
 
 def test_volumes_go_to_others_while_some_readers_take_little_or_nothing(
@@ -245,7 +248,7 @@ def test_volumes_go_to_others_while_some_readers_take_little_or_nothing(
         head = f"GET /volumes/{snapshot}/{name} HTTP/1.1\r\nHost: x\r\n"
         line.sendall(f"{head}Authorization: Bearer {TOKEN}\r\n\r\n".encode())
         assert line.recv(500).startswith(b"HTTP/1.1 200")
-    got = _pull(endpoint.url, step=step, token=TOKEN, timeout=60)
+    got = _pull(endpoint.url, step=step, timeout=60, **access(token=TOKEN))
     assert torch.equal(got.state["w"], STATE["w"])
     end = time.monotonic() + 30
     slow[0].settimeout(20)
@@ -263,26 +266,26 @@ def test_volumes_go_to_others_while_some_readers_take_little_or_nothing(
 def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:
     key, cert = certificate(tmp_path)
     state = {"w": torch.arange(5_000_000.0)}
-    options = {"certfile": cert, "keyfile": key, "token": TOKEN, "timeout": 60}
+    options = {**access(certfile=cert, keyfile=key, token=TOKEN), "timeout": 60}
     with tr.serve(state, step=3, **options) as endpoint:  # type: ignore[arg-type]
         assert endpoint.url.startswith("https://")
-        got = _pull(endpoint.url, token=TOKEN, cafile=cert, timeout=60)
+        got = _pull(endpoint.url, timeout=60, **access(token=TOKEN, cafile=cert))
         assert torch.equal(got.state["w"], state["w"])
         with pytest.raises(tr.EndpointError, match="certificate"):
-            _pull(endpoint.url, token=TOKEN, timeout=30)
+            _pull(endpoint.url, timeout=30, **access(token=TOKEN))
         with pytest.raises(tr.UsageError, match="certfile"):
-            _pull(endpoint.url, token=TOKEN, cafile=cert, reshare=True)
-        own = {"certfile": cert, "keyfile": key, "cafile": cert, "token": TOKEN, "timeout": 60}
+            _pull(endpoint.url, reshare=True, **access(token=TOKEN, cafile=cert))
+        own = {**access(certfile=cert, keyfile=key, cafile=cert, token=TOKEN), "timeout": 60}
         seeds = [_pull(endpoint.url, reshare=True, **own).seed for _ in range(2)]
         for seed in seeds:
             assert seed is not None and seed.url.startswith("https://")
-        late = _pull(seeds[1].url, token=TOKEN, cafile=cert, timeout=60)  # type: ignore[union-attr]
+        late = _pull(seeds[1].url, timeout=60, **access(token=TOKEN, cafile=cert))  # type: ignore[union-attr]
         assert torch.equal(late.state["w"], state["w"])
         for seed in seeds:
             seed.close()  # type: ignore[union-attr]
         plain = endpoint.url.replace("https", "http")
         with pytest.raises(tr.RelayError):
-            _pull(plain, token=TOKEN, timeout=5)
+            _pull(plain, timeout=5, **access(token=TOKEN))
         file = tmp_path / "model.safetensors"
         curl = [
             "curl",
@@ -300,20 +303,20 @@ def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:
 
 def test_tls_errors_say_what_to_change(tmp_path: Path) -> None:
     key, cert = certificate(tmp_path)
-    options = {"certfile": cert, "keyfile": key, "token": TOKEN, "timeout": 60}
+    options = {**access(certfile=cert, keyfile=key, token=TOKEN), "timeout": 60}
     state = {"w": torch.ones(3)}
     with tr.serve(state, step=1, address="127.0.0.2:0", **options) as endpoint:  # type: ignore[arg-type]
         with pytest.raises(tr.EndpointError, match="address that the certificate names"):
-            _pull(endpoint.url, token=TOKEN, cafile=cert, timeout=30)
-        with pytest.raises(tr.EndpointError, match="Give cafile="):
-            _pull(endpoint.url, token=TOKEN, timeout=30)
+            _pull(endpoint.url, timeout=30, **access(token=TOKEN, cafile=cert))
+        with pytest.raises(tr.EndpointError, match="give Access\\(cafile=\\)"):
+            _pull(endpoint.url, timeout=30, **access(token=TOKEN))
         with pytest.raises(tr.PeerLostError, match="is it https://"):
-            _pull(endpoint.url.replace("https", "http"), token=TOKEN, timeout=5)
+            _pull(endpoint.url.replace("https", "http"), timeout=5, **access(token=TOKEN))
     with (
-        tr.serve(state, step=1, token=TOKEN, timeout=60) as endpoint,
+        tr.serve(state, step=1, timeout=60, **access(token=TOKEN)) as endpoint,
         pytest.raises(tr.EndpointError, match="does not speak TLS"),
     ):
-        _pull(endpoint.url.replace("http", "https"), token=TOKEN, timeout=30)
+        _pull(endpoint.url.replace("http", "https"), timeout=30, **access(token=TOKEN))
 
 
 def test_the_server_process_has_no_torch_and_ends_with_the_trainer(tmp_path: Path) -> None:

@@ -104,45 +104,35 @@ def test_head_etag_and_ranges(stage: Stage) -> None:
     assert _get(url, **{"If-None-Match": etag})[0] == 304
 
 
-def test_a_download_that_broke_off_is_continued_by_curl(stage: Stage, tmp_path: Path) -> None:
-    """After another step was published: the rest is of the step that it began with."""
+def test_a_download_that_broke_off_is_continued_by_its_step(stage: Stage, tmp_path: Path) -> None:
+    """After another step was published: the rest is of the step that the request names."""
     first, second = _state(3, 40_000), _state(4, 40_000)
-    stage.show(first)
+    step = stage.show(first)
     file = tmp_path / "model.safetensors"
     url = f"{stage.url}/model.safetensors"
     broken = _curl("--limit-rate", "20M", "--max-time", "0.5", "-o", str(file), url)
     assert broken.returncode == 28
     part = file.stat().st_size
     assert 0 < part < 40_000_000
+    etag = _ask("HEAD", url, {})[1]["ETag"]
     stage.show(second)
-    done = _curl("-f", "-C", "-", "-o", str(file), url)
+    done = _curl("-f", "-C", "-", "-o", str(file), f"{url}?step={step}")
     assert done.returncode == 0, done.stderr
     assert _same(file, first)
-    other = tmp_path / "other.safetensors"
-    assert _curl("-f", "-o", str(other), url).returncode == 0
-    assert _same(other, second)
+    # A condition on the step that is no longer the newest: all of the newest one is sent.
+    status, _, whole = _get(url, **{"Range": f"bytes={part}-", "If-Range": etag})
+    assert status == 200
+    (tmp_path / "other.safetensors").write_bytes(whole)
+    assert _same(tmp_path / "other.safetensors", second)
 
 
-def test_a_download_whose_step_is_gone_or_unknown_is_not_continued(
-    stage: Stage, tmp_path: Path
-) -> None:
-    file = tmp_path / "model.safetensors"
-    state = _state(5)
-    with tr.serve(state, step=1, timeout=30, hold=0.001) as endpoint:
-        url = f"{endpoint.url}/model.safetensors"
-        file.write_bytes(b"0" * 1000)
-        refused = _curl("-C", "-", "-o", str(file), "-w", "%{http_code}", url)
-        assert "412" in refused.stdout  # nothing was ever sent to this address
-        broken = _curl("--limit-rate", "1K", "--max-time", "1", "-o", str(file), url)
-        assert broken.returncode == 28
+def test_a_step_that_is_gone_is_not_continued(tmp_path: Path) -> None:
+    with tr.serve(_state(5), step=1, timeout=30, hold=0.001) as endpoint:
         for step in (2, 3):
             endpoint.publish(_state(step), step=step).wait(30)
-        part = file.read_bytes()
-        assert len(part) < 1_000_000
-        refused = _curl("-C", "-", "-o", str(file), "-w", "%{http_code}", url)
-        assert "412" in refused.stdout
-        status, _, text = _get(url, Range=f"bytes={len(part)}-")
-        assert status == 412 and b"?step=" in text
+        url = f"{endpoint.url}/model.safetensors?step=1"
+        status, _, text = _get(url, Range="bytes=100-")
+        assert status == 404 and b"available: 2, 3" in text
 
 
 def test_a_reader_in_the_middle_of_a_step_keeps_it_and_the_trainer_goes_on(
@@ -230,3 +220,17 @@ def test_status_and_metrics(stage: Stage, tmp_path: Path) -> None:
     names = {name.partition("{")[0] for name in values}
     assert all(f"`{name}" in page for name in names), names
     assert _get(f"{stage.url}/healthz")[2] == b"ok\n"
+
+
+def test_a_plain_range_is_answered_after_a_whole_download(stage: Stage) -> None:
+    """As readers of ranges ask, which know nothing of steps and conditions."""
+    stage.show(_state(11))
+    url = f"{stage.url}/model.safetensors"
+    whole = _get(url)[2]
+    assert _get(url, Range="bytes=100-199")[::2] == (206, whole[100:200])
+    stage.show(_state(12))
+    newer = _get(url)[2]
+    assert newer != whole
+    assert _get(url, Range="bytes=100-199")[::2] == (206, newer[100:200])
+    done = _curl("-r", "100-199", "-o", "-", "-w", "%{http_code}", url)
+    assert done.stdout.endswith("206")

@@ -13,11 +13,10 @@ import torch
 
 import torchrelay as tr
 from tests.endpoint.conftest import Stage
-from torchrelay.sources import mapped_step
+from torchrelay.sources import lent_memory
 from torchrelay.sources.connection import Host
 from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.sources.lease import LocalFacts
-from torchrelay.sources.mapped_step import LentMemory
+from torchrelay.sources.lent_memory import LentMemory, LocalFacts
 
 
 def _state(seed: int) -> dict[str, Any]:
@@ -47,10 +46,10 @@ def test_why_it_is_not(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.show(_state(3))
     got = tr.pull(stage.url, same_host=False, timeout=60)
     assert got.report.route == "http" and got.report.instead == {"mapped": "same_host=False"}
-    monkeypatch.setattr(mapped_step, "machine", lambda: "elsewhere")
+    monkeypatch.setattr(lent_memory, "machine", lambda: "elsewhere")
     got = tr.pull(stage.url, timeout=60)
     assert got.report.route == "http"
-    assert got.report.instead == {"mapped": "the endpoint is on another machine"}
+    assert got.report.instead == {"mapped": "the server is on another machine"}
     assert _is(got.state, 3)
 
 

@@ -101,24 +101,22 @@ def test_a_seed_that_lies_or_dies_is_dropped_and_named(endpoint: tr.Endpoint) ->
     again.seed.close()
 
 
-class Never:
-    """A swarm that says of every chunk that it is on its way."""
-
-    def awaits(self, mark: int) -> bool:
-        return True
-
-    def meet(self, url: str) -> list[str]:
-        return []
-
-
-def test_one_that_never_has_its_share_holds_up_nobody_for_long(endpoint: tr.Endpoint) -> None:
+def _record_of(endpoint: tr.Endpoint) -> tuple[str, bytes]:
+    """The snapshot of the step, and its record."""
     host = Host(endpoint.url)
     shown = msgspec.json.decode(host.get("/steps.json", seconds=30).body)["steps"][-1]
     data = host.get("/record?step=5", seconds=30, limit=1 << 24).body
-    with Seed("127.0.0.1", None, decode(data).files) as idle:
-        idle.show(5, shown["snapshot"], data)
-        idle.follow(Never())
-        word = msgspec.json.encode({"url": idle.url, "snapshot": shown["snapshot"]})
+    host.close()
+    return shown["snapshot"], data
+
+
+def test_one_that_never_has_its_share_holds_up_nobody_for_long(endpoint: tr.Endpoint) -> None:
+    """It says of every chunk that it is on its way."""
+    snapshot, data = _record_of(endpoint)
+    with Seed("127.0.0.1", tr.Access(), decode(data).files, expects=lambda chunk: True) as idle:
+        idle.show(5, snapshot, data)
+        word = msgspec.json.encode({"url": idle.url, "snapshot": snapshot})
+        host = Host(endpoint.url)
         assert host.post("/seeds", word, seconds=30).status == 200
         host.close()
         found = _together(2, endpoint.url)
@@ -129,19 +127,18 @@ def test_one_that_never_has_its_share_holds_up_nobody_for_long(endpoint: tr.Endp
 
 
 def test_what_is_not_here_yet_is_not_sent(endpoint: tr.Endpoint) -> None:
-    host = Host(endpoint.url)
-    data = host.get("/record?step=5", seconds=30, limit=1 << 24).body
-    host.close()
+    _, data = _record_of(endpoint)
     record = decode(data)
     file = record.files[0]
-    with Seed("127.0.0.1", None, record.files) as seed:
+    with Seed("127.0.0.1", tr.Access(), record.files) as seed:
         seed.show(5, "a" * 32, data)
         asking = Host(seed.url)
         view = [memoryview(bytearray(file.chunk_bytes))]
         path = f"/volumes/{'a' * 32}/{file.name}"
         with pytest.raises(Answered, match="not arrived"):
             list(asking.read(path, 0, view, seconds=30))
-        seed.mark(0, 1)
+        seed.space(file.name, 0, file.chunk_bytes)
+        seed.add(0, 1)
         assert sum(asking.read(path, 0, view, seconds=30)) == file.chunk_bytes
         with pytest.raises(Answered, match="not arrived"):
             list(asking.read(path, file.chunk_bytes, view, seconds=30))

@@ -148,7 +148,7 @@ def _other_record(line: str, body: bytes) -> bytes:
     return body if "/record" not in line else body[:200] + b"7" + body[201:]
 
 
-@pytest.mark.parametrize("asked", ["/steps.json", "/record", "/places.json"])
+@pytest.mark.parametrize("asked", ["/steps.json", "/record"])
 def test_an_answer_that_breaks_off_is_asked_for_again(three: list[tr.Endpoint], asked: str) -> None:
     spoilt: list[str] = []
 
@@ -184,6 +184,8 @@ def test_nobody_is_there() -> None:
         _pull("http://127.0.0.1:9", timeout=5)
     with pytest.raises(tr.UsageError, match="TORCHRELAY_TOKEN"):
         _pull("http://me:secret@127.0.0.1:9", timeout=5)
-    for url in ("ftp://127.0.0.1:9", "127.0.0.1:9", "http://", "http://a/b"):
+    for url in ("ftp://127.0.0.1:9", "http://", "http://a/b"):
         with pytest.raises(tr.UsageError):
             _pull(url, timeout=5)
+    with pytest.raises(tr.CheckpointError, match="no such directory"):
+        _pull("127.0.0.1:9", timeout=5)

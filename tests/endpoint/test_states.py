@@ -71,7 +71,7 @@ def test_memory_of_an_earlier_pull_shows_nothing_of_it(stage: Stage) -> None:
     into = {"a": torch.zeros(numel), "b": torch.zeros(numel - 1)}
     with pytest.raises(tr.MismatchError):
         _pull(stage.url, step=step, into=into, timeout=60)
-    second = _pull(stage.url, step=step, only=patterns, timeout=60).state
+    second = _pull(stage.url, step=step, include=patterns, timeout=60).state
     assert before in (second["a"].data_ptr(), second["b"].data_ptr())
     assert torch.equal(second["a"], torch.arange(2.0 * numel)[::2])
     assert bool((second["b"] == 3).all()) and bool((kept == 2).all())
@@ -123,7 +123,7 @@ def test_a_destination_that_does_not_fit_stays_as_it_is(stage: Stage) -> None:
 
 def test_only_some_paths(stage: Stage) -> None:
     step = stage.show({"model": {"w": torch.ones(3)}, "optimizer": {"m": torch.ones(4)}})
-    got = _pull(stage.url, step=step, only="model.*", timeout=30)
+    got = _pull(stage.url, step=step, include="model.*", timeout=30)
     assert list(got.state) == ["model"]
     assert sum(got.report.sources.values()) < 4096
 
@@ -148,7 +148,7 @@ def test_a_pull_sees_what_was_published_before_it(stage: Stage) -> None:
     """Though its digests are made meanwhile."""
     step = stage.show({}) + 1
     stage.endpoint.publish({"a": torch.ones(8_000_000)}, step=step)
-    assert _pull(stage.url, only="a", timeout=30).step == step
+    assert _pull(stage.url, include="a", timeout=30).step == step
 
 
 def test_a_step_with_the_same_number_or_a_lower_one_is_the_newest() -> None:
@@ -170,3 +170,39 @@ def test_progress_and_report(stage: Stage) -> None:
     assert got.report.route == "http" and got.report.verified
     assert sum(got.report.sources.values()) >= 32_000_000
     assert set(got.report.seconds) == {"plan", "verify", "land", "commit"}
+
+
+def test_a_subtree_and_patterns(stage: Stage) -> None:
+    """`key` takes the state below a key; `include` takes paths of it, each where it is."""
+    state = {
+        "model": {"w": torch.ones(3), "layers": [torch.full((2,), 1.0), torch.full((2,), 2.0)]},
+        "optimizer": {"m": torch.ones(4)},
+        "step": 7,
+    }
+    step = stage.show(state)
+    options: dict[str, Any] = {"step": step, "timeout": 30}
+    assert_same(state["model"], _pull(stage.url, key="model", **options).state, at_rest=True)
+    assert _pull(stage.url, key="step", **options).state == 7
+    assert torch.equal(
+        _pull(stage.url, key="model.layers.1", **options).state, torch.full((2,), 2.0)
+    )
+    got = _pull(stage.url, include="model", **options)
+    assert list(got.state) == ["model"] and list(got.state["model"]) == ["w", "layers"]
+    got = _pull(stage.url, key="model", include=["w"], **options)
+    assert list(got.state) == ["w"]
+    into = {"w": torch.zeros(3), "layers": [torch.zeros(2), torch.zeros(2)]}
+    assert _pull(stage.url, key="model", into=into, **options).state is into
+    assert into["w"].all() and into["layers"][1][0] == 2
+    with pytest.raises(tr.MismatchError, match="model, optimizer, step"):
+        _pull(stage.url, key="nothing", **options)
+    with pytest.raises(tr.MismatchError, match="shape"):
+        _pull(stage.url, key="model", into={**into, "w": torch.zeros(4)}, **options)
+
+
+def test_the_names_in_an_error_are_complete(stage: Stage) -> None:
+    names = [f"part{number:02}" for number in range(30)]
+    step = stage.show({name: torch.ones(1) for name in names})
+    for chosen in ({"include": "zzz"}, {"key": "zzz"}):
+        with pytest.raises(tr.MismatchError) as caught:
+            _pull(stage.url, step=step, timeout=30, **chosen)
+        assert all(name in str(caught.value) for name in names), caught.value

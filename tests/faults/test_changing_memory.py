@@ -14,13 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
-from torchrelay.checkpointer.saves.staging import Pipeline
 from torchrelay.plan.stream import Stream
 from torchrelay.record.digest import digest
 from torchrelay.stores.dcp import Writer
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.shares import drafting
-from torchrelay.stores.writer.ranges import FileSpec
+from torchrelay.stores.shares import share as shares
+from torchrelay.stores.shares.staging import Pipeline
+from torchrelay.stores.writer.file_writer import FileSpec
 
 
 def changed_before_each_write(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> list[int]:
@@ -125,9 +125,9 @@ def test_memory_that_changes_after_a_gpu_has_hashed_it_is_not_committed(
             tensor[changes.pop()] += 1
         stage(self, workers)
 
-    monkeypatch.setattr(drafting, "DeviceHashing", HashingOnHost)
+    monkeypatch.setattr(shares, "DeviceHashing", HashingOnHost)
     monkeypatch.setattr(Pipeline, "stage", changing)
-    with tr.Checkpointer(tmp_path, stage="host") as ckpt:
+    with tr.Checkpointer(tmp_path, stage_on="host") as ckpt:
 
         def save(step: int) -> None:
             if way == "save":

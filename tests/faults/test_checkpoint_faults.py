@@ -32,10 +32,10 @@ from tests.support.ranks import Killed, RankPool, Ranks, reached
 from tests.support.saved import equal, state, which
 from tests.support.saver import is_gone
 from torchrelay.checkpointer import KeepAll, KeepEvery, KeepLast
+from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.store import LocalStore
-from torchrelay.transports.group.assembly import Assembly
 
 SHORT = 3.0  # seconds a call may take that is meant to fail by its deadline
 GRACE = 1.5  # seconds past it
@@ -259,7 +259,7 @@ def test_a_rank_killed_in_its_write(pool2: RankPool, tmp_path: Path, victim: int
     assert (out.error, out.rank, out.phase) == told, out
     assert out.seconds < SHORT + GRACE
     if victim:
-        assert "rank 1: writing model.rank-00001-of-00002.safetensors" in out.text
+        assert "rank 1 (writing model.rank-00001-of-00002.safetensors)" in out.text
     assert pool2.run(load_is, str(tmp_path), 1, 1) == [True, True]
     assert only_steps(tmp_path, 1)
     pool2.run(save_one, str(tmp_path), 2)
@@ -356,7 +356,7 @@ def test_the_process_with_the_groups_store_is_gone() -> None:
     process.start()
     try:
         assert ours.poll(60)
-        call = Assembly(Member(ours.recv()), "test").call()
+        call = Coordinator(Member(ours.recv()), "test").call("test")
         timer = threading.Timer(0.3, process.kill)
         timer.start()
         out = attempt(lambda: call.round("write", lambda: b"", lambda said: said, Deadline(20)))
@@ -373,7 +373,7 @@ def test_the_process_with_the_groups_store_is_gone() -> None:
 
 
 def writer_of(checkpointer: tr.Checkpointer) -> int:
-    pid = checkpointer._saver._shares.process.pid
+    pid = checkpointer._saver.writer.process.pid
     assert pid is not None
     return pid
 
@@ -484,16 +484,16 @@ def test_a_second_save_while_one_is_under_way(tmp_path: Path) -> None:
 def busy(rank: int, group: Any, root: str) -> list[Any]:
     files = HeldCommit()
     with stores_with(files):
-        checkpointer = tr.Checkpointer(root, group=group, timeout=20, on_busy="skip")
+        checkpointer = tr.Checkpointer(root, group=group, timeout=20)
     with checkpointer:
         first = checkpointer.save_async(1, mine(rank, 1))
         if rank == 0:
             assert files.there.wait(20)
         dist.barrier(group)
-        second = checkpointer.save_async(2, mine(rank, 2))
+        second = checkpointer.save_async(2, mine(rank, 2), on_busy="skip")
         files.go.set()
         first.result(20)
-        third = checkpointer.save_async(3, mine(rank, 3))
+        third = checkpointer.save_async(3, mine(rank, 3), on_busy="skip")
         checkpointer.wait(20)
         return [second.skipped, third.skipped, equal(checkpointer.load().state, mine(rank, 3))]
 
@@ -547,7 +547,7 @@ def held_saver(link: Connection, root: str, background: bool) -> None:
         act = checkpointer.save_async if background else checkpointer.save
         threading.Thread(target=act, args=(2, state(2)), daemon=True).start()
         assert files.there.wait(30)
-        link.send(checkpointer._saver._shares.process.pid)
+        link.send(checkpointer._saver.writer.process.pid)
         link.recv()
 
 
@@ -581,27 +581,30 @@ def test_a_trainer_killed_in_a_save(tmp_path: Path, children: list[Any], backgro
 
 
 def signalled(link: Connection, root: str, when: str) -> None:
-    """A trainer that is told to end, and saves what it has."""
+    """A trainer that is asked to end, and saves its state."""
     torch.set_num_threads(1)
     files = HeldCommit()
     if when == "idle":
         files.go.set()
     with stores_with(files):
-        checkpointer = tr.Checkpointer(
-            root, timeout=60, keep=KeepAll(), save_on_signal=lambda: (9, state(9))
-        )
+        checkpointer = tr.Checkpointer(root, timeout=60, keep=KeepAll())
+    checkpointer.reached_preemption(0)
     if when != "idle":
         checkpointer.save_async(2, state(2))
         assert files.there.wait(30)
         threading.Thread(target=lambda: (link.recv(), files.go.set()), daemon=True).start()
     link.send("ready")
-    while True:
-        time.sleep(10)
+    step = 8
+    while not checkpointer.reached_preemption(step):
+        time.sleep(0.01)
+    checkpointer.save(9, state(9))
+    checkpointer.close()
 
 
 @pytest.mark.parametrize("when", ["idle", "saving"])
-def test_sigterm_makes_a_last_save(tmp_path: Path, children: list[Any], when: str) -> None:
-    """After the save under way; then the process ends as SIGTERM ends it."""
+def test_a_job_that_is_asked_to_stop_saves_after_the_save_in_progress(
+    tmp_path: Path, children: list[Any], when: str
+) -> None:
     process, link = started(signalled, str(tmp_path), when)
     children.append(process)
     assert link.poll(60) and link.recv() == "ready"
@@ -609,7 +612,7 @@ def test_sigterm_makes_a_last_save(tmp_path: Path, children: list[Any], when: st
     with suppress(OSError):
         link.send("go on")
     process.join(30)
-    assert process.exitcode == -signal.SIGTERM
+    assert process.exitcode == 0
     with tr.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.steps() == ([9] if when == "idle" else [2, 9])
         for step in checkpointer.steps():

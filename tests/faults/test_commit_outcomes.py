@@ -18,8 +18,8 @@ import torchrelay as tr
 from tests.support.ranks import Exited, RankPool, Ranks
 from tests.support.s3 import S3
 from tests.support.saved import state, which
+from torchrelay.coordination import group_store
 from torchrelay.stores.local.files import Files
-from torchrelay.transports.group import store_values
 
 
 def outcome(save: Callable[[], object]) -> str:
@@ -248,7 +248,7 @@ def save_and_end(rank: int, group: Any, root: str, when: str) -> str:
     if rank == 0 and when == "in the commit":
         Files.rename = last_act  # type: ignore[method-assign]
     if rank == 1:
-        store_values.POLL = (0.3, 0.3)  # it looks seldom
+        group_store.POLL = (0.3, 0.3)  # it looks seldom
     told = outcome(lambda: ckpt.save(1, state(1)))
     if rank == 0:
         os._exit(0)

@@ -15,13 +15,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import torchrelay as tr
-from tests.support.ranks import RankPool
 from torchrelay import dropin
 from torchrelay.dropin.stock_dcp import read_stock, write_stock
 from torchrelay.errors import CheckpointError
 from torchrelay.plan.outline import outline
 from torchrelay.stores.dcp import Reader, Writer
-from torchrelay.stores.shares.drafting import sealed
+from torchrelay.stores.shares.commit_record import sealed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -125,20 +124,3 @@ def test_saving_without_collectives_is_refused(tmp_path: Path) -> None:
             no_dist=True,
         )
     assert steps(tmp_path) == []
-
-
-def cached_plans(rank: int, group: Any, place: str) -> str:
-    planner = DefaultSavePlanner(enable_plan_caching=True)
-    state = {"w": torch.ones(2), "v": torch.ones(3)}
-    for step in range(2):
-        try:
-            dcp.save(state, storage_writer=Writer(place, step=step), planner=planner)
-        except CheckpointException as fault:
-            return str(fault)
-    return ""
-
-
-def test_plans_that_ranks_have_kept_are_refused(pool2: RankPool, tmp_path: Path) -> None:
-    told = pool2.run(cached_plans, str(tmp_path), timeout=60)
-    assert all("enable_plan_caching" in each for each in told), told
-    assert steps(tmp_path) == [0]

@@ -42,7 +42,7 @@ def which(live: dict[str, Any], megabytes: int, *seeds: int) -> int | str:
 def trial(
     rank: int, group: Any, receivers: list[int], megabytes: int, timeout: float, atomic: bool
 ) -> None:
-    with taking("channel"):
+    with taking("tcp"):
         relay = tr.Relay(group, chunk_bytes=256 << 10, join_window=2.0)
         live, mine = state(OLD, megabytes), state(NEW, megabytes)
         reached("ready", hold=True)

@@ -21,7 +21,7 @@ from tests.support.saved import state, which
 from torchrelay.checkpointer import Keep
 from torchrelay.stores.dcp import Writer
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.writer.ranges import Writing
+from torchrelay.stores.writer.file_writer import FileWriter
 
 
 class Broken(Keep):
@@ -80,14 +80,14 @@ def test_old_steps_in_a_bucket_are_removed_at_the_end_of_a_program(
 
 
 def after_writing(monkeypatch: pytest.MonkeyPatch, disturb: Any) -> None:
-    finish = Writing.finish
+    finish = FileWriter.finish
 
-    def disturbed(self: Writing) -> list[bytes]:
+    def disturbed(self: FileWriter) -> list[bytes]:
         digests = finish(self)
         disturb()
         return digests
 
-    monkeypatch.setattr(Writing, "finish", disturbed)
+    monkeypatch.setattr(FileWriter, "finish", disturbed)
 
 
 @pytest.mark.parametrize("how", ["removed", "cut"])
@@ -160,7 +160,7 @@ def test_a_folder_of_a_steps_name_without_a_record_is_no_step(tmp_path: Path) ->
         assert ckpt.steps() == [] and ckpt.latest() is None
         with pytest.raises(tr.StepNotFoundError):
             ckpt.load(step=5)
-        with pytest.raises(tr.CheckpointError, match=r"no step.*manifest.json.*move it") as caught:
+        with pytest.raises(tr.CheckpointError, match=r"not a step.*manifest.*move it") as caught:
             ckpt.save(5, state(5))
         assert not isinstance(caught.value, tr.StepExistsError)
         ckpt.save(5, state(5), overwrite=True)

@@ -37,7 +37,7 @@ class Last:
 
 def leaves_a_wait_behind(rank: int, group: Any, waits_for: int, place: str) -> None:
     """Rank 0 gives up on a receive, and ends as an interpreter does."""
-    with taking("channel"):
+    with taking("tcp"):
         relay = tr.Relay(group, chunk_bytes=CHUNK)
         if rank == 0:
             out = attempt(lambda: relay.recv(waits_for, timeout=0.2))

@@ -15,11 +15,10 @@ import torch
 import torchrelay as tr
 from tests.support.cuts import stores_with
 from tests.support.ranks import RankPool
-from tests.support.saved import equal, state, training, which
-from torchrelay.checkpointer.saves import saver as saving
-from torchrelay.checkpointer.saves import staging, step_draft
+from tests.support.saved import equal, state, which
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.seam import MANIFEST
+from torchrelay.stores.shares import space, staging
 
 
 class FailingCommit(Files):
@@ -35,22 +34,17 @@ class FailingCommit(Files):
         return super().create(path)
 
 
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "RETRY_SECONDS", 0.01)
-
-
-def checkpointer_on(root: Path, failures: int, **options: Any) -> tr.Checkpointer:
+def checkpointer_on(root: Path, failures: int) -> tr.Checkpointer:
     with stores_with(FailingCommit(failures)):
-        return tr.Checkpointer(root, group=False, timeout=30, **options)
+        return tr.Checkpointer(root, group=False, timeout=30)
 
 
 def test_a_failed_save_stops_nothing_if_it_is_to_warn(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is in the `Pending`, in the log and in the count; the next calls go on."""
-    with checkpointer_on(tmp_path, 1, on_error="warn", retries=0) as checkpointer:
-        pending = checkpointer.save_async(1, state(1))
+    with checkpointer_on(tmp_path, 1) as checkpointer:
+        pending = checkpointer.save_async(1, state(1), on_error="warn")
         checkpointer.save_async(2, state(2)).result(20)
         assert isinstance(pending.exception(20), tr.CheckpointError)
         assert checkpointer.failures == 1
@@ -63,15 +57,15 @@ def test_a_full_disk_stops_nothing_if_it_is_to_warn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is found before anything is staged."""
-    monkeypatch.setattr(step_draft, "HEADROOM", 1 << 60)
-    with tr.Checkpointer(tmp_path, group=False, timeout=30, on_error="warn") as checkpointer:
-        pending = checkpointer.save_async(1, state(1))
+    monkeypatch.setattr(space, "HEADROOM", 1 << 60)
+    with tr.Checkpointer(tmp_path, group=False, timeout=30) as checkpointer:
+        pending = checkpointer.save_async(1, state(1), on_error="warn")
         assert isinstance(fault := pending.exception(20), tr.CheckpointError)
-        assert "no room" in str(fault) and checkpointer.failures == 1
-        with pytest.raises(tr.CheckpointError, match="no room"):
+        assert "no space" in str(fault) and checkpointer.failures == 1
+        with pytest.raises(tr.CheckpointError, match="no space"):
             checkpointer.save(1, state(1))
         with pytest.raises(tr.UnsupportedLeafError):
-            checkpointer.save_async(1, {"ours": object()})
+            checkpointer.save_async(1, {"ours": object()}, on_error="warn")
         monkeypatch.undo()
         checkpointer.save_async(2, state(2)).result(20)
         assert checkpointer.steps() == [2] and checkpointer.failures == 1
@@ -79,9 +73,10 @@ def test_a_full_disk_stops_nothing_if_it_is_to_warn(
 
 def test_a_place_that_cannot_be_listed_stops_nothing_if_it_is_to_warn(tmp_path: Path) -> None:
     root = tmp_path / "job"
-    with tr.Checkpointer(root, group=False, timeout=30, on_error="warn") as checkpointer:
+    with tr.Checkpointer(root, group=False, timeout=30) as checkpointer:
         root.write_text("in the way")
-        assert isinstance(checkpointer.save_async(1, state(1)).exception(20), tr.CheckpointError)
+        pending = checkpointer.save_async(1, state(1), on_error="warn")
+        assert isinstance(pending.exception(20), tr.CheckpointError)
         root.unlink()
         checkpointer.save_async(2, state(2)).result(20)
         assert checkpointer.steps() == [2] and checkpointer.failures == 1
@@ -95,66 +90,38 @@ def test_a_failed_save_is_raised_by_the_next_call_by_default(tmp_path: Path) -> 
         assert checkpointer.failures == 1
 
 
-def test_a_failed_save_is_tried_again_from_what_it_staged(tmp_path: Path) -> None:
-    """The state may be another one by then."""
-    with checkpointer_on(tmp_path, 2, on_error="warn") as checkpointer:
-        live = training(1)
-        pending = checkpointer.save_async(1, live)
-        live["big"].zero_()
-        saved = pending.result(30)
-        assert saved is not None and len(saved.failures) == 2
-        assert all("the medium has a fault" in failure for failure in saved.failures)
-        assert checkpointer.failures == 0
-        assert equal(checkpointer.load(step=1).state, training(1))
-    assert [path.name for path in tmp_path.iterdir() if ".tmp-" in path.name] == []
-
-
-def test_retries_are_bounded(tmp_path: Path) -> None:
-    with checkpointer_on(tmp_path, 99, on_error="warn", retries=3) as checkpointer:
-        assert isinstance(checkpointer.save_async(1, state(1)).exception(30), tr.CheckpointError)
-        assert checkpointer.failures == 1 and checkpointer.steps() == []
-
-
-def test_what_is_staged_no_more_is_not_tried_again(tmp_path: Path) -> None:
-    """With a budget, the arena has been filled anew by then."""
-    options = {"on_error": "warn", "retries": 5, "memory_budget": 16 << 20}
-    with checkpointer_on(tmp_path, 1, **options) as checkpointer:
-        pending = checkpointer.save_async(1, {"w": torch.ones(6 << 20)})
-        assert isinstance(pending.exception(30), tr.CheckpointError)
-        assert checkpointer.failures == 1 and checkpointer.steps() == []
-
-
-def test_a_step_that_is_there_is_not_tried_again(tmp_path: Path) -> None:
-    with checkpointer_on(tmp_path, 0, on_error="warn", retries=5) as checkpointer:
+def test_a_step_that_exists_is_refused_also_if_failures_only_warn(tmp_path: Path) -> None:
+    with checkpointer_on(tmp_path, 0) as checkpointer:
         checkpointer.save(1, state(1))
         with pytest.raises(tr.StepExistsError):
-            checkpointer.save_async(1, state(2))
+            checkpointer.save_async(1, state(2), on_error="warn")
         assert which(checkpointer.load().state, [1]) == 1
 
 
-def retry_together(rank: int, group: Any, root: str) -> tuple[int, bool]:
-    saving.RETRY_SECONDS = 0.01
+def warn_together(rank: int, group: Any, root: str) -> tuple[bool, int, bool]:
     with (
         stores_with(FailingCommit(1)),
-        tr.Checkpointer(root, group=group, timeout=30, on_error="warn") as checkpointer,
+        tr.Checkpointer(root, group=group, timeout=30) as checkpointer,
     ):
         live = {"w": torch.full((500,), 1.0), "own": torch.full((3,), float(rank))}
-        pending = checkpointer.save_async(1, live)
-        live["w"].zero_()
-        saved = pending.result(30)
-        assert saved is not None
+        failed = checkpointer.save_async(1, live, on_error="warn").exception(30)
+        checkpointer.save_async(2, live, on_error="warn").result(30)
         got = checkpointer.load().state
-        return len(saved.failures), bool((got["w"] == 1).all() and (got["own"] == rank).all())
+        right = bool((got["w"] == 1).all() and (got["own"] == rank).all())
+        return isinstance(failed, tr.CheckpointError), checkpointer.failures, right
 
 
-def test_all_ranks_try_again_together(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(retry_together, str(tmp_path), timeout=60) == [(1, True), (1, True)]
+def test_a_failed_save_of_ranks_stops_none_of_them(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(warn_together, str(tmp_path), timeout=60) == [(True, 1, True)] * 2
 
 
-@pytest.mark.parametrize("bad", [{"on_error": "ignore"}, {"retries": -1}, {"retries": 1.5}])
+@pytest.mark.parametrize("bad", [{"on_error": "ignore"}, {"on_busy": "perhaps"}])
 def test_bad_arguments_are_refused(tmp_path: Path, bad: dict[str, Any]) -> None:
-    with pytest.raises(tr.UsageError, match=next(iter(bad))):
-        tr.Checkpointer(tmp_path, group=False, **bad)
+    with (
+        tr.Checkpointer(tmp_path, group=False) as checkpointer,
+        pytest.raises(tr.UsageError, match=next(iter(bad))),
+    ):
+        checkpointer.save_async(1, state(1), **bad)
 
 
 @pytest.mark.parametrize("kind", ["save", "save_async", "budget"])

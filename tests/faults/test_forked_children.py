@@ -20,35 +20,11 @@ import torch
 
 import torchrelay as tr
 from tests.support.cuts import stores_with
-from tests.support.forks import servers
+from tests.support.forks import in_process, servers
 from tests.support.saved import equal, state, which
 from torchrelay.stores.local.files import Files
 
 SECONDS = 5.0  # in which whatever is to be at once is over, also on a machine that is busy
-
-
-def in_process(act: Callable[..., Any], *args: Any) -> Any:
-    """Call in a process that may fork; raises what it raised."""
-    ours, theirs = servers.Pipe(duplex=False)
-    process = servers.Process(target=_call, args=(theirs, act, args))
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(60), f"{act.__name__} does not end"
-        worked, value = ours.recv()
-    finally:
-        process.kill()
-        process.join(20)
-    assert worked, value
-    return value
-
-
-def _call(link: Any, act: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    try:
-        link.send((True, act(*args)))
-    except BaseException:
-        link.send((False, traceback.format_exc()))
 
 
 def fork(act: Callable[[], Any], *, at_exit: bool = False) -> int:
@@ -198,7 +174,8 @@ def test_sys_exit_of_a_forked_child_waits_for_nothing(tmp_path: Path) -> None:
 
 
 def terminate_child(root: str) -> tuple[int, list[int]]:
-    checkpointer = tr.Checkpointer(root, timeout=30, save_on_signal=lambda: (9, state(9)))
+    checkpointer = tr.Checkpointer(root, timeout=30)
+    assert not checkpointer.reached_preemption(0)
     checkpointer.save(1, state(1))
     ready, begun = os.pipe()
 
@@ -222,7 +199,7 @@ def test_a_signal_to_a_forked_child_saves_nothing(tmp_path: Path) -> None:
 def close_beside_children(root: str) -> float:
     checkpointer = tr.Checkpointer(root, timeout=30)
     checkpointer.save_async(1, state(1)).result(20)
-    writer = checkpointer._saver._shares.process.pid
+    writer = checkpointer._saver.writer.process.pid
     children = [fork(lambda: time.sleep(60)) for _ in range(2)]
     begun = time.monotonic()
     checkpointer.close()
@@ -282,17 +259,14 @@ def square(number: int) -> int:
 
 def train_beside_workers(root: str) -> tuple[list[int], list[int], float, list[int]]:
     """A loop with a DataLoader of two workers and a pool, which saves beside them."""
-    at = 0
-    checkpointer = tr.Checkpointer(
-        root, timeout=30, keep=tr.KeepLast(20), save_on_signal=lambda: (100 + at, state(at))
-    )
+    checkpointer = tr.Checkpointer(root, timeout=30, keep=tr.KeepLast(20))
     sums = []
     loader = torch.utils.data.DataLoader(
         Rows(), batch_size=8, num_workers=2, persistent_workers=True
     )
     for at, batch in enumerate(loader):
         checkpointer.save_async(at, state(at))
-        assert not checkpointer.tick(at)
+        assert not checkpointer.reached_preemption(at)
         sums.append(int(batch.sum()))
     with multiprocessing.get_context("fork").Pool(2) as pool:  # leaving it terminates them
         assert pool.map(square, range(8)) == [n * n for n in range(8)]

@@ -17,27 +17,26 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, same, weights
-from tests.support.ways import elsewhere, patched
+from tests.support.messages import altering
+from tests.support.ways import patched
 from torchrelay.geometry.runs import Runs
-from torchrelay.transports.group.lines import ControlLine
-from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.receiver import LastTables, off_schedule
-from torchrelay.transports.routes import notes
-from torchrelay.transports.routes.choice import GROUP
-from torchrelay.transports.routes.host import HostServer, Memory
-from torchrelay.transports.routes.nearby import place
-from torchrelay.transports.routes.nearby.place import Process, Proof, claim
-from torchrelay.transports.transfer import intake
+from torchrelay.transports.routes.host import place
+from torchrelay.transports.routes.host.place import Process, Proof, claim
+from torchrelay.transports.routes.memory import MemoryFacts, MemoryService, MemoryTable
+from torchrelay.transports.routes.route import Outgoing
+from torchrelay.transports.routes.tcp import TcpGo
+from torchrelay.transports.streams.sockets import DataSocket
+from torchrelay.transports.wire.messages import NONCE_BYTES, Digests, Go, Join, read_as, write
 
 OLD, NEW = 100, 1
 TIMEOUT = 20.0
-NONCE = b"n" * wire.NONCE_BYTES
-CLAIM = claim(NONCE, 1, 0, 7)
+NONCE = b"n" * NONCE_BYTES
+TRANSFER = b"t" * 16
+CLAIM = claim(NONCE, 1, 0, TRANSFER)
 SECRET = b"not for you " * 6_000
 
 
@@ -86,10 +85,10 @@ SHOWN: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[int]], str
     "a file in shared memory": (lambda: on_disk("/dev/shm"), NO_MEMFD),
     "what can be changed": (lambda: memfd(CLAIM), ANOTHER),
     "what can grow": (lambda: memfd(CLAIM, place._SEALS & ~fcntl.F_SEAL_GROW), ANOTHER),
-    "another rank's claim": (lambda: proof(claim(NONCE, 2, 0, 7)), ANOTHER),
-    "a claim for another reader": (lambda: proof(claim(NONCE, 1, 2, 7)), ANOTHER),
-    "a claim of another transfer": (lambda: proof(claim(NONCE, 1, 0, 8)), ANOTHER),
-    "an older claim": (lambda: proof(claim(b"o" * 16, 1, 0, 7)), ANOTHER),
+    "another rank's claim": (lambda: proof(claim(NONCE, 2, 0, TRANSFER)), ANOTHER),
+    "a claim for another reader": (lambda: proof(claim(NONCE, 1, 2, TRANSFER)), ANOTHER),
+    "a claim of another transfer": (lambda: proof(claim(NONCE, 1, 0, b"u" * 16)), ANOTHER),
+    "an older claim": (lambda: proof(claim(b"o" * 16, 1, 0, TRANSFER)), ANOTHER),
     "a longer claim": (lambda: proof(CLAIM + b"x"), ANOTHER),
     "nothing": (lambda: contextlib.nullcontext(-1), "does not say how to recognise"),
     "a closed file": (lambda: contextlib.nullcontext(1 << 20), "No such file"),
@@ -145,12 +144,6 @@ def test_the_user_of_a_process_is_what_the_kernel_says() -> None:
     assert place._users(os.getpid()) == (os.getuid(), os.geteuid())
 
 
-def test_numbers_of_a_process_that_cannot_be() -> None:
-    for numbers in ([-1, 3, 5], [1 << 32 | 7, 3, 5], [1, 1 << 31, 5], [1, -2, 5], [1, 3, -5]):
-        with pytest.raises(tr.RemoteProtocolError):
-            notes.read_process(numbers)
-
-
 # A sender that names memory which is not its own
 
 
@@ -162,28 +155,33 @@ def secret_here(group: Any, owner: int) -> tuple[Process, Any]:
     return told[0], buffer
 
 
-def naming(victim: Process, fd: int | None) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def naming(victim: Process, fd: int | None) -> Iterator[None]:
     """Within: this sender says that its state lies in the victim's secret."""
-    original = HostServer.memory
+    facts, table = MemoryService.facts, MemoryService.table
 
-    def memory(self: HostServer, join: wire.Join, line: ControlLine) -> Memory:
-        true = original(self, join, line)
-        size = min(self._stream_bytes, len(SECRET))
+    def lied(self: MemoryService, outgoing: Outgoing) -> MemoryFacts:
+        true = facts(self, outgoing)
         return msgspec.structs.replace(
             true,
             place=msgspec.structs.replace(true.place, pid=victim.pid),
             beacon=victim.beacon,
             fd=true.fd if fd is None else fd,
-            host=Runs([0], [victim.beacon], [size]).pack(),
         )
 
-    return patched(HostServer, memory=memory)
+    def there(self: MemoryService, outgoing: Outgoing) -> MemoryTable:
+        size = min(outgoing.snapshot.chunks.stream_bytes, len(SECRET))
+        memory = Runs([0], [victim.beacon], [size]).pack()
+        return msgspec.structs.replace(table(self, outgoing), host=memory)
+
+    with patched(MemoryService, facts=lied, table=there):
+        yield
 
 
 def steals(rank: int, group: Any, owner: int, shown: bool) -> Any:
     """Rank 0 points rank 1 at the memory of `owner`; `shown`: at a claim that is there, too."""
     victim, buffer = secret_here(group, owner)
-    made = Proof(claim(NONCE, owner, 1, 7)) if rank == owner else None
+    made = Proof(claim(NONCE, owner, 1, TRANSFER)) if rank == owner else None
     told: list[Any] = [made.process.fd if made is not None else 0]
     dist.broadcast_object_list(told, owner, group=group)
     relay = tr.Relay(group, timeout=TIMEOUT, chunk_bytes=CHUNK)
@@ -193,7 +191,7 @@ def steals(rank: int, group: Any, owner: int, shown: bool) -> Any:
             relay.send(weights(NEW), 1)
     elif rank == 1:
         got = relay.recv(0)
-        result = same(got.state, weights(NEW)), got.report.route, got.report.instead["host"]
+        result = same(got.state, weights(NEW)), got.report.route, got.report.instead["memory"]
     dist.barrier(group)
     del buffer, made
     return result
@@ -202,7 +200,7 @@ def steals(rank: int, group: Any, owner: int, shown: bool) -> Any:
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_receiver_does_not_read_itself_on_a_senders_word(pool4: Any, shown: bool) -> None:
     right, route, why = pool4.run(steals, 1, shown)[1]
-    assert right and route == "group" and "this process itself" in why
+    assert right and route == "tcp" and "this process itself" in why
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -210,206 +208,138 @@ def test_a_receiver_does_not_read_a_third_process_on_a_senders_word(
     pool4: Any, shown: bool
 ) -> None:
     right, route, why = pool4.run(steals, 2, shown)[1]
-    assert right and route == "group"
+    assert right and route == "tcp"
     assert "another process" in why or "no memfd" in why or "No such file" in why
 
 
 def test_no_receiver_tells_where_its_memory_is() -> None:
-    """Before it knows who asks: joining says a nonce, which is good for being read by others, and
-    a digest of what this very sender has said."""
-    assert wire.Join.__struct_fields__ == ("step", "place", "nonce", "fd", "knows")
-    tables = LastTables()
-    tables.keep(2, {"host": wire.RouteOffer(b"", b"addresses")})
-    assert wire.tables(tables.of(2)) == [b"host", b"addresses"] and not tables.of(1)
-    tables.keep(2, {"host": wire.RouteOffer(b"", bytes(LastTables.limit + 1))})
-    assert not tables.of(2)
-    assert not any("token" in name or "beacon" in name for name in wire.Join.__struct_fields__)
+    """A receiver joins before it knows who answers: it says a nonce, by which others are read."""
+    assert Join.__struct_fields__ == ("step", "parts", "place", "nonce", "fd", "committed")
 
 
 # A chain in which one rank lies to the next
 
 
-class Watching:
-    """A group that keeps what it sends as data."""
+class Passed:
+    """What this process sends as chunks: the tail of each."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.sent: list[bytes] = []
+    def __init__(self, spoils: bool) -> None:
+        self.tails: list[bytes] = []
+        self._spoils = spoils
 
-    def rank(self) -> int:
-        return int(self.group.rank())
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        original = DataSocket.send_chunk
 
-    def size(self) -> int:
-        return int(self.group.size())
+        def send_chunk(
+            sock: DataSocket, index: int, data: memoryview, *args: Any, **how: Any
+        ) -> Any:
+            self.tails.append(bytes(data[-64:]))
+            if self._spoils:
+                data = memoryview(b"\x5a" * data.nbytes)
+            return original(sock, index, data, *args, **how)
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
-        return self.group.recv(tensors, src, tag)
-
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
-        if tag >> 30 and tag % wire.LANES:
-            self.sent.append(tensors[0].numpy().tobytes())
-        return self.group.send(tensors, dst, tag)
-
-
-def pretending(victim: Process) -> contextlib.AbstractContextManager[None]:
-    """Within: this rank says that it is the victim's process, and that its chunks lie there."""
-
-    class Pretended(Proof):
-        def __init__(self, claim: bytes) -> None:
-            super().__init__(claim)
-            self.process = victim._replace(fd=self.process.fd)
-
-    def note(chunks: Any) -> list[int]:
-        told = [(victim.beacon, size) for _, size in chunks]
-        numbers = [len(told), *(number for one in told for number in one)]
-        return numbers + [0] * (notes.NOTE_NUMBERS - len(numbers))
-
-    stack = contextlib.ExitStack()
-    stack.enter_context(patched(place, Proof=Pretended))
-    stack.enter_context(patched(notes, note=note))
-    return stack
+        with patched(DataSocket, send_chunk=send_chunk):
+            yield
 
 
-@contextlib.contextmanager
-def spoiling() -> Iterator[None]:
-    """Within: what this rank passes on as messages is not what it got."""
-    original = intake.way_on
-
-    def way_on(group: Any, downstream: int, *args: Any, notes: bool = False) -> Any:
-        way = original(group, downstream, *args, notes=False)
-        put = way.put
-        way.put = lambda data, report: put(torch.full_like(data, 0x5A), report)  # type: ignore
-        return way
-
-    with patched(intake, way_on=way_on):
-        yield
-
-
-def in_a_chain(rank: int, group: Any, victim: int, lie: str) -> Any:
-    """0 sends to 1, 2, 3. Rank 1 lies to rank 2, which passes on to rank 3."""
-    there, buffer = secret_here(group, victim)
-    watching = Watching(group)
-    options: dict[str, Any] = {"chunk_bytes": CHUNK, "join_window": 5.0}
-    lies: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if rank == 1:
-        lies = pretending(there) if lie == "memory" else spoiling()
-    if lie == "messages":
-        options["route"] = "group"
-    with elsewhere(machine="another") if rank == 0 else contextlib.nullcontext(), lies:
-        relay = tr.Relay(watching, timeout=TIMEOUT, **options)
+def in_a_chain(rank: int, group: Any) -> Any:
+    """0 sends to 1, 2, 3. Rank 1 passes on to rank 2 what it did not get."""
+    passed = Passed(spoils=rank == 1)
+    relay = tr.Relay(group, timeout=TIMEOUT, chunk_bytes=CHUNK, join_window=5.0, route="tcp")
+    with passed.watch():
         if rank == 0:
             report = relay.send(weights(NEW), [1, 2, 3])
-            return report.receivers, report.failed, report.rerouted
+            return report.receivers, report.failed, len(passed.tails)
         got = relay.recv(0)
-    right = same(got.state, weights(NEW))
-    leaked = any(SECRET[:32] in data or b"\x5a" * 64 in data for data in watching.sent)
-    del buffer
-    return right, leaked, len(watching.sent), got.report.handed_bytes
-
-
-@pytest.mark.parametrize("victim", [2, 3])
-def test_a_chain_does_not_read_where_another_rank_points(pool4: Any, victim: int) -> None:
-    """At the reader itself, or at the one behind it, which would get its own memory."""
-    ours, *theirs = pool4.run(in_a_chain, victim, "memory")
-    assert ours[0] == (1, 2, 3) and ours[1] == {}
-    assert [right for right, *_ in theirs] == [True] * 3
-    assert not any(leaked for _, leaked, *_ in theirs)
-    assert theirs[1][3] == 0  # rank 2 has read nothing
+    spoilt = sum(tail == b"\x5a" * len(tail) for tail in passed.tails)
+    return same(got.state, weights(NEW)), spoilt, len(passed.tails)
 
 
 def test_what_is_not_right_is_not_passed_on(pool4: Any) -> None:
-    ours, *theirs = pool4.run(in_a_chain, 3, "messages")
+    ours, first, second, third = pool4.run(in_a_chain, fresh_group=True)
     assert ours[0] == (1, 2, 3) and ours[1] == {}
-    assert [right for right, *_ in theirs] == [True] * 3
-    assert theirs[0][2] > 0 and not theirs[1][1]  # rank 1 spoils what it passes on, rank 2 nothing
+    assert first[0] and second[0] and third[0]
+    assert first[2] > 0 and second[2] > 0 and not second[1]  # rank 2 passes on what is right
 
 
-# A schedule that is none
+# A chain that is none
 
 
-GOES = {
-    "from itself": wire.Go(2),
-    "to itself": wire.Go(0, 2, 5),
-    "back to the sender": wire.Go(1, 0, 5),
-    "back where it came from": wire.Go(1, 1, 5),
-    "only receiver, with one behind": wire.Go(0, 3, 5),
-    "only receiver, with one before": wire.Go(1),
-    "reads without digests": wire.Go(1, reads=True),
-    "notes without digests": wire.Go(0, 3, 5, notes=True),
-    "reads the sender": wire.Go(0, reads=True),
-    "notes to nobody": wire.Go(0, notes=True),
-}
-
-
-@pytest.mark.parametrize("name", GOES)
-def test_a_chain_that_cannot_be_is_refused(name: str) -> None:
-    offer = wire.Offer(
-        b"", verify="without digests" not in name, threads=4 if "only" in name else 0
+def astray(go: TcpGo, name: str) -> TcpGo:
+    upstream, ticket = {"from itself": (2, None), "from nobody": (9, None)}.get(
+        name, (None, (b"t" * 16, b"k" * 32))
     )
-    assert off_schedule(GOES[name], offer, GROUP, me=2, sender=0)
-    for good in (
-        wire.Go(0),
-        wire.Go(1, 3, 5),
-        wire.Go(1, reads=True),
-        wire.Go(0, 3, 5, notes=True),
-    ):
-        assert not off_schedule(good, wire.Offer(b""), GROUP, me=2, sender=0)
+    return msgspec.structs.replace(go, upstream=upstream, downstream=ticket)
 
 
-def gone_astray(rank: int, group: Any, name: str) -> Outcome | None:
-    relay = tr.Relay(group, timeout=TIMEOUT, chunk_bytes=CHUNK, route="group")
+def gone_astray(rank: int, group: Any, name: str) -> Any:
+    """Rank 2 is told to take its chunks from a rank that has none, or to pass them on to one that
+    never comes."""
+    relay = tr.Relay(group, timeout=TIMEOUT, chunk_bytes=CHUNK, route="tcp")
     if rank == 2:
-        return received(relay, 0, weights(OLD), OLD, NEW, TIMEOUT)
+        live = weights(OLD)
+        out = received(relay, 0, live, OLD, NEW, TIMEOUT / 2)
+        return out, received(relay, 0, live, OLD, 2, TIMEOUT)
     if rank != 0:
         return None
-    original, word = ControlLine.send, GOES[name]
 
-    def send(self: ControlLine, message: wire.Message) -> None:
-        original(self, word if isinstance(message, wire.Go) else message)
+    def alter(message: Any) -> Any:
+        if not isinstance(message, Go):
+            return message
+        return Go(write(astray(read_as(TcpGo, message.data), name)))
 
-    with patched(ControlLine, send=send):
-        return attempt(lambda: relay.send(weights(NEW), 2, step=NEW))
-
-
-@pytest.mark.parametrize("name", ["from itself", "back to the sender", "notes to nobody"])
-def test_a_receiver_does_not_follow_a_chain_that_cannot_be(pool4: Any, name: str) -> None:
-    ours, _, theirs, _ = pool4.run(gone_astray, name, fresh_group=True)
-    assert theirs.error == "RemoteProtocolError" and theirs.weights == OLD
-    assert ours.error == "PeerLostError" and max(ours.seconds, theirs.seconds) < TIMEOUT / 2
+    with altering(alter):
+        out = attempt(lambda: relay.send(weights(NEW), 2, step=NEW, timeout=TIMEOUT / 2))
+    return out, attempt(lambda: relay.send(weights(2), 2, step=2))
 
 
-def withholds(rank: int, group: Any, name: str) -> Any:
-    """The sender tells the first of the chain wrong digests, too many of them, or none."""
+@pytest.mark.parametrize("name", ["from itself", "from nobody", "to nobody"])
+def test_a_chain_that_cannot_be_leaves_old_or_new_weights_in_time(pool4: Any, name: str) -> None:
+    (ours, after), _, (theirs, again), _ = pool4.run(gone_astray, name, fresh_group=True)
+    assert theirs.weights == (OLD if theirs.error else NEW), theirs
+    assert max(ours.seconds, theirs.seconds) < TIMEOUT / 2 + 2
+    assert after.error is None and again.weights == 2
+
+
+# Digests
+
+
+def lies_about_digests(rank: int, group: Any, name: str) -> Outcome | None:
+    """The sender of two that read its memory tells digests that are wrong, too many, or none."""
     timeout = 8.0
-    relay = tr.Relay(group, timeout=timeout, chunk_bytes=CHUNK, route="group", join_window=3.0)
+    relay = tr.Relay(group, timeout=timeout, chunk_bytes=CHUNK, verify=True, join_window=3.0)
     if rank == 3:
         return None
     if rank:
-        live = weights(OLD)
-        return received(relay, 0, live, OLD, NEW, timeout)
-    original = ControlLine.send
+        return received(relay, 0, weights(OLD), OLD, NEW, timeout - 2)
 
-    def send(self: ControlLine, message: wire.Message) -> None:
-        if isinstance(message, wire.Hashes):
-            if name == "none":
-                return
-            if name == "too many":
-                message = wire.Hashes(message.first, message.digests * 100)
-            if name == "wrong":
-                message = wire.Hashes(message.first, (b"x" * 16,) * len(message.digests))
-        original(self, message)
+    def alter(message: Any) -> Any:
+        if not isinstance(message, Digests):
+            return message
+        count = len(message.chunks)
+        return {
+            "none": None,
+            "too many": Digests(message.chunks, message.digests * 100),
+            "not asked for": Digests(tuple(range(1000, 1000 + count)), message.digests),
+            "wrong": Digests(message.chunks, b"x" * (16 * count)),
+        }[name]
 
-    with patched(ControlLine, send=send):
+    with altering(alter):
         return attempt(lambda: relay.send(weights(NEW), [1, 2], step=NEW))
 
 
-@pytest.mark.parametrize("name", ["none", "too many", "wrong"])
+DIGESTS = {
+    "none": "TransferTimeoutError",
+    "too many": "RemoteProtocolError",
+    "not asked for": "RemoteProtocolError",
+    "wrong": "DigestError",
+}
+
+
+@pytest.mark.parametrize("name", DIGESTS)
 def test_digests_that_are_withheld_or_wrong_hang_nobody(pool4: Any, name: str) -> None:
-    _, one, two, _ = pool4.run(withholds, name, fresh_group=True)
+    ours, one, two, _ = pool4.run(lies_about_digests, name, fresh_group=True)
     for out in (one, two):
-        assert out.weights in (OLD, NEW) and out.seconds < 12, out
-        assert (out.error is None) == (out.weights == NEW), out
-    if name == "too many":
-        assert one.error == "RemoteProtocolError"
-    if name == "wrong":
-        assert two.weights == NEW  # the sender feeds it
+        assert out.error == DIGESTS[name] and out.weights == OLD, out
+        assert out.seconds < 12 and ours.seconds < 12, out

@@ -15,26 +15,22 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from torchrelay.checkpointer.saves import agreement
-from torchrelay.errors import CheckpointError, ManifestError
+from tests.support.records import rank_record
+from torchrelay.errors import CheckpointError, ManifestError, MismatchError
+from torchrelay.landing.gathering import plan_gather
 from torchrelay.plan.outline import outline
-from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Checkpoint, DataFile, Outline
 from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
-from torchrelay.resharding import record
-from torchrelay.resharding.owners import whole_of
-from torchrelay.resharding.record import LiveRank
-from torchrelay.stores.shares import plan_limits
-from torchrelay.stores.shares.drafting import sealed
-from torchrelay.stores.shares.given_planner import PlannerPlanning, local_plan
-from torchrelay.stores.shares.plans import Item, merge_outlines
+from torchrelay.record.checks.record import check
+from torchrelay.record.encoding import decode, encode
+from torchrelay.stores.shares import planner
+from torchrelay.stores.shares.commit_record import sealed
+from torchrelay.stores.shares.outlines import RankOutline, merge
 
 SECONDS = 2.0  # of the processor, for any input of 2 MB
-ROWS = 4000
 
 
 def slow_numbers() -> list[int]:
@@ -59,66 +55,18 @@ def slow_numbers() -> list[int]:
     return first + found[fits][: total - filled].tolist()
 
 
-def planning() -> tuple[PlannerPlanning, bytes]:
-    """A coordinator of two ranks that has planned its own share, and that share."""
-    mine = PlannerPlanning(DefaultSavePlanner(flatten_state_dict=False), 0, 2, None)
-    return mine, mine.begin(outline({"w": torch.zeros(4, 4)}))
-
-
-def item(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> list[Any]:
-    return ["w", "SHARD", offsets, None, (offsets, sizes), "float32", shape]
-
-
-def colliding() -> list[Any]:
-    """Offsets with one hash: Python hashes whole numbers modulo a prime."""
-    prime = (1 << 61) - 1
-    choices = [prime * k for k in range(8)]
-    places = [(a, b, c, d, 0) for a in choices for b in choices for c in choices for d in choices]
-    return [item(place, (1,) * 5, (8 * prime,) * 5) for place in places]
-
-
-PLANS: dict[str, Callable[[], list[Any]]] = {
-    "offsets with one hash": colliding,
-    "many dimensions": lambda: [item((0,) * 60_000, (1 << 50,) * 60_000, (1 << 50,) * 60_000)],
-    "boxes that overlap": lambda: [item((0, n), (1, 9), (1, ROWS)) for n in range(ROWS - 9)],
-    "boxes side by side": lambda: [
-        item((n, 0), (1, ROWS + 1), (ROWS, ROWS + 1)) for n in range(ROWS)
-    ],
-    "a box out of its tensor": lambda: [item((3,), (2,), (4,))],
-    "another number of dimensions": lambda: [item((0,), (4,), (4, 4))],
-    "a tensor too large": lambda: [item((0, 0), (1, 1), (1 << 40, 1 << 40))],
-    "an empty tensor too large": lambda: [item((0, 0), (0, 1), (0, 1 << 60))],
-    "a negative size": lambda: [item((0,), (-1,), (4,))],
-    "an unknown kind": lambda: [["w", "SPARK", None, None]],
-    "an object with an offset": lambda: [["w", "BYTE_IO", (1, 2), None]],
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_that_would_take_long_is_refused_by_its_rank(name: str) -> None:
-    mine, local = planning()
-    data = msgspec.msgpack.encode([None, PLANS[name](), b"", True, {}])
-    assert len(data) < 2_000_000
-    begun = time.process_time()
-    with pytest.raises(CheckpointError) as refused:
-        mine.decide([local, data])
-    assert time.process_time() - begun < SECONDS
-    assert refused.value.rank == 1 and refused.value.phase == "plan", refused.value
-
-
 @pytest.mark.parametrize("strides", [slow_numbers, lambda: [7, 7]], ids=["slow", "twice"])
 def test_strides_of_another_rank_that_make_no_good_dict_are_refused(
     strides: Callable[[], list[int]],
 ) -> None:
-    local = local_plan(planning()[1], 0)
-    assert local.outline is not None
+    mine = outline({"w": torch.zeros(4, 4)}).outline
     told = msgspec.structs.replace(
-        local.outline, names=("x",), strides=tuple((index, ()) for index in strides())
+        mine, names=("x",), strides=tuple((index, ()) for index in strides())
     )
-    hostile = msgspec.structs.replace(local, outline=told)
-    data = msgspec.msgpack.encode(hostile)
+    data = msgspec.msgpack.encode(told)
     begun = time.process_time()
-    merged = merge_outlines([local, local_plan(data, 1)], [{}, {}])
+    hostile = msgspec.msgpack.decode(data, type=Outline)
+    merged = merge([RankOutline.whole(one, {}) for one in (mine, hostile)])
     tensors = Tensors.of([StoredTensor("x", "int8", (1,), [Shard((0,), (1,), 0, 0)])])
     record = Checkpoint(
         step=1,
@@ -142,56 +90,33 @@ def test_an_outline_is_the_same_after_its_way_to_another_rank() -> None:
     assert msgspec.msgpack.decode(data, type=Outline) == found
 
 
-def test_boxes_of_several_ranks_and_of_one_pass() -> None:
-    boxes = [item((n, 0), (1, 8), (64, 8)) for n in range(64)]
-    items = [msgspec.convert(one, Item) for one in boxes]
-    plan_limits.check_items(items, 1)
-    plan_limits.check_items([msgspec.convert(item((), (), ()), Item)], 1)
-    plan_limits.check_items([msgspec.convert(item((0,), (0,), (0,)), Item)], 1)
-
-
-def test_a_live_rank_whose_boxes_have_one_hash_is_refused() -> None:
+def test_a_live_rank_whose_boxes_have_one_hash_costs_no_more_than_others() -> None:
     prime = (1 << 61) - 1
-    places = itertools.islice(itertools.product((0, prime), repeat=14), 2000)
-    shards = [Shard(place, (1,) * 14, 0, 0) for place in places]
-    part = Checkpoint(
-        step=1,
-        time="",
-        torch="",
-        torchrelay="",
-        outlines=(Outline(m.DictNode("dict", (), ()), (), ()),),
-        ranks=(0,),
-        tensors=Tensors.of([StoredTensor("w", "float32", (2 * prime,) * 14, shards)]),
-        files=(DataFile("memory", 4, 4, b""),),
-    )
-    data = record.encode(LiveRank(step=1, part=part, replicas={}))
+    places = list(itertools.islice(itertools.product((0, prime), repeat=3), 8))
+    shape = (2 * prime,) * 3
+    with pytest.raises(ManifestError, match="elements"):
+        check(rank_record([(place, (1,) * 3) for place in places], shape), "stream")
+    shape = (1 << 20,) * 2
+    boxes = [((row, 0), (1, 1)) for row in range(2000)]
+    data = encode(rank_record(boxes, shape))
     begun = time.process_time()
-    with pytest.raises(ManifestError):
-        whole_of({0: record.decode(data)})
+    with pytest.raises(MismatchError):
+        plan_gather({0: decode(data)})
     assert time.process_time() - begun < SECONDS
 
 
 def speaks_nonsense(rank: int, group: Any, root: str) -> str:
     checkpointer = tr.Checkpointer(root, group=group, timeout=20)
     if rank == 1:
-        agreement.msgspec = _Garbled()  # type: ignore[attr-defined]
+        planner._encode = lambda value: msgspec.msgpack.encode(value)[:-3]
     try:
         checkpointer.save(1, {"w": torch.zeros(3)})
     except tr.RelayError as fault:
         return f"{type(fault).__name__}: {fault}"
     finally:
-        agreement.msgspec = msgspec  # type: ignore[attr-defined]
+        planner._encode = msgspec.msgpack.encode
         checkpointer.close()
     return "saved"
-
-
-class _Garbled:
-    """The encoder of a rank whose messages are cut short."""
-
-    class msgpack:
-        @staticmethod
-        def encode(value: object) -> bytes:
-            return msgspec.msgpack.encode(value)[:-3]
 
 
 def test_a_damaged_message_fails_the_save_by_name_on_every_rank(

@@ -20,11 +20,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrelay as tr
+from tests.support.ranks import wait_until_stopped
 from tests.support.s3 import S3
 from tests.support.saved import state, which
 from torchrelay.stores.dcp import Reader, Writer
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.local.reader import LocalReader
+from torchrelay.stores.local.root import StepRoot
+from torchrelay.stores.local.step import LocalReader
 from torchrelay.stores.local.store import LocalStore
 
 TIMEOUT = 1.0
@@ -113,7 +115,7 @@ def test_listing_and_reading_a_frozen_file_system_ends_in_time(tmp_path: Path) -
         ckpt.save(1, state(1))
     live = state(5)
     with tr.Checkpointer(tmp_path, timeout=TIMEOUT) as ckpt:
-        with frozen((LocalStore, "_names")):
+        with frozen((StepRoot, "names")):
             calls = (ckpt.steps, ckpt.latest, lambda: ckpt.load(live), ckpt.verify)
             for call in calls:
                 assert isinstance(ended(call), tr.StorageTimeoutError)
@@ -196,20 +198,21 @@ def test_torchs_own_load_from_a_frozen_file_system_ends_in_time(tmp_path: Path) 
 def test_a_writer_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path, timeout=30) as ckpt:
         ckpt.save_async(1, state(1)).result(30)
-        writer = ckpt._saver._shares.process.pid
+        writer = ckpt._saver.writer.process.pid
         assert writer is not None
         os.kill(writer, signal.SIGSTOP)
+        wait_until_stopped(writer)
         fault = ended(lambda: ckpt.save_async(2, state(2), timeout=TIMEOUT).result(60))
         assert isinstance(fault, tr.StorageTimeoutError)
         ckpt.save_async(3, state(3)).result(30)
-        assert ckpt.steps() == [1, 3] and ckpt._saver._shares.process.pid != writer
+        assert ckpt.steps() == [1, 3] and ckpt._saver.writer.process.pid != writer
 
 
 PROGRAM = """
 import sys, threading, torch, torchrelay as tr
 from torchrelay.stores.dcp import Reader, Writer
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.local.reader import LocalReader
+from torchrelay.stores.local.step import LocalReader
 ckpt = tr.Checkpointer(sys.argv[1], timeout=1)
 ckpt.save(1, {"w": torch.ones(9)}, timeout=30)
 Files.sync = lambda *args: threading.Event().wait(600)

@@ -17,9 +17,9 @@ import torchrelay as tr
 from tests.support.interrupts import Line, interrupted, lines_of
 from tests.support.ranks import RankPool
 from tests.support.saved import equal, state
-from torchrelay.stores.shares.planning import RulePlanning
+from torchrelay.stores.shares.planner import SavePlan
 
-PARTS = ("checkpointer", "stores", "transports/group/assembly.py", "memory/arena.py")
+PARTS = ("checkpointer", "stores", "coordination", "memory/arena.py")
 SEED = 20
 
 
@@ -83,7 +83,7 @@ def test_a_save_interrupted_at_any_line_leaves_the_next_ones_right(
     learner.checkpointer.close()
     assert len(lines) > 150
     keeping = (
-        "stores/shares/planning.py",
+        "stores/shares/planner.py",
         "checkpointer/saves/saver.py",
         "checkpointer/saves/share_writer.py",
         "stores/writer/client.py",
@@ -109,14 +109,14 @@ def test_a_save_interrupted_at_every_line_leaves_the_next_ones_right(
 def interrupt_ranks(rank: int, group: Any, root: str) -> list[str]:
     """Interrupt one of the ranks late in its planning, then let all save again."""
     late = []
-    for method, mark in ((RulePlanning.resolve, "_part("), (RulePlanning._plan, "arrange(")):
+    for method, mark in ((SavePlan.share, "_part("), (SavePlan._made, "arrange(")):
         text, begin = inspect.getsourcelines(method)
         late += [begin + i for i, line in enumerate(text) if mark in line]
     job = Job(root, "save", group)
     job.save(state)
     found = []
     for victim, number in product(range(group.size()), late):
-        line = ("stores/shares/planning.py", number)
+        line = ("stores/shares/planner.py", number)
         hit = True
         if rank == victim:
             hit = interrupted(lambda: job.save(other, 1.5), PARTS, line)

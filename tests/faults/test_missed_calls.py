@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.saved import state, which
 from torchrelay.stores.local.store import LocalStore
 
 TIMEOUT = 1.5
+WARNED = 13.0  # seconds after which a rank that waits has said for whom
 
 
 def tried(call: Callable[[], Any]) -> str:
@@ -93,7 +95,7 @@ def refuse(rank: int, group: Any, root: str, bad: int) -> list[str]:
     if rank == bad:
         if rank == 0:
             LocalStore.clean = fail  # type: ignore[method-assign]
-        options: dict[str, Any] = {} if rank == 0 else {"on_busy": "perhaps"}
+        options: dict[str, Any] = {} if rank == 0 else {"stage_on": "perhaps"}
     else:
         options = {}
     made: list[tr.Checkpointer] = []
@@ -122,7 +124,7 @@ def test_a_constructor_that_fails_on_one_rank_leaves_nobody_waiting(
     pool2: RankPool, tmp_path: Path, bad: int
 ) -> None:
     told = pool2.run(refuse, str(tmp_path), bad, timeout=90)
-    why = "Permission denied" if bad == 0 else "on_busy"
+    why = "Permission denied" if bad == 0 else "stage_on"
     assert why in told[bad][0] and told[bad][1:] == ["2"], told
     assert told[1 - bad][0] == "ok" and told[1 - bad][-1] == "2", told
     for one in told[1 - bad][1:3]:
@@ -141,7 +143,8 @@ def miss_a_read(rank: int, group: Any, absent: int, what: str) -> list[str]:
         dist.broadcast_object_list(told, src=0, group=group)
         url = told.pop()
         for wrong in (True, False, True, False, False):
-            mine = {"token_file": "/nowhere"} if wrong and rank == absent else {}
+            bad = {"step" if what == "pull" else "min_step": -1}
+            mine = bad if wrong and rank == absent else {}
             seconds = TIMEOUT if wrong else 20
             told.append(tried(lambda more=mine, s=seconds: doors[what](timeout=s, **more)))
             dist.barrier(group)
@@ -157,3 +160,75 @@ def test_ranks_that_read_together_do_so_again_after_one_was_stopped(
     for rank, texts in enumerate(told):
         assert texts[1] == texts[3] == texts[4] == "ok", told
         assert texts[0] == texts[2] == ("UsageError" if rank == absent else texts[0]) != "ok", told
+
+
+# Only one rank calls ------------------------------------------------------------------------------
+
+
+class Log(logging.Handler):
+    """Warnings of the library in this process, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Log:
+        logging.getLogger("torchrelay").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("torchrelay").removeHandler(self)
+
+
+def only_one_saves(rank: int, group: Any, root: str, alone: int) -> list[str]:
+    """One rank alone saves step 100, under an `if`; all ranks save steps 200 and 300."""
+    told = []
+    with tr.Checkpointer(root, timeout=60) as ckpt:
+        ckpt.save(1, state(1))
+        begun = time.monotonic()
+        if rank == alone:
+            told.append(tried(lambda: ckpt.save(100, state(100))))
+            assert time.monotonic() - begun < 30
+        for step in (200, 300):
+            told.append(tried(lambda step=step: ckpt.save(step, state(step))))  # type: ignore[misc]
+        dist.barrier(group)
+        told.append(str(ckpt.steps()))
+    return told
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_after_a_save_that_only_one_rank_made_the_later_ones_match_again(
+    pool2: RankPool, tmp_path: Path, alone: int
+) -> None:
+    told = pool2.run(only_one_saves, str(tmp_path), alone, timeout=120)
+    failed, *rest = told[alone]
+    assert "step 100" in failed and "step 200" in failed and f"rank {1 - alone}" in failed, told
+    assert rest == told[1 - alone] == ["ok", "ok", "[1, 200, 300]"], told
+
+
+def wait_alone(rank: int, group: Any, root: str, alone: int) -> list[str]:
+    """What a rank that saves alone logs until the other one comes."""
+    with Log() as log, tr.Checkpointer(root, timeout=60) as ckpt:
+        if rank == alone:
+            ckpt.save(7, state(7))
+        else:
+            time.sleep(WARNED)  # the mistake: this rank is elsewhere
+            ckpt.save(7, state(7))
+        dist.barrier(group)
+        assert ckpt.steps() == [7]
+    return log.lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_that_waits_logs_which_ranks_are_missing_and_where(
+    pool2: RankPool, tmp_path: Path, alone: int
+) -> None:
+    told = pool2.run(wait_alone, str(tmp_path), alone, timeout=120)
+    assert told[1 - alone] == []
+    (line,) = told[alone]
+    for word in (f"rank {1 - alone}", "save", "step 7", str(tmp_path), "every rank"):
+        assert word in line, line

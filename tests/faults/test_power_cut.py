@@ -28,8 +28,9 @@ import torchrelay as tr
 from tests.support import saver
 from tests.support.cuts import CONTENTS, Cut, CutFiles, Disk, NoExchange, Tree, plant, stores_with
 from tests.support.saved import state, training, which
-from torchrelay.stores.local.store import LocalStore, token
-from torchrelay.stores.writer import ranges as writing
+from torchrelay.stores.local.root import token
+from torchrelay.stores.local.store import LocalStore
+from torchrelay.stores.writer import file_writer as writing
 
 SEED = 20261115
 ROLLS = 2  # states by chance, for each boundary
@@ -61,8 +62,8 @@ def leave_things(root: Path) -> None:
     sink.write(0, [b"12345"])
     sink.abort()
     draft._release()
-    shutil.copytree(store.path(1), f"{store.path(1)}.old-{token()}")
-    store.path(7).rename(f"{store.path(7)}.old-{token()}")
+    shutil.copytree(store._root.of(1), f"{store._root.of(1)}.old-{token()}")
+    store._root.of(7).rename(f"{store._root.of(7)}.old-{token()}")
 
 
 SCENARIOS = {

@@ -31,7 +31,9 @@ def test_a_copy_has_the_same_bytes(place: Path, tmp_path: Path) -> None:
     for file in (place / "step-7").iterdir():
         assert (tmp_path / "copy" / "step-7" / file.name).read_bytes() == file.read_bytes()
     with tr.Checkpointer(tmp_path / "copy", group=False) as there:
-        assert there.verify() == 7 and equal(there.load(only=["optim.*", "seed"]).state["seed"], 1)
+        assert there.verify() == 7 and equal(
+            there.load(include=["optim.*", "seed"]).state["seed"], 1
+        )
 
 
 def test_a_step_that_is_there_stays(place: Path) -> None:

@@ -24,8 +24,8 @@ LEASE = 120.0
 
 def keeper_of(rank: int, job: str, hosts: Iterable[str] | None = None, **more: Any) -> tr.Keeper:
     """A rank's keeper; ranks of a list of hosts are on the host at their place in it."""
-    host = None if hosts is None else list(hosts)[rank]
-    return tr.Keeper(job, host=host, timeout=TIMEOUT, lease=LEASE, **more)
+    name = job if hosts is None else f"{job}@{list(hosts)[rank]}"
+    return tr.Keeper(name, timeout=TIMEOUT, lease=LEASE, **more)
 
 
 def train_and_stage(

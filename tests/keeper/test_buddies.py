@@ -21,12 +21,13 @@ from tests.keeper.jobs import (
     special,
     wait_for_copies,
 )
+from tests.support.access import access
 from tests.support.certificates import certificate
 from tests.support.fsdp_job import fsdp_job, train, whole
 from tests.support.ranks import RankPool, Ranks, reached, run_ranks, tell
 from tests.support.scaled import Scaled
 from tests.support.states import assert_same
-from torchrelay.keeper.server.copying import KeeperRing
+from torchrelay.keeper.choice import KeeperRing
 
 JOB = f"buddies-{os.getpid()}"
 NUMEL = 1 << 20
@@ -108,7 +109,7 @@ def recover_both(rank: int, group: Any, job: str) -> tuple[bool, str]:
     state = {"x": torch.zeros(NUMEL), "step": 0}
     try:
         got = tr.recover(into=state, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
-    except tr.NothingToRecoverError as fault:
+    except tr.RecoveryError as fault:
         return False, str(fault)
     expected = torch.full((NUMEL,), 1000.0 + rank)
     expected[:100] = 7
@@ -237,18 +238,18 @@ def test_a_host_that_is_lost_amid_a_copy_costs_the_step_alone(pool2: RankPool) -
 
 def stage_by_tls(rank: int, group: Any, job: str, key: str, cert: str) -> Any:
     """A step that is staged and copied by TLS, and who is turned away."""
-    files = {"certfile": cert, "keyfile": key, "cafile": cert}
-    keeper = keeper_of(rank, job, ["a", "b"], **files)
+    own = access(certfile=cert, keyfile=key, cafile=cert)
+    keeper = keeper_of(rank, job, ["a", "b"], **own)
     state = {"x": torch.full((NUMEL,), 5.0 + rank), "step": 1}
     keeper.stage(1, state).wait(TIMEOUT)
     wait_for_copies(keeper, 1)
     with pytest.raises(tr.UsageError, match="with TLS: end it first"):
-        tr.Keeper(job, host="ab"[rank], group=False, timeout=TIMEOUT)
-    stranger = tr.Keeper(
-        job, host="ab"[rank], group=False, timeout=TIMEOUT, certfile=cert, keyfile=key
-    )
-    with pytest.raises(tr.NothingToRecoverError, match="certificate"):
-        tr.recover(sources=[stranger], timeout=TIMEOUT)  # it trusts what the system trusts
+        tr.Keeper(f"{job}@{'ab'[rank]}", group=False, timeout=TIMEOUT)
+    strange = access(certfile=cert, keyfile=key)
+    stranger = tr.Keeper(f"{job}@{'ab'[rank]}", group=False, timeout=TIMEOUT, **strange)
+    with pytest.raises(tr.RecoveryError, match="certificate"):
+        # It trusts what the system trusts.
+        tr.recover(sources=[stranger], group=False, timeout=TIMEOUT)
     stranger.close()
     dist.barrier()
     keeper.close()
@@ -256,7 +257,7 @@ def stage_by_tls(rank: int, group: Any, job: str, key: str, cert: str) -> Any:
 
 
 def come_back_by_tls(rank: int, group: Any, job: str, key: str, cert: str) -> bool:
-    keeper = keeper_of(rank, job, ["a", "c"], certfile=cert, keyfile=key, cafile=cert)
+    keeper = keeper_of(rank, job, ["a", "c"], **access(certfile=cert, keyfile=key, cafile=cert))
     into = {"x": torch.zeros(NUMEL), "step": 0}
     got = tr.recover(into=into, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
     keeper.close()

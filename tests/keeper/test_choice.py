@@ -6,48 +6,65 @@ import pytest
 
 import torchrelay as tr
 from torchrelay.keeper.choice import TRIES, check_budget, choose
-from torchrelay.keeper.server.messages import CopiesTold, HeldStep
+from torchrelay.keeper.server.messages import HeldStep, KeeperDecision, KeeperReport
+
+STEPS = {"s": 1, "t": 2, "u": 3}
 
 
-def told(copied: str = "", idle: bool = True, failed: int = 0, **here: int | None) -> CopiesTold:
-    """What a keeper says of steps with three volumes: bits of those that it has, or None where it
-    heard that all ranks have staged the step."""
+def report(copying: str = "", failed: int = 0, copied: str = "", **here: int) -> KeeperReport:
+    """A keeper's report of steps with three volumes: bits of those that it has, oldest first, and
+    the steps that it has copied."""
     steps = [
-        HeldStep(name, bits is None, 3, bytes([1 if bits is None else bits]))
-        for name, bits in here.items()
+        HeldStep(STEPS[name], name, 3, bytes([bits]), name in copied) for name, bits in here.items()
     ]
-    return CopiesTold(copied, idle, failed, "full" if not idle else "", steps)
+    return KeeperReport(steps, copying, failed, "full" if copying else "")
 
 
-def test_a_step_is_safe_when_all_have_copied_it() -> None:
-    word, why = choose([told("a"), told("a")], several=True, others=False)
-    assert (word.safe, word.begin, word.alone, why) == ("a", True, False, "")
-    word, _ = choose([told("a"), told("b")], several=True, others=False)
-    assert (word.safe, word.begin) == ("", True)
+def decided(*reports: KeeperReport, step: int = 4, copies: bool = True) -> KeeperDecision:
+    return choose(reports, step, copies=copies)[0]
+
+
+def test_the_newest_complete_step_is_kept() -> None:
+    both = report(s=0b011, t=0b011, u=0b001), report(s=0b100, t=0b100, u=0b010)
+    found = decided(*both, copies=False)
+    assert found.keep == ["t"] and found.known == ["s", "t", "u"] and not found.copy
+
+
+def test_the_last_step_that_all_have_copied_is_kept_until_the_next_one_is() -> None:
+    first = report(s=0b111, t=0b011, copied="s")
+    second = report(s=0b111, t=0b111, copied="st")
+    found = decided(first, second)
+    assert found.keep == ["s", "t"] and found.copy
+    found = decided(report(s=0b111, t=0b111, copied="st"), second)
+    assert found.keep == ["t"] and found.copy
 
 
 def test_nothing_begins_and_full_keepers_skip_while_one_copies() -> None:
-    word, why = choose([told("a"), told("a", idle=False)], several=True, others=False)
-    assert (word.safe, word.begin, why) == ("a", False, "full")
+    idle, busy = report(s=0b111, t=0b111, copied="s"), report(copying="t", s=0b111, t=0b001)
+    found, why = choose([idle, busy], 4, copies=True)
+    assert (found.keep, found.copy, why) == (["t"], False, "full")
 
 
-def test_what_was_heard_counts_among_the_same_keepers_alone() -> None:
-    both = [told(s=0b011, t=None), told(s=0b100, t=0b010, u=0b010)]
-    word, _ = choose(both, several=True, others=False)
-    assert (word.whole, word.void) == (["s", "t"], ["u"])
-    word, _ = choose(both, several=True, others=True)  # of t a part was with one that is gone
-    assert (word.whole, word.void, word.safe) == (["s"], ["t", "u"], "")
+def test_a_step_with_a_part_that_is_gone_is_given_up() -> None:
+    assert decided(report(s=0b111, t=0b011), report(t=0b010)).keep == ["s"]
 
 
-def test_a_step_without_a_record_is_not_whole() -> None:
-    nobody = [CopiesTold("", True, 0, "", [HeldStep("s", False, 0, b"")])]
-    assert choose(nobody, several=False, others=False)[0].void == ["s"]
+def test_a_step_without_a_record_is_not_complete() -> None:
+    unknown = KeeperReport([HeldStep(1, "s", 0, b"", False)], "", 0, "")
+    found = decided(unknown, copies=False)
+    assert found.keep == [] and found.known == ["s"]
+
+
+def test_a_step_that_goes_back_keeps_the_one_that_it_goes_back_to() -> None:
+    assert decided(report(s=0b111, t=0b111, u=0b111), step=2, copies=False).keep == ["s"]
+    assert decided(report(s=0b111, t=0b111, u=0b111), step=1, copies=False).keep == ["u"]
 
 
 def test_copies_that_go_wrong_again_and_again_are_not_waited_for() -> None:
-    for failed, alone in ((TRIES - 1, False), (TRIES, True)):
-        word, _ = choose([told("a"), told("b", failed=failed)], several=True, others=False)
-        assert word.alone == alone
+    for failed, kept in ((TRIES - 1, ["s", "t"]), (TRIES, ["t"])):
+        one = report(s=0b111, t=0b111, copied="s")
+        other = report(failed=failed, s=0b111, t=0b111, copied="s")
+        assert decided(one, other).keep == kept
 
 
 def test_the_least_budget() -> None:

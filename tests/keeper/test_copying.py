@@ -10,9 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import xxhash
 
+import torchrelay as tr
 from torchrelay.endpoint.server.messages import Show, Volume
-from torchrelay.endpoint.server.snapshots import ServedStep, Slot
-from torchrelay.keeper.server.copying import Copying, KeeperRing, WantedCopies
+from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
+from torchrelay.keeper.choice import KeeperRing
+from torchrelay.keeper.server.replication import CopyThread, WantedCopy
 from torchrelay.memory.pages import sealed_memory
 from torchrelay.sources import suppliers
 
@@ -59,20 +61,20 @@ def slot() -> Iterator[Slot]:
     made.close()
 
 
-def copy_from(url: str, slot: Slot) -> Copying:
+def copy_from(url: str, slot: Slot) -> CopyThread:
     digests = b"".join(
         xxhash.xxh3_128_digest(DATA[at : at + CHUNK]) for at in range(0, NBYTES, CHUNK)
     )
     volume = Volume("volume", 0, NBYTES, CHUNK, digests)
-    step = ServedStep(Show(1, 1, "snapshot", b"{}", [volume], ranks=[url], places=[0]))
+    step = ServedSnapshot(Show(1, 1, "snapshot", b"{}", [volume], ranks=[url], places=[0]))
     over = threading.Event()
-    copy = Copying(
-        WantedCopies.of(step, [url]),
+    copy = CopyThread(
+        WantedCopy.of(step, [url]),
         1,
         slot,
         None,
-        ring=KeeperRing([url], "own"),
-        token="",
+        KeeperRing([url], "own"),
+        tr.Access(),
         rate=1e12,
         done=lambda _: over.set(),
     )
@@ -93,17 +95,17 @@ def test_a_source_that_breaks_off(quick: None, slot: Slot, sends: int) -> None:
     with Source(sends) as source:
         copy = copy_from(f"http://127.0.0.1:{source.server_port}", slot)
         source.shutdown()
-    assert "cannot be read on" in copy.why
+    assert "cannot be read further" in copy.why
 
 
 def test_a_source_that_is_gone(quick: None, slot: Slot) -> None:
     with Source(0) as source:
         url = f"http://127.0.0.1:{source.server_port}"
         source.shutdown()
-    assert "cannot be read on" in copy_from(url, slot).why
+    assert "cannot be read further" in copy_from(url, slot).why
 
 
 def test_a_fault_that_nobody_thought_of(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Copying, "_missing", lambda *_: 1 / 0)
+    monkeypatch.setattr(CopyThread, "_missing", lambda *_: 1 / 0)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     assert "ZeroDivisionError" in copy_from("http://127.0.0.1:9", slot).why

@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 
 import torchrelay as tr
 from tests.keeper.jobs import LEASE, TIMEOUT, arenas, descriptors, end_keepers, gone, process_gone
+from tests.support.access import access
+from tests.support.ranks import wait_until_stopped
 from torchrelay.cli.commands import keepers
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.server.messages import Tell
@@ -141,7 +143,7 @@ def test_a_reader_keeps_its_step_while_others_are_staged(keeper: tr.Keeper, near
     opened = source.open(30, Deadline(TIMEOUT))
     if not near:
         for supplier in opened.files.suppliers.all:  # type: ignore[union-attr]
-            supplier.near.clear()
+            supplier.giver.mapped.clear()
     name = opened.record.files[0].name
     nbytes = opened.record.files[0].nbytes
     found = bytearray(nbytes)
@@ -186,7 +188,7 @@ def test_a_keeper_that_was_killed_is_started_again(keeper: tr.Keeper) -> None:
     keeper.stage(50, state_of(50)).wait(TIMEOUT)
     assert keeper.pid is not None
     os.kill(keeper.pid, signal.SIGKILL)
-    with pytest.raises(tr.NothingToRecoverError, match="does not answer"):
+    with pytest.raises(tr.RecoveryError, match="does not answer"):
         tr.recover(into=state_of(0), sources=[keeper])
     keeper.stage(51, state_of(51)).wait(TIMEOUT)
     assert tr.recover(into=state_of(0), sources=[keeper]).step == 51
@@ -195,15 +197,15 @@ def test_a_keeper_that_was_killed_is_started_again(keeper: tr.Keeper) -> None:
 def test_strangers_are_refused(keeper: tr.Keeper) -> None:
     keeper.stage(60, state_of(60)).wait(TIMEOUT)
     with pytest.raises(tr.UsageError, match="another token"):
-        tr.Keeper(JOB, group=False, token="not-the-token-of-this-job", timeout=TIMEOUT)
+        tr.Keeper(JOB, group=False, timeout=TIMEOUT, **access(token="not-the-token-of-this-job"))
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         request = urllib.request.Request(f"{keeper.url}/steps.json", headers=headers)
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(request, timeout=TIMEOUT)
-    with pytest.raises(tr.NothingToRecoverError, match="does not take this token"):
-        tr.recover(into=state_of(0), sources=[keeper.url], token="wrong")
+    with pytest.raises(tr.RecoveryError, match="does not take this token"):
+        tr.recover(into=state_of(0), sources=[keeper.url], **access(token="wrong"))
     with pytest.raises(tr.UsageError, match="can be guessed"):
-        tr.Keeper(JOB, group=False, address="0.0.0.0:0", token="short")
+        tr.Keeper(JOB, group=False, address="0.0.0.0:0", **access(token="short"))
     with pytest.raises(tr.UsageError, match="named by"):
         tr.Keeper("a/b", group=False)
 
@@ -276,9 +278,9 @@ def test_a_keeper_is_small(keeper: tr.Keeper) -> None:
 
 def test_a_request_before_joining_is_refused(keeper: tr.Keeper) -> None:
     name = KeeperName.of(JOB, None)
-    from torchrelay.keeper.server.messages import RoomWanted
+    from torchrelay.endpoint.server.messages import Reserve
 
-    answer = process.ask(name, RoomWanted(10, 1))
+    answer = process.ask(name, Reserve(10, 1))
     assert "join first" in str(answer)
     assert process.ask(name, Tell()) is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:  # nonsense ends that line only
@@ -299,11 +301,12 @@ def command(*words: str) -> Any:
 def test_a_keeper_that_hangs_costs_no_more_than_the_timeout(
     keeper: tr.Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(process, "ASK_SECONDS", 0.2)
     keeper.stage(80, state_of(80)).wait(TIMEOUT)
     pid = keeper.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
+    wait_until_stopped(pid)
     try:
         begun = time.monotonic()
         with pytest.raises(tr.EndpointError, match="did not answer in time"):
@@ -323,7 +326,17 @@ def test_a_keeper_that_hangs_costs_no_more_than_the_timeout(
 def test_the_command_leaves_a_keeper_that_runs_as_it_is() -> None:
     job = f"{JOB}-told"
     with tr.Keeper(job, group=False, memory=8 << 20, lease=LEASE, timeout=TIMEOUT) as keeper:
-        assert command(job, "--lease", "5", "--memory", "1000").exit_code == 0
+        assert command(job, "--lease", "5", "--memory", "2000000").exit_code == 0
         status = keeper.status()
         assert (status["memory"], status["lease"]) == (8 << 20, LEASE)
         keeper.end()
+
+
+def test_a_name_with_escape_codes_is_not_printed(keeper: tr.Keeper) -> None:
+    """Any process of the user may have a Unix socket of such a name."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.bind(f"\0torchrelay-keeper/{os.getuid()}/\x1b[31mred/\x1b[2Jhost")
+        line.listen()
+        told = command()
+    assert told.exit_code == 0 and JOB in told.stdout
+    assert "\x1b" not in told.stdout + told.stderr and "red" not in told.stdout + told.stderr

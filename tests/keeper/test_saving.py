@@ -28,9 +28,9 @@ def ended() -> Iterator[None]:
 
 def save_and_stage(rank: int, group: Any, job: str, folder: str) -> Any:
     """Save step 2, and stage others before it is written; what is in memory and on disk then."""
-    from torchrelay.stores.writer.client import WriterProcess
+    from torchrelay.stores.writer.client import WriterSave
 
-    write, staged = WriterProcess.write, threading.Event()
+    write, staged = WriterSave.write, threading.Event()
 
     def write_later(*words: Any) -> None:
         assert staged.wait(TIMEOUT)
@@ -43,16 +43,16 @@ def save_and_stage(rank: int, group: Any, job: str, folder: str) -> Any:
     keeper.stage(1, state).wait(TIMEOUT)
     train(state, 1)
     kept = whole(state)
-    WriterProcess.write = write_later  # type: ignore[method-assign]
+    WriterSave.write = write_later  # type: ignore[method-assign]
     pending = checkpointer.save_async(2, state)
-    arena = checkpointer._saver._shares._arena
+    arena = checkpointer._saver.writer._arena
     steps = [one["step"] for one in keeper.status()["steps"]]
     for step in range(3, 8):  # into every slot that there is
         train(state, 1)
         keeper.stage(step, state).wait(TIMEOUT)
     staged.set()
     pending.result(TIMEOUT)
-    WriterProcess.write = write  # type: ignore[method-assign]
+    WriterSave.write = write  # type: ignore[method-assign]
     for step in range(8, 11):
         keeper.stage(step, state).wait(TIMEOUT)
     checkpointer.verify(2)
@@ -78,7 +78,7 @@ def test_a_save_is_staged_in_the_keeper_and_written_from_there(
 
 
 def die_while_writing(rank: int, group: Any, job: str, folder: str) -> None:
-    from torchrelay.stores.writer.client import WriterProcess
+    from torchrelay.stores.writer.client import WriterSave
 
     state = fsdp_job(1)
     keeper = keeper_of(rank, job)
@@ -86,9 +86,9 @@ def die_while_writing(rank: int, group: Any, job: str, folder: str) -> None:
     train(state, 1)
     checkpointer.save(1, state)
     train(state, 1)
-    WriterProcess.write = lambda *_: reached("writing", hold=True)  # type: ignore[assignment]
+    WriterSave.write = lambda *_: reached("writing", hold=True)  # type: ignore[assignment]
     checkpointer.save_async(2, state)
-    keeper._stager.settle(TIMEOUT)
+    keeper._publisher.settle(TIMEOUT)
     tell(whole(state))
     reached("staged", hold=True)
 

@@ -282,8 +282,9 @@ def late_receiver(rank: int, group: Any, ours: bool, flag: str) -> bool:
     if rank == 0:
         if ours:
             report = relay.send(state, [1, 2])
-            assert report.receivers == (2,) and 1 in report.failed, report
-            relay.send(state, 1)
+            assert 2 in report.receivers, report
+            if 1 in report.failed:  # it came after the window
+                relay.send(state, 1)
         else:
             stock(group).send_checkpoint([1, 2], state)
     if rank == 1:
@@ -328,7 +329,7 @@ def waste(rank: int, group: Any) -> object:
             counted[name] = counting.bytes
             report = relay.send(state, 1)
             assert report.wire_bytes in (
-                (0, *needed[name]) if report.route in ("host", "nixl") else needed[name]
+                (0, *needed[name]) if report.route in ("memory", "nixl") else needed[name]
             )
         assert counted["small view"] >= flat.nbytes
         assert counted["views"] >= 100 * flat.nbytes and counted["tied"] >= 2 * tied.nbytes
@@ -353,9 +354,9 @@ def messages(rank: int, group: Any) -> object:
         counting = Counting(group)
         stock(counting).send_checkpoint([1, 2, 3], state)
         assert counting.messages == 3 * 52
-        report = relay.send(state, [1, 2, 3], route="group")
+        report = relay.send(state, [1, 2, 3], route="tcp")
         assert report.messages == 1 and report.wire_bytes <= 1.3 * report.bytes
-        report = relay.send(state, [1, 2, 3], route="host")
+        report = relay.send(state, [1, 2, 3], route="memory")
         assert report.messages == 0 and report.wire_bytes == 0
     else:
         stock(group).recv_checkpoint(0)

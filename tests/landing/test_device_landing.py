@@ -16,14 +16,14 @@ import torch
 from torchrelay.geometry.runs import Moves, copy_one_by_one, moves
 from torchrelay.landing import inplace
 from torchrelay.landing.seam import land
-from torchrelay.landing.workspace import Plainly
-from torchrelay.plan.plain import Plains
+from torchrelay.landing.workspace import PlainWorkspace
+from torchrelay.plan.plain import PlainTensors
 from torchrelay.plan.snapshot import Snapshot, capture
 
 HOST = torch.device("cpu")
 
 
-class ByAddress(Plainly):
+class ByAddress(PlainWorkspace):
     """What a pool with kernels does."""
 
     def __init__(self, able: bool = True) -> None:
@@ -41,7 +41,7 @@ class ByAddress(Plainly):
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plain tensor that is looked at counts as one on a device."""
     nowhere = property(lambda self: np.zeros(len(self), bool))
-    monkeypatch.setattr(Plains, "on_host", nowhere)
+    monkeypatch.setattr(PlainTensors, "on_host", nowhere)
     monkeypatch.setattr(inplace, "only_device", lambda tensors: HOST)
 
 
@@ -87,7 +87,7 @@ def test_nothing_is_written_before_the_commit_and_everything_by_it(
     snapshot, state = sent(1)
     request.getfixturevalue("on_device")
     into, means = made(2), ByAddress(able)
-    landing = land(snapshot.manifest, into=into, means=means)
+    landing = land(snapshot.record, into, workspace=means)
     places = landing.places()
     if by == "places":
         for there in (places.device, places.host):
@@ -108,7 +108,7 @@ def test_nothing_is_written_before_the_commit_and_everything_by_it(
 def test_every_byte_has_a_place_of_its_own_that_is_not_the_callers(on_device: None) -> None:
     into = made(2)
     snapshot, _ = sent(1)
-    places = land(snapshot.manifest, into=into, means=ByAddress()).places()
+    places = land(snapshot.record, into, workspace=ByAddress()).places()
     mine = [(leaf.data_ptr(), leaf.nbytes) for leaf in flat(into) if isinstance(leaf, torch.Tensor)]
     rows = sorted(
         (int(low), int(low) + int(stop - start))
@@ -128,7 +128,7 @@ def test_a_strided_tensor_beside_plain_ones_lands_too(
     request.getfixturevalue("on_device")
     into = {"plain": torch.zeros(100, dtype=torch.int64)}
     into["strided"] = torch.zeros(20, 60, dtype=torch.int64)[::2, ::2]
-    landing = land(snapshot.manifest, into=into, means=ByAddress())
+    landing = land(snapshot.record, into, workspace=ByAddress())
     for chunk, size in enumerate(landing.chunks.sizes):
         data = torch.empty(size, dtype=torch.uint8)
         snapshot.read(chunk, data)

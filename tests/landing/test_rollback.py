@@ -72,19 +72,11 @@ def test_a_diverged_step_won_every_restart(root: str) -> None:
         assert (held.steps(), held.latest()) == ([100, 200], 200)
         held.save(210, state(210))
         assert held.rollback(200) == [210]
-        held.save(300, state(3))  # a number that was set aside is free again
+        held.save(300, state(3))  # a number that was deleted is free again
     with tr.Checkpointer(root, timeout=60) as held:
         assert held.steps() == [200, 300]
         assert equal(held.load().state, state(3))
-        names = held.aside()
-        assert [int(name.removeprefix("step-")[:3]) for name in names] == [210, 300, 310]
-        for name in names:
-            held.remove_aside(name)
-        assert (held.aside(), held.steps()) == ([], [200, 300])
         assert held.verify(200) == 200 and held.verify(300) == 300
-        for name in (names[0], "step-300", "../run", "step-300/manifest.json"):
-            with pytest.raises(tr.StepNotFoundError, match="set aside"):
-                held.remove_aside(name)
 
 
 def test_a_rollback_to_a_step_that_does_not_hold_is_refused(tmp_path: Path) -> None:
@@ -115,24 +107,6 @@ def test_a_damaged_newest_step_does_not_stand_in_the_way_of_the_next_save(tmp_pa
         assert held.steps() == [3, 5]
 
 
-def test_set_aside_steps_are_neither_cleaned_nor_pruned(s3: S3, tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
-    from torchrelay.stores.local.store import LocalStore
-    from torchrelay.stores.objects.store import ObjectStore
-
-    for root in (str(tmp_path / "run"), s3.url("run")):
-        saved(root, 1, 2)
-        with tr.Checkpointer(root, keep=tr.KeepLast(1), timeout=60) as held:
-            held.rollback(1)
-            held.save(2, state(20))
-            (name,) = held.aside()
-            held.save(3, state(3))
-            assert (held.steps(), held.aside()) == ([3], [name])
-            made: Any = LocalStore(root) if "://" not in root else ObjectStore(root, grace=0)
-            assert made.clean() == []
-            assert held.aside() == [name]
-
-
 def test_a_rollback_that_dies_at_any_call_is_a_shorter_rollback(tmp_path: Path) -> None:
     saved(str(tmp_path / "base"), 1, 2, 3, 4)
     files = CutFiles()
@@ -150,10 +124,10 @@ def test_a_rollback_that_dies_at_any_call_is_a_shorter_rollback(tmp_path: Path) 
         with tr.Checkpointer(root) as held:
             left = held.steps()
             assert left == list(range(1, len(left) + 1))
-            assert len(left) + len(held.aside()) == 4
             assert held.load().step == left[-1]
             held.rollback(1)
-            assert held.steps() == [1] and len(held.aside()) == 3
+            assert held.steps() == [1]
+        assert [path.name for path in root.iterdir()] == ["step-1"]
 
 
 def test_a_rollback_in_a_bucket_that_fails_at_any_request_is_a_shorter_one(s3: S3) -> None:
@@ -180,7 +154,7 @@ def test_a_rollback_in_a_bucket_that_fails_at_any_request_is_a_shorter_one(s3: S
             for step in left:
                 held.verify(step)
             held.rollback(1)
-            assert held.steps() == [1] and len(held.aside()) == 2
+            assert held.steps() == [1]
         if done:
             return
     raise AssertionError("no rollback was let through")

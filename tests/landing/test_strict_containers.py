@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.records import stream_record
 from torchrelay import Checkpointer
 from torchrelay.errors import ManifestError, MismatchError, RelayError
+from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.packed import pack, unpack
 from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import capture
-from torchrelay.record import codec
 from torchrelay.record import manifest as m
+from torchrelay.record.encoding import decode, encode
 
 Point = namedtuple("Point", "x y")
 Other = namedtuple("Other", "x y")
@@ -26,7 +28,7 @@ Door = Callable[[Any, Any, bool], Any]
 def by_relay(state: Any, into: Any, strict: bool) -> Any:
     """What `Relay.recv` does with an offer, without its transport."""
     snapshot = capture(state)
-    landing = land(codec.decode(codec.encode(snapshot.manifest)), into=into, strict=strict)
+    landing = land(decode(snapshot.encoded()), into, LandingOptions(strict))
     for index, nbytes in enumerate(snapshot.chunks.sizes):
         chunk = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         snapshot.read(index, chunk)
@@ -164,6 +166,6 @@ def test_numbers_of_over_4300_digits_are_keys_and_values(door: Door) -> None:
 def test_fields_that_python_takes_for_one_are_refused(fields: tuple[str, ...]) -> None:
     leaves = tuple(m.ValueLeaf("plain", n) for n in range(len(fields)))
     tree = m.NamedTupleNode("N", fields, tuple(range(len(fields))))
-    data = codec.encode(m.Manifest(m.VERSION, 1, tree, leaves, (), ()))
+    data = encode(stream_record(tree, leaves))
     with pytest.raises(ManifestError):
-        land(codec.decode(data)).commit()
+        land(decode(data)).commit()

@@ -53,7 +53,7 @@ def test_the_writer_process_writes_what_lies_across_parts(
             super().__init__(nbytes, pinned=pinned, parts=max(parts, 3))
             made.append(self)
 
-    monkeypatch.setattr("torchrelay.checkpointer.saves.share_writer.Arena", Counted)
+    monkeypatch.setattr("torchrelay.checkpointer.share_writer.Arena", Counted)
     state = {"w": torch.randint(-100, 100, (SIZE // 2,), dtype=torch.int16)}
     with tr.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save_async(1, state).result()

@@ -12,7 +12,6 @@ import torch
 
 import torchrelay as tr
 from tests.support.trips import trip
-from torchrelay.plan.snapshot import capture
 
 State = dict[str, torch.Tensor]
 MANY = 70  # tensors, from which they are looked at in columns
@@ -126,16 +125,3 @@ def test_elements_that_begin_amid_others_are_refused_by_path(tmp_path: Path) -> 
         with pytest.raises(tr.UnsupportedLeafError, match="give a clone") as caught:
             way(state, None, tmp_path)
     assert caught.value.path == "['even']"
-
-
-def test_a_plan_is_not_used_again_for_tensors_that_overlap_by_now() -> None:
-    array = numbers()
-    state: dict[str, Any] = {"plain": torch.from_numpy(array[2:6])}
-    before = {**state, "view": torch.from_numpy(numbers()[::2])}
-    after = {**state, "view": torch.from_numpy(array[::2])}
-    planned = capture(before)
-    assert capture(before, like=planned).plan is planned.plan
-    again = capture(after, like=planned)
-    assert again.plan is not planned.plan
-    assert again.manifest == capture(after).manifest
-    assert len(again.manifest.storages) == 1

@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.hostile import CASES, LENGTH, SOON, Case, Cost, measure
+from tests.support.records import stream_record
 from torchrelay.errors import TransferTimeoutError
-from torchrelay.record import codec
 from torchrelay.record import manifest as m
+from torchrelay.record.encoding import decode, encode
 
 SECONDS = 2.0
 MEGABYTES = 300.0
@@ -44,7 +45,7 @@ def test_an_input_costs_no_more_than_its_length_allows(case: Case) -> None:
 
 def test_the_deadline_ends_the_decoding_of_a_large_tree() -> None:
     tree: m.Node = m.SequenceNode("list", (m.SequenceNode("list", ()),) * 100_000)
-    data = codec.encode(m.Manifest(m.VERSION, 1, tree, (), (), ()))
+    data = encode(stream_record(tree))
     looks = []
 
     def in_time() -> None:
@@ -53,4 +54,4 @@ def test_the_deadline_ends_the_decoding_of_a_large_tree() -> None:
             raise TransferTimeoutError("late")
 
     with pytest.raises(TransferTimeoutError):
-        codec.decode(data, None, in_time)
+        decode(data, in_time=in_time)

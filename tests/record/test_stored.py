@@ -14,8 +14,9 @@ from torchrelay.record.checkpoint.joined import joined
 from torchrelay.record.checkpoint.places import check_tensors
 from torchrelay.record.checkpoint.schema import DataFile
 from torchrelay.record.checkpoint.stored import Shard, Shards, StoredTensor, Tensors
-from torchrelay.stores.shares.drafting import Written, commit_record
-from torchrelay.stores.shares.plans import Outlines
+from torchrelay.stores.shares.commit_record import commit_record
+from torchrelay.stores.shares.outlines import Outlines
+from torchrelay.stores.shares.share import Written
 
 SEED = 5
 

@@ -59,14 +59,16 @@ def survivor_and_replacement(
             nobody = f"http://127.0.0.1:{held.getsockname()[1]}"
             sources = [disk, keeper, nobody, relay.peer(0)]
             again = Job()
-            got = tr.recover(into=again.state(), sources=sources, timeout=TIMEOUT)
+            got = tr.recover(into=again.state(), sources=sources, group=False, timeout=TIMEOUT)
             assert got.step == 4 and got.report.source == "rank 0"
             again.take(got)
             losses = again.train(3)
             before = [value.clone() for value in again.model.state_dict().values()]
             try:
-                tr.recover(into=again.state(), sources=sources, min_step=5, timeout=TIMEOUT)
-            except tr.NothingToRecoverError as nothing:
+                tr.recover(
+                    into=again.state(), sources=sources, min_step=5, group=False, timeout=TIMEOUT
+                )
+            except tr.RecoveryError as nothing:
                 refused = nothing.message
             after = again.model.state_dict().values()
             assert all(map(torch.equal, before, after)), "what was refused changed nothing"

@@ -99,7 +99,7 @@ def joined(rank: int, group: Any) -> tuple[int, str, list[float]]:
     if rank == 1:
         dist.barrier(group)
     explained = got.report.explain()
-    assert "rank 1: no step; rank 1 shares no state" in explained
+    assert "rank 1: no step; there is nothing in it" in explained
     job.take(got)
     return got.step, got.report.source, job.train(2)
 
@@ -172,3 +172,23 @@ def test_fewer_ranks_than_before_train_on_with_the_same_losses(
     assert four == two == one
     assert found[1] == [four, two]
     assert found[2] == found[3] == [four]
+
+
+def recover_by_default(rank: int, group: Any, root: str) -> tuple[int, int, int]:
+    """What each rank has of its own comes back to it, without being asked for: from a directory,
+    and from the endpoint of both."""
+    state = {"w": torch.ones(4), "position": 100 + rank, "random": torch.full((2,), float(rank))}
+    with tr.Checkpointer(root, timeout=60) as there:
+        there.save(1, state)
+        got = tr.recover(sources=[there], timeout=60)
+    with tr.serve(state, step=2, timeout=60) as endpoint:
+        dist.barrier(group)
+        pulled = tr.pull(endpoint.url, timeout=60)
+        dist.barrier(group)
+    assert int(got.state["random"][0]) == int(pulled.state["random"][0]) == rank
+    return got.state["position"], pulled.state["position"], got.step
+
+
+def test_all_ranks_recover_together_unless_told_otherwise(pool2: RankPool, tmp_path: Path) -> None:
+    found = pool2.run(recover_by_default, str(tmp_path), timeout=100)
+    assert found == [(100, 100, 1), (101, 101, 1)]

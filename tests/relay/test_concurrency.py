@@ -7,8 +7,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,8 @@ import torch
 
 import torchrelay as tr
 from tests.support.ways import by, every_way, patched
-from torchrelay.transports.protocol.exchange import OfferExchange
+from torchrelay.transports.meeting.conversation import Conversation
+from torchrelay.transports.wire.messages import Join, Message
 
 STEPS = range(6)
 
@@ -25,13 +24,12 @@ STEPS = range(6)
 def by_step(rank: int, group: Any) -> list[int]:
     """Six sends from six threads, once six receives wait, each for one step, in another order."""
     begun = threading.Semaphore(0)
-    original = OfferExchange.call
+    original = Conversation.send
 
-    @contextmanager
-    def call(self: OfferExchange, sender: int) -> Iterator[None]:
-        with original(self, sender):
+    def send(self: Conversation, message: Message) -> None:
+        original(self, message)
+        if isinstance(message, Join):
             begun.release()
-            yield
 
     relay = tr.Relay(group, timeout=60)
     got: dict[int, float] = {}
@@ -44,7 +42,7 @@ def by_step(rank: int, group: Any) -> list[int]:
 
     order = list(STEPS) if rank == 0 else [3, 0, 5, 1, 4, 2]
     threads = [threading.Thread(target=one, args=(step,)) for step in order]
-    with patched(OfferExchange, call=call):
+    with patched(Conversation, send=send):
         if rank == 0:
             torch.distributed.barrier(group)
         for thread in threads:
@@ -63,7 +61,7 @@ def test_each_receive_gets_its_step(pool2: Any, way: str) -> None:
 
 
 def nobody_has_it(rank: int, group: Any) -> float:
-    """Two receives for steps nobody sends: both refuse, at once, and both senders hear it."""
+    """Two receives for steps that are not sent: both are refused soon, and both senders are."""
     relay = tr.Relay(group, timeout=20)
     faults: list[type] = []
     begun = time.monotonic()
@@ -99,7 +97,7 @@ SCRIPT = """
         dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=rank, world_size=2)
         relay = tr.Relay(timeout=0.5 if fails else 20)
         if not fails:
-            for route in ("group", "host"):
+            for route in ("tcp", "memory"):
                 if rank == 0:
                     relay.send({"w": torch.ones(5)}, 1, route=route)
                 else:

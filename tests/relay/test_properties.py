@@ -17,7 +17,7 @@ from tests.support.rounds import rounds
 from tests.support.states import Destination, assert_same, destinations, states
 from tests.support.ways import by, every_route
 
-EXAMPLES = {"group": rounds(50), "channel": rounds(50), "host": rounds(70), "ring": rounds(40)}
+EXAMPLES = {"tcp": rounds(70), "memory": rounds(70), "ring": rounds(40)}
 EXAMPLES["nixl"] = rounds(40)
 
 

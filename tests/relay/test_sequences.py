@@ -17,17 +17,15 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, verdict, weights
 from tests.support.ranks import RankPool, run_ranks
-from tests.support.ways import BY_MESSAGES, by, every_route, every_way
+from tests.support.ways import by, every_route, every_way, patched
 from torchrelay.memory.threads import IDLE
-from torchrelay.transports.protocol import wire
+from torchrelay.transports.protocol import receiver as receiver_module
 from torchrelay.transports.protocol.sender import Sending
-from torchrelay.transports.routes.host import HostPull
-from torchrelay.transports.routes.sockets import tcp as lanes
-from torchrelay.transports.transfer import outflow
-from torchrelay.transports.transfer.buffers import IN_FLIGHT
-from torchrelay.transports.transfer.intake import Intake
-from torchrelay.transports.transfer.outflow import Outflow
-from torchrelay.transports.transfer.pull import Pull
+from torchrelay.transports.routes.memory import MemoryFetch
+from torchrelay.transports.routes.nixl import NixlFetch
+from torchrelay.transports.routes.reading import ReadingFetch
+from torchrelay.transports.streams import outgoing_chunks, sockets
+from torchrelay.transports.streams.sockets import DataSocket
 
 OLD = 100
 LONG = 30.0
@@ -47,7 +45,7 @@ class Threads:
     @staticmethod
     def _busy() -> set[threading.Thread]:
         ours = {one for one in threading.enumerate() if one.name.startswith("torchrelay")}
-        return {one for one in ours if one.name != IDLE}
+        return {one for one in ours if one.name not in (IDLE, "torchrelay-listener")}
 
     def _new(self) -> list[str]:
         return [thread.name for thread in self._busy() - self._before]
@@ -144,9 +142,7 @@ def test_refusals_aborts_and_successes_in_turn(pool2, way):
     for (kind, sent_end, took), (_, got_end, _) in zip(ours[:-1], theirs[:-1], strict=True):
         assert (sent_end, got_end) == ENDS[kind], kind
         assert took < 5, kind
-    # Buffers given up midway are kept by a watcher until their bytes come; nothing else stays.
-    for left in (ours[-1], theirs[-1]):
-        assert all(name.startswith("torchrelay-data") for name in left), left
+    assert ours[-1] == theirs[-1] == []
 
 
 def refusal(rank: int, group: Any) -> Any:
@@ -203,20 +199,12 @@ def error_before_answer(rank: int, group: Any) -> Any:
     if rank == 0:
         return sent(relay, 1, 1, LONG), sent(relay, 2, 1, LONG)
     live = weights(OLD)
-    from torchrelay import relay as module  # the worker's own copy
-
-    original = module.land
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError("in a user's decoder")
 
-    module.land = broken
-    try:
+    with patched(receiver_module, land=broken), pytest.raises(ZeroDivisionError):
         relay.recv(0, into=live)
-    except ZeroDivisionError:
-        pass
-    finally:
-        module.land = original
     return received(relay, 0, live, OLD, 2, LONG)
 
 
@@ -457,64 +445,56 @@ def test_transfers_at_once_are_each_whole(pool4, way):
 # Memory that changes, and bytes that do
 
 
-def wait_for_word(group: Any) -> None:
-    dist.recv(torch.zeros(1), 0, group=group, tag=5)
-
-
 def changed_while_sent(rank: int, group: Any, way: str) -> Any:
-    """The sender's memory changes after it was hashed and before it has left.
-
-    Over the group the receiver waits in its second chunk until that has happened. By then it has
-    buffers for one chunk more than are in flight; the one after that is still there. Where it takes
-    the bytes itself, it waits before the first. On a channel each piece is hashed before it leaves.
-    """
+    """The sender's memory changes after it was hashed and before it has left. On route tcp each
+    piece is hashed before it leaves; where the receiver reads, it waits until all are hashed."""
     threads = Threads()
     relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG, verify=True, connections=2)
     size, chunks = 16 << 20, 16
-    when = {"group": IN_FLIGHT + 2, "channel": 5}.get(way, chunks)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            live = {"w": torch.zeros(size, dtype=torch.uint8)}
-            seen = []
+    store = group.get_group_store()
+    if rank == 1:
+        live = {"w": torch.zeros(size, dtype=torch.uint8)}
+        reader: Any = NixlFetch if way == "nixl" else MemoryFetch
+        begin = reader._begin
 
-            def progress(done: tr.Progress) -> None:
-                seen.append(done.done)
-                if len(seen) == 2 and way == "group":
-                    wait_for_word(group)
+        def later(self: Any) -> None:
+            store.wait(["changed"])
+            begin(self)
 
-            run = Pull.run
+        with patched(reader, _begin=later):
+            out = attempt(lambda: relay.recv(0, into=live))
+        return out, int(live["w"].max())
+    state = {"w": torch.ones(size, dtype=torch.uint8)}
+    original, running = outgoing_chunks.digest_of, sockets.running_digest
+    hashed, lock = [], threading.Lock()
 
-            def run_later(self: Pull, go: wire.Go) -> None:
-                wait_for_word(group)
-                run(self, go)
+    def change(data: Any) -> None:
+        with lock:
+            hashed.append(data)
+            now = len(hashed) == (5 if way == "tcp" else chunks)
+        if now:
+            np.asarray(data).fill(2)  # autograd does not notice
+            store.set("changed", b"")
 
-            patch.setattr(Pull, "run", run_later)
-            out = attempt(lambda: relay.recv(0, into=live, progress=progress))
-            return out, int(live["w"].max())
-        state = {"w": torch.ones(size, dtype=torch.uint8)}
-        original, hashed, lock = outflow.digest_of, [], threading.Lock()
-        hash_piece = lanes._Pieces.hash
+    def digest(data: torch.Tensor, *, cells: bool) -> bytes:
+        value = original(data, cells=cells)
+        change(data)
+        return value
 
-        def change(data: Any) -> None:
-            with lock:
-                hashed.append(data)
-                now = len(hashed) == when
-            if now:
-                np.asarray(data).fill(2)  # autograd does not hear of it
-                if way != "channel":
-                    group.send([torch.zeros(1)], 1, 5).wait()
+    class Changing:
+        """A digest that is made on the way; memory changes after a piece of it."""
 
-        def digest(data: torch.Tensor, *, cells: bool) -> bytes:
-            value = original(data, cells=cells)
-            change(data)
-            return value
+        def __init__(self) -> None:
+            self._made = running()
 
-        def piece(self: Any, digest: Any, data: memoryview) -> None:
-            hash_piece(self, digest, data)
+        def update(self, data: memoryview) -> None:
+            self._made.update(data)
             change(data)
 
-        patch.setattr(outflow, "digest_of", digest)
-        patch.setattr(lanes._Pieces, "hash", piece)
+        def digest(self) -> bytes:
+            return bytes(self._made.digest())
+
+    with patched(outgoing_chunks, digest_of=digest), patched(sockets, running_digest=Changing):
         return attempt(lambda: relay.send(state, 1)), threads.left()
 
 
@@ -536,17 +516,15 @@ def trained_while_sent(rank: int, group: Any, way: str, atomic: bool) -> Any:
         live = weights(OLD)
         return received(relay, 0, live, OLD, 1, LONG, atomic=atomic)
     state = weights(1)
-    owner, name = (Outflow, "pump") if way in BY_MESSAGES else (Sending, "_let_read")
-    original = getattr(owner, name)
+    original = Sending.go
 
-    def trained(*args: Any, **options: Any) -> Any:
-        found = original(*args, **options)
+    def trained(*args: Any) -> Any:
+        found = original(*args)
         with torch.no_grad():
             state["h"].add_(1)
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, trained)
+    with patched(Sending, go=trained):
         out = attempt(lambda: relay.send(state, 1, step=1))
     return out, sent(relay, 2, 1, LONG)
 
@@ -580,37 +558,29 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
     relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify=True)
     if rank == 0:
         return sent(relay, 1, 1, LONG)
-    owner: Any = Intake if way in BY_MESSAGES else Pull if way == "nixl" else HostPull
-    name = {"host": "_read_and_hash", "ring": "_land", "nixl": "_land"}.get(way, "_arrived")
+    owner: Any = DataSocket if way == "tcp" else ReadingFetch if way == "nixl" else MemoryFetch
+    name = {"tcp": "take_chunk", "memory": "_read_and_hash"}.get(way, "_land")
     original, count, lock = getattr(owner, name), [0], threading.Lock()
-    fill = lanes._Lane.fill
 
     def spoils() -> bool:
         with lock:
             count[0] += 1
             return count[0] in bad
 
-    def filled(self: Any, memory: memoryview) -> None:
-        fill(self, memory)
-        if memory.nbytes > 4 and spoils():  # on its way, not the number of the transfer
-            memory[memory.nbytes // 2] ^= 0x10
-
-    def spoiled(self: Any, *args: Any) -> Any:
-        hashed_before = way == "channel" and args[2]
-        spoil = not hashed_before and spoils()
-        if way == "host":  # hashed where it has come to lie: what was read was something else
-            done = original(self, *args)
+    def spoiled(self: Any, *args: Any, **options: Any) -> Any:
+        spoil = spoils()
+        if way in ("ring", "nixl"):
             if spoil:
-                self._digests[args[0]] = bytes(16)
-            return done
-        data = args[0].data if way in BY_MESSAGES else args[1]
+                args[1][args[1].numel() // 2] ^= 0x10
+            return original(self, *args)
+        done = original(self, *args, **options)
+        if way == "tcp" and spoil:
+            return bytes(16), done[1]  # as if other bytes had come
         if spoil:
-            data[data.numel() // 2] ^= 0x10
-        return original(self, *args)
+            self._mine[args[0]] = bytes(16)
+        return done
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, spoiled)
-        patch.setattr(lanes._Lane, "fill", filled)
+    with patched(owner, **{name: spoiled}):
         return received(relay, 0, weights(OLD), OLD, 1, LONG, atomic=atomic), count[0]
 
 
@@ -675,7 +645,7 @@ def in_place(rank: int, group: Any, nbytes: int, route: str) -> Any:
     return peak() - before
 
 
-@pytest.mark.parametrize("route", ["group", "host"])
+@pytest.mark.parametrize("route", ["tcp", "memory"])
 def test_an_in_place_receive_takes_the_buffers_in_flight_and_no_more(route):
     nbytes = 512 << 20
     sender_grew, receiver_grew = run_ranks(in_place, 2, nbytes, route, timeout=110)

@@ -143,7 +143,7 @@ def test_it_goes_with_what_is_made_besides(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path) as held:
         held.save(1, there)
         module = Model("dict")
-        held.load(into={"model": module}, only="model.*", strict=False)
+        held.load(into={"model": module}, include="model.*", strict=False)
         assert module.first.history == there["model"].first.history
 
 
@@ -163,5 +163,5 @@ def passes(rank: int, group: Any, form: str, atomic: bool) -> Any:
 @every_form
 @either
 def test_a_live_module(pool2: Any, form: str, atomic: bool) -> None:
-    one, other = pool2.run(by, "host", passes, form, atomic)
+    one, other = pool2.run(by, "memory", passes, form, atomic)
     assert one == other

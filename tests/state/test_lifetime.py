@@ -149,7 +149,7 @@ def test_a_state_is_freed_when_its_owner_drops_it(pool2: Any, way: str) -> None:
 def several(rank: int, group: Any) -> list[int]:
     relay, watched, found = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, pool=0), Watched(), []
     with without_collector():
-        for route in ("group", "host", None):
+        for route in ("tcp", "memory", None):
             if rank == 0:
                 relay.send(watched.state(), [1, 2, 3], route=route)
             else:

@@ -31,7 +31,7 @@ from tests.support.states import (
     plain_values,
 )
 from tests.support.trips import chunk_of, trip
-from torchrelay.errors import ManifestError, MismatchError, UnsupportedLeafError, UsageError
+from torchrelay.errors import MismatchError, UnsupportedLeafError, UsageError
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry import chunks as plan
 from torchrelay.geometry.chunks import ALIGN, MAX_CHUNK_BYTES, aligned
@@ -42,17 +42,16 @@ from torchrelay.geometry.strides import (
     overlapping,
     packed,
 )
+from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import capture
-from torchrelay.record import codec
 from torchrelay.record import manifest as m
 from torchrelay.record.arrays import dtype_from_text, dtype_to_text
 from torchrelay.record.digest import digest
-from torchrelay.record.validation import check
+from torchrelay.record.encoding import decode, encode
 from torchrelay.record.values import decode_key, decode_value, encode_key, encode_value
 from torchrelay.state.registry import codec_named, codec_of, register
 from torchrelay.state.tree import flatten, show, slots, unflatten
-from torchrelay.steps import MAX_STEP
 
 # torch warns about quantized, sparse and complex32 tensors as such.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -142,13 +141,14 @@ def test_contiguous_strides_are_those_of_torch() -> None:
 
 @given(st.lists(st.integers(1, 400), max_size=12), st.integers(1, 200), st.integers(1, 500))
 def test_chunks_hold_every_byte_once(sizes: list[int], chunk_bytes: int, small: int) -> None:
-    cut = plan.cut(sizes, chunk_bytes, small)
+    cut = plan.cut(sizes, chunk_bytes, small_bytes=small)
     chunks = plan.Chunks(sizes, cut)
     assert sum(cut) == chunks.stream_bytes == sum(map(aligned, sizes))
     assert all(0 < size <= aligned(chunk_bytes) and size % ALIGN == 0 for size in cut)
     seen: list[set[int]] = [set() for _ in sizes]
     for index, size in enumerate(cut):
-        for storage, start, stop, at in chunks.extents(index):
+        begin = chunks.offsets[index]
+        for storage, start, stop, at in chunks.within(begin, begin + size):
             assert at >= 0 and at + stop - start <= size
             assert at + chunks.offsets[index] == chunks.start_of(storage) + start
             assert not seen[storage] & set(range(start, stop))
@@ -159,7 +159,9 @@ def test_chunks_hold_every_byte_once(sizes: list[int], chunk_bytes: int, small: 
 def test_a_large_storage_has_chunks_of_its_own() -> None:
     sizes = [10, 20, 1000, 30]
     chunks = plan.Chunks(sizes, plan.cut(sizes, 256, small_bytes=500))
-    owners = [{extent.storage for extent in chunks.extents(i)} for i in range(len(chunks))]
+    ends = [*chunks.offsets[1:], chunks.stream_bytes]
+    spans = zip(chunks.offsets, ends, strict=True)
+    owners = [{extent.image for extent in chunks.within(*span)} for span in spans]
     assert owners == [{0, 1}, {2}, {2}, {2}, {2}, {3}]
 
 
@@ -189,6 +191,28 @@ def test_digest_is_of_the_bytes() -> None:
     changed[63] ^= 1
     assert digest(changed) != digest(chunk)
     assert digest(chunk[16:32]) == digest(chunk[16:32].clone())
+
+
+def cut_one_by_one(sizes: list[int], chunk_bytes: int, small_bytes: int) -> tuple[int, ...]:
+    chunk_bytes = aligned(chunk_bytes)
+    chunks: list[int] = []
+    bucket = 0
+    for exact in sizes:
+        size = aligned(exact)
+        own = exact >= small_bytes or size > chunk_bytes
+        if bucket and (own or bucket + size > chunk_bytes):
+            chunks.append(bucket)
+            bucket = 0
+        if own:
+            chunks += [chunk_bytes] * (size // chunk_bytes) + [size % chunk_bytes]
+        else:
+            bucket += size
+    return tuple(size for size in (*chunks, bucket) if size)
+
+
+@given(st.lists(st.integers(1, 400), max_size=30), st.integers(1, 200), st.integers(1, 500))
+def test_a_stream_is_cut_as_if_image_by_image(sizes: list[int], chunk: int, small: int) -> None:
+    assert plan.cut(sizes, chunk, small_bytes=small) == cut_one_by_one(sizes, chunk, small)
 
 
 # Values and keys.
@@ -317,11 +341,30 @@ def test_a_namedtuple_class_that_is_not_here_is_made() -> None:
     def local() -> tuple[object, ...]:
         return namedtuple("Elsewhere", ["x", "class", "y"], rename=True)(1, torch.ones(2), 3)
 
-    manifest = capture(local()).manifest
-    changed = m.NamedTupleNode("Abroad", manifest.tree.fields, manifest.tree.items, "abroad")
+    tree: Any = capture(local()).record.outlines[0].tree
+    changed = m.NamedTupleNode("Abroad", tree.fields, tree.items, "abroad")
     got = unflatten(changed, [1, 2, 3])
     assert type(got).__name__ == "Abroad"
     assert type(got)._fields == ("x", "_1", "y")
+
+
+@given(st.lists(st.integers(0, 200), min_size=60, max_size=140), st.booleans())
+def test_many_tensors_are_found_once_each(picks: list[int], more: bool) -> None:
+    pool = [torch.ones(1) for _ in range(201)]
+    state = {
+        "list": [pool[n] for n in picks],
+        "one": pool[picks[0]],
+        "dict": {str(n): pool[n] for n in range(0, 201, 2 if more else 40)},
+        "last": [pool[picks[-1]], 3],
+    }
+    tree, leaves = flatten(state)
+    assert len({id(leaf) for leaf in leaves}) == len(leaves)
+    assert isinstance(tree, m.DictNode)
+    there = [node for node in tree.items if isinstance(node, (m.DictNode, m.SequenceNode))]
+    assert [leaves[n] for n in there[0].items] == state["list"]  # type: ignore[index]
+    assert leaves[tree.items[1]] is state["one"]  # type: ignore[index]
+    assert [leaves[n] for n in there[1].items] == list(state["dict"].values())  # type: ignore
+    assert leaves[there[2].items[0]] is pool[picks[-1]]  # type: ignore[index]
 
 
 def test_paths() -> None:
@@ -468,7 +511,7 @@ def test_registering() -> None:
             register(_Loose, name="plain")
     finally:
         _forget(_Plain)
-    with pytest.raises(UsageError, match="no dataclass or enum"):
+    with pytest.raises(UsageError, match="not a dataclass or enum"):
         register(_Text)
     with pytest.raises(UsageError, match="go together"):
         register(_Text, encode=str)
@@ -487,7 +530,7 @@ def test_a_type_not_registered_at_the_receiver() -> None:
     _forget(_Unregistered)
     assert codec_of(_Unregistered) is None and codec_named("_Unregistered") is None
     with pytest.raises(UnsupportedLeafError, match="not registered here") as caught:
-        land(codec.decode(codec.encode(snapshot.manifest)))
+        land(decode(snapshot.encoded()))
     assert caught.value.path == "['a'][0]"
 
 
@@ -543,9 +586,9 @@ def test_subclass_mismatches() -> None:
 
 
 def test_a_subclass_that_is_not_registered_here() -> None:
-    manifest = capture({"w": _NotRegistered(torch.zeros(3), 1)}).manifest
+    record = capture({"w": _NotRegistered(torch.zeros(3), 1)}).record
     with pytest.raises(UnsupportedLeafError, match="not registered here") as caught:
-        land(manifest)
+        land(record)
     assert caught.value.path == "['w']"
 
 
@@ -610,7 +653,7 @@ def test_per_channel_quantized_cannot_be_filled() -> None:
     made = torch.quantize_per_channel(
         torch.randn(2, 3), torch.ones(2), torch.zeros(2, dtype=torch.int64), 0, torch.qint8
     )
-    with pytest.raises(MismatchError, match="receive them anew"):
+    with pytest.raises(MismatchError, match="receive them as new tensors"):
         trip({"q": made}, into={"q": made})
 
 
@@ -747,7 +790,7 @@ def test_bytes_that_do_not_make_a_sparse_tensor_are_refused() -> None:
     snapshot = capture({"s": _coo()})
     for into in (None, {"s": _coo()}):
         for atomic in (True, False):
-            landing = land(snapshot.manifest, into=into, atomic=atomic)
+            landing = land(snapshot.record, into, LandingOptions(atomic=atomic))
             for index in range(len(snapshot.chunks)):
                 landing.write(index, torch.full_like(chunk_of(snapshot, index), 0x77))
             with pytest.raises(UnsupportedLeafError) as caught:
@@ -756,137 +799,12 @@ def test_bytes_that_do_not_make_a_sparse_tensor_are_refused() -> None:
             assert into is None or torch.equal(into["s"].to_dense(), _coo().to_dense())
 
 
-def test_a_leaf_that_leaves_a_hole_before_it() -> None:
-    """Memory is made for the whole image, not for what the leaf takes of it."""
-    manifest = m.Manifest(
-        version=m.VERSION,
-        step=None,
-        tree=0,
-        leaves=(m.TensorLeaf("float32", (4,), None, 0, 1 << 16),),
-        storages=(m.Storage((1 << 16) + 16),),
-        chunks=((1 << 16) + 16,),
-    )
-    check(manifest)
-    landing = land(manifest)
-    landing.write(0, torch.ones((1 << 16) + 16, dtype=torch.uint8))
-    got: Any = landing.commit().state
-    assert bits(got) == b"\1" * 16
-
-
-def _manifest(**changes: Any) -> m.Manifest:
-    manifest = capture({"a": torch.zeros(4), "b": [1, torch.zeros(3)[::2]]}, step=1).manifest
-    return m.Manifest(
-        **{name: getattr(manifest, name) for name in m.Manifest.__struct_fields__} | changes
-    )
-
-
-def _leaf(**changes: Any) -> dict[str, Any]:
-    facts = {"dtype": "float32", "shape": (4,), "strides": None, "storage": 0} | changes
-    return {
-        "tree": 0,
-        "leaves": (m.TensorLeaf(**facts),),
-        "storages": (m.Storage(16),),
-        "chunks": (16,),
-    }
-
-
-def _array(**changes: Any) -> dict[str, Any]:
-    facts = {"descr": '"<f4"', "shape": (4,), "fortran": False, "storage": 0, "nbytes": 16}
-    facts |= changes
-    return _leaf() | {"leaves": (m.ArrayLeaf(**facts),)}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"step": -1},
-        {"step": MAX_STEP + 1},
-        {"leaves": ()},
-        {"tree": 7},
-        {"chunks": ()},
-        {"chunks": (16, 16, 16)},
-        {"chunks": (8, 24)},
-        {"chunks": (-16, 48)},
-        {"storages": ()},
-        {"storages": (m.Storage(16), m.Storage(9))},
-        {"storages": (m.Storage(1 << 60), m.Storage(8))},
-        {"storages": (m.Storage(16, "cuda:0"), m.Storage(8))},
-        {"digests": (b"x" * 16,) * 7},
-        {"digests": (b"x",)},
-        _leaf(dtype="float33"),
-        _leaf(dtype="int64"),
-        _leaf(shape=(5,)),
-        _leaf(shape=(3,)),
-        _leaf(shape=(-4,)),
-        _leaf(shape=(1 << 63,)),
-        _leaf(shape=(1 << 40, 1 << 40)),
-        _leaf(shape=(2,) * 65),
-        _leaf(strides=(1, 1)),
-        _leaf(strides=(-1,)),
-        _leaf(strides=(1 << 62,)),
-        _leaf(strides=(2,)),
-        _leaf(storage=1),
-        _leaf(storage=-1),
-        _leaf(storage=-2),
-        _leaf(offset=2),
-        _leaf(offset=-4),
-        _leaf(offset=4),
-        _leaf(flags=m.META),
-        _array(descr='"O"'),
-        _array(descr="["),
-        _array(shape=(5,)),
-        _array(shape=(1 << 40,), nbytes=0, storage=-1),
-        _array(nbytes=0, storage=-1),
-        _array(nbytes=-16),
-        _array(scalar=True),
-        {"tree": m.DictNode("dict", ("a", "a"), (0, 1))},
-        {"tree": m.DictNode("dict", ("a",), (0, m.SequenceNode("list", (1, 2))))},
-        {"tree": m.DictNode("Counter", ("a", "b"), (0, m.SequenceNode("list", (1, 2))))},
-        {"tree": m.DictNode("dict", ("a", "b"), (0, m.SequenceNode("list", (1, 2))), "list")},
-        {
-            "tree": m.DictNode(
-                "defaultdict", ("a", "b"), (0, m.SequenceNode("list", (1, 2))), "eval"
-            )
-        },
-        {"tree": m.SequenceNode("set", (0, 1, 2))},
-        {"tree": m.SequenceNode("list", (0, 2, 1))},
-        {"tree": m.SequenceNode("list", (0, 1))},
-        {"tree": m.NamedTupleNode("T", ("a", "b"), (0, 1, 2))},
-        {"tree": m.NamedTupleNode("T", ("a", "a", "b"), (0, 1, 2))},
-        {"tree": m.NamedTupleNode("T", ("a", "b", "c d"), (0, 1, 2))},
-        {"tree": m.NamedTupleNode("T", ("a", "b", "class"), (0, 1, 2))},
-        {"tree": m.NamedTupleNode("T", ("a", "b", "__new__"), (0, 1, 2))},
-        {"tree": m.NamedTupleNode("import", ("a", "b", "c"), (0, 1, 2))},
-    ],
-)
-def test_manifests_that_are_refused(changes: dict[str, Any]) -> None:
-    check(_manifest())
-    with pytest.raises(ManifestError):
-        check(_manifest(**changes))
-
-
-def test_versions() -> None:
-    manifest = _manifest(version=(m.VERSION[0], m.VERSION[1] + 5))
-    assert codec.decode(codec.encode(manifest)) == manifest
-    with pytest.raises(ManifestError, match=r"version 9\.1, this library reads 1\.x"):
-        codec.decode(codec.encode(_manifest(version=(9, 1))))
-
-
-def test_a_later_minor_version_may_add_fields() -> None:
-    plain = msgspec.msgpack.decode(codec.encode(_manifest()))
-    plain[0] = [m.VERSION[0], m.VERSION[1] + 1]
-    plain.append({"new": 1})
-    plain[3][0].append("new")
-    assert codec.decode(msgspec.msgpack.encode(plain)).leaves == _manifest().leaves
-
-
 def test_an_empty_tensor_of_a_device_that_is_not_here_is_made_on_the_host() -> None:
-    manifest = capture({"e": torch.empty(0, 3), "x": torch.ones(2)}).manifest
-    empty, other = manifest.leaves
-    assert isinstance(empty, m.TensorLeaf) and not empty.flags
-    flagged = msgspec.structs.replace(empty, flags=m.ON_DEVICE)
-    offered = msgspec.structs.replace(manifest, leaves=(flagged, other))
-    landing = land(codec.decode(codec.encode(offered)))
+    record = capture({"e": torch.empty(0, 3), "x": torch.ones(2)}).record
+    kinds = [record.image_kinds[kind].shape for kind in record.image_kind.tolist()]
+    on = np.array([shape == (0, 3) for shape in kinds], np.int64)
+    offered = msgspec.structs.replace(record, devices=("cpu", "cuda"), device_of=on)
+    landing = land(decode(encode(offered)))
     landing.write(0, torch.zeros(16, dtype=torch.uint8))
     state: Any = landing.commit().state
     wanted = "cuda" if torch.cuda.is_available() else "cpu"

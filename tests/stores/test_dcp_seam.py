@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -250,3 +252,112 @@ def dropin_round_trip(rank: int, group: Any, place: str) -> bool:
 
 def test_dropin_checkpointer_with_these(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(dropin_round_trip, str(tmp_path), timeout=60) == [True, True]
+
+
+# What torch's callers expect of a storage.
+
+
+def test_checkpoint_ids_of_unknown_schemes_are_not_ours(tmp_path: Path) -> None:
+    for known in (tmp_path, str(tmp_path / "new"), "relative", f"file://{tmp_path}", "s3://b/runs"):
+        assert Writer.validate_checkpoint_id(known) and Reader.validate_checkpoint_id(known)
+    for unknown in (
+        "hdfs://host/runs",
+        "mem://x",
+        "http://host/x",
+        "",
+        "s3:/lost/a/slash",
+        7,
+        None,
+    ):
+        assert not Writer.validate_checkpoint_id(unknown)  # type: ignore[arg-type]
+        assert not Reader.validate_checkpoint_id(unknown)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_is_there_is_named_as_torch_names_it(tmp_path: Path) -> None:
+    dcp.save(job(1), storage_writer=Writer(tmp_path), no_dist=True)
+    for _ in range(2):
+        writer = Writer(tmp_path, overwrite=False)
+        with pytest.raises(CheckpointException, match="Checkpoint already exists"):
+            dcp.save(job(2), storage_writer=writer, no_dist=True)
+    writer = Writer(tmp_path, overwrite=False)
+    with pytest.raises(tr.CheckpointError, match="Checkpoint already exists"):
+        dropin.Checkpointer(writer, Reader(tmp_path), no_dist=True).save(job(3))
+    loaded = job(0)
+    dcp.load(loaded, storage_reader=Reader(tmp_path), no_dist=True)
+    assert same(loaded, job(1))
+
+
+def cached_plans(rank: int, group: Any, root: str) -> list[bool]:
+    """Saves whose plans are those of the save before, and one with another plan; each in a step of
+    its own, and again in the same one."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+
+    def state(seed: int, more: bool = False) -> dict[str, Any]:
+        whole = torch.arange(12.0).reshape(6, 2) + seed
+        other = {"more": torch.full((2,), float(seed))} if more else {}
+        return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "step": seed, **other}
+
+    kept = Writer(f"{root}/kept")
+    for seed, more in ((1, False), (2, False), (3, True), (4, True), (5, False)):
+        for writer in (Writer(f"{root}/step-{seed}"), kept):
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            planner._cached_plans_key = f"{writer is kept}"  # type: ignore[attr-defined]
+            dcp.save(state(seed, more), storage_writer=writer, planner=planner)
+        for place in (f"{root}/step-{seed}", f"{root}/kept"):
+            into = state(0, more)
+            dcp.load(into, storage_reader=Reader(place))
+            found.append(
+                torch.equal(into["w"].to_local(), state(seed)["w"].to_local())
+                and into["step"] == seed
+                and (not more or into["more"].eq(seed).all().item())
+            )
+    with tr.Checkpointer(root, group=group, timeout=60) as checkpointer:
+        found.append(checkpointer.steps() == [1, 2, 3, 4, 5])
+    return found
+
+
+def test_plans_that_are_kept_serve_several_ranks(pool2: RankPool, tmp_path: Path) -> None:
+    for found in pool2.run(cached_plans, str(tmp_path), timeout=90):
+        assert found == [True] * 11
+
+
+def plain_objects() -> dict[str, Any]:
+    buffer = io.BytesIO(b"bytes")
+    buffer.seek(2)
+    return {
+        "w": torch.ones(2),
+        "rng": np.random.RandomState(3).get_state(),
+        "array": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "scalars": [np.float64(1.5), np.int64(3), np.bool_(True)],
+        "buffer": buffer,
+        "window": collections.deque([1, 2], maxlen=3),
+        "place": Path("a/b"),
+    }
+
+
+def check_objects(got: dict[str, Any]) -> None:
+    sent = plain_objects()
+    assert [type(value) for value in got.values()] == [type(value) for value in sent.values()]
+    name, keys, *rest = got["rng"]
+    assert (name, *rest) == (sent["rng"][0], *sent["rng"][2:])
+    assert np.array_equal(keys, sent["rng"][1]) and keys.dtype == np.uint32
+    assert np.array_equal(got["array"], sent["array"]) and got["array"].dtype == sent["array"].dtype
+    assert list(map(type, got["scalars"])) == [np.float64, np.int64, np.bool_]
+    assert got["scalars"] == sent["scalars"]
+    assert got["buffer"].getvalue() == b"bytes" and got["buffer"].tell() == 2
+    assert got["window"] == sent["window"] and got["window"].maxlen == 3
+    assert got["place"] == Path("a/b")
+
+
+def test_arrays_scalars_and_buffers(tmp_path: Path) -> None:
+    """As torch's own writer takes them, and `Checkpointer`."""
+    dcp.save(plain_objects(), storage_writer=Writer(tmp_path), no_dist=True)
+    into = dict.fromkeys(plain_objects(), 0) | {"w": torch.zeros(2), "scalars": [0, 0, 0]}
+    dcp.load(into, storage_reader=Reader(tmp_path), no_dist=True)
+    check_objects(into)
+
+
+def test_what_only_pickle_can_hold_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match=r"inner\.odd"):
+        dcp.save({"inner": {"odd": object()}}, storage_writer=Writer(tmp_path), no_dist=True)

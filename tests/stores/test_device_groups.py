@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.stores.device_reading import _Group, _joined, _placed_in_turn, _rounds
+from torchrelay.stores.reading.device_fetch import _Group, _joined, _placed_in_turn, _rounds
 
 
 def test_groups_that_follow_each_other_in_a_file_are_read_as_one() -> None:

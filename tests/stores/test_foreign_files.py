@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,8 @@ import torchrelay as tr
 from tests.support.s3 import BUCKET, S3
 from tests.support.saved import state
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.local.store import LocalStore, token
+from torchrelay.stores.local.root import token
+from torchrelay.stores.local.store import LocalStore
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def test_pruning_a_linked_step_emptied_the_target(tmp_path: Path, elsewhere: Pat
     assert names(root) == ["step-2"] and names(elsewhere / "step-1") == before
 
 
-@pytest.mark.parametrize("way", ["delete", "overwrite", "set aside"])
+@pytest.mark.parametrize("way", ["delete", "overwrite", "rollback"])
 def test_a_linked_step_leaves_as_a_link(tmp_path: Path, elsewhere: Path, way: str) -> None:
     root = tmp_path / "run"
     held = saved(root, 0, 1)
@@ -77,7 +80,6 @@ def test_a_linked_step_leaves_as_a_link(tmp_path: Path, elsewhere: Path, way: st
         assert not (root / "step-1").is_symlink() and held.verify(1) == 1
     else:
         held.rollback(0)
-        held.remove_aside(*held.aside())
     held.close()
     assert names(elsewhere / "step-1") == before
     assert names(root) == (["step-0", "step-1"] if way == "overwrite" else ["step-0"])
@@ -149,7 +151,7 @@ def test_a_root_that_cannot_have_steps_is_not_taken_for_an_empty_one(
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     root = tmp_path / name / below
     with tr.Checkpointer(root, group=False, read_only=True) as there:
-        for act in (there.steps, there.latest, there.load, there.verify, there.aside):
+        for act in (there.steps, there.latest, there.load, there.verify):
             with pytest.raises(tr.CheckpointError, match=why) as caught:
                 act()
             assert caught.value.file == str(tmp_path / name)
@@ -160,6 +162,26 @@ def test_a_root_that_cannot_have_steps_is_not_taken_for_an_empty_one(
         with tr.Checkpointer(root, group=False) as there:
             there.save(1, {"n": 1})
             assert there.latest() == 1
+
+
+def test_a_root_that_another_process_makes_at_this_moment_is_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "runs" / "a"
+    store = LocalStore(root)
+    look = os.stat
+
+    def look_as_another_makes_it(*words: Any, **options: Any) -> os.stat_result:
+        try:
+            return look(*words, **options)
+        finally:
+            with monkeypatch.context() as undisturbed:
+                undisturbed.setattr(os, "stat", look)
+                root.mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(os, "stat", look_as_another_makes_it)
+    assert store.steps() == []
+    assert root.is_dir()
 
 
 def test_a_root_that_is_a_link_is_the_callers_choice(tmp_path: Path) -> None:
@@ -175,7 +197,7 @@ def test_a_root_that_is_a_link_is_the_callers_choice(tmp_path: Path) -> None:
 REMOVALS: dict[str, Callable[[tr.Checkpointer], object]] = {
     "delete": lambda held: held.delete(2),
     "overwrite": lambda held: held.save(2, state(5), overwrite=True),
-    "set aside": lambda held: (held.rollback(1), held.remove_aside(*held.aside())),
+    "rollback": lambda held: held.rollback(1),
 }
 
 

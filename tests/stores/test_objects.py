@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.stores.test_conformance import contents, read, save, write
+from tests.stores.test_conformance import contents, manifest, read, save, write
 from tests.support.s3 import BUCKET, LOSE, S3
 from torchrelay.errors import UsageError
 from torchrelay.stores.objects.bucket import client_options
-from torchrelay.stores.objects.store import TOKEN, ObjectStore
+from torchrelay.stores.objects.store import ObjectStore
 
 pytest.importorskip("obstore")
 
@@ -70,7 +70,7 @@ def test_a_large_file_goes_up_in_parts(s3: S3, url: str) -> None:
         sink.write(start, [memoryview(scratch)[: len(piece)]])
         scratch[:] = bytes(len(scratch))  # a buffer is the caller's again after the call
     sink.finish()
-    draft.commit(b"m")
+    draft.commit(manifest("m"))
     assert len(s3.seen("PUT .*partNumber=")) == 4
     assert read(store, 1, "a.safetensors") == content
     assert store.open(1).sizes() == {"a.safetensors": len(content)}
@@ -83,7 +83,7 @@ def test_one_large_buffer_goes_up_in_parts(s3: S3, url: str) -> None:
     sink = draft.open("a.safetensors", len(content))
     sink.write(0, [content])
     sink.finish()
-    draft.commit(b"m")
+    draft.commit(manifest("m"))
     assert len(s3.seen("PUT .*partNumber=")) == 3
     assert read(store, 1, "a.safetensors") == content
 
@@ -138,8 +138,7 @@ def test_the_manifest_is_an_object_of_its_own_and_put_last(s3: S3, url: str) -> 
         f"PUT {base}/manifest.json",
     ]
     status, body, headers = s3.ask("GET", f"{base}/manifest.json")
-    assert (status, body) == (200, b"manifest of host-1-a")
-    assert headers[f"x-amz-meta-{TOKEN}"] == "host-1-a"
+    assert (status, body) == (200, b'{"folder":"host-1-a","of":"host-1-a"}')
     assert headers["content-type"] == "application/json"
 
 
@@ -166,7 +165,7 @@ def test_an_overwrite_that_fails_leaves_the_old_step(s3: S3, url: str) -> None:
         save(store, 1, {"a.safetensors": b"new"}, token="new", overwrite=True)
     s3.hook = None
     store.draft(1, "new").discard()
-    assert store.open(1).manifest() == b"manifest of old"
+    assert store.open(1).manifest() == manifest("old")
     assert contents(store, 1) == {"a.safetensors": b"old"}
     assert s3.ask("HEAD", f"/{BUCKET}/runs/a/step-1/new/a.safetensors")[0] == 404
 
@@ -191,7 +190,7 @@ def test_one_of_many_writers_commits(url: str) -> None:
     def commit(number: int) -> None:
         start.wait(30)
         try:
-            drafts[number].commit(str(number).encode())
+            drafts[number].commit(manifest(str(number)))
         except FileExistsError:
             lost.append(number)
             drafts[number].discard()
@@ -202,7 +201,7 @@ def test_one_of_many_writers_commits(url: str) -> None:
     for thread in threads:
         thread.join()
     (winner,) = set(range(len(drafts))) - set(lost)
-    assert store.open(1).manifest() == str(winner).encode()
+    assert store.open(1).manifest() == manifest(str(winner))
     assert contents(store, 1) == {"a.safetensors": str(winner).encode()}
 
 
@@ -213,8 +212,8 @@ def test_a_service_without_conditional_requests(url: str, monkeypatch: pytest.Mo
     late.begin()
     save(store, 1, {"a.safetensors": b"a"})
     with pytest.raises(FileExistsError, match=r"manifest\.json"):
-        late.commit(b"late")
-    assert store.open(1).manifest() == b"manifest of host-1-a"
+        late.commit(manifest("late"))
+    assert store.open(1).manifest() == manifest("host-1-a")
 
 
 def test_a_commit_whose_answer_is_lost_is_a_commit(s3: S3, url: str) -> None:
@@ -235,7 +234,7 @@ def test_discard_spares_a_commit_that_only_seemed_to_fail(s3: S3, url: str) -> N
     verdicts = [LOSE]
     s3.hook = lambda method, path: verdicts.pop() if verdicts else 403
     with pytest.raises(OSError, match=r"manifest\.json"):
-        draft.commit(b"m")
+        draft.commit(manifest("m"))
     s3.hook = None
     draft.discard()
     assert contents(store, 1) == {"a.safetensors": b"a"}
@@ -270,7 +269,7 @@ def test_clean_tells_a_step_from_other_drafts_of_it(url: str) -> None:
     write(live.open("a.safetensors", 3), b"new")
     assert store.clean() == ["step-1/dead"]
     assert contents(store, 1) == {"a.safetensors": b"a"}
-    live.commit(b"m")
+    live.commit(manifest("m"))
     assert contents(store, 1) == {"a.safetensors": b"new"}
 
 
@@ -300,27 +299,35 @@ def test_prefixes_are_apart(s3: S3) -> None:
     assert open_at(f"s3://{BUCKET}").steps() == []
 
 
-def test_a_copied_manifest_finds_its_only_folder(s3: S3, url: str) -> None:
+def test_a_copied_bucket_is_read_without_attributes(s3: S3, url: str) -> None:
+    """Tools that copy a bucket may lose the attributes of its objects."""
+    save(open_at(url), 1, {"a.safetensors": b"a"})
+    leave_behind(url, 1, "dead")
+    for name in (
+        "manifest.json",
+        "host-1-a/a.safetensors",
+        "dead/a.safetensors",
+    ):
+        status, body, _ = s3.ask("GET", f"/{BUCKET}/runs/a/step-1/{name}")
+        assert status == 200
+        assert s3.ask("PUT", f"/{BUCKET}/copy/step-1/{name}", body)[0] == 200
+    copy = open_at(s3.url("copy"), grace=0)
+    assert contents(copy, 1) == {"a.safetensors": b"a"}
+    assert copy.open(1).manifest() == manifest("host-1-a")
+    assert copy.clean() == ["step-1/dead"]
+    assert contents(copy, 1) == {"a.safetensors": b"a"}
+
+
+@pytest.mark.parametrize("token", ["../other", "a/b", "", ".", None])
+def test_a_manifest_without_a_proper_folder_is_damaged(s3: S3, url: str, token: str | None) -> None:
     store = open_at(url, grace=0)
     save(store, 1, {"a.safetensors": b"a"})
-    bare = f"/{BUCKET}/runs/a/step-1/manifest.json"
-    assert s3.ask("PUT", bare, b"manifest of host-1-a")[0] == 200
-    assert contents(store, 1) == {"a.safetensors": b"a"}
-    leave_behind(url, 1, "dead")
-    with pytest.raises(OSError, match=r"manifest\.json"):
-        store.open(1).reader("a.safetensors")
-    assert store.clean() == []  # either folder may be the step's
-    assert store.open(1).manifest() == b"manifest of host-1-a"
-
-
-@pytest.mark.parametrize("token", ["../other", "a/b", "", "."])
-def test_a_hostile_token_is_no_path(s3: S3, url: str, token: str) -> None:
-    store = open_at(url)
-    save(store, 1, {"a.safetensors": b"a"})
     path = f"/{BUCKET}/runs/a/step-1/manifest.json"
-    assert s3.ask("PUT", path, b"m", {f"x-amz-meta-{TOKEN}": token})[0] == 200
+    body = b"{}" if token is None else b'{"folder":"%b","of":"x"}' % token.encode()
+    assert s3.ask("PUT", path, body)[0] == 200
     with pytest.raises(OSError, match=r"manifest\.json"):
         store.open(1).reader("a.safetensors")
+    assert store.clean() == [], "the folder may be the step's"
 
 
 def test_a_part_that_fails_ends_the_upload(s3: S3, url: str) -> None:

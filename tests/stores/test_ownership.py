@@ -20,53 +20,57 @@ from tests.support.ranks import RankPool
 from torchrelay.errors import CheckpointError
 from torchrelay.plan.outline import outline
 from torchrelay.stores.shares import ownership
-from torchrelay.stores.shares.ownership import Details, HeldTensor, Row
-from torchrelay.stores.shares.planning import RulePlanning
-from torchrelay.stores.shares.plans import RankOutline, merge
+from torchrelay.stores.shares.outlines import Outlines, RankOutline, merge
+from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling
+from torchrelay.stores.shares.planner import SavePlan, SharePlanner
 
 SEED = 11
+answer_of = msgspec.msgpack.Decoder(Question | Ruling)
 
 
-def plan(states: list[Any]) -> tuple[list[RulePlanning], list[list[str]], int, int]:
-    """Plan a save of these states, one a rank. Returns what each rank writes by name, the rounds
-    that it took, and the bytes that the coordinator was told."""
+def plan(states: list[Any]) -> tuple[Outlines, list[list[str]], int, int]:
+    """Plan a save of these states, one a rank. Returns the outlines, what each rank writes by name,
+    the rounds that it took, and the bytes that the coordinator got."""
     world = len(states)
-    ranks = [RulePlanning(rank, world, None) for rank in range(world)]
-    said = [one.begin(outline(state)) for one, state in zip(ranks, states, strict=True)]
-    told = sum(map(len, said))
-    answers, final = ranks[0].decide(said)
+    ranks = [
+        SavePlan(SharePlanner(rank, world, None), state, None) for rank, state in enumerate(states)
+    ]
+    said = [one.statement() for one in ranks]
+    sent = sum(map(len, said))
+    answers = list(map(answer_of.decode, ranks[0].compare(said)))
     rounds = 1
-    while not final:
-        said = [one.reply(answer) for one, answer in zip(ranks, answers, strict=True)]
-        told += sum(map(len, said))
-        answers, final = ranks[0].decide(said)
+    if isinstance(answers[0], Question):
+        said = [one.details(answer) for one, answer in zip(ranks, answers, strict=True)]
+        sent += sum(map(len, said))
+        answers = list(map(answer_of.decode, ranks[0].rule(said)))
         rounds += 1
-    drafted = [one.resolve(answer)[0] for one, answer in zip(ranks, answers, strict=True)]
-    assert ranks[0].nbytes == sum(x.nbytes for one in drafted for x in one.tensors)
-    return ranks, [[entry.name for entry in one.entries] for one in drafted], rounds, told
+    shares = [one.share(answer).contents for one, answer in zip(ranks, answers, strict=True)]
+    assert ranks[0].nbytes == sum(x.nbytes for one in shares for x in one.tensors)
+    assert ranks[0].outlines is not None
+    names = [[entry.name for entry in one.entries] for one in shares]
+    return ranks[0].outlines, names, rounds, sent
 
 
 def test_what_all_ranks_have_is_written_once_and_in_equal_shares() -> None:
     state = {"model": {str(n): torch.full((64, n + 1), float(n)) for n in range(40)}, "step": 7}
-    ranks, written, rounds, _ = plan([state] * 4)
+    outlines, written, rounds, _ = plan([state] * 4)
     assert rounds == 1
     assert Counter(name for names in written for name in names) == Counter(
         f"model.{n}" for n in range(40)
     )
     sizes = [sum(int(name.split(".")[1]) + 1 for name in names) for names in written]
     assert max(sizes) - min(sizes) <= 2, sizes
-    assert ranks[0].outlines.ranks == (0, 0, 0, 0) and not ranks[0].outlines.own
+    assert outlines.ranks == (0, 0, 0, 0) and not outlines.own
 
 
 def test_what_a_rank_has_of_its_own_is_written_by_it_under_its_own_name() -> None:
     shared = {str(n): torch.full((9,), float(n)) for n in range(20)}
     states = [{**shared, "rng": torch.full((5,), float(rank)), "at": rank} for rank in range(3)]
-    ranks, written, rounds, _ = plan(states)
+    outlines, written, rounds, _ = plan(states)
     assert rounds == 2
     found = Counter(name for names in written for name in names)
     assert found == Counter([*map(str, range(20)), "rng", "rng@rank-1", "rng@rank-2"])
     assert [f"rng@rank-{rank}" in written[rank] for rank in (1, 2)] == [True, True]
-    outlines = ranks[0].outlines
     assert len(outlines.outlines) == 1 and [own.rank for own in outlines.own] == [1, 2]
     assert [name for _, name in outlines.own[1].names] == ["rng@rank-2"]
 
@@ -80,12 +84,12 @@ def test_a_name_that_is_taken_is_not_given_again() -> None:
 def test_stages_of_a_pipeline_write_what_they_have() -> None:
     """Ranks 0 and 1 have the first half of a model, ranks 2 and 3 the second."""
     stages = [{f"layer.{8 * s + n}": torch.full((4,), float(n)) for n in range(8)} for s in (0, 1)]
-    ranks, written, _, _ = plan([{"model": stages[rank // 2]} for rank in range(4)])
+    outlines, written, _, _ = plan([{"model": stages[rank // 2]} for rank in range(4)])
     assert Counter(name for names in written for name in names) == Counter(
         f"model.layer.{n}" for n in range(16)
     )
     assert all(written), "each of the four has something to write"
-    assert ranks[0].outlines.ranks == (0, 0, 1, 1)
+    assert outlines.ranks == (0, 0, 1, 1)
 
 
 def test_little_is_told_of_what_is_the_same() -> None:
@@ -147,10 +151,10 @@ def test_rows_of_another_rank_that_cannot_be_are_refused() -> None:
         ownership.rulings(two, (0,), ("w",))
     assert refused.value.rank == 1 and refused.value.path == "w"
     short = msgspec.msgpack.encode([b"", bytes(16), bytes(1024), 0])
-    planning = RulePlanning(0, 2, None)
-    first = planning.begin(outline({"w": torch.zeros(4)}))
+    planning = SavePlan(SharePlanner(0, 2, None), {"w": torch.zeros(4)}, None)
+    first = planning.statement()
     with pytest.raises(CheckpointError) as unread:
-        planning.decide([first, short])
+        planning.compare([first, short])
     assert unread.value.rank == 1
 
 

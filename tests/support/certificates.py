@@ -18,3 +18,25 @@ def certificate(folder: Path) -> tuple[str, str]:
     if made.returncode:
         pytest.skip(f"openssl makes no certificate: {made.stderr[-200:]}")
     return key, cert
+
+
+def authority(folder: Path) -> dict[str, str]:
+    """A private authority, and a certificate of this machine that it has signed: `cafile`,
+    `certfile` and `keyfile`."""
+    ca_key, ca = str(folder / "ca-key.pem"), str(folder / "ca.pem")
+    key, request, cert = (str(folder / name) for name in ("key.pem", "request.pem", "cert.pem"))
+    names = folder / "names.cnf"
+    names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    new = ["openssl", "req", "-newkey", "rsa:2048", "-nodes"]
+    for command in (
+        [*new, "-x509", "-keyout", ca_key, "-out", ca, "-days", "2", "-subj", "/CN=authority"],
+        [*new, "-keyout", key, "-out", request, "-subj", "/CN=localhost"],
+        [
+            *("openssl", "x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key),
+            *("-CAcreateserial", "-out", cert, "-days", "2", "-extfile", str(names)),
+        ],
+    ):
+        made = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if made.returncode:
+            pytest.skip(f"openssl makes no certificate: {made.stderr[-200:]}")
+    return {"cafile": ca, "certfile": cert, "keyfile": key}

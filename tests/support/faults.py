@@ -13,15 +13,17 @@ import torch
 import torchrelay as tr
 from tests.support.ranks import reached
 from torchrelay import relay as relay_module
-from torchrelay.transports.group.lines import ControlLine
-from torchrelay.transports.protocol import wire
+from torchrelay.transports.meeting.conversation import Conversation
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
-from torchrelay.transports.routes.host import HostPull
-from torchrelay.transports.routes.nearby.ring import RingServer
-from torchrelay.transports.routes.nixl import NixlPull
-from torchrelay.transports.transfer.intake import Intake
-from torchrelay.transports.transfer.pull import Pull
+from torchrelay.transports.routes.host.ring import RingFiller
+from torchrelay.transports.routes.memory import MemoryFetch
+from torchrelay.transports.routes.nixl import NixlFetch
+from torchrelay.transports.routes.route import RouteFetch
+from torchrelay.transports.routes.tcp import TcpFetch
+from torchrelay.transports.streams.chunk_receiver import ChunkReceiver
+from torchrelay.transports.streams.chunk_sender import ChunkSender
+from torchrelay.transports.wire.messages import Accept, Done
 
 CHUNK = 64 << 10
 """Bytes of a chunk, so that `weights` come in about twenty."""
@@ -98,51 +100,44 @@ class _Spot(NamedTuple):
 
 
 def _says(kind: type) -> Callable[..., bool]:
-    return lambda line, message: isinstance(message, kind)
+    return lambda talk, message: isinstance(message, kind)
 
 
 _SENDER = {
     "capture": _Spot(relay_module, "capture"),
-    "joined": _Spot(Sending, "_joined"),
-    "go": _Spot(Sending, "_transfer"),
-    "trailer": _Spot(ControlLine, "send", when=_says(wire.Trailer)),
-    "trailer sent": _Spot(ControlLine, "send", after=True, when=_says(wire.Trailer)),
-    "fin": _Spot(ControlLine, "send", when=_says(wire.Fin)),
+    "joined": _Spot(Sending, "offer"),
+    "go": _Spot(Sending, "go"),
+    "confirm": _Spot(Sending, "confirm"),
+    "confirmed": _Spot(Sending, "confirm", after=True),
+    "end": _Spot(Sending, "_close"),
 }
 SENDER = {
-    "group": {**_SENDER, "data": _Spot(Sending, "_sent", nth=5)},
-    "channel": {**_SENDER, "data": _Spot(Sending, "_sent", nth=5)},
-    "host": {**_SENDER, "data": _Spot(Sending, "_let_read", after=True)},
-    "ring": {**_SENDER, "data": _Spot(RingServer, "fill", nth=5)},
-    "nixl": {**_SENDER, "data": _Spot(Sending, "_let_read", after=True)},
+    "tcp": {**_SENDER, "data": _Spot(ChunkSender, "_send", nth=5)},
+    "memory": {**_SENDER, "data": _Spot(Sending, "go", after=True)},
+    "ring": {**_SENDER, "data": _Spot(RingFiller, "fill", nth=5)},
+    "nixl": {**_SENDER, "data": _Spot(Sending, "go", after=True)},
 }
 """Where a sender can be held, by way and phase. Where it is read from, it has no part in `data`."""
 
 _RECEIVER = {
-    "call": _Spot(relay_module, "answer"),
-    "joined": _Spot(Receiving, "_consider"),
-    "accepted": _Spot(ControlLine, "send", after=True, when=_says(wire.Accept)),
-    "done": _Spot(Receiving, "_goodbye", when=lambda r, message: isinstance(message, wire.Done)),
+    "call": _Spot(Conversation, "__init__"),
+    "joined": _Spot(Receiving, "_fit"),
+    "accepted": _Spot(Conversation, "send", after=True, when=_says(Accept)),
+    "commit": _Spot(Receiving, "_commit"),
+    "done": _Spot(Conversation, "send", when=_says(Done)),
 }
-_PULL = {
-    **_RECEIVER,
-    "commit": _Spot(Pull, "run", after=True),
-    "pass on": _Spot(Pull, "finish"),
-}
-_INTAKE = {
-    **_RECEIVER,
-    "data": _Spot(Intake, "_arrived", after=True, nth=5),
-    "commit": _Spot(Intake, "run", after=True),
-    "pass on": _Spot(Intake, "finish"),
-}
+_READER = {**_RECEIVER, "pass on": _Spot(RouteFetch, "finish")}
 RECEIVER = {
-    "group": _INTAKE,
-    "channel": _INTAKE,
-    "host": {**_PULL, "data": _Spot(HostPull, "_read_batch", nth=5)},
-    "ring": {**_PULL, "data": _Spot(HostPull, "_take_slot", nth=5)},
-    "nixl": {**_PULL, "data": _Spot(NixlPull, "_finish", nth=5)},
+    "tcp": {
+        **_RECEIVER,
+        "data": _Spot(ChunkReceiver, "_landed", after=True, nth=5),
+        "pass on": _Spot(TcpFetch, "finish"),
+    },
+    "memory": {**_READER, "data": _Spot(MemoryFetch, "_read_batch", nth=5)},
+    "ring": {**_READER, "data": _Spot(MemoryFetch, "_take_slot", nth=5)},
+    "nixl": {**_READER, "data": _Spot(NixlFetch, "_finish", nth=5)},
 }
-"""Where a receiver can be held. Where it reads, one of its threads is, and others go on."""
+"""Where a receiver can be held. In `data` one of its threads is, and others continue."""
 
 
 @contextlib.contextmanager
@@ -160,10 +155,10 @@ def held_at(spot: _Spot, phase: str) -> Iterator[None]:
             reached(phase, hold=True)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not spot.after and spot.when(*args):
+        if not spot.after and spot.when(*args[:2]):
             hold()
         result = original(*args, **kwargs)
-        if spot.after and spot.when(*args):
+        if spot.after and spot.when(*args[:2]):
             hold()
         return result
 

@@ -19,8 +19,8 @@ def body_of(data: bytes) -> Any:
     return msgspec.json.decode(data)["checkpoint"]
 
 
-def first_format(body: Any) -> Any:
-    """The same as a record of format 1.0 says it."""
+def as_rows(body: Any) -> Any:
+    """The same with a row for each tensor and a dict for each table, which are easier to forge."""
     tilings, names, numbers, files, starts = body["tensors"]
     which = column(numbers, len(names))
     counts = [tilings[number][2] for number in which]
@@ -39,7 +39,30 @@ def first_format(body: Any) -> Any:
     own = {}
     for rank, *tables in body["own"]:
         own[str(rank)] = [{str(index): item for index, item in table} for table in tables]
-    body.update(own=own, format=[1, 0])
+    body["own"] = own
+    return body
+
+
+def as_columns(body: Any) -> Any:
+    """A record with rows as it stands in a file, whatever numbers are in it."""
+    rows = body["tensors"]
+    boxes = [box for _, _, _, shards in rows for box in shards]
+    tilings = []
+    for _, dtype, shape, shards in rows:
+        whole = [shard[:2] for shard in shards] == [[[0] * len(shape), shape]]
+        offsets, sizes = (
+            "" if whole else packed([number for shard in shards for number in shard[at]])
+            for at in (0, 1)
+        )
+        tilings.append([dtype, shape, len(shards), offsets, sizes])
+    columns = [list(range(len(rows))), [box[2] for box in boxes], [box[3] for box in boxes]]
+    body["tensors"] = [tilings, [row[0] for row in rows], *map(packed, columns)]
+    for outline in body["outlines"]:
+        outline[3] = [[int(index), strides] for index, strides in outline[3].items()]
+    body["own"] = [
+        [int(rank), *([[int(index), item] for index, item in table.items()] for table in tables)]
+        for rank, tables in body["own"].items()
+    ]
     return body
 
 

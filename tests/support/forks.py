@@ -14,10 +14,11 @@ import runpy
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 servers = get_context("forkserver")
 servers.set_forkserver_preload(["tests.support.preloaded"])
@@ -80,3 +81,29 @@ def _run_program(
         runpy.run_path(program, run_name="__main__")
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def in_process(act: Callable[..., Any], *args: Any) -> Any:
+    """Call in a process that may fork; raises what it raised."""
+    ours, theirs = servers.Pipe(duplex=False)
+    process = servers.Process(target=_call, args=(theirs, act, args))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(60), f"{act.__name__} does not end"
+        worked, value = ours.recv()
+    finally:
+        process.kill()
+        process.join(20)
+    assert worked, value
+    return value
+
+
+def _call(link: Any, act: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        link.send((True, act(*args)))
+    except BaseException:
+        link.send((False, traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""A state in memory, cut into boxes, as a `StateSource`: what a test makes up to be looked at."""
+"""A state in memory, cut into boxes, as a `OpenedState`: what a test makes up to be looked at."""
 
 from __future__ import annotations
 

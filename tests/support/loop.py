@@ -1,7 +1,8 @@
 """A process group of threads in one process, for a backend that cannot run here.
 
 It behaves like nccl where that matters: device memory alone, no tags (messages between two ranks
-come in the order they were posted), control only through a store.
+come in the order they were posted), a send is over when it was received, and nothing that was
+posted can be taken back.
 """
 
 from __future__ import annotations
@@ -31,14 +32,20 @@ class _Posted:
         return True
 
 
+class _Message:
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data, self.taken = data, threading.Event()
+
+
 class Hub:
     """What the ranks share."""
 
     def __init__(self, world_size: int, device: str) -> None:
         self.world_size, self.device = world_size, device
         self.store = dist.HashStore()
-        self.pipes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self.pipes: dict[tuple[int, int], queue.Queue[_Message]] = defaultdict(queue.Queue)
         self.flips = 0  # large messages yet to be damaged on their way
+        self.sent = 0  # messages
 
 
 class LoopGroup:
@@ -63,17 +70,24 @@ class LoopGroup:
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> _Posted:
         assert tensors[0].device.type == self._hub.device, "host memory on a device backend"
-        message = tensors[0].clone()
-        if self._hub.flips and len(message) > 1 << 20:
+        message = _Message(tensors[0].clone())
+        if self._hub.flips and len(message.data) > 1 << 20:
             self._hub.flips -= 1
-            message[-1] ^= 1
+            message.data[-1] ^= 1
+        self._hub.sent += 1
         self._hub.pipes[self._rank, dst].put(message)
-        return _Posted(lambda timeout: None)
+        return _Posted(lambda timeout: message.taken.wait(min(timeout, threading.TIMEOUT_MAX)))
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> _Posted:
         assert tensors[0].device.type == self._hub.device, "host memory on a device backend"
         pipe = self._hub.pipes[src, self._rank]
-        return _Posted(lambda timeout: tensors[0].copy_(pipe.get(timeout=timeout)))
+
+        def take(timeout: float) -> None:
+            message = pipe.get(timeout=min(timeout, threading.TIMEOUT_MAX))
+            tensors[0].copy_(message.data)
+            message.taken.set()
+
+        return _Posted(take)
 
 
 def run_loop(

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import select
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 from msgspec import inspect
 
-from torchrelay.transports.group.lines import ControlLine
-from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes.cuda_ipc import DeviceMemory, DeviceTables
-from torchrelay.transports.routes.host import Memory
-from torchrelay.transports.routes.nearby.ring import Fill, Ring
-from torchrelay.transports.routes.sockets.channels import Channel
+from tests.support.ways import patched
+from torchrelay.transports.meeting.connection import Connection
+from torchrelay.transports.meeting.directory import Identity
+from torchrelay.transports.routes.cuda.handles import Export
+from torchrelay.transports.routes.cuda_ipc import DeviceFacts, DeviceTable
+from torchrelay.transports.routes.group import GroupFacts
+from torchrelay.transports.routes.host.ring import Fill, NeedsRing, Ring
+from torchrelay.transports.routes.memory import MemoryFacts, MemoryTable
+from torchrelay.transports.routes.nixl import NixlTable
+from torchrelay.transports.routes.tcp import TcpAnswer, TcpGo
+from torchrelay.transports.wire import messages
 
-KINDS: tuple[Any, ...] = wire.Message.__args__  # type: ignore[attr-defined]
-ROUTE_KINDS: tuple[Any, ...] = (Memory, DeviceMemory, DeviceTables, Ring, Fill, Channel)
-"""What the ends of routes say to each other, within messages."""
-_under_way: list[Any] = []  # memory that the backend still reads
+KINDS: tuple[Any, ...] = messages.MESSAGES
+ROUTE_KINDS: tuple[Any, ...] = (
+    *(MemoryFacts, MemoryTable, NeedsRing, Ring, Fill),
+    *(DeviceFacts, DeviceTable, Export, GroupFacts, NixlTable, TcpAnswer, TcpGo),
+)
+"""What the ends of routes send to each other, within messages."""
+OTHER_KINDS: tuple[Any, ...] = (Identity,)
+"""What else a peer writes."""
 SUSPECTS = (-(1 << 63), -5, -1, 1 << 31, 1 << 60, 1 << 63, (1 << 64) - 1)
 
 
@@ -80,7 +90,9 @@ def sample(found: Any) -> Any:
         return {"name": sample(found.value_type)}
     if isinstance(found, inspect.IntType):
         return max(found.ge or 0, 0)
-    plain = {inspect.FloatType: 0.0, inspect.StrType: "", inspect.BytesType: b""}
+    if isinstance(found, inspect.BytesType):
+        return bytes(found.min_length or 0)
+    plain = {inspect.FloatType: 0.0, inspect.StrType: ""}
     return plain.get(type(found), False)
 
 
@@ -98,6 +110,10 @@ def wrong_values(found: Any) -> list[Any]:
         return [0, 1, None, "yes", []]
     if isinstance(found, inspect.StrType):
         return [0, b"\xff", [], "x" * min((found.max_length or 0) + 1, 1 << 16)]
+    if isinstance(found, inspect.BytesType):
+        short = [bytes(found.min_length - 1)] if found.min_length else []
+        most = found.max_length or 0
+        return [5, "x", [], *short, *([bytes(most + 1)] if most < 1 << 16 else [])]
     return [5, "x", -1.0]
 
 
@@ -111,12 +127,39 @@ def forged(field: Field, value: Any) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def send_payload(line: ControlLine, payload: bytes) -> None:
-    """Say something that `ControlLine.send` would not."""
-    head = wire._HEAD.pack(wire._MAGIC, wire.MAJOR, wire.MINOR, len(payload))
-    size, line._frame_out = line._frame_out, wire.FRAME_BYTES
-    inline = len(head) + len(payload) <= size
-    frames = [(head + (payload if inline else b"")).ljust(size, b"\0")]
-    for data in [*frames, *([] if inline else [payload])]:
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        _under_way.append((line.group.send([buffer], line.peer, line._tag), buffer))
+def frame(kind: type, body: bytes) -> bytes:
+    """The frame of a message, whatever its body is."""
+    return frame_with(messages._TYPES[kind], len(body)) + body  # type: ignore[index]
+
+
+def frame_with(
+    kind: int, length: int, *, magic: int = messages._MAGIC, version: int = messages.VERSION
+) -> bytes:
+    """The head of a frame."""
+    return messages._HEAD.pack(magic, version, kind, length)
+
+
+def send_bytes(connection: Connection, data: bytes) -> None:
+    """Send what `Connection.send` would not."""
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[connection._sock.send(left) :]
+        except BlockingIOError:
+            select.select([], [connection._sock], [], 10)
+
+
+def altering(alter: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
+    """Within: this process sends what `alter` makes of each message: another one, several in a
+    list, or nothing."""
+    original = Connection.send
+
+    def send(self: Connection, message: messages.Message) -> None:
+        altered = alter(message)
+        for one in altered if isinstance(altered, list) else [altered]:
+            if isinstance(one, bytes):
+                send_bytes(self, one)
+            elif one is not None:
+                original(self, one)
+
+    return patched(Connection, send=send)

@@ -14,6 +14,7 @@ import torch.distributed.tensor.parallel
 import torch.testing  # noqa: F401
 
 import tests.support.faults
+import tests.support.guarded_memory
 import tests.support.loop
 import tests.support.saver
 import tests.support.ways  # noqa: F401

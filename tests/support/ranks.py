@@ -427,6 +427,15 @@ def state_of(pid: int) -> str:
     return "X"
 
 
+def wait_until_stopped(pid: int) -> None:
+    """Wait until a process that got SIGSTOP stands still, whoever's child it is."""
+    deadline = time.monotonic() + STOP_SECONDS
+    while state_of(pid) not in "TZX":
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid} does not stop")
+        time.sleep(0.001)
+
+
 def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
@@ -485,11 +494,8 @@ class Ranks:
         """SIGSTOP, and wait until the process stands still."""
         worker = self._set.workers[rank]
         worker.signal(signal.SIGSTOP)
-        deadline = time.monotonic() + STOP_SECONDS
-        while worker.process.pid is not None and state_of(worker.process.pid) not in "TZX":
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} does not stop")
-            time.sleep(0.001)  # it is the fork server's child: nobody else can wait for it
+        if worker.process.pid is not None:
+            wait_until_stopped(worker.process.pid)
 
     def cont(self, rank: int) -> None:
         """SIGCONT."""

@@ -42,7 +42,7 @@ def _save_on(root: str, first: int, seed: int, link: Connection) -> None:
             link.send(("failed" if fault else "ack", pending.step))
             pending = None
 
-    link.send(("writer", checkpointer._saver._shares.process.pid))
+    link.send(("writer", checkpointer._saver.writer.process.pid))
     for step in range(first, first + 100_000):
         settled = rng.random() < 0.5
         if settled:
@@ -58,7 +58,7 @@ def _save_on(root: str, first: int, seed: int, link: Connection) -> None:
                 link.send(("ack", step))
         except tr.CheckpointError:
             link.send(("failed", step))
-        link.send(("writer", checkpointer._saver._shares.process.pid))
+        link.send(("writer", checkpointer._saver.writer.process.pid))
 
 
 def is_gone(pid: int) -> bool:

@@ -6,10 +6,11 @@ import random
 
 import torch
 
+from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import Landed
 from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import Snapshot, capture
-from torchrelay.record import codec, compact
+from torchrelay.record.encoding import decode, encode
 
 
 def chunk_of(snapshot: Snapshot, index: int) -> torch.Tensor:
@@ -27,17 +28,16 @@ def trip(
     *,
     into: object = None,
     chunk_bytes: int | None = None,
-    columns: bool = False,
     seed: int = 0,
     strict: bool = True,
     atomic: bool = True,
 ) -> Landed:
     """Send a state to this process itself, its chunks in an order drawn from `seed`."""
     snapshot = capture(state, step=7, chunk_bytes=chunk_bytes)
-    encode = compact.encode if columns else codec.encode
-    manifest = codec.decode(encode(snapshot.manifest))
-    assert manifest == snapshot.manifest
-    landing = land(manifest, into=into, strict=strict, atomic=atomic)
+    data = snapshot.encoded()
+    record = decode(data)
+    assert encode(record) == data
+    landing = land(record, into, LandingOptions(strict, atomic))
     order = list(range(len(snapshot.chunks)))
     random.Random(seed).shuffle(order)
     for index in order:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
-
-from aiohttp import web
+from urllib.parse import urlencode
 
 from tests.support.held_source import HeldSource
 from torchrelay.endpoint.page import PAGE
 from torchrelay.endpoint.page.answers import PageAnswers
+from torchrelay.endpoint.server.accepting import Acceptor
+from torchrelay.endpoint.server.http import HttpConnection, HttpServer, Response
+from torchrelay.endpoint.server.requests import Refusal, Request
 from torchrelay.inspection.seam import Contents
 
 
@@ -46,26 +50,25 @@ class WatchedSite:
             "readers": 0, "seeds": [], "ranks": [], "failures": 0, "started": time.time(),
         }  # fmt: skip
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        sent = request.headers.get("Authorization", "")
-        self.asked.append((request.path_qs, sent))
+    def answer(self, request: Request, line: HttpConnection) -> Response:
+        sent = request.headers.get("authorization", "")
+        query = urlencode(request.query, doseq=True)
+        self.asked.append((f"{request.path}?{query}" if query else request.path, sent))
         if request.path != PAGE and self._token and sent != f"Bearer {self._token}":
-            return web.Response(status=401, text="this endpoint needs its token")
+            raise Refusal(401, "this endpoint needs its token")
         if request.path == "/status.json":
-            return web.json_response({**self.status, "url": self.url, "now": time.time()})
-        status, body, headers = await self._answers.answer(request.path, request.query)
-        return web.Response(status=status, body=body, headers=headers)
+            told = {**self.status, "url": self.url, "now": time.time()}
+            return Response(body=json.dumps(told).encode(), kind="application/json")
+        return self._answers.answer(request)
 
 
 @asynccontextmanager
 async def serving(site: WatchedSite) -> AsyncIterator[WatchedSite]:
-    runner = web.ServerRunner(web.Server(site.handle))
-    await runner.setup()
-    listening = web.TCPSite(runner, "127.0.0.1", 0)
-    await listening.start()
-    host, port = runner.addresses[0][:2]
-    site.url = f"http://{host}:{port}"
+    server = HttpServer(site.answer, connections=64, stall=30.0, context=None)
+    listener = socket.create_server(("127.0.0.1", 0))
+    site.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    acceptor = Acceptor(listener, server.serve)
     try:
         yield site
     finally:
-        await runner.cleanup()
+        acceptor.close()

@@ -1,8 +1,8 @@
-"""The ways that bytes take between ranks of one machine, each forced in turn.
+"""The paths that bytes take between ranks of one machine, each forced in turn.
 
-`group`: messages over the process group. `channel`: messages over connections of their own.
-`host`: the receiver reads the sender's memory. `ring`: reading is refused, and all goes through
-shared buffers. `nixl`: the receiver reads through NIXL, where that is installed.
+`tcp`: chunks over data connections. `memory`: the receiver reads the sender's memory. `ring`: that
+is forbidden, and everything goes through shared buffers. `nixl`: the receiver reads through NIXL,
+if that is installed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import pytest
 
 import torchrelay as tr
 from torchrelay.memory import vectors
-from torchrelay.transports.routes import connections, host
-from torchrelay.transports.routes.nearby import place
+from torchrelay.transports.routes import memory, tcp
+from torchrelay.transports.routes.host import place
 
-WAYS = ("group", "channel", "host", "ring")
-NEARBY = ("host", "ring")
-BY_MESSAGES = ("group", "channel")
-VERIFIED = (*BY_MESSAGES, "nixl")
+WAYS = ("tcp", "memory", "ring")
+VERIFIED = ("tcp", "nixl")
 """Ways on which digests are compared unless they are not wanted."""
 HAS_NIXL = any(map(find_spec, ("nixl", "nixl_cu12", "nixl_cu13")))
 WAYS_HERE = (*WAYS, "nixl") if HAS_NIXL else WAYS
@@ -40,7 +38,7 @@ PIECE = 64 << 10
 
 
 def route_of(way: str) -> str:
-    return "nixl" if way == "nixl" else "host" if way in NEARBY else "group"
+    return "memory" if way == "ring" else way
 
 
 def refused(process: object, claim: bytes) -> str:
@@ -52,11 +50,10 @@ def taking(way: str) -> Iterator[None]:
     """Within: what relays of this process send and receive takes this way, and no other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tr.Relay.__init__.__kwdefaults__, "route", route_of(way))
-        patch.setattr(host, "batches", partial(vectors.batches, piece=PIECE))
+        patch.setattr(memory, "batches", partial(vectors.batches, piece=PIECE))
+        patch.setattr(tcp, "LANE_BYTES", PIECE)
         if way == "ring":
             patch.setattr(place, "cannot_read", refused)
-        if way == "channel":
-            patch.setattr(connections, "WORTH_BYTES", 0)
         yield
 
 

@@ -1,9 +1,9 @@
-"""Durable state: saves and loads of a job's steps, on torch's checkpoint planners."""
+"""Durable state: saves and loads of a job's steps."""
 
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep, KeepAll, KeepEvery, KeepLast
 from torchrelay.checkpointer.loader import Loaded, LoadReport
-from torchrelay.checkpointer.saves.pending import Pending, Saved
+from torchrelay.checkpointer.pending import Pending, Saved
 
 __all__ = [
     "Checkpointer",

@@ -1,13 +1,14 @@
-"""The steps that are there: which hold, which go."""
+"""The steps of a store: which are intact, which stay, which go."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from typing import NamedTuple
 
 from torchrelay.checkpointer.keep import Keep, KeepAll
-from torchrelay.checkpointer.saves.pending import logger
+from torchrelay.checkpointer.pending import logger
 from torchrelay.errors import (
     CheckpointError,
     DamagedError,
@@ -17,10 +18,20 @@ from torchrelay.errors import (
 )
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.checkpoint.schema import Checkpoint
-from torchrelay.stores.opening import OpenedStep, open_newest, open_step
-from torchrelay.stores.reading import Fetch, everything
-from torchrelay.stores.retry import ONCE, Retry
+from torchrelay.stores.opening import open_newest, open_step
+from torchrelay.stores.reading.chunks import check_chunks
+from torchrelay.stores.retry import Retry
 from torchrelay.stores.seam import Store
+from torchrelay.stores.shares.space import Space
+
+LOOKED_AT = 2  # of the newest steps, at each save: a restart would take one of them
+
+
+class _Checked(NamedTuple):
+    """A step that was found intact: how the listing showed it, and the sizes of its files."""
+
+    shown: str
+    sizes: Mapping[str, int]
 
 
 class Catalog:
@@ -30,20 +41,17 @@ class Catalog:
         self.store = store
         self._keep = keep
         self._damaged: set[int] = set()  # steps that a load found damaged
+        self._checked: dict[int, _Checked] = {}
 
     @property
     def url(self) -> str:
         return self.store.url
 
-    def steps(self, patience: Retry = ONCE) -> list[int]:
-        with self._faults("list the steps"):
-            return patience(self.store.steps)
-
     @contextmanager
     def _faults(
         self, what: str, step: int | None = None, missing: str | None = None
     ) -> Iterator[None]:
-        """What the store's medium refuses, as errors that say where."""
+        """Failures of the medium as errors that name the file."""
         try:
             yield
         except CheckpointError:  # some are OSErrors too
@@ -57,15 +65,11 @@ class Catalog:
             place = str(fault.filename or self.url)
             raise CheckpointError(f"cannot {what}: {reason}", step=step, file=place) from fault
 
-    def clean(self) -> None:
-        with self._faults("look for what writers left behind"):
-            try:
-                for name in self.store.clean():
-                    logger.info("removed %s, left behind by a writer that is gone", name)
-            except OSError as fault:
-                if fault.errno != errno.EILSEQ:
-                    raise
-                logger.warning("what writers left behind stays: %s", fault)
+    # Looking.
+
+    def steps(self) -> list[int]:
+        with self._faults("list the steps"):
+            return self.store.steps()
 
     def latest(self) -> int | None:
         while True:
@@ -75,107 +79,150 @@ class Catalog:
             if found == (steps[-1] if steps else None) or self.steps() == steps:
                 return found
 
-    def open(self, step: int, patience: Retry = ONCE) -> OpenedStep:
-        return open_step(self.store, step, patience)
+    def record(self, step: int) -> Checkpoint:
+        """The commit record of a step. `DamagedError` unless it is whole and of that step."""
+        with closing(open_step(self.store, step)) as opened:
+            return opened.record
 
     def verify(self, step: int | None, progress: ProgressCallback | None, patience: Retry) -> int:
         with self._faults("list the steps"):
             if step is None:
-                held = open_newest(self.store, patience)
+                opened = open_newest(self.store, patience)
             else:
-                held = self.open(step, patience)
-        with closing(held):
-            bar = Bar(progress, held.record.nbytes)
-            wanted = everything(held.record)
-            Fetch(held.files, held.record, wanted, progress=bar.add).check()
-            return held.record.step
-
-    def record(self, step: int) -> Checkpoint:
-        """The commit record of a step. `DamagedError` unless it is whole and of that step."""
-        with closing(self.open(step)) as held:
-            return held.record
+                opened = open_step(self.store, step, patience)
+        with closing(opened):
+            check_chunks(opened.files, opened.record, Bar(progress, opened.record.nbytes).add)
+            return opened.record.step
 
     def holds(self, step: int) -> bool:
-        """Whether the commit record is whole and the files have the sizes it says.
+        """Whether the commit record is whole and the files have the recorded sizes.
 
-        `CheckpointError` where that cannot be found out.
+        `CheckpointError` if the storage does not tell.
         """
-        try:
-            with closing(self.open(step)) as held, self._faults("look at a step", step):
-                return held.holds()
-        except (DamagedError, StepNotFoundError):
-            return False
+        return self._sizes(step) is not None
 
-    def note_damaged(self, step: int) -> None:
-        """A load found a step damaged: it counts neither for retention nor as the newest."""
-        self._damaged.add(step)
+    def _sizes(self, step: int) -> dict[str, int] | None:
+        """The sizes of the files of a step that is intact."""
+        try:
+            with closing(open_step(self.store, step)) as opened, self._faults("look at a step"):
+                found = opened.files.sizes()
+                expected = {file.name: file.nbytes for file in opened.record.files}
+        except (DamagedError, StepNotFoundError):
+            return None
+        return expected if expected.items() <= found.items() else None
+
+    def note_damaged(self, steps: Iterable[int]) -> None:
+        """A load found steps damaged: they count neither for retention nor as the newest."""
+        self._damaged.update(steps)
+
+    # Before a save.
+
+    def space(self) -> Space:
+        """The free space of the medium, for the planner."""
+        with self._faults("look for free space"):
+            free = self.store.free_bytes()
+        return Space(free, self.url, repr(self._keep), self._keep.most())
 
     def check_order(self, step: int, *, overwrite: bool) -> None:
-        """Raise `StepOrderError` for a step that a restart would pass over for a newer one.
+        """Raise `StepOrderError` for a step that a restart would not take because of a newer one.
 
-        Replacing a step that is there is no such case.
+        Replacing an existing step is allowed.
         """
-        steps = self.steps()
-        newer = [found for found in steps if found > step and found not in self._damaged]
-        if not newer or (overwrite and step in steps):
+        with self._faults("list the steps"):
+            shown = self.store.listing()
+        newer = sorted(found for found in shown if found > step and found not in self._damaged)
+        if not newer or (overwrite and step in self.steps()):
             return
         newest = next(filter(self.holds, reversed(newer)), None)
         if newest is not None:
             raise StepOrderError(
                 f"step {step} is below the newest, {newest}, which a restart would take: "
-                f"rollback({step}) sets the newer steps aside, or save under a higher number",
+                f"rollback({step}) deletes the newer steps, or save under a higher number",
                 step=step,
                 file=self.url,
             )
 
+    # After a save.
+
+    def prune(self, committed: int, sizes: Mapping[str, int]) -> None:
+        """Remove the steps that the policy does not want, and never the one just committed, which
+        has files of these sizes. Never fails."""
+        self._damaged.discard(committed)
+        if isinstance(self._keep, KeepAll):
+            return
+        try:
+            good = self._intact(committed, sizes)
+            wanted = self._keep.wanted(good) | {*good[-1:], committed}
+            for step in good:
+                if step not in wanted:
+                    self.delete(step)
+        except Exception as fault:  # also of a policy: the step is committed all the same
+            logger.warning("old steps could not be removed: %s: %s", type(fault).__name__, fault)
+
+    def _intact(self, committed: int, sizes: Mapping[str, int]) -> list[int]:
+        """The steps that count for retention. One that was checked counts until the listing shows
+        another in its place; only the newest ones are looked at again."""
+        with self._faults("list the steps"):
+            listing = self.store.listing()
+        known, self._checked = self._checked, {}
+        newest = sorted(listing.keys() - {committed})[-LOOKED_AT:]
+        for step, shown in sorted(listing.items()):
+            before = known.get(step)
+            if step == committed:
+                self._checked[step] = _Checked(shown, sizes)
+            elif step in self._damaged:
+                continue
+            elif before is None or before.shown != shown:
+                self._check(step, shown)
+            elif step not in newest or self._has_files(step, before.sizes):
+                self._checked[step] = before
+        return list(self._checked)
+
+    def _check(self, step: int, shown: str) -> None:
+        try:
+            sizes = self._sizes(step)
+        except FormatError:  # written by a later version: it stays
+            return
+        if sizes is not None:
+            self._checked[step] = _Checked(shown, sizes)
+
+    def _has_files(self, step: int, sizes: Mapping[str, int]) -> bool:
+        try:
+            with closing(self.store.open(step)) as opened:
+                return sizes.items() <= opened.sizes().items()
+        except OSError:
+            return False
+
+    # Removing.
+
+    def delete(self, step: int) -> None:
+        self._damaged.discard(step)
+        self._checked.pop(step, None)
+        with self._faults("delete", step, missing=f"no step {step}"):
+            self.store.delete(step)
+
     def rollback(self, step: int) -> list[int]:
-        """Set aside every step above this one; the newest first, so that what a crash leaves is
-        a rollback to a later step."""
+        """Delete every step above this one; the newest first, so that a crash leaves a rollback to
+        a later step."""
         steps = self.steps()
         if step in steps and not self.holds(step):
             raise DamagedError(
-                "the step does not hold, so it is none to go back to: verify() says why",
+                "the step is not intact, so a run cannot resume from it: verify() says why",
                 step=step,
                 file=self.url,
             )
         newer = [found for found in steps if found > step]
         for found in reversed(newer):
-            with self._faults("set a step aside", found):
-                self.store.set_aside(found)
-        self._damaged.difference_update(newer)
+            self.delete(found)
         return newer
 
-    def aside(self) -> list[str]:
-        with self._faults("list what was set aside"):
-            return self.store.aside()
-
-    def remove_aside(self, name: str) -> None:
-        with self._faults("remove", missing=f"nothing was set aside as {name!r}"):
-            self.store.remove_aside(name)
-
-    def delete(self, step: int) -> None:
-        self._damaged.discard(step)
-        with self._faults("delete", step, missing=f"no step {step}"):
-            self.store.delete(step)
-
-    def _counts(self, step: int) -> bool:
-        """Whether a step counts for retention, as it is: it may have been damaged since."""
-        try:
-            return self.holds(step)
-        except FormatError:  # what is not known stays
-            return False
-
-    def prune(self, committed: int) -> None:
-        """Remove what the policy does not want, and never the step just committed. Never fails."""
-        self._damaged.discard(committed)
-        if isinstance(self._keep, KeepAll):
-            return
-        try:
-            steps = [step for step in self.steps() if step not in self._damaged]
-            good = sorted(filter(self._counts, steps))
-            wanted = self._keep.wanted(good) | {*good[-1:], committed}
-            for step in good:
-                if step not in wanted:
-                    self.delete(step)
-        except Exception as fault:  # of a policy too: the step is committed all the same
-            logger.warning("old steps could not be removed: %s: %s", type(fault).__name__, fault)
+    def clean(self) -> None:
+        """Remove what dead writers left behind."""
+        with self._faults("look for what writers left behind"):
+            try:
+                for name in self.store.clean():
+                    logger.info("removed %s, left behind by a dead writer", name)
+            except OSError as fault:
+                if fault.errno != errno.EILSEQ:
+                    raise
+                logger.warning("drafts of dead writers stay: %s", fault)

@@ -12,62 +12,14 @@ import torch
 from torchrelay.errors import CheckpointError, MismatchError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.state import tensors as t
+from torchrelay.stores.local.draft import LocalSink
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.local.store import LocalSink, token
+from torchrelay.stores.local.root import token
 from torchrelay.stores.seam import Buffer
-from torchrelay.stores.shares.drafting import Share
 from torchrelay.stores.shares.layout import Entry, arrange
-from torchrelay.stores.shares.plans import Drafted
-from torchrelay.stores.writer.ranges import Writing
+from torchrelay.stores.shares.share import Share, ShareContents
 
-SHARD_BYTES = 5_000_000_000  # what Hugging Face's own tools split at
-
-
-class _Beside:
-    """A directory that takes its name when everything in it is durable. A `seam.Draft` as far as
-    writing goes."""
-
-    def __init__(self, target: Path, left: threading.Event) -> None:
-        self.target = target
-        self._left = left
-        self.path = target.with_name(f"{target.name}.tmp-{token()}")
-        self._files = Files()
-
-    def begin(self) -> None:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._files.make_dir(str(self.path))
-
-    def open(self, name: str, nbytes: int) -> LocalSink:
-        return _ExportSink(str(self.path / name), self._files, nbytes, self._left)
-
-    def commit(self, manifest: bytes) -> None:
-        _check_wanted(self._left)
-        self._files.sync_dir(str(self.path))
-        self._files.rename(str(self.path), str(self.target))
-        self._files.sync_dir(str(self.target.parent))
-
-    def discard(self) -> None:
-        if self.path.exists():
-            for file in self.path.glob("*"):
-                file.unlink()
-            self.path.rmdir()
-
-
-class _ExportSink(LocalSink):
-    """A file of an export. Nothing more is written once nobody waits for it."""
-
-    def __init__(self, path: str, files: Files, nbytes: int, left: threading.Event) -> None:
-        super().__init__(path, files, nbytes)
-        self._left = left
-
-    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
-        _check_wanted(self._left)
-        super().write(position, buffers)
-
-
-def _check_wanted(left: threading.Event) -> None:
-    if left.is_set():
-        raise InterruptedError("nobody waits for it any more")
+SHARD_BYTES = 5_000_000_000  # the size at which Hugging Face's own tools split
 
 
 def export_hf(
@@ -79,7 +31,7 @@ def export_hf(
 ) -> list[str]:
     """Write a flat dict of tensors as `model.safetensors`, or as several files with the index
     `model.safetensors.index.json`; returns their names. The directory must not exist. After
-    `seconds`, or an interrupt, nothing takes that name, and what was written is removed."""
+    `seconds`, or an interrupt, nothing gets that name, and what was written is removed."""
     left = threading.Event()
     return bounded(
         lambda: _write(model, target, left, shard_bytes),
@@ -100,26 +52,21 @@ def _write(
         raise UsageError(f"shard_bytes is a positive number or None, not {shard_bytes}")
     place = Path(target).absolute()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UsageError(f"{place} is there already, and is not overwritten")
-    drafted = Drafted([], [], {})
+        raise UsageError(f"{place} exists and is not overwritten: name another directory")
+    contents = ShareContents([], [], {})
     for name, tensor in _flat(model).items():
         shape = tuple(tensor.shape)
-        drafted.entries.append(Entry(name, t.NAMES[tensor.dtype], shape, (0,) * len(shape), shape))
-        drafted.tensors.append(tensor)
-    share = Share(drafted, arrange(drafted.entries, file_bytes=shard_bytes))
-    draft = _Beside(place, left)
-    writing: Writing | None = None
+        entry = Entry(name, t.NAMES[tensor.dtype], shape, (0,) * len(shape), shape)
+        contents.entries.append(entry)
+        contents.tensors.append(tensor)
+    share = Share(contents, arrange(contents.entries, file_bytes=shard_bytes))
+    directory = _ExportDirectory(place, left)
     try:
-        draft.begin()
-        writing = Writing(draft, share.files)
-        for ranges in share.passes():
-            writing.write(ranges)
-        writing.finish()
-        draft.commit(b"")
+        directory.begin()
+        share.write_to(directory)
+        directory.commit()
     except BaseException as fault:
-        if writing is not None:
-            writing.abort()
-        draft.discard()
+        directory.discard()
         if not isinstance(fault, OSError):
             raise
         why = fault.strerror or fault
@@ -130,7 +77,7 @@ def _write(
 def _flat(model: object) -> dict[str, torch.Tensor]:
     """The tensors of a model by name, each once: a tied one under its first name."""
     if not isinstance(model, Mapping):
-        raise MismatchError("a model is exported from a dict of tensors")
+        raise MismatchError("a model is exported from a dict of tensors: name its key")
     found: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, value in model.items():
@@ -146,3 +93,48 @@ def _flat(model: object) -> dict[str, torch.Tensor]:
         seen.add(key)
         found[str(name)] = tensor
     return found
+
+
+class _ExportDirectory:
+    """A directory that gets its name when everything in it is durable. Nothing more is written to
+    it once `left` is set: the caller does not wait any more."""
+
+    def __init__(self, target: Path, left: threading.Event) -> None:
+        self._target = target
+        self._left = left
+        self._path = target.with_name(f"{target.name}.tmp-{token()}")
+        self._files = Files()
+
+    def begin(self) -> None:
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        self._files.make_dir(str(self._path))
+
+    def open(self, name: str, nbytes: int) -> LocalSink:
+        return _ExportSink(str(self._path / name), self._files, nbytes, self._left)
+
+    def commit(self) -> None:
+        _check_wanted(self._left)
+        self._files.sync_dir(str(self._path))
+        self._files.rename(str(self._path), str(self._target))
+        self._files.sync_dir(str(self._target.parent))
+
+    def discard(self) -> None:
+        if self._path.exists():
+            for file in self._path.glob("*"):
+                file.unlink()
+            self._path.rmdir()
+
+
+class _ExportSink(LocalSink):
+    def __init__(self, path: str, files: Files, nbytes: int, left: threading.Event) -> None:
+        super().__init__(path, files, nbytes)
+        self._left = left
+
+    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+        _check_wanted(self._left)
+        super().write(position, buffers)
+
+
+def _check_wanted(left: threading.Event) -> None:
+    if left.is_set():
+        raise InterruptedError("the caller does not wait any more")

@@ -9,18 +9,22 @@ from torchrelay.errors import UsageError
 
 
 class Keep:
-    """Says which of the good steps stay. The newest always does."""
+    """Says which of the intact steps stay. The newest always does."""
 
     def wanted(self, steps: Sequence[int]) -> set[int]:
         """Of `steps`, in ascending order, those that stay."""
         raise NotImplementedError
+
+    def most(self) -> int | None:
+        """The number of steps that stay at most; None if there is no bound."""
+        return None
 
     def __or__(self, other: Keep | int) -> Keep:
         return _Either(self, policy(other))
 
 
 def policy(keep: Keep | int | None) -> Keep:
-    """What a caller means by `keep`: a policy, a number of steps, or nothing that ever goes."""
+    """The policy that a caller means by `keep`: one, a number of steps, or None for all steps."""
     if keep is None:
         return KeepAll()
     if type(keep) is int:
@@ -37,6 +41,13 @@ class _Either(Keep):
 
     def wanted(self, steps: Sequence[int]) -> set[int]:
         return self.one.wanted(steps) | self.other.wanted(steps)
+
+    def most(self) -> int | None:
+        one, other = self.one.most(), self.other.most()
+        return None if one is None or other is None else one + other
+
+    def __repr__(self) -> str:
+        return f"{self.one!r} | {self.other!r}"
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,9 @@ class KeepLast(Keep):
 
     def wanted(self, steps: Sequence[int]) -> set[int]:
         return set(steps[-self.count :])
+
+    def most(self) -> int | None:
+        return self.count
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,10 @@
-"""Which step is loaded, and the rounds in which all ranks load it."""
+"""Which step is loaded, and the rounds in which all ranks load it.
+
+find      all ranks learn which steps the source has
+verify    each rank opens the step, plans its reads, and checks digests if that comes first
+tell      objects get their new state; where one refuses, all have their old state again
+land      the caller's tensors are written
+"""
 
 from __future__ import annotations
 
@@ -6,17 +12,21 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from torchrelay.checkpointer.loading import Loading
-from torchrelay.checkpointer.selection import check_only
+from torchrelay.checkpointer.selection import check_include, with_savers
+from torchrelay.coordination.call import Call
+from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import (
+    CheckpointError,
     DamagedError,
+    ManifestError,
+    MismatchError,
     RelayError,
     StepNotFoundError,
     TornStateError,
@@ -24,24 +34,20 @@ from torchrelay.errors import (
 )
 from torchrelay.items import items_of
 from torchrelay.landing.commit.ending import TORN
+from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.landing.places import Landed
-from torchrelay.landing.terms import Terms, checked_device
 from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.bounded import bounded
 from torchrelay.progress import Bar, ProgressCallback
-from torchrelay.sources.seam import Opened
-from torchrelay.stores.retry import Retry
-from torchrelay.transports.group.assembly import Assembly, Call
+from torchrelay.sources.seam import Opened, Source
+from torchrelay.sources.subtree import Subtree
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import LoadPlanner
-
-    from torchrelay.checkpointer.loading import Planned
+MISSED = 2  # times that a rank may miss a step that rank 0 sees: it may be replaced meanwhile
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """How a load went. `damaged` says why newer steps were passed over."""
+    """How a load went. `damaged` says why newer steps were skipped."""
 
     bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
@@ -49,7 +55,7 @@ class LoadReport:
     damaged: dict[int, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()  # stored, not in the destination (strict=False)
     extra: tuple[str, ...] = ()  # in the destination, not stored (strict=False)
-    instead: dict[str, str] = field(default_factory=dict)  # why a faster way was not taken
+    instead: dict[str, str] = field(default_factory=dict)  # why a faster path was not taken
 
 
 class Loaded(NamedTuple):
@@ -60,35 +66,33 @@ class Loaded(NamedTuple):
     report: LoadReport
 
 
-class Wanted(NamedTuple):
-    """What the caller of a load asks for."""
+class LoadRequest(NamedTuple):
+    """The arguments of a load."""
 
-    into: object
-    step: int | None
-    strict: bool
-    only: tuple[str, ...]
-    verify: bool
-    atomic: bool
-    device: torch.device | None
-    progress: ProgressCallback | None
+    into: object = None
+    step: int | None = None
+    strict: bool = True
+    key: str | None = None
+    include: tuple[str, ...] = ()
+    verify: bool = True
+    atomic: bool = True
+    device: torch.device | None = None
+    progress: ProgressCallback | None = None
 
     @classmethod
     def of(
         cls,
         into: object,
-        step: int | None,
+        step: int | None = None,
         *,
-        strict: bool,
-        only: str | Iterable[str] = (),
-        verify: bool = True,
-        atomic: bool,
-        device: torch.device | str | None,
-        progress: ProgressCallback | None,
-    ) -> Wanted:
-        """The same, as a caller says it."""
-        patterns = tuple(items_of("only", only, str, "a pattern"))
+        include: str | Iterable[str] = (),
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> LoadRequest:
+        """The same, from a caller's arguments."""
+        patterns = tuple(items_of("include", include, str, "a pattern"))
         where = checked_device(device)
-        return cls(into, step, strict, patterns, verify, atomic, where, progress)
+        return cls(into, step, include=patterns, device=where, **options)
 
     @property
     def checked_first(self) -> bool:
@@ -96,245 +100,228 @@ class Wanted(NamedTuple):
         return self.verify and self.atomic and self.into is not None
 
 
-def patience(deadline: Deadline) -> Retry:
-    """What cannot be read is tried again until there is just the time left to tell all ranks."""
-    spare = min(2.0, deadline.seconds / 3)
-    return Retry(lambda: deadline.left() - spare)
-
-
-class Shelf(Protocol):
-    """Where a loader finds steps."""
-
-    @property
-    def url(self) -> str: ...
-    def steps(self, patience: Retry = ...) -> list[int]: ...
-    def open(self, step: int, patience: Retry = ...) -> Opened: ...
-    def note_damaged(self, step: int) -> None: ...
-
-
 class Loader:
-    """Loads for the ranks of an assembly."""
+    """Loads steps of a source, for the ranks of a coordinator."""
 
     def __init__(
-        self,
-        shelf: Shelf,
-        assembly: Assembly,
-        planner: LoadPlanner | None,
-        means: Workspace | None = None,
+        self, source: Source, ranks: Coordinator, workspace: Workspace | None = None
     ) -> None:
-        self._shelf = shelf
-        self._all = assembly
-        self._planner = planner
-        self._means = means  # what new tensors are made with
-        self._held: Opened | None = None  # the step that is being loaded
+        self._source = source
+        self._ranks = ranks
+        self._workspace = workspace  # what new tensors are allocated with
+        self._opened: Opened | None = None  # the step that is being loaded
+        self._skipped: dict[int, str] = {}  # with the reasons
+        self.damaged: set[int] = set()  # steps that were skipped because of their bytes
 
-    def load(self, call: Call, wanted: Wanted, deadline: Deadline) -> Loaded:
-        """The step asked for, or the newest that verifies.
+    def load(self, call: Call, request: LoadRequest, deadline: Deadline) -> Loaded:
+        """The requested step, or the newest that verifies.
 
-        Every rank hears of damage that any of them finds, so all of them pass to the next step
+        Every rank learns of damage that any of them finds, so all of them turn to the next step
         together.
         """
+        self._skipped, self.damaged = {}, set()
         try:
-            return self._load(call, wanted, deadline)
+            return self._load(call, request, deadline)
         finally:
             self._close()
 
-    def _load(self, call: Call, wanted: Wanted, deadline: Deadline) -> Loaded:
-        damaged: dict[int, str] = {}
+    def _load(self, call: Call, request: LoadRequest, deadline: Deadline) -> Loaded:
         torn: RelayError | None = None
-        todo = self._candidates(call, wanted.step, deadline)
+        misses = 0
+        todo = self._find(call, request.step, deadline)
         while todo:
             step = todo.pop(0)
             watch = Stopwatch()
+            loading: Loading | None = None
             try:
-                loading = self._plan(call, step, wanted, deadline, watch)
-            except (DamagedError, StepNotFoundError) as fault:
-                if self._has_moved(call, step, deadline):
-                    todo = self._others(call, wanted.step, damaged, deadline)
-                    continue
-                if wanted.step is not None:
-                    raise
-                self._pass_over(step, fault, damaged)
-                continue
-            try:
-                landed = self._land(call, loading, wanted, deadline, watch)
+                loading = self._plan(call, step, request, deadline, watch)
+                landed = self._land(call, loading, request.verify, deadline, watch)
             except RelayError as fault:
-                torn = fault if loading.touched else torn
-                if isinstance(fault, DamagedError) and self._has_moved(call, step, deadline):
-                    todo = self._others(call, wanted.step, damaged, deadline)
+                touched = loading is not None and loading.touched
+                torn = fault if touched else torn
+                skips = (DamagedError,) if loading else (DamagedError, StepNotFoundError)
+                if isinstance(fault, skips) and self._has_moved(call, step, misses, deadline):
+                    misses += 1
+                    todo = [
+                        found
+                        for found in self._find(call, request.step, deadline)
+                        if found not in self._skipped
+                    ]
                     continue
-                if wanted.step is not None or not isinstance(fault, DamagedError):
+                if request.step is not None or not isinstance(fault, skips):
                     if torn is None or isinstance(fault, TornStateError):
                         raise
                     break
-                self._pass_over(step, fault, damaged)
+                self._skip(step, fault)
                 continue
             report = LoadReport(
                 loading.nbytes,
                 dict(watch.seconds),
-                wanted.verify,
-                damaged,
+                request.verify,
+                self._skipped,
                 tuple(landed.missing),
                 tuple(landed.extra),
                 loading.instead,
             )
             return Loaded(landed.state, step, report)
         if torn is not None:
-            raise TornStateError(
-                f"{TORN}: {torn}",
-                step=torn.step,
-                phase="land",
-            ) from torn
+            raise TornStateError(f"{TORN}: {torn}", step=torn.step, phase="land") from torn
         raise StepNotFoundError(
-            f"no step that verifies in {self._shelf.url}"
-            + "".join(f"\n  step {step}: {problem}" for step, problem in damaged.items())
+            f"no step that verifies in {self._source.name}"
+            + "".join(f"\n  step {step}: {problem}" for step, problem in self._skipped.items())
         )
 
-    def _candidates(self, call: Call, step: int | None, deadline: Deadline) -> list[int]:
+    def _find(self, call: Call, step: int | None, deadline: Deadline) -> list[int]:
         """The steps to try, the best first; the same on every rank."""
 
         def decide(said: list[bytes]) -> list[bytes]:
             asked = {msgspec.msgpack.decode(data) for data in said}
             if len(asked) > 1:
-                raise UsageError(f"ranks ask for different steps: {sorted(map(str, asked))}")
-            listed = bounded(
-                lambda: self._shelf.steps(patience(deadline)),
-                deadline.early(),
-                "list the steps",
-                file=self._shelf.url,
-            )
-            steps = sorted(listed, reverse=True)
+                raise UsageError(
+                    f"ranks ask for different steps: {sorted(map(str, asked))}; ask for the same"
+                )
+            steps = sorted(self._source.steps(deadline), reverse=True)
             if step is not None and step not in steps:
                 shown = ", ".join(map(str, steps[:8])) or "none"
                 raise StepNotFoundError(
-                    f"no step {step} in {self._shelf.url}; there: {shown}", step=step
+                    f"no step {step} in {self._source.name}; existing steps: {shown}", step=step
                 )
             return [msgspec.msgpack.encode(steps if step is None else [step])] * len(said)
 
         mine = msgspec.msgpack.encode(step)
         heard = call.round("find", lambda: mine, decide, deadline)
-        found: list[int] = msgspec.msgpack.decode(heard)
-        return found
+        return msgspec.msgpack.decode(heard, type=list[int])
 
     def _close(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
-    def _others(
-        self, call: Call, step: int | None, damaged: dict[int, str], deadline: Deadline
-    ) -> list[int]:
-        """The steps that are there, but for those that were found damaged."""
-        return [found for found in self._candidates(call, step, deadline) if found not in damaged]
-
-    def _has_moved(self, call: Call, step: int, deadline: Deadline) -> bool:
-        """Whether a step that could not be loaded is gone, or another save has its place: then it
-        is no damage, and there is a step to load."""
-        seen = b"" if self._held is None else self._held.digest
-
-        def decide(said: list[bytes]) -> list[bytes]:
-            try:
-                with closing(self._shelf.open(step, patience(deadline))) as held:
-                    there = held.digest
-            except DamagedError:
-                there = b""
-            except StepNotFoundError:
-                return [b"moved"] * len(said)
-            moved = any(digest != there for digest in said)
-            return [b"moved" if moved else b""] * len(said)
-
+    def _has_moved(self, call: Call, step: int, misses: int, deadline: Deadline) -> bool:
+        """Whether a step that could not be loaded was removed, or replaced by another save: then it
+        is not damaged. `CheckpointError` if this rank does not see what the coordinator sees."""
         if deadline.passed:
             return False
-        return bool(call.round("look again", lambda: seen, decide, deadline))
+        seen = b"" if self._opened is None else self._opened.digest
+        name = self._source.name
+
+        def mine() -> bytes:
+            return msgspec.msgpack.encode((seen, self._look(step, deadline), name))
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            found = [
+                msgspec.msgpack.decode(data, type=tuple[bytes, bytes | None, str]) for data in said
+            ]
+            there = found[0][1]
+            blind = next((rank for rank, (_, now, _) in enumerate(found) if now is None), None)
+            if there is not None and blind is not None and misses + 1 >= MISSED:
+                raise CheckpointError(
+                    f"rank {blind} does not see {name}/step-{step}, as rank 0 does: is it on a "
+                    f"shared file system? Rank {blind} has {found[blind][2]}",
+                    rank=blind,
+                    step=step,
+                )
+            moved = there is None or any(before != there for before, _, _ in found)
+            return [b"moved" if moved else b""] * len(said)
+
+        return bool(call.round("look again", mine, decide, deadline))
+
+    def _look(self, step: int, deadline: Deadline) -> bytes | None:
+        """The digest of a step's record; empty if it is damaged, None if it does not exist."""
+        try:
+            with closing(self._source.open(step, deadline)) as opened:
+                return opened.digest
+        except DamagedError:
+            return b""
+        except StepNotFoundError:
+            return None
 
     def _plan(
-        self, call: Call, step: int, wanted: Wanted, deadline: Deadline, watch: Stopwatch
+        self, call: Call, step: int, request: LoadRequest, deadline: Deadline, watch: Stopwatch
     ) -> Loading:
-        """Work out what this rank reads, and look at all of it if that is asked for."""
+        """Plan the reads of this rank, and check all of them if that comes first."""
         made: list[Loading] = []
         self._close()
 
         def act() -> bytes:
-            bar = Bar(wanted.progress)
+            bar = Bar(request.progress)
             with watch("plan"):
-                self._held = held = bounded(
-                    lambda: self._shelf.open(step, patience(deadline)),
-                    deadline.early(),
-                    "open the step",
-                    file=self._shelf.url,
-                )
-                check_only(held.record, wanted.only)
-                # What is costly to read is read once, to memory of its own.
-                once = held.files.costly_reads and self._planner is None
-                staged = wanted.checked_first and once
-                terms = Terms(wanted.strict, wanted.atomic, staged, wanted.device, self._all.rank)
-                loading = Loading(
-                    held.files,
-                    held.record,
-                    wanted.into,
-                    terms,
-                    world=self._all.world,
-                    only=wanted.only,
-                    planned=self._planned(),
-                    progress=bar.add,
-                    means=self._means,
-                )
-            left = loading.left
-            loading.within = lambda read: bounded(
-                read, deadline.early(), "read the step", file=held.files.url, left=left
-            )
-            twice = wanted.checked_first and not once
-            bar.total = loading.nbytes * (2 if twice else 1)
+                source = self._source if request.key is None else Subtree(self._source, request.key)
+                self._opened = opened = source.open(step, deadline)
+                loading = self._planned(opened, request, bar)
             made.append(loading)
+            files, left = opened.files, loading.left
+            loading.within = lambda read: bounded(
+                read, deadline.early(), "read the step", file=files.url, left=left
+            )
+            twice = request.checked_first and not files.costly_reads
+            bar.total = loading.nbytes * (2 if twice else 1)
             with watch("verify"):
                 loading.compare_twins()
-                if wanted.checked_first:
+                if request.checked_first:
                     # It reads into memory of its own, so it can be left behind.
-                    bounded(loading.check, deadline.early(), "read the step", file=held.files.url)
-                loading.make(verify=wanted.verify)
-            return held.digest
+                    bounded(loading.check, deadline.early(), "read the step", file=files.url)
+                loading.make(verify=request.verify)
+            return opened.digest
 
         def decide(said: list[bytes]) -> list[bytes]:
             if len(set(said)) > 1:
-                raise StepNotFoundError("the step was replaced while it was opened", step=step)
+                raise StepNotFoundError(
+                    "the step was replaced while it was opened: load again", step=step
+                )
             return said
 
-        call.at("verify")
+        call.at("verifying")
         call.round("verify", act, decide, deadline)
         return made[0]
 
-    def _planned(self) -> Planned | None:
-        """How the user's planner is asked, if there is one."""
-        if self._planner is None:
-            return None
-        from torchrelay.checkpointer.planners import PlannedReads
-
-        return partial(PlannedReads, self._planner, self._all.coordinates)
+    def _planned(self, opened: Opened, request: LoadRequest, bar: Bar) -> Loading:
+        check_include(opened.record, request.include)
+        # Bytes that are costly to read are read once, into memory of their own.
+        staged = request.checked_first and opened.files.costly_reads
+        rank = self._ranks.rank
+        options = LandingOptions(
+            request.strict, request.atomic, request.device, rank=rank, unstaged=not staged
+        )
+        try:
+            return Loading(
+                opened.files,
+                opened.record,
+                request.into,
+                options,
+                world=self._ranks.world,
+                include=request.include,
+                progress=bar.add,
+                workspace=self._workspace,
+            )
+        except MismatchError as fault:
+            raise with_savers(fault, opened.record, rank) from fault
+        except ManifestError as fault:
+            raise DamagedError(
+                f"the record contradicts itself: {fault.message}",
+                step=opened.record.step,
+                phase="verify",
+                file=opened.files.url,
+            ) from fault
 
     def _land(
-        self, call: Call, loading: Loading, wanted: Wanted, deadline: Deadline, watch: Stopwatch
+        self, call: Call, loading: Loading, verify: bool, deadline: Deadline, watch: Stopwatch
     ) -> Landed:
         """Objects first: where one refuses, on any rank, all have their old state again."""
-        return loading.end(
-            verify=wanted.verify,
-            together=lambda phase, act: _together(call, phase, act, deadline),
-            watch=watch,
-        )
 
-    def _pass_over(self, step: int, fault: RelayError, damaged: dict[int, str]) -> None:
-        damaged[step] = str(fault)
+        def together(phase: str, act: Callable[[], None]) -> None:
+            def mine() -> bytes:
+                act()
+                return b""
+
+            call.at(phase)
+            call.round(phase, mine, lambda said: said, deadline)
+
+        return loading.end(verify=verify, together=together, watch=watch)
+
+    def _skip(self, step: int, fault: RelayError) -> None:
+        self._skipped[step] = str(fault)
         if isinstance(fault, DamagedError):
-            self._shelf.note_damaged(step)
-        text = f"step {step} in {self._shelf.url} is damaged or gone, and is passed over: {fault}"
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-
-def _together(call: Call, phase: str, act: Callable[[], None], deadline: Deadline) -> None:
-    """Do something on every rank; whatever fails on one is raised on all."""
-
-    def mine() -> bytes:
-        act()
-        return b""
-
-    call.at(phase)
-    call.round(phase, mine, lambda said: said, deadline)
+            self.damaged.add(step)
+        text = f"step {step} in {self._source.name} is damaged or gone, and is skipped: {fault}"
+        warnings.warn(text, RuntimeWarning, stacklevel=5)

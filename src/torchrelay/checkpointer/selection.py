@@ -1,31 +1,32 @@
-"""Patterns of dotted paths, as `only=` takes them."""
+"""Paths of a step: patterns that select some of them, and hints about paths that are missing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 from torchrelay.errors import MismatchError
+from torchrelay.patterns import matches
 from torchrelay.plan.selection import Texts
 from torchrelay.record.checkpoint.schema import Checkpoint
-from torchrelay.state.tree import slots
+from torchrelay.state.tree import show, slots
 
 _SHOWN = 8
-_COMPARED = 2048  # keys that a pattern is compared with to find one like it
+_COMPARED = 2048  # keys that a pattern is compared with to find a similar one
 _LONGEST = 200  # characters of a key that is
 
 
-def check_only(record: Checkpoint, patterns: Sequence[str]) -> None:
-    """Raise `MismatchError` for a pattern that no path of any rank matches; it names near keys."""
+def check_include(record: Checkpoint, patterns: Sequence[str]) -> None:
+    """Raise `MismatchError` for a pattern that matches no path of any rank; it names similar
+    keys."""
     left = list(patterns)
     for name in _names(record) if left else ():
-        left = [pattern for pattern in left if not fnmatchcase(name, pattern)]
+        left = [pattern for pattern in left if not matches(name, [pattern])]
         if not left:
             return
     if left:
         raise MismatchError(
-            f"only={left[0]!r} matches nothing in the step; {_near(left[0], record)}",
+            f"include={left[0]!r} matches nothing in the step; {_near(left[0], record)}",
             step=record.step,
         )
 
@@ -43,14 +44,33 @@ def _near(pattern: str, record: Checkpoint) -> str:
     tops: set[str] = set()
     keys: set[str] = set()
     for name in _names(record):
-        tops.add(name.partition(".")[0])
+        tops.add(name.partition(".")[0][:_LONGEST])
         for key in (".".join(name.split(".", depth)[:depth]), name):
             if len(keys) < _COMPARED and len(key) <= _LONGEST:
                 keys.add(key)
-    if asked in keys and asked == pattern:
-        return f"what is in it: only={asked + '.*'!r}"
     near = get_close_matches(asked[:_LONGEST], sorted(keys), _SHOWN, 0.6)
     if near:
-        return f"near it: {', '.join(near)}"
-    shown = [top[:_LONGEST] for top in sorted(tops)[:_SHOWN]]
-    return f"its keys: {', '.join(shown)}" + (" ..." if len(tops) > _SHOWN else "")
+        return f"similar: {', '.join(near)}"
+    return f"its keys: {', '.join(sorted(tops))}"
+
+
+def with_savers(fault: MismatchError, record: Checkpoint, rank: int) -> MismatchError:
+    """The same mismatch; if other ranks alone saved the path, it says which."""
+    if fault.path is None or len(record.ranks) < 2:
+        return fault
+    has_path = [
+        any(show(path) == fault.path for path, _ in slots(outline.tree))
+        for outline in record.outlines
+    ]
+    savers = [saver for saver, number in enumerate(record.ranks) if has_path[number]]
+    if not savers or rank in savers or len(savers) == len(record.ranks):
+        return fault
+    who = f"rank {savers[0]}" if len(savers) == 1 else f"ranks {', '.join(map(str, savers[:8]))}"
+    return MismatchError(
+        f"{fault.message}; only {who} saved {fault.path}: save it on every rank, or leave it out "
+        "of `into` on the others",
+        rank=fault.rank,
+        step=fault.step,
+        phase=fault.phase,
+        path=fault.path,
+    )

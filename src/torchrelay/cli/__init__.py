@@ -6,7 +6,6 @@ Commands import what they need when they run: `torchrelay --help` imports no tor
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 NEEDS_TYPER = "the torchrelay command needs typer and rich: pip install 'torchrelay[cli]'"
 
@@ -31,7 +30,6 @@ def main() -> None:
         conversion,
         differences,
         keepers,
-        planning,
         steps,
         transfer,
         watch,
@@ -58,19 +56,17 @@ def main() -> None:
         token_file: str | None = access.TOKEN_FILE,
         cafile: str | None = access.CAFILE,
     ) -> None:
-        access.give(token_file=token_file, cafile=cafile)
+        access.forget()
+        access.keep(token_file, cafile)
 
     @app.command()
     def demo(
         small: bool = typer.Option(False, "--small", help="A tiny model, fewer steps."),
-        picture: str = typer.Option(
-            "torchrelay-demo.png", "--picture", help="Where the picture goes (PNG)."
-        ),
     ) -> None:
-        """Workers and a host of a training job are killed, and training goes on."""
+        """Workers and a host of a training job are killed, and training resumes."""
         from torchrelay.demo.__main__ import run
 
-        raise typer.Exit(run(small=small, picture=Path(picture)))
+        raise typer.Exit(run(small=small))
 
     for commands in (
         steps,
@@ -80,8 +76,10 @@ def main() -> None:
         keepers,
         watch,
         conversion,
-        planning,
         bench,
     ):
         commands.add_to(app)
+    for registered in app.registered_commands:
+        if registered.callback is not None:
+            registered.callback = access.taking_access(registered.callback)
     app(prog_name="torchrelay")

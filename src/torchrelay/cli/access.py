@@ -1,12 +1,16 @@
-"""How commands are let in at endpoints: options before the command, or TORCHRELAY_TOKEN."""
+"""How commands get access to endpoints: --token-file and --cafile, before or after the command."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from torchrelay.sources.access import Access
     from torchrelay.sources.endpoint import EndpointSource
 
 TOKEN_FILE = typer.Option(
@@ -14,26 +18,49 @@ TOKEN_FILE = typer.Option(
 )
 CAFILE = typer.Option(None, "--cafile", help="Certificates that an endpoint's is signed by.")
 
-_given: dict[str, str | None] = {"token_file": None, "cafile": None}
+_given: dict[str, str] = {}
 
 
-def give(*, token_file: str | None, cafile: str | None) -> None:
-    """Keep what was given before the command, for the command."""
-    _given.update(token_file=token_file, cafile=cafile)
+def keep(token_file: str | None, cafile: str | None) -> None:
+    """Remember what was given with the command line or the command."""
+    named = {"token_file": token_file, "cafile": cafile}
+    _given.update({name: value for name, value in named.items() if value is not None})
 
 
-def token_file() -> str | None:
-    return _given["token_file"]
+def forget() -> None:
+    """Begin a command line."""
+    _given.clear()
 
 
-def cafile() -> str | None:
-    return _given["cafile"]
+def taking_access(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command that takes the options, too."""
+
+    @wraps(command)
+    def run(*args: Any, token_file: str | None, cafile: str | None, **options: Any) -> Any:
+        keep(token_file, cafile)
+        return command(*args, **options)
+
+    found = inspect.signature(command)
+    named = inspect.Parameter.KEYWORD_ONLY
+    more = [
+        inspect.Parameter(name, named, default=option, annotation="str | None")
+        for name, option in (("token_file", TOKEN_FILE), ("cafile", CAFILE))
+    ]
+    run.__annotations__ = {**command.__annotations__, **{one.name: one.annotation for one in more}}
+    parameters = [*found.parameters.values(), *more]
+    run.__signature__ = found.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def given(**more: str | None) -> Access:
+    """The access that was given, with a certificate to serve with."""
+    from torchrelay.sources.access import Access
+
+    return Access(**_given, **more)
 
 
 def endpoints(urls: str | list[str]) -> EndpointSource:
-    """Endpoints that commands read from."""
-    from torchrelay.endpoint.security import find_token, trusted
+    """Endpoints that commands read from. Their bytes are verified, however they come."""
     from torchrelay.sources.endpoint import EndpointSource
 
-    token = find_token(None, _given["token_file"])
-    return EndpointSource(urls, token=token, context=trusted(_given["cafile"]), verify=True)
+    return EndpointSource(urls, access=given(), verify=True)

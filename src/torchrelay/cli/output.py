@@ -112,6 +112,11 @@ def in_words(facts: Mapping[str, Any]) -> str:
     return f"not checked: {facts['unread']}" if facts.get("unread") else ""
 
 
+def count(number: int, noun: str) -> str:
+    """A number of things: "1 tensor", "2 tensors"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def plain(text: str) -> str:
     """Text that moves no cursor: a state's names may hold control characters."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

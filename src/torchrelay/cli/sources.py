@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
+from torchrelay.deadlines import Deadline
 from torchrelay.errors import StepNotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import StateSource
+    from torchrelay.inspection.seam import OpenedState
+    from torchrelay.inspection.step_source import StepSource
+    from torchrelay.sources.seam import Source
 
 HELP = (
     "A place with steps, a step (runs/a/step-100), an endpoint's URL, a .safetensors file or a "
     "DCP directory."
 )
-SECONDS = 3600.0  # that an endpoint's step may be looked at
+SECONDS = 3600.0  # that a step may be looked at
 SOURCE = typer.Argument(help=HELP)
 FILES = (  # of other programs, in a folder: how they end, what they are, what looks at one
     ("*.safetensors", "safetensors", "inspect {}"),
@@ -34,11 +37,11 @@ STEP = typer.Option(None, "--step", help="The newest, if it is left out.")
 
 class SourceKind(NamedTuple):
     fits: Callable[[str], bool]
-    open: Callable[[str, int | None], StateSource]
+    open: Callable[[str, int | None], OpenedState]
 
 
 @contextmanager
-def opened_source(name: str, step: int | None = None) -> Iterator[StateSource]:
+def opened_source(name: str, step: int | None = None) -> Iterator[OpenedState]:
     """The state that a name stands for, until the block ends."""
     source = kind_of_source(name).open(name, step)
     try:
@@ -52,7 +55,7 @@ def kind_of_source(name: str) -> SourceKind:
     for kind in KINDS:
         if kind.fits(name):
             return kind
-    raise UsageError(f"{name}: there is no state: give {HELP[0].lower()}{HELP[1:-1]}")
+    raise UsageError(f"{name} has no state: give {HELP[0].lower()}{HELP[1:-1]}")
 
 
 def at_newest(name: str) -> str:
@@ -69,7 +72,7 @@ def at_newest(name: str) -> str:
 
 
 def instead(name: str) -> str:
-    """What a place without steps is and which command is for that, to end a message with."""
+    """Explains a place without steps and names the command for it, to end a message with."""
     from torchrelay.stores.locate import OBJECTS, scheme_of, split_step
 
     above, step = split_step(name)
@@ -95,24 +98,40 @@ def is_place(name: str) -> bool:
     return scheme_of(name)[0] in OBJECTS or _path(split_step(name)[0]).is_dir()
 
 
-def _open_step(name: str, step: int | None) -> StateSource:
-    from torchrelay.inspection.step_source import StepSource
+def _open_step(name: str, step: int | None) -> OpenedState:
+    from torchrelay.sources.store import StoreSource
     from torchrelay.stores.locate import open_store, split_step
-    from torchrelay.stores.opening import open_newest, open_step
 
     place, named = split_step(name)
     if None not in (named, step) and named != step:
         raise UsageError(f"{name} is step {named}: leave out --step, or name the place above it")
-    store = open_store(place)
+    source = StoreSource(open_store(place))
     wanted = named if step is None else step
     try:
-        held = open_newest(store) if wanted is None else open_step(store, wanted)
+        found = _opened(source, wanted)
     except StepNotFoundError as fault:
-        steps = store.steps()
+        steps = sorted(source.steps(Deadline(SECONDS)))
         known = f"; it has {', '.join(map(str, steps[-8:]))}"
         fault.message += known if steps else instead(name)
         raise
-    return StepSource(f"{store.url}/step-{held.record.step}", held)
+    found.name = f"{source.name}/step-{found.contents.step}"
+    return found
+
+
+def _opened(source: Source, step: int | None) -> StepSource:
+    """A step of a source, or its newest; one that is replaced meanwhile is looked for again."""
+    from torchrelay.inspection.step_source import StepSource
+
+    deadline = Deadline(SECONDS)
+    while True:
+        steps = [step] if step is not None else sorted(source.steps(deadline))
+        if not steps:
+            raise StepNotFoundError(f"no step in {source.name}")
+        try:
+            return StepSource(source.name, source.open(steps[-1], deadline), source.end)
+        except StepNotFoundError:
+            if step is not None or sorted(source.steps(deadline)) == steps:
+                raise
 
 
 def is_url(name: str) -> bool:
@@ -120,20 +139,17 @@ def is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def _open_url(name: str, step: int | None) -> StateSource:
+def _open_url(name: str, step: int | None) -> OpenedState:
     from torchrelay.cli.access import endpoints
-    from torchrelay.deadlines import Deadline
-    from torchrelay.inspection.step_source import StepSource
 
-    there = endpoints(name)
-    return StepSource(name, there.open(step, Deadline(SECONDS)), there.end)
+    return _opened(endpoints(name), step)
 
 
 def _is_dcp(name: str) -> bool:
     return (_path(name) / ".metadata").is_file()
 
 
-def _open_dcp(name: str, step: int | None) -> StateSource:
+def _open_dcp(name: str, step: int | None) -> OpenedState:
     from torchrelay.dropin.dcp_source import DcpSource
 
     _refuse_step(name, step)
@@ -142,14 +158,14 @@ def _open_dcp(name: str, step: int | None) -> StateSource:
 
 def is_torch_save_file(name: str) -> bool:
     """Whether a name is of a file that torch.save wrote."""
-    from torchrelay.dropin.stock_dcp import is_torch_save
+    from torchrelay.inspection.file_kinds import is_torch_save
 
     return _path(name).is_file() and is_torch_save(_path(name))
 
 
-def _open_torch_save(name: str, step: int | None) -> StateSource:
+def _open_torch_save(name: str, step: int | None) -> OpenedState:
     raise UsageError(
-        f"{name} is a torch.save file, of which nothing can be read alone: convert it first, by "
+        f"{name} is a torch.save file, which can only be read as a whole: convert it first, by "
         f"torchrelay convert {name} PLACE"
     )
 
@@ -159,7 +175,7 @@ def is_file(name: str) -> bool:
     return _path(name).is_file()
 
 
-def _open_file(name: str, step: int | None) -> StateSource:
+def _open_file(name: str, step: int | None) -> OpenedState:
     from torchrelay.inspection.safetensors_source import SafetensorsSource
 
     _refuse_step(name, step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchrelay.cli.output import size
+from torchrelay.cli.output import count, size
 
 Row = tuple[str, ...]
 
@@ -58,8 +58,8 @@ def _rows(branch: _TreeNode, rest: str, shards: bool) -> Iterator[Row]:
         elif child.text:
             yield (rest + mark + name, child.text)
         else:
-            count = f"{child.tensors} tensors" if child.tensors else ""
-            yield (rest + mark + name, count, "", size(child.nbytes) if child.tensors else "")
+            shown = count(child.tensors, "tensor") if child.tensors else ""
+            yield (rest + mark + name, shown, "", size(child.nbytes) if child.tensors else "")
         yield from _rows(child, rest + bar, shards)
 
 

@@ -1,20 +1,16 @@
-"""`python -m torchrelay.demo [--small] [--picture FILE]`"""
+"""`python -m torchrelay.demo [--small]`"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from torchrelay.demo.job import SMALL, Settings
 
 NEEDS_RICH = "the demo needs rich: pip install 'torchrelay[cli]'"
 
 
-PICTURE = Path("torchrelay-demo.png")
-
-
-def run(*, small: bool = False, picture: Path = PICTURE) -> int:
+def run(*, small: bool = False) -> int:
     """Run the demo on this terminal; returns the exit code."""
     try:
         from rich.console import Console
@@ -26,7 +22,7 @@ def run(*, small: bool = False, picture: Path = PICTURE) -> int:
         print(NEEDS_RICH, file=sys.stderr)
         return 2
     try:
-        return play(SMALL if small else Settings(), Console(), picture)
+        return play(SMALL if small else Settings(), Console())
     except KeyboardInterrupt:
         return 130
 
@@ -34,9 +30,7 @@ def run(*, small: bool = False, picture: Path = PICTURE) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m torchrelay.demo", description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny model, fewer steps")
-    parser.add_argument("--picture", type=Path, default=PICTURE, help="where the PNG goes")
-    given = parser.parse_args()
-    return run(small=given.small, picture=given.picture)
+    return run(small=parser.parse_args().small)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The training job cut over ranks, and its state as torchrelay and as torch's DCP take it."""
+"""The training job, sharded over ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -38,22 +38,6 @@ class ShardedJob(DemoJob):
         """What does not land in the objects by itself."""
         torch.set_rng_state(state["random"])
         self.position = state["position"]
-
-    def dcp_state(self) -> dict[str, Any]:
-        """The state as torch's DCP wants it: what ranks have for themselves by its own name."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        own = {"random": torch.get_rng_state(), "position": torch.tensor(self.position)}
-        return {"model": model, "optimizer": optimizer, f"rank {self._rank}": own}
-
-    def take_dcp(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        own = state[f"rank {self._rank}"]
-        self.take({"random": own["random"], "position": int(own["position"])})
 
     def weights(self) -> str:
         """A digest of this rank's part of the weights and of the optimizer."""

@@ -13,14 +13,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import torchrelay as tr
 from torchrelay.demo.job import Settings
 from torchrelay.demo.sharded import ShardedJob
 
-Way = Literal["keeper", "dcp", "nothing"]
+Way = Literal["keeper", "nothing"]
 
 
 class Post(NamedTuple):
@@ -87,7 +85,7 @@ class InKeepers:
         self._plan = plan
         address = plan.site(post.host).address
         self.keeper = tr.Keeper(
-            plan.job, host=post.host, address=address, timeout=plan.patience, lease=60.0
+            f"{plan.job}@{post.host}", address=address, timeout=plan.patience, lease=60.0
         )
         self._checkpointer = tr.Checkpointer(
             f"{plan.folder}/steps", keep=tr.KeepLast(2), keeper=self.keeper, timeout=plan.patience
@@ -125,36 +123,6 @@ class InKeepers:
         self.keeper.close()
 
 
-class OnDisk:
-    """Some steps on disk, by torch's own `dcp.save` and `dcp.load`."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._root = Path(plan.folder) / "dcp"
-
-    def recover(self, job: ShardedJob) -> Brought:
-        begun = time.monotonic()
-        whole = [int(path.parent.name) for path in self._root.glob("*/.metadata")]
-        if not whole:
-            return Brought(0, {}, "nothing is saved")
-        state = job.dcp_state()
-        dcp_load(state, checkpoint_id=str(self._root / str(max(whole))))
-        fetched = time.monotonic()
-        job.take_dcp(state)
-        seconds = {"fetch": fetched - begun, "land": time.monotonic() - fetched}
-        return Brought(max(whole), seconds, f"dcp.load of step {max(whole)}")
-
-    def keep(self, job: ShardedJob) -> KeptByWorker:
-        step = job.position
-        if step % self._plan.settings.save_every:
-            return KeptByWorker()
-        dcp_save(job.dcp_state(), checkpoint_id=str(self._root / str(step)))
-        return KeptByWorker(step)
-
-    def close(self) -> None:
-        """Nothing: all is on disk."""
-
-
 class Nothing:
     """A run that nothing happens to."""
 
@@ -169,9 +137,7 @@ class Nothing:
 
 
 def memory_of(plan: Plan, post: Post) -> Storing:
-    if plan.way == "keeper":
-        return InKeepers(plan, post)
-    return OnDisk(plan) if plan.way == "dcp" else Nothing()
+    return InKeepers(plan, post) if plan.way == "keeper" else Nothing()
 
 
 def main(conn: Connection, plan: Plan, post: Post) -> None:

@@ -1,8 +1,8 @@
 """The steps in which torch's DCP saves and loads, over any torch storage and planner.
 
 Each rank does its part, and all meet after it: `CheckpointError` on one is `CheckpointError` on
-all. What a rank can fail at before the first meeting, such as a `state_dict()` that raises, is part
-of that step, so that no rank waits for one that has left.
+all. Work that can fail before the first meeting, such as a `state_dict()` that raises, is part of
+that step, so that no rank waits for one that has left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Meeting(_DistWrapper):
 
 
 def meet(group: dist.ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> Meeting:
-    """A meeting of `group`, of which `coordinator_rank` is a rank; `UsageError` if it is not."""
+    """A meeting of `group`; `UsageError` unless `coordinator_rank` is one of its ranks."""
     if use_dist:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         if rank < 0:
@@ -69,7 +69,7 @@ def save(
             planner.set_up_planner(
                 state_dict=here, storage_meta=writer.storage_meta(), is_coordinator=leads
             )
-        else:  # a planner from before torch 2.3
+        else:  # a planner of the user's, from before torch 2.3
             planner.set_up_planner(here, leads)  # type: ignore[arg-type]
         if _takes(writer.set_up_storage_writer, "kwargs"):
             writer.set_up_storage_writer(leads, rank=meeting.rank, use_collectives=True)
@@ -178,7 +178,7 @@ class _Told:
         if isinstance(fault, CheckpointException):
             self._tell(fault)
         if isinstance(fault, Exception) and not isinstance(fault, RelayError):
-            # All that a rank does itself is told above: this is the group's.
+            # Failures of a rank's own work were raised above: this one is the group's.
             raise CheckpointError(
                 f"{self.what} failed: the process group broke: {fault}", rank=self.rank
             ) from fault
@@ -218,9 +218,7 @@ def _sendable_failure(failure: Any) -> Any:
     error, trace = failure
     try:
         pickle.dumps(error)
-        copy.deepcopy(
-            error
-        )  # some pickle and cannot be made again: this makes one as a pickle does
+        copy.deepcopy(error)  # some pickle, and cannot be made again of that
     except Exception:
         return CheckpointError(f"{type(error).__name__}: {error}"), trace
     return failure

@@ -1,4 +1,4 @@
-"""The records of torch's `PGTransport` and the helpers beside them, under torch's own names.
+"""The records of torch's `PGTransport` and their helpers, under torch's own names.
 
 The record classes are torch's: a stock peer unpickles them by their import path. The helpers keep
 torch's contracts and bytes, and refuse by path what would arrive as something else.
@@ -131,7 +131,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _why_not(tensor: torch.Tensor) -> str | None:
-    """What the tensor has that its storage, dtype, shape and strides do not tell, if anything."""
+    """Why a storage, a dtype, a shape and strides do not describe the tensor; None if they do."""
     if not _is_plain(tensor):
         return f"a tensor subclass ({type(tensor).__name__})"
     if tensor.is_nested:

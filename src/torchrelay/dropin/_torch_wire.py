@@ -1,8 +1,8 @@
 """torch's `PGTransport` protocol on a process group: one message for each tensor.
 
 A message is known by its tag: 1 the length of the pickled record, 2 the record, 3 + i the i-th
-storage as bytes. What is sent is what a stock sender sends; what is received is checked before a
-tensor is asked for, and written into the caller's tensors after the last one is here.
+storage as bytes. Messages are those of a stock sender. A received record is checked before a tensor
+is asked for, and tensors are written into the caller's after the last one has arrived.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import KeyPath, keystr, tree_unflatten
 
-from torchrelay.dropin._pickles.closed_unpickler import loads
+from torchrelay.dropin._pickles.state_record import loads
 from torchrelay.dropin._torch_records import (
     _DTensorMeta,
     _prepare_state_dict,
@@ -89,7 +89,7 @@ def recv_torch(
 
     A tensor of `into` at the path of a sent one is written and returned; it is `MismatchError`
     if the two do not fit. Other tensors are new, on the CPU, and own no more than their bytes.
-    On a refusal nothing is written, and the sender is heard to the end so that it can go on.
+    On a refusal nothing is written. All messages of the sender are received, so that it can finish.
     """
     if not 0 < length <= 1 << 30:
         raise RemoteProtocolError(f"a record of {length} bytes was announced", rank=src_rank)
@@ -112,7 +112,7 @@ def recv_torch(
     storages = _storages(pg, src_rank, parts, device, wait)
     for part, target, storage in zip(parts, targets, storages, strict=True):
         view = _view(part, storage)
-        # What has no place leaves the device at once, so that the device holds it once at most.
+        # New tensors leave the device at once, so that the device holds each once at most.
         arrived.append(_owned(view) if target is None else view)
     rest = iter(arrived)
     values = [leaf.value(rest) for leaf in leaves]
@@ -173,22 +173,16 @@ def _view(part: _TensorMeta, storage: torch.Tensor) -> torch.Tensor:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """One leaf of the sent state and, where there is one, the caller's tensor that takes it."""
+class _Leaf(NamedTuple):
+    """One leaf of the sent state, and the caller's that takes it."""
 
     sent: object
-    into: torch.Tensor | None
-    targets: Sequence[torch.Tensor | None]
-    """The caller's plain tensor for each message of this leaf."""
+    into: torch.Tensor | None  # the caller's leaf
+    targets: Sequence[torch.Tensor | None]  # for each message, the plain tensor that is written
 
     @classmethod
     def of(cls, path: KeyPath, sent: object, into: object) -> _Leaf:
         """Match the two; `MismatchError` says why they do not fit."""
-
-        def differ(why: str) -> MismatchError:
-            return MismatchError(f"the destination does not fit: {why}", path=keystr(path))
-
         parts = list(_parts([sent]))
         if any(part.dtype in _QUANTIZED for part in parts):
             raise UnsupportedLeafError(
@@ -196,36 +190,37 @@ class _Leaf:
             )
         if not isinstance(into, torch.Tensor):
             return cls(sent, None, [None] * len(parts))
-        targets: Sequence[torch.Tensor] = (into,)
+        targets: Sequence[torch.Tensor] = [into]
         why = None
         if isinstance(sent, _DTensorMeta) and isinstance(into, DTensor):
-            targets, why = (into._local_tensor,), _other_placement(sent, into)
+            targets, why = [into._local_tensor], _other_placement(sent, into)
         elif isinstance(sent, _ShardedTensorMeta) and isinstance(into, ShardedTensor):
             targets, why = _matching_shards(sent, into)
         elif not isinstance(sent, _TensorMeta) or isinstance(into, DTensor | ShardedTensor):
             kind = type(sent).__name__.strip("_").removesuffix("Meta")
             why = f"it is a {type(into).__name__}, and a {kind} was sent"
+        if why is None:
+            reasons = map(_why_not_into, parts, targets)
+            why = next((reason for reason in reasons if reason is not None), None)
         if why is not None:
-            raise differ(why)
-        for part, target in zip(parts, targets, strict=True):
-            why = _unwritable(target) or _other_tensor(part, target)
-            if why is not None:
-                raise differ(why)
+            raise MismatchError(f"the destination does not fit: {why}", path=keystr(path))
         return cls(sent, into, targets)
 
     def value(self, arrived: Iterator[torch.Tensor]) -> object:
-        """What stands for this leaf in the received state; takes its tensors off `arrived`."""
+        """The value of this leaf in the received state; takes its tensors off `arrived`."""
         tensors = [next(arrived) for _ in self.targets]
         if self.into is not None:
             return self.into
-        if isinstance(self.sent, _TensorMeta):
-            return tensors[0]
         if isinstance(self.sent, _DTensorMeta):
             make: Any = DTensor
             return make(tensors[0], self.sent.spec, requires_grad=False)
         if isinstance(self.sent, _ShardedTensorMeta):
             return _sharded(self.sent, tensors)
-        return self.sent
+        return tensors[0] if tensors else self.sent
+
+
+def _why_not_into(part: _TensorMeta, target: torch.Tensor) -> str | None:
+    return _unwritable(target) or _other_tensor(part, target)
 
 
 def _unwritable(target: torch.Tensor) -> str | None:
@@ -267,18 +262,36 @@ def _other_placement(sent: _DTensorMeta, into: DTensor) -> str | None:
 
 def _matching_shards(
     sent: _ShardedTensorMeta, into: ShardedTensor
-) -> tuple[tuple[torch.Tensor, ...], str | None]:
+) -> tuple[list[torch.Tensor], str | None]:
+    """The caller's shard for each that was sent, or why there is none."""
     if sent.sharded_tensor_metadata.size != into.metadata().size:
-        return (), "its whole size differs"
+        return [], "its whole size differs"
     ours = {_box(shard.metadata): shard.tensor for shard in into.local_shards()}
-    boxes = [_box(metadata) for metadata in sent.local_shards_shard_metadata]
-    if len(boxes) != len(ours) or set(boxes) != set(ours):
-        return (), f"its shards (offsets, sizes) are {sorted(ours)}, and {sorted(boxes)} were sent"
-    return tuple(ours[box] for box in boxes), None
+    boxes = [_box(shard) for shard in sent.local_shards_shard_metadata]
+    if sorted(boxes) != sorted(ours):
+        return [], f"its shards (offsets, sizes) are {sorted(ours)}, and {sorted(boxes)} were sent"
+    return [ours[box] for box in boxes], None
 
 
 def _box(shard: ShardMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shard.shard_offsets), tuple(shard.shard_sizes)
+
+
+def _sharded(sent: _ShardedTensorMeta, tensors: list[torch.Tensor]) -> ShardedTensor:
+    """The sender's shards as this rank's, as torch makes them."""
+    here = _remote_device(f"rank:{dist.get_rank()}/cpu")
+    shards = [
+        Shard(tensor.contiguous(), dataclasses.replace(metadata, placement=here))
+        for tensor, metadata in zip(tensors, sent.local_shards_shard_metadata, strict=True)
+    ]
+    make: Any = ShardedTensor._init_from_local_shards_and_global_metadata
+    try:
+        made: ShardedTensor = make(shards, sent.sharded_tensor_metadata)
+    except Exception as fault:  # torch refuses in many ways: shards that overlap, no shards at all
+        raise RemoteProtocolError(
+            f"a ShardedTensor cannot be made as sent: {fault!r:.200}"
+        ) from fault
+    return made
 
 
 def _copy(target: torch.Tensor, view: torch.Tensor) -> None:
@@ -306,37 +319,3 @@ def _owned(view: torch.Tensor) -> torch.Tensor:
         return over(storage[start * item : start * item + size].clone(), 0)
     whole = over(storage, start)
     return whole.view(torch.uint8).clone().view(view.dtype) if item == 1 else whole.clone()
-
-
-def _sharded(sent: _ShardedTensorMeta, tensors: list[torch.Tensor]) -> ShardedTensor:
-    """The sender's shards as ours; in the whole's record we and the sender change places."""
-    rank = dist.get_rank()
-    received = {_box(metadata): metadata for metadata in sent.local_shards_shard_metadata}
-    owners = [m.placement.rank() for m in received.values() if m.placement is not None]
-    sender = next((owner for owner in owners if owner is not None), rank)
-
-    def place(metadata: ShardMetadata, owner: int) -> ShardMetadata:
-        offsets, sizes = metadata.shard_offsets, metadata.shard_sizes
-        return ShardMetadata(offsets, sizes, placement=f"rank:{owner}/cpu")
-
-    def moved(metadata: ShardMetadata) -> ShardMetadata:
-        if _box(metadata) in received:
-            return place(metadata, rank)
-        if metadata.placement is not None and metadata.placement.rank() == rank:
-            return place(metadata, sender)
-        return metadata
-
-    whole = sent.sharded_tensor_metadata
-    properties = dataclasses.replace(whole.tensor_properties, requires_grad=False, pin_memory=False)
-    try:
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            [
-                Shard(tensor.contiguous(), place(metadata, rank))
-                for tensor, metadata in zip(tensors, received.values(), strict=True)
-            ],
-            ShardedTensorMetadata(
-                [moved(metadata) for metadata in whole.shards_metadata], whole.size, properties
-            ),
-        )
-    except (RuntimeError, ValueError) as fault:
-        raise RemoteProtocolError(f"a ShardedTensor cannot be made as sent: {fault}") from fault

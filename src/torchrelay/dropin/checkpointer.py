@@ -158,7 +158,7 @@ class TorchCheckpointer:
         return DefaultSavePlanner() if self.save_planner is None else self.save_planner
 
     def _settled(self) -> CheckpointError | None:
-        """Wait for the save in the background; its failure, if nobody has seen it."""
+        """Wait for the save in the background; its failure, if no caller has seen it."""
         pending, self._pending = self._pending, None
         if pending is None or pending.seen:
             return None

@@ -1,4 +1,4 @@
-"""From one kind of checkpoint to another, without running anything that stands in it."""
+"""From one kind of checkpoint to another, without running anything that it holds."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SAFETENSORS = ".safetensors"
 
 
 def kind_of(place: str | os.PathLike[str]) -> Kind | Literal["safetensors"]:
-    """What a place holds: steps of this library, a stock DCP directory, a file of `torch.save` or
-    of safetensors."""
+    """The kind of checkpoint at a path or URL: steps of this library, a stock DCP directory, a file
+    of `torch.save` or of safetensors."""
     if scheme_of(place)[0] in OBJECTS:
         return "torchrelay"
     path = directory_at(place)
@@ -52,7 +52,7 @@ def convert(
     `step` is the one that is read from a place with several (the newest that verifies, by
     default), and the one that is written to such a place (0, by default). Returns the latter. A
     source may name its step itself (`runs/a/step-100`). A safetensors file is a flat dict.
-    `progress` is told of steps of this library that are read or written.
+    `progress` is called for steps of this library that are read or written.
     """
     if to not in KINDS:
         raise UsageError(f"to is one of {', '.join(KINDS)}, not {to!r}")

@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
 
 
 class DcpSource:
-    """Implements `StateSource` on a directory whose metadata was checked whole."""
+    """Implements `OpenedState` on a directory whose metadata was checked whole."""
 
     def __init__(self, path: str) -> None:
         self.name = path
@@ -103,7 +103,7 @@ class DcpSource:
 
 
 def _values(path: str, value: object) -> list[PlainValue]:
-    """An object that is no tensor; each item of its own, if it is a container."""
+    """The plain values of an object: its items, if it is a container."""
     if isinstance(value, dict) and value:
         items = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, (list, tuple)) and value:

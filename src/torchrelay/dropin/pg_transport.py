@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,18 +14,22 @@ import torch
 from torch.distributed import Work
 from torch.utils._pytree import tree_flatten_with_path
 
+from torchrelay.coordination.groups import check_group
 from torchrelay.deadlines import TICK, Deadline, seconds_of
 from torchrelay.dropin._torch_wire import recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
+from torchrelay.landing.options import LandingOptions
+from torchrelay.memory import threads
 from torchrelay.memory.gpu.side import settle
+from torchrelay.memory.uninterrupted import uninterrupted
 from torchrelay.relay import Relay
-from torchrelay.transports.group.c10d import Watcher
-from torchrelay.transports.group.lines import FirstMessage, lines_of
-from torchrelay.transports.group.shield import shielded
-from torchrelay.transports.protocol import wire
-from torchrelay.transports.protocol.options import ReceiveTarget, TransferCall
-from torchrelay.transports.protocol.receiver import answer
+from torchrelay.state.tensors import device_backends
+from torchrelay.transports.c10d import watch
+from torchrelay.transports.meeting.directory import directory_of
+from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 
+FIRST_TAG = 1  # of the length of the metadata, with which torch's protocol begins
+OFFER_SECONDS = 1.0  # for the offer of a rank that has a `Relay`, before torch's protocol is tried
 PARTING_SECONDS = 10.0  # that a transfer of torch's protocol has after an interrupt
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -39,8 +44,8 @@ class PGTransport:
         device: where tensors are placed that have no in-place destination; with
             `protocol="torch"` also the device that messages are sent from
         state_dict: if given, called to get the state that is received into, in place
-        protocol: what `send_checkpoint` speaks: "relay", or "torch" for receivers that run torch's
-            own class. `recv_checkpoint` understands both.
+        protocol: "relay", or "torch" to send to ranks that run torch's own class. With "relay",
+            `recv_checkpoint` also understands a sender that runs torch's class.
     """
 
     def __init__(
@@ -54,12 +59,13 @@ class PGTransport:
     ) -> None:
         if protocol not in ("relay", "torch"):
             raise UsageError(f'protocol is "relay" or "torch", not {protocol!r}')
+        check_group(pg)
         self._pg = pg
         self._timeout = seconds_of(timeout)
         self._device = torch.device(device)
         self._state_dict = state_dict
-        self._protocol = protocol
-        self._relay = Relay(pg, timeout=self._timeout)
+        self._relay = Relay(pg, timeout=self._timeout) if protocol == "relay" else None
+        self._firsts = _first_messages(pg)
 
     def send_checkpoint(self, dst_ranks: list[int], state_dict: object) -> None:
         """Send a state dict to each rank in `dst_ranks`.
@@ -67,13 +73,8 @@ class PGTransport:
         A rank that is absent or dies does not keep the others from getting it; it is named in the
         error that is raised at the end.
         """
-        if self._protocol == "torch":
-            settle()
-            deadline = Deadline(self._timeout)
-            wait = _waiter(deadline)
-            shielded(
-                deadline, lambda: send_torch(self._pg, dst_ranks, state_dict, self._device, wait)
-            )
+        if self._relay is None:
+            self._send_torch(dst_ranks, state_dict)
             return
         report = self._relay.send(state_dict, dst_ranks)
         lost = {**report.failed, **report.unknown}
@@ -90,78 +91,204 @@ class PGTransport:
         """Receive the state dict that `src_rank` sends, in either protocol.
 
         With a `state_dict` callback the tensors it returns are written in place once everything
-        has arrived and holds; what it lacks is made anew. Without it tensors are new, on the CPU.
+        has arrived and holds; leaves that it lacks are new. Without it all tensors are, on the CPU.
         """
         into = self._state_dict() if self._state_dict is not None else None
-        settle()
         deadline = Deadline(self._timeout)
-        return shielded(deadline, lambda: self._recv(src_rank, into, deadline))
-
-    def _recv(self, src_rank: int, into: object, deadline: Deadline) -> object:
-        group_lines, wait = lines_of(self._pg), _waiter(deadline)
-        ready = self._relay.prepared(into)
-        if group_lines.device_only and self._protocol == "torch":
-            # Without host memory our first message comes by another way than torch's; no telling.
-            number = torch.zeros(1, dtype=torch.int64, device=self._device)
-            wait(self._pg.recv([number], src_rank, wire.PRELUDE_TAG), "at the start")
-            first = int(number.item())
-        else:
-            first = answer(group_lines, src_rank, deadline)
-        transfer = wire.read_prelude(first)
-        if transfer is None:
-            try:
-                leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
-            except BaseException:
-                group_lines.keep_first_message(
-                    src_rank, FirstMessage(first)
-                )  # nothing of the transfer was used
-                raise
-            return recv_torch(self._pg, src_rank, first, self._device, wait, leaves)
-        target = ReceiveTarget(
-            ready, strict=False, device=torch.device("cpu"), shards="replica", make_missing=True
+        if self._relay is None or self._comes_from_torch(src_rank, deadline):
+            return self._recv_torch(src_rank, into, deadline)
+        landing = LandingOptions(
+            strict=False,
+            device=torch.device("cpu"),
+            shards="replica",
+            make_missing=True,
+            rank=self._relay.rank,
         )
-        got = self._relay.receive_from(src_rank, transfer, TransferCall(deadline), target)
+        options = ReceiveOptions(into, landing=landing)
+        call = TransferCall(Deadline(max(deadline.left(), 0.001)))
+        try:
+            with self._looking_for_torch(src_rank, call):
+                got = self._relay.receive(src_rank, options, call)
+        except TransferTimeoutError:
+            first = self._firsts.posted(src_rank)
+            if first is None or not first.here:
+                raise
+            return self._recv_torch(src_rank, into, deadline)
         if got.report.missing or got.report.extra:
             logger.warning(
-                "checkpoint and destination differ: made anew %s, left as they were %s",
+                "checkpoint and destination differ: created %s, left as they were %s",
                 list(got.report.missing),
                 list(got.report.extra),
             )
         return got.state
 
+    # torch's own protocol. It cannot be called off, and a transfer that is left midway is mistaken
+    # for the beginning of the next: an interrupted call has some time to end as it should.
 
-def _waiter(deadline: Deadline) -> Callable[[Work, str], None]:
-    """Waits for a posted operation until the deadline, leaving the group alone if it passes.
+    def _send_torch(self, dst_ranks: list[int], state_dict: object) -> None:
+        settle()
+        deadline = Deadline(self._timeout)
+        wait = _waiter(self._pg, deadline)
+        uninterrupted(
+            lambda: send_torch(self._pg, dst_ranks, state_dict, self._device, wait),
+            hurry=lambda: deadline.hasten(PARTING_SECONDS),
+        )
 
-    torch's protocol has no word for giving up, and a transfer that is left midway is taken for the
-    beginning of the next. So a call that is interrupted has some time to end as it should.
-    """
-    ends = time.monotonic() + deadline.seconds
+    def _recv_torch(self, src_rank: int, into: object, deadline: Deadline) -> object:
+        settle()
+        leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
+        wait = _waiter(self._pg, deadline)
 
-    def left() -> float:
-        nonlocal ends
-        if deadline.cancelled:
-            ends = min(ends, time.monotonic() + PARTING_SECONDS)
-        return max(0.0, ends - time.monotonic())
+        def receive() -> object:
+            first = self._firsts.get(self._pg, src_rank, self._message_device())
+            first.wait(wait)
+            self._firsts.drop(src_rank)
+            return recv_torch(self._pg, src_rank, first.value, self._device, wait, leaves)
 
-    def wait(work: Work, what: str) -> None:
+        return uninterrupted(receive, hurry=lambda: deadline.hasten(PARTING_SECONDS))
+
+    def _message_device(self) -> torch.device:
+        return self._device if _is_device_only(self._pg) else torch.device("cpu")
+
+    def _comes_from_torch(self, src_rank: int, deadline: Deadline) -> bool:
+        """Whether the next checkpoint comes by torch's protocol. Waits until that shows: a rank
+        with a `Relay` has published where it listens."""
+        directory = directory_of(self._pg)
+        first = self._firsts.posted(src_rank)
+        if first is None and not directory.knows(src_rank) and not _is_device_only(self._pg):
+            first = self._firsts.get(self._pg, src_rank, torch.device("cpu"))
+        while first is not None and not directory.knows(src_rank):
+            if first.over.wait(min(TICK, deadline.left())):
+                return True
+            if deadline.passed:
+                raise TransferTimeoutError(
+                    f"timed out: nothing came from rank {src_rank} within {deadline.seconds:.3g} s",
+                    rank=src_rank,
+                    phase="join",
+                )
+        return first is not None and first.here
+
+    @contextmanager
+    def _looking_for_torch(self, src_rank: int, call: TransferCall) -> Iterator[None]:
+        """Within: a rank that has a `Relay` and sends by torch's protocol all the same is noticed
+        after a while. A receive that is posted for it takes the message from any other receiver
+        here, and one on a device backend blocks all behind it: so none is posted at once."""
         over = threading.Event()
-        faults: list[Exception] = []
+
+        def look() -> None:
+            if not over.wait(OFFER_SECONDS):
+                first = self._firsts.get(self._pg, src_rank, torch.device("cpu"))
+                first.when_here(lambda: _leave(call))
+
+        running = None if _is_device_only(self._pg) else threads.run(look, "worker")
+        try:
+            yield
+        finally:
+            over.set()
+            if running is not None:
+                running.wait()
+
+
+def _leave(call: TransferCall) -> None:
+    """The sender has come by torch's protocol: a receive that has no offer yet is over."""
+    if call.watch.phase in ("start", "call"):
+        call.deadline.hasten(0.0)
+
+
+class _FirstMessage:
+    """The first message of a torch sender, from the moment a receive is posted for it."""
+
+    _act: Callable[[], None] | None = None
+
+    def __init__(self, pg: Any, src_rank: int, device: torch.device) -> None:
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+        self.over = threading.Event()
+        self._fault: Exception | None = None
 
         def report(fault: Exception | None) -> None:
-            if fault is not None:
-                faults.append(fault)
-            over.set()
+            self._fault = fault
+            self.over.set()
+            if self.here and self._act is not None:
+                self._act()
 
-        watcher = Watcher("torch")
-        watcher.watch(work, torch.empty(0, device="cpu"), report)
-        watcher.close()
-        while not over.wait(min(left(), TICK)):
-            if not left():
+        watch(pg, pg.recv([self._number], src_rank, FIRST_TAG), self._number, report)
+
+    def wait(self, wait: Callable[[threading.Event, str], None]) -> None:
+        wait(self.over, "at the start")
+        if self._fault is not None:
+            raise PeerLostError(f"connection lost at the start: {self._fault}", phase="join")
+
+    @property
+    def here(self) -> bool:
+        return self.over.is_set() and self._fault is None
+
+    def when_here(self, act: Callable[[], None]) -> None:
+        """Do something when it comes; at once if it is here."""
+        self._act = act
+        if self.here:
+            act()
+
+    @property
+    def value(self) -> int:
+        return int(self._number.item())
+
+
+class _FirstMessages:
+    """The receives that are posted on a group for the first message of a torch sender. One that
+    was posted cannot be taken back, so it serves the next call."""
+
+    def __init__(self) -> None:
+        self._posted: dict[int, _FirstMessage] = {}
+
+    def get(self, pg: Any, rank: int, device: torch.device) -> _FirstMessage:
+        if rank not in self._posted:
+            self._posted[rank] = _FirstMessage(pg, rank, device)
+        return self._posted[rank]
+
+    def posted(self, rank: int) -> _FirstMessage | None:
+        return self._posted.get(rank)
+
+    def drop(self, rank: int) -> None:
+        self._posted.pop(rank, None)
+
+
+_posted: weakref.WeakKeyDictionary[Any, _FirstMessages] = weakref.WeakKeyDictionary()
+
+
+def _first_messages(pg: Any) -> _FirstMessages:
+    return _posted.setdefault(pg, _FirstMessages())
+
+
+def _is_device_only(pg: Any) -> bool:
+    """Whether the backend cannot move host memory."""
+    backends = device_backends(pg)
+    return bool(backends) and "cpu" not in backends and "gloo" not in backends.values()
+
+
+def _waiter(pg: Any, deadline: Deadline) -> Callable[..., None]:
+    """Waits for a posted operation, or an event, until the deadline. The group is left alone."""
+
+    def wait(what: Work | threading.Event, when: str) -> None:
+        faults: list[Exception] = []
+        over = what if isinstance(what, threading.Event) else _watched(pg, what, faults)
+        while not over.wait(min(deadline.left(), TICK)):
+            if deadline.passed:
                 raise TransferTimeoutError(
-                    f"timed out after {deadline.seconds:.3g} s {what}", phase="data"
+                    f"timed out after {deadline.seconds:.3g} s {when}", phase="data"
                 )
         if faults:
-            raise PeerLostError(f"connection lost {what}: {faults[0]}", phase="data")
+            raise PeerLostError(f"connection lost {when}: {faults[0]}", phase="data")
 
     return wait
+
+
+def _watched(pg: Any, work: Work, faults: list[Exception]) -> threading.Event:
+    over = threading.Event()
+
+    def report(fault: Exception | None) -> None:
+        if fault is not None:
+            faults.append(fault)
+        over.set()
+
+    watch(pg, work, torch.empty(0, device="cpu"), report)
+    return over

@@ -7,14 +7,12 @@ refuses is refused here by name, and never loaded another way.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import pickle
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -25,9 +23,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchrelay.dropin._dcp_directory.files import StockFiles, pickle_in, refusal, whole_tensor
+from torchrelay.dropin._dcp_directory.files import (
+    StockFiles,
+    check_archive,
+    refusal,
+    whole_tensor,
+)
 from torchrelay.dropin._dcp_directory.metadata import MAX_METADATA, StockTensor, decode
-from torchrelay.dropin._pickles.saved_pickle import check_archive, check_legacy
+from torchrelay.dropin._torch_values import torch_values
 from torchrelay.errors import (
     CheckpointError,
     ManifestError,
@@ -35,10 +38,9 @@ from torchrelay.errors import (
     UnsupportedLeafError,
     UsageError,
 )
-from torchrelay.stores.local.files import written_beside
+from torchrelay.inspection.file_kinds import is_torch_save
+from torchrelay.stores.local.files import atomic_file
 
-# How the archives of torch.save begin, and the pickles it wrote before 1.6.
-_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19")
 _MAX_HOLES = 1 << 16
 _HOLE = object()
 
@@ -74,15 +76,17 @@ def read_stock(path: str | os.PathLike[str], *, check_crc: bool = True) -> dict[
 def write_stock(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write `state` as a stock DCP directory, from this process alone.
 
-    The directory is new or empty. What the format does not keep is under `read_stock`; dicts whose
-    keys are the same text, as 1 and "1", are refused, and so is a tensor of which this process has
-    only a shard. `.metadata` gets its name last, once it was read back: without it there is no
-    checkpoint. Where that fails, nothing is left.
+    The directory is new or empty. Values are in types that `torch.load(weights_only=True)` reads
+    (`torch_values`). `read_stock` says what the format does not keep. Dicts whose keys are the same
+    text, as 1 and "1", are refused, and so are tensors that this process has only a shard of.
+    `.metadata` gets its name last, once it was read back: only then the checkpoint exists. After a
+    failure nothing is left.
     """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not empty; give a new directory")
     state = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
+    state = torch_values(state)
     _refuse_shards(state)
     was_there = folder.is_dir()
     try:
@@ -127,17 +131,19 @@ class _ReadBack(FileSystem):
         super().rename(path, new_path)
 
 
-def read_torch_save(path: str | os.PathLike[str]) -> Any:
+def read_torch_save(path: str | os.PathLike[str], *, check_crc: bool = True) -> Any:
     """What `torch.save` wrote into the file, its tensors on the CPU; nothing is executed.
 
-    `UnsupportedLeafError` where it holds more than `weights_only=True` allows, `ManifestError`
-    where it is no such file or a damaged one, `CheckpointError` where it cannot be read at all.
+    `UnsupportedLeafError` where it holds more than `weights_only=True` allows, `ManifestError` for
+    another file, `DigestError` for a damaged one, `CheckpointError` where it cannot be read at all.
+    `check_crc` is as for `read_stock`; files from before torch 1.6 have no checksums.
     """
     try:
+        if not is_torch_save(Path(path)):
+            raise ManifestError("it is not a torch.save file")
         with Path(path).open("rb") as file:
-            if not _is_torch_save(file):
-                raise ManifestError("it is no torch.save file")
-            _look_through(file)
+            if zipfile.is_zipfile(file):
+                check_archive(file, check_crc)
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
     except RelayError as fault:
@@ -148,38 +154,15 @@ def read_torch_save(path: str | os.PathLike[str]) -> Any:
     except pickle.UnpicklingError as fault:
         raise UnsupportedLeafError(f"{path} was refused: {refusal(fault)}") from fault
     except Exception as fault:
-        raise ManifestError(f"{path} is no intact torch.save file: {fault!r:.300}") from fault
-
-
-def is_torch_save(path: Path) -> bool:
-    """Whether a file begins as those of `torch.save` do."""
-    with path.open("rb") as file:
-        return _is_torch_save(file)
-
-
-def _is_torch_save(file: BinaryIO) -> bool:
-    return file.read(16).startswith(_TORCH_SAVE)
-
-
-def _look_through(file: BinaryIO) -> None:
-    """Refuse what torch would take far more memory or time for than the file is long."""
-    length = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    if not zipfile.is_zipfile(file):
-        file.seek(0)
-        with contextlib.closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as mapped:
-            check_legacy(mapped)
-        return
-    with zipfile.ZipFile(file) as archive:
-        if any(entry.compress_type for entry in archive.infolist()):
-            raise ManifestError("it has a compressed record")
-        check_archive(pickle_in(archive), length)
+        raise ManifestError(f"{path} is not an intact torch.save file: {fault!r:.300}") from fault
 
 
 def write_torch_save(path: str | os.PathLike[str], state: Any) -> None:
-    """`torch.save`, but an existing file is replaced only by a whole and synced one."""
+    """`torch.save`, but an existing file is replaced only by a whole and synced one, and values are
+    in types that `weights_only=True` reads (`torch_values`)."""
+    state = torch_values(state)
     try:
-        with written_beside(Path(path)) as file:
+        with atomic_file(Path(path)) as file:
             torch.save(state, file)
     except (pickle.PicklingError, TypeError, AttributeError) as fault:
         raise UnsupportedLeafError(f"torch.save cannot hold this state: {fault}") from fault
@@ -222,7 +205,7 @@ def read_metadata(folder: Path) -> bytes:
             if next(folder.glob("__*.metadata"), None) is not None
             else ""
         )
-        raise ManifestError(f"{folder} is no stock DCP checkpoint: it has no .metadata{hint}")
+        raise ManifestError(f"{folder} is not a stock DCP checkpoint: it has no .metadata{hint}")
     if file.stat().st_size > MAX_METADATA:
         raise ManifestError(f"{file} is over the limit of {MAX_METADATA} bytes")
     return file.read_bytes()
@@ -241,7 +224,7 @@ def _nested(values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> 
                 below = here[step] = {}
                 inner[id(below)] = below
             if id(below) not in inner:
-                raise ManifestError("a value stands where others are to be nested", path=fqn)
+                raise ManifestError("a value has the path of a container of the state", path=fqn)
             here = below
         if last in here:
             raise ManifestError("two values have one place in the state", path=fqn)

@@ -1,8 +1,7 @@
-"""From a live state to a step that can be read: plan, stage into a slot, hash, show.
+"""From a live state to a step that can be read: plan, reserve memory, copy, hash, show.
 
-There are two slots. The newest step is in one of them; the other has the step before, for those
-who still read it, or is free. A step is staged into the other one. Where readers get on with the
-step that is there, the publish is skipped: neither do they lose it, nor does the trainer wait.
+The caller waits until its state is copied. The rest happens on a thread, in the server's process.
+All ranks publish a step, or none does.
 """
 
 from __future__ import annotations
@@ -12,47 +11,43 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from torchrelay.checkpointer.saves.agreement import agree
-from torchrelay.checkpointer.saves.last_save import agreed_step
-from torchrelay.checkpointer.saves.staging import arena_bytes
+from torchrelay.coordination.call import Call
+from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
+from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline, Timeout, seconds_of, wait_until_set
-from torchrelay.endpoint.process import StepProcess
+from torchrelay.endpoint.process import ServerLink
 from torchrelay.endpoint.server import messages as m
-from torchrelay.errors import EndpointError
+from torchrelay.errors import EndpointError, UsageError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.pages import PAGE, paged
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.record.checkpoint.commit import content_digest, encode
 from torchrelay.record.checkpoint.schema import Checkpoint
-from torchrelay.record.dtypes import itemsize
-from torchrelay.record.pause import gc_paused
-from torchrelay.stores.shares import plan_limits, plans
-from torchrelay.stores.shares.drafting import Share, Written, commit_record
-from torchrelay.stores.shares.layout import DTYPES
-from torchrelay.stores.shares.planning import RulePlanning
-from torchrelay.stores.writer.ranges import WORKERS
-from torchrelay.transports.group.assembly import COORDINATOR, Assembly, Call
-from torchrelay.version import __version__
+from torchrelay.stores.safetensors import tensors_of
+from torchrelay.stores.shares.commit_record import commit_record
+from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
+from torchrelay.stores.shares.share import Share, Written
+from torchrelay.stores.shares.staging import arena_bytes
+from torchrelay.stores.writer.file_writer import WORKERS
 
 logger = logging.getLogger("torchrelay")
 
-_TELL_SECONDS = 5.0  # that the server process may take to hear how a publish went
+_FINISH_SECONDS = 5.0  # for the last message of a publish
 
 
 class Published:
-    """A step on its way to its readers. The state it was given may change.
+    """A step on its way to its readers. The state that it was made of may change.
 
-    `skipped` says why it was never begun, where readers had the memory that it needed.
+    `skipped` says why it was never begun, where readers use the memory that it needs.
     """
 
     def __init__(self, step: int, skipped: str | None = None) -> None:
-        self.step = step
-        self.skipped = skipped
+        self.step, self.skipped = step, skipped
         self._ended = threading.Event()
         self._fault: BaseException | None = None
         if skipped is not None:
@@ -63,280 +58,255 @@ class Published:
         return self._ended.is_set()
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        """Wait until the step can be read. Raises what went wrong; `TimeoutError` after
-        `timeout` seconds, and it goes on."""
+        """Wait until the step can be read. Raises what went wrong, and `TimeoutError` after
+        `timeout` seconds, while the publish continues."""
         if not wait_until_set(self._ended, None if timeout is None else seconds_of(timeout)):
-            raise TimeoutError(f"step {self.step} cannot be read yet")
+            raise TimeoutError(f"step {self.step} cannot be read yet: wait longer")
         if self._fault is not None:
             raise self._fault
 
     def end(self, fault: BaseException | None) -> None:
-        """Called once by whoever publishes it."""
+        """Called once by the publisher."""
         self._fault = fault
         if fault is not None:
             logger.error("publishing step %d failed: %s", self.step, fault)
         self._ended.set()
 
 
-class _Offered(msgspec.Struct, array_like=True):
-    """Where a rank shows its part; `busy` says why its slot cannot be had; `note` is of who it
-    shows it to, for the coordinator's."""
+class Policy(Protocol):
+    """The part of a publish that differs between endpoints and keepers."""
+
+    def report(self, deadline: Deadline) -> bytes:
+        """This rank's server reports to the coordinator before a step."""
+
+    def choose(self, reports: list[bytes], urls: list[str], step: int) -> tuple[bytes, str]:
+        """The coordinator's: a decision for all servers, and why the step is skipped, if it is."""
+
+    def meet(self, urls: list[str]) -> None:
+        """The URLs of all ranks' servers; called where they have changed."""
+
+    def check(self, parts: list[int], urls: list[str]) -> None:
+        """The coordinator's: raise where the servers can never take parts of these sizes."""
+
+    def listing(self, urls: list[str]) -> set[int]:
+        """The ranks whose servers list the step."""
+
+
+class EndpointPolicy:
+    """The coordinator's server lists the step, and names the others."""
+
+    def report(self, deadline: Deadline) -> bytes:
+        return b""
+
+    def choose(self, reports: list[bytes], urls: list[str], step: int) -> tuple[bytes, str]:
+        return b"", ""
+
+    def meet(self, urls: list[str]) -> None: ...
+    def check(self, parts: list[int], urls: list[str]) -> None: ...
+    def listing(self, urls: list[str]) -> set[int]:
+        return {COORDINATOR}
+
+
+class _Offer(msgspec.Struct, array_like=True):
+    """A rank at the beginning of a publish."""
 
     step: int
     url: str
     left: float
-    busy: str = ""
-    note: bytes = b""
+    report: bytes
 
 
-class _Answered(msgspec.Struct, array_like=True):
-    """The coordinator's answer: where the ranks show their parts, each place once and the one that
-    lists them all first; or why the step is skipped."""
+class _Begin(msgspec.Struct, array_like=True):
+    """The coordinator's answer: the server of each rank, or why the step is skipped."""
 
     urls: list[str]
     left: float
-    skipped: str = ""
-    note: bytes = b""
+    decision: bytes
+    skipped: str
 
 
 class _Recorded(msgspec.Struct, array_like=True):
-    """The record that all parts add up to: by its digest, and for ranks that show it too."""
+    """The record of all parts: its digest, and for ranks that list it all of it."""
 
     snapshot: str
     whole: bytes = b""
 
 
-class RoomOffer(msgspec.Struct, array_like=True):
-    """The slot that a rank has for its part, or why it has none."""
-
-    slot: int
-    why: str = ""
-
-
-_offered = msgspec.msgpack.Decoder(_Offered)
-_answered = msgspec.msgpack.Decoder(_Answered)
+_offer = msgspec.msgpack.Decoder(_Offer)
+_begin = msgspec.msgpack.Decoder(_Begin)
+_room = msgspec.msgpack.Decoder(tuple[int, str])
 _recorded = msgspec.msgpack.Decoder(_Recorded)
 _written = msgspec.msgpack.Decoder(Written)
-
-
-class PlannedShare(NamedTuple):
-    """What a rank has of a step; the coordinator also has what all ranks have."""
-
-    share: Share
-    outlines: plans.Outlines | None
-
-
-class PlannedStep(NamedTuple):
-    """A step that all ranks have room for, to be staged."""
-
-    slot: int
-    nbytes: int
-    share: Share
-    outlines: plans.Outlines | None
-    urls: list[str]
+_encode = msgspec.msgpack.encode
 
 
 class StagedStep(NamedTuple):
-    """A step that is staged here, on its way to be shown."""
+    """A step that is copied here, on its way to be shown."""
 
     step: int
     slot: int
-    share: Share
+    planned: PlannedShare
     volumes: list[m.Volume]
-    outlines: plans.Outlines | None
     urls: list[str]
-    stage_seconds: float
+    seconds: float
 
 
 class Publisher:
-    """Publishes the states of one rank, one at a time."""
+    """Publishes the states of one rank, one at a time. `start` has the server run, within seconds,
+    and returns whether it is a new one."""
 
-    def __init__(self, assembly: Assembly, server: StepProcess, url: Callable[[], str]) -> None:
-        self._all = assembly
-        self._server = server
-        self._url = url
-        self._planning = RulePlanning(assembly.rank, assembly.world, None, assembly.members)
-        self._arenas: dict[int, Arena] = {}  # by slot
-        self._newest = 1  # the slot that has the newest step
+    def __init__(
+        self,
+        ranks: Coordinator,
+        server: ServerLink,
+        start: Callable[[float], bool],
+        url: Callable[[], str],
+        policy: Policy,
+    ) -> None:
+        self._all, self._server, self._policy = ranks, server, policy
+        self._start, self._url = start, url
+        self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members)
+        self.arenas: dict[int, Arena] = {}  # by slot
         self._last: Published | None = None
-        self.urls: list[str] = []  # where the ranks show their parts; the first lists them all
+        self.urls: list[str] = []  # of the ranks' servers, each once; the first lists all parts
 
     def publish(self, state: object, step: int, deadline: Deadline) -> Published:
-        return self._publish(lambda call: self._plan(call, state, deadline), step, deadline)[0]
+        """Publish a state: returns when it is copied."""
+        return self.publish_planned(
+            lambda call: self._planner.plan(state, call, deadline), step, deadline
+        )[0]
 
-    def _publish(
+    def publish_planned(
         self, plan: Callable[[Call], PlannedShare], step: int, deadline: Deadline
     ) -> tuple[Published, StagedStep | None]:
-        """Stage what is planned, and have it shown; all of it, or it is skipped."""
-        call = self._all.call(f"publish {step}")
-        with call.telling("plan", deadline):
+        """The same for what `plan` returns; no staged step where it is skipped."""
+        call = self._all.call("publish", step)
+        with call.reporting("plan", deadline):
             if self._last is not None and not wait_until_set(self._last._ended, deadline.left()):
                 raise TimeoutError(f"step {self._last.step} is still being published")
             begun = time.monotonic()
+            self._have_server(deadline)
+        begin = self._agree(call, step, deadline)
+        slot, why = -1, begin.skipped
+        if not why:
             try:
-                self._begin(deadline)
-            except EndpointError:  # it was lost just now
-                if deadline.passed:
-                    raise
-                self._begin(deadline)
-        try:
-            planned = self._make_room(call, plan, step, deadline)
-        except BaseException:
-            self._give_up()
-            raise
-        if isinstance(planned, str):
-            self._server.ask(m.Expect(False), m.Obeyed, deadline.left())
-            self._note(step, 0, time.monotonic() - begun, 0.0, planned)
-            return Published(step, skipped=planned), None
+                planned = plan(call)
+                slot, why = self._reserve(call, step, planned.share, begin, deadline)
+            except BaseException:
+                self._give_up(step, unused=True)
+                raise
+        if why:
+            seconds = time.monotonic() - begun
+            ended = m.FinishPublish(step, 0, seconds, skipped=why, unused=True)
+            self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
+            return Published(step, skipped=why), None
         self._last = published = Published(step)
         try:
-            staged = self._stage(planned, step, deadline, begun)
+            volumes = self._copy(planned.share, slot)
         except BaseException as fault:
-            self._give_up()
-            # The others are told by a thread: they come to hear it when they have staged their own.
+            self._give_up(step)
+            # A thread tells the other ranks: they read it when they have copied their own parts.
             self._in_background(self._tell_failure, call, fault, published, deadline)
             raise
+        seconds = time.monotonic() - begun
+        staged = StagedStep(step, slot, planned, volumes, begin.urls, seconds)
         self._in_background(self._finish, call, staged, published, deadline)
         return published, staged
 
-    def _give_up(self) -> None:
-        """No step comes. Never raises: what went wrong is raised."""
-        self._planning.forget()
+    def _have_server(self, deadline: Deadline) -> None:
+        if self._start(deadline.left()):
+            # Processes that the one before lent memory to may still read it: it stays unchanged.
+            self.close()
+            self.urls = []
+
+    def _give_up(self, step: int, *, unused: bool = False) -> None:
+        """The step will not come. Never raises: what went wrong is raised."""
         with suppress(EndpointError):
-            self._server.ask(m.Expect(False), m.Obeyed, _TELL_SECONDS)
+            ended = m.FinishPublish(step, failed=True, unused=unused)
+            self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
 
     def _in_background(self, act: Callable[..., None], *args: object) -> None:
         threading.Thread(target=act, args=args, name="torchrelay-publish", daemon=True).start()
 
-    def _begin(self, deadline: Deadline) -> None:
-        """Have the process that serves, and tell it that a step comes."""
-        if self._server.start(deadline.left()):
-            self._begin_anew()
-        self._server.ask(m.Expect(True), m.Obeyed, deadline.left())
+    # Agree, reserve and copy, while the caller waits.
 
-    # What an endpoint and a keeper do in ways of their own.
-
-    def _begin_anew(self) -> None:
-        """The process that serves was started: it has nothing yet. Whoever the one before lent
-        memory to may still read it, so that is not written to again."""
-        self._newest = 1
-        for slot in list(self._arenas):
-            self._drop_arena(slot)
-
-    def _busy(self, deadline: Deadline) -> str:
-        """Why a step cannot be taken on now, before anything is planned."""
-        asked = self._server.ask(
-            m.Reclaim(1 - self._newest, ask=True), m.Reclaimed, deadline.left()
-        )
-        return "" if asked.free else asked.why or "it is read"
-
-    def _note_for_all(self, deadline: Deadline) -> bytes:
-        """What this rank's process has to say to the others'."""
-        return b""
-
-    def _confer(self, notes: list[bytes], urls: list[str]) -> tuple[bytes, str]:
-        """The coordinator's: what the notes of all ranks add up to; why the step is skipped."""
-        return b"", ""
-
-    def _meet(self, urls: list[str], note: bytes, deadline: Deadline) -> None:
-        """All ranks said where they show their parts, and what they had to say."""
-        self.urls = urls
-
-    def _room(self, call: Call, nbytes: int, step: int, deadline: Deadline) -> RoomOffer:
-        """A slot for so many bytes. All ranks have one, or none does."""
-        slot = 1 - self._newest
-        freed = self._server.ask(m.Reclaim(slot, ask=False), m.Reclaimed, deadline.left())
-        if freed.mapped:  # others have its memory, and are to keep what is in it
-            self._drop_arena(slot)
-        return RoomOffer(slot)
-
-    def _listing(self, urls: list[str]) -> set[int]:
-        """The ranks, beside the coordinator, whose processes get the record of all parts."""
-        return set()
-
-    # Plan and stage, while the caller waits.
-
-    def _plan(self, call: Call, state: object, deadline: Deadline) -> PlannedShare:
-        with gc_paused():
-            agreed = agree(self._planning, call, deadline, state, lambda: ("published", ""))
-            share = Share(*self._planning.resolve(agreed.plan))
-        return PlannedShare(share, self._planning.outlines if self._all.coordinates else None)
-
-    def _make_room(
-        self, call: Call, plan: Callable[[Call], PlannedShare], step: int, deadline: Deadline
-    ) -> PlannedStep | str:
-        """What all ranks stage, and where; or why they do not."""
-        urls: list[str] = []
+    def _agree(self, call: Call, step: int, deadline: Deadline) -> _Begin:
+        """All ranks publish the same step, and know each other's servers."""
 
         def mine() -> bytes:
-            busy = self._busy(deadline)
-            note = self._note_for_all(deadline)
-            return msgspec.msgpack.encode(_Offered(step, self._url(), deadline.left(), busy, note))
+            try:
+                report = self._policy.report(deadline)
+            except EndpointError:  # the server was lost just now
+                self._have_server(deadline)
+                report = self._policy.report(deadline)
+            return _encode(_Offer(step, self._url(), deadline.left(), report))
 
         def decide(said: list[bytes]) -> list[bytes]:
-            offers = [plan_limits.read(_offered, data, rank) for rank, data in enumerate(said)]
-            agreed_step([offer.step for offer in offers])
+            offers = [decoded(_offer, data, rank) for rank, data in enumerate(said)]
+            steps = sorted({offer.step for offer in offers})
+            if len(steps) > 1:
+                raise UsageError(f"ranks name different steps: {steps}. Name the same on all")
             deadline.hasten(min(offer.left for offer in offers))
-            urls.extend(offer.url for offer in offers)
-            busy = next((offer.busy for offer in offers if offer.busy), "")
-            note, full = self._confer([offer.note for offer in offers], urls)
-            answer = _Answered(list(dict.fromkeys(urls)), deadline.left(), busy or full, note)
-            return [msgspec.msgpack.encode(answer)] * len(said)
+            urls = [offer.url for offer in offers]
+            decision, why = self._policy.choose([offer.report for offer in offers], urls, step)
+            return [_encode(_Begin(urls, deadline.left(), decision, why))] * len(said)
 
-        call.at("planning a publish")
-        answer = plan_limits.read(
-            _answered, call.round("plan", mine, decide, deadline), COORDINATOR
-        )
-        deadline.hasten(answer.left)
-        if answer.skipped:
-            self._meet(answer.urls, answer.note, deadline)
-            return answer.skipped
-        with call.telling("plan", deadline):
-            self._meet(answer.urls, answer.note, deadline)
-        share, outlines = plan(call)
-        call.at("staging")
+        call.at("agreeing on a publish")
+        found = decoded(_begin, call.round("begin", mine, decide, deadline), COORDINATOR)
+        deadline.hasten(found.left)
+        urls = list(dict.fromkeys(found.urls))
+        if urls != self.urls:
+            with call.reporting("plan", deadline):
+                self._policy.meet(urls)
+            self.urls = urls
+        return found
+
+    def _reserve(
+        self, call: Call, step: int, share: Share, begin: _Begin, deadline: Deadline
+    ) -> tuple[int, str]:
+        """A slot for this rank's part, or why there is none. All ranks have one, or none does."""
         nbytes = max(PAGE, arena_bytes(share.files))
-        room = self._room(call, nbytes, step, deadline)
-        return room.why or PlannedStep(room.slot, nbytes, share, outlines, urls)
+        found: list[m.Reserved] = []
 
-    def _stage(
-        self, planned: PlannedStep, step: int, deadline: Deadline, begun: float
-    ) -> StagedStep:
-        slot, nbytes, share, outlines, urls = planned
+        def mine() -> bytes:
+            wanted = m.Reserve(step, nbytes, begin.decision)
+            found.append(self._server.ask(wanted, m.Reserved, deadline.left()))
+            for slot in found[0].dropped:
+                self._drop_arena(slot)
+            return _encode((nbytes, found[0].why))
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            rooms = [decoded(_room, data, rank) for rank, data in enumerate(said)]
+            self._policy.check([size for size, _ in rooms], begin.urls)
+            return [next((why for _, why in rooms if why), "").encode()] * len(said)
+
+        call.at("reserving memory")
+        why = call.round("reserve", mine, decide, deadline).decode()
+        return found[0].slot, why
+
+    def _copy(self, share: Share, slot: int) -> list[m.Volume]:
+        """Copy a share into its slot; where each of its volumes begins."""
         settle()
-        volumes = self._copy(share, slot, nbytes, deadline)
-        seconds = time.monotonic() - begun
-        return StagedStep(step, slot, share, volumes, outlines, urls, seconds)
-
-    def _copy(self, share: Share, slot: int, nbytes: int, deadline: Deadline) -> list[m.Volume]:
-        """Copy a share into its slot; where in it each of its volumes lies."""
-        volumes, end = [], 0
         share.hash_on_devices()
+        volumes, end = [], 0
         for file in share.files:
             volumes.append(m.Volume(file.name, end, file.nbytes, file.chunk_bytes, file.digests))
             end += paged(file.nbytes)
-        arena = self._arena(slot, nbytes, share)
+        nbytes, pinned = max(PAGE, end), any(stream.devices for stream in share.streams)
+        arena = self.arenas.get(slot)
+        if arena is None or arena.nbytes < nbytes or pinned > arena.pinned:
+            self._drop_arena(slot)
+            arena = self.arenas[slot] = Arena(nbytes, pinned=pinned)
         copies = [
             Copy(stream, 0, volume.nbytes, volume.start)
             for stream, volume in zip(share.streams, volumes, strict=True)
         ]
         stage(copies, arena.tensor, threads=WORKERS)
         share.check_unchanged()
-        self._server.attach(slot, arena.fd, arena.nbytes, deadline.left())
         return volumes
 
-    def _arena(self, slot: int, nbytes: int, share: Share) -> Arena:
-        """The memory of a slot: what it had, unless that is too small."""
-        pinned = any(stream.devices for stream in share.streams)
-        arena = self._arenas.get(slot)
-        if arena is not None and (arena.nbytes < nbytes or (pinned > arena.pinned)):
-            self._drop_arena(slot)
-        if slot not in self._arenas:
-            self._arenas[slot] = Arena(nbytes, pinned=pinned)
-        return self._arenas[slot]
-
     def _drop_arena(self, slot: int) -> None:
-        if arena := self._arenas.pop(slot, None):
+        if arena := self.arenas.pop(slot, None):
             arena.close()
 
     # Hash and show, on a thread.
@@ -348,61 +318,49 @@ class Publisher:
         fault: BaseException | None = None
         try:
             self._show(call, staged, deadline)
-            self._newest = staged.slot
-            seconds = time.monotonic() - begun
-            self._note(staged.step, staged.share.nbytes, staged.stage_seconds, seconds, None)
+            ended = m.FinishPublish(staged.step, staged.planned.share.nbytes, staged.seconds)
+            ended.hash_seconds = time.monotonic() - begun
+            self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
         except BaseException as found:
             fault = found
-        try:
-            if fault is not None:
-                self._server.ask(m.Expect(False), m.Obeyed, _TELL_SECONDS)
-        except Exception as lost:
-            logger.debug("the server process cannot be told: %s", lost)
-        call.farewell()
+            self._give_up(staged.step)
+        call.drain()
         published.end(fault)
-
-    def _hashed(self, staged: StagedStep, deadline: Deadline) -> Written:
-        asked = m.Hash(staged.slot, staged.volumes)
-        return staged.share.written(
-            self._server.ask(asked, m.VolumeDigests, deadline.left()).digests
-        )
 
     def _tell_failure(
         self, call: Call, fault: BaseException, published: Published, deadline: Deadline
     ) -> None:
-        """This rank could not stage its part, which its caller hears from it."""
+        """This rank could not copy its part, which its caller knows."""
         try:
-            with call.telling("write", deadline):
+            with call.reporting("write", deadline):
                 raise fault
         except BaseException as told:
             logger.debug("step %d given up: %s", published.step, told)
-        call.farewell()
+        call.drain()
         published.end(None)
 
     def _show(self, call: Call, staged: StagedStep, deadline: Deadline) -> None:
-        """Every rank shows its volumes; the record of them all is shown by the coordinator when
-        all are there, and by the other ranks that list them."""
-        listing = self._listing(staged.urls)
-
-        def decide(said: list[bytes]) -> list[bytes]:
-            shares = [plan_limits.read(_written, data, rank) for rank, data in enumerate(said)]
-            assert staged.outlines is not None
-            record = commit_record(staged.step, shares, staged.outlines, __version__)
-            places = [rank for rank, share in enumerate(shares) for _ in share.files]
-            snapshot = content_digest(record)
-            whole = msgspec.msgpack.encode(_whole(record, snapshot, staged.urls, places))
-            brief = msgspec.msgpack.encode(_Recorded(snapshot))
-            full = msgspec.msgpack.encode(_Recorded(snapshot, whole))
-            return [full if rank in (COORDINATOR, *listing) else brief for rank in range(len(said))]
-
+        """Every rank shows its volumes. The coordinator shows the record of all of them when they
+        can be read; other ranks that list the step show it with theirs."""
+        listing = self._policy.listing(staged.urls)
         written: list[Written] = []
 
         def hash_mine() -> bytes:
             written.append(self._hashed(staged, deadline))
-            return msgspec.msgpack.encode(written[0])
+            return _encode(written[0])
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            shares = [decoded(_written, data, rank) for rank, data in enumerate(said)]
+            assert staged.planned.outlines is not None
+            record = commit_record(staged.step, shares, staged.planned.outlines)
+            places = [rank for rank, share in enumerate(shares) for _ in share.files]
+            snapshot = content_digest(record)
+            whole = _encode(_whole(record, snapshot, staged.urls, places))
+            brief, full = _encode(_Recorded(snapshot)), _encode(_Recorded(snapshot, whole))
+            return [full if rank in listing else brief for rank in range(len(said))]
 
         heard = call.round("write", hash_mine, decide, deadline)
-        found = plan_limits.read(_recorded, heard, COORDINATOR)
+        found = decoded(_recorded, heard, COORDINATOR)
         own = [
             msgspec.structs.replace(volume, digests=file.digests)
             for volume, file in zip(staged.volumes, written[0].files, strict=True)
@@ -412,19 +370,22 @@ class Publisher:
         def mine() -> bytes:
             self._server.ask(shown, m.Obeyed, deadline.left())
             if found.whole and not self._all.coordinates:
-                self._server.forward(found.whole, m.Obeyed, deadline.left())
+                self._server.forward(found.whole, deadline.left())
             return b""
 
         def last(said: list[bytes]) -> list[bytes]:
-            self._server.forward(found.whole, m.Obeyed, deadline.left())
+            self._server.forward(found.whole, deadline.left())
             return said
 
         call.round("show", mine, last, deadline)
 
-    def _note(
-        self, step: int, nbytes: int, staging: float, hashing: float, skipped: str | None
-    ) -> None:
-        self._server.ask(m.Note(step, nbytes, staging, hashing, skipped), m.Obeyed, _TELL_SECONDS)
+    def _hashed(self, staged: StagedStep, deadline: Deadline) -> Written:
+        arena = self.arenas[staged.slot]
+        request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
+        found = self._server.stage(request, arena.fd, deadline.left())
+        return staged.planned.share.written(found.digests)
+
+    # The end.
 
     def settle(self, seconds: float) -> None:
         """Wait for what is being published."""
@@ -432,36 +393,19 @@ class Publisher:
             wait_until_set(self._last._ended, seconds)
 
     def forsake(self) -> None:
-        for arena in self._arenas.values():
+        for arena in self.arenas.values():
             arena.forsake()
 
     def close(self) -> None:
-        for slot in list(self._arenas):
+        for slot in list(self.arenas):
             self._drop_arena(slot)
 
 
 def _whole(record: Checkpoint, snapshot: str, urls: list[str], places: list[int]) -> m.Show:
     """A record with everything that it lists, wherever that is."""
-    return m.Show(
-        -1,
-        record.step,
-        snapshot,
-        encode(record),
-        [
-            m.Volume(file.name, -1, file.nbytes, file.chunk_bytes, file.digests)
-            for file in record.files
-        ],
-        list(map(_volume_tensor, record.tensors)),
-        urls,
-        places,
-    )
-
-
-def _volume_tensor(stored: Any) -> m.VolumeTensor:
-    size = itemsize(stored.dtype)
-    known = DTYPES.get(stored.dtype)
-    shown = stored.shape if known else (*stored.shape, size)
-    boxes = tuple(
-        m.VolumeBox(shard.offsets, shard.sizes, shard.file, shard.start) for shard in stored.shards
-    )
-    return m.VolumeTensor(stored.name, known or "U8", shown, stored.shape, size, boxes)
+    volumes = [
+        m.Volume(file.name, -1, file.nbytes, file.chunk_bytes, file.digests)
+        for file in record.files
+    ]
+    count = len(tensors_of(record))
+    return m.Show(-1, record.step, snapshot, encode(record), volumes, count, urls, places)

@@ -1,46 +1,43 @@
-"""`pull`: a state from one or several endpoints.
+"""`pull`: a state from an endpoint, or from any other source.
 
-It is a load whose steps are at URLs: the same planning, the same landing, the same rounds where
-several ranks pull together.
+It is a load from a source: the same planning, the same landing, the same rounds where several ranks
+pull together.
 """
 
 from __future__ import annotations
 
 import os
-import ssl
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
+from torchrelay.checkpointer.loader import Loaded, Loader
+from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout
-from torchrelay.endpoint.security import check_certificate, find_token, server_context, trusted
-from torchrelay.endpoint.seed import Seed, SeededFiles
-from torchrelay.errors import (
-    RelayError,
-    StorageTimeoutError,
-    TransferTimeoutError,
-    UsageError,
-)
+from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request
+from torchrelay.endpoint.seed import Seed
+from torchrelay.endpoint.seeding import SeedingSource
+from torchrelay.errors import RelayError, StorageTimeoutError, TransferTimeoutError, UsageError
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
-from torchrelay.progress import Bar, ProgressCallback
-from torchrelay.sources.endpoint import EndpointSource, OpenedEndpoint
-from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.sources.swarm import Swarm
+from torchrelay.sources.access import Access
+from torchrelay.sources.endpoint import EndpointSource
+from torchrelay.sources.peer import PeerSource
+from torchrelay.sources.places import Place, as_source
+from torchrelay.sources.seam import Source
 from torchrelay.steps import check_step
-from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.transports.group.assembly import Assembly
 
-KEPT_SECONDS = 60.0  # that memory of earlier pulls is kept for another
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+LOOK_SECONDS = 1.0  # between two looks for a newer step
+POOL_SECONDS = 60.0  # that memory of earlier pulls is kept for another
 
 
 @dataclass(frozen=True)
 class PullReport:
     """How a pull went. `sources`: bytes that came from each URL; `failed`: URLs that were left out
-    or dropped, and why; `instead`: why a faster way was not taken."""
+    or dropped, and why; `instead`: why a faster route was not taken."""
 
     bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
@@ -54,8 +51,8 @@ class PullReport:
 
 
 class PullResult(NamedTuple):
-    """What `pull` returns: the state, its step, and how it went. With `reshare=True`, `seed` goes
-    on serving the step until it is closed."""
+    """What `pull` returns: the state, its step, and how it went. With `reshare=True`, `seed` serves
+    the step until it is closed."""
 
     state: Any
     step: int
@@ -63,172 +60,100 @@ class PullResult(NamedTuple):
     seed: Seed | None = None
 
 
-class _Shelf:
-    """Endpoints as what a loader finds steps on, for one call."""
+class NewerSteps:
+    """A source's steps above a number; the first look waits for one. See `sources.seam.Source`."""
 
-    def __init__(self, source: EndpointSource, deadline: Deadline, newer_than: int | None) -> None:
-        self._source, self._deadline, self._newer_than = source, deadline, newer_than
-        self.waits = newer_than is not None  # for a step that is not there yet
+    def __init__(self, source: Source, newer_than: int, origin: Source) -> None:
+        self._source, self._newer_than, self._origin = source, newer_than, origin
+        self.name, self.cost = source.name, source.cost
+        self.open, self.end = source.open, source.end
+        self.waits = True  # for a step that does not exist yet
 
-    @property
-    def url(self) -> str:
-        return self._source.name
+    def steps(self, deadline: Deadline) -> list[int]:
+        while True:
+            if isinstance(self._origin, EndpointSource):
+                found = self._origin.wait(self._newer_than, deadline)
+            else:
+                found = list(self._origin.steps(deadline))
+            newer = [step for step in found if step > self._newer_than]
+            self.waits = not newer
+            if newer:
+                return newer
+            if deadline.early() < LOOK_SECONDS:
+                raise self.in_vain(deadline)
+            time.sleep(LOOK_SECONDS)
 
-    def steps(self, patience: Retry = ONCE) -> list[int]:
-        found = self._source.steps(self._deadline, self._newer_than)
-        if self._newer_than is None:
-            return list(found)
-        newer = [step for step in found if step > self._newer_than]
-        if not newer:
-            raise self.in_vain()
-        self.waits = False
-        return newer
-
-    def in_vain(self) -> TransferTimeoutError:
+    def in_vain(self, deadline: Deadline) -> TransferTimeoutError:
         return TransferTimeoutError(
-            f"no step above {self._newer_than} at {self.url} in {self._deadline.seconds:g} s",
+            f"no step above {self._newer_than} at {self.name} in {deadline.seconds:g} s: wait "
+            "longer, or see whether the publisher is alive",
             phase="wait",
         )
 
-    def open(self, step: int, patience: Retry = ONCE) -> OpenedEndpoint:
-        return self._source.open(step, self._deadline)
-
-    def note_damaged(self, step: int) -> None:
-        pass
-
-
-class SeedingShelf(_Shelf):
-    """The same, where a step is put together in memory that others read from meanwhile."""
-
-    def __init__(
-        self,
-        source: EndpointSource,
-        deadline: Deadline,
-        newer_than: int | None,
-        token: str | None,
-        context: ssl.SSLContext | None,
-        progress: ProgressCallback | None,
-    ) -> None:
-        super().__init__(source, deadline, newer_than)
-        self._token, self._context, self._progress = token, context, progress
-        self.seed: Seed | None = None
-        self.swarm: Swarm | None = None
-
-    def open(self, step: int, patience: Retry = ONCE) -> OpenedEndpoint:
-        opened = super().open(step, patience)
-        remote, record = opened.files, opened.record
-        if not isinstance(remote, RemoteStep):
-            return opened  # in memory of this host: there is nothing to fetch
-        origin = next(host for host in self._source.hosts if host.url not in self._source.failed)
-        self.close()
-        snapshot = opened.digest.hex()
-        self.seed = seed = Seed(origin.address, self._token, record.files, self._context)
-        seed.show(step, snapshot, remote.manifest())
-        self.swarm = Swarm(
-            origin,
-            remote,
-            snapshot,
-            record.files,
-            seed,
-            own=seed.url,
-            connect=self._source.host,
-            deadline=self._deadline,
-            progress=Bar(self._progress, sum(file.nbytes for file in record.files)).add,
-        )
-        self.swarm.run()
-        seed.announce(self._source.host(origin.url), snapshot)
-        files = SeededFiles(seed, remote.url, remote.manifest(), record.files)
-        return OpenedEndpoint(record, files, snapshot)
-
-    def close(self) -> None:
-        if self.swarm is not None:
-            self.swarm.stop()
-        if self.seed is not None:
-            self.seed.close()
-
 
 def pull(
-    url: str | Iterable[str],
+    source: Place,
     *,
     into: object = None,
     step: int | None = None,
     newer_than: int | None = None,
-    strict: bool = True,
-    only: str | Sequence[str] = (),
-    atomic: bool = True,
-    device: torch.device | str | None = None,
-    token: str | None = None,
-    token_file: str | os.PathLike[str] | None = None,
-    cafile: str | None = None,
+    access: Access | None = None,
     group: Any = None,
     same_host: bool = True,
-    verify: bool | None = None,
     reshare: bool = False,
-    certfile: str | None = None,
-    keyfile: str | None = None,
     timeout: Timeout = 300.0,
-    progress: ProgressCallback | None = None,
+    **landing: Unpack[PullOptions],
 ) -> PullResult:
-    """Read a state from an endpoint, or from several that have the same step.
+    """Read a state from an endpoint, from several that have the same step, or from another source.
 
+    - `source`: a URL or several; also whatever `recover` takes as a source.
     - `into`: a state of tensors and objects that takes the values, of any layout or mesh; `None`
-      makes new tensors, on `device`.
+      makes new tensors.
     - `step`: this one, or `StepNotFoundError`; `newer_than`: waits for a higher one than this.
-    - `strict`: missing and extra paths are refused. `only`: patterns of paths, and nothing else.
-    - `atomic`: nothing of `into` is written before every digest held. `False` writes as bytes
-      come, and raises `TornStateError` if it cannot finish.
-    - `token`, or `token_file`, or the environment's TORCHRELAY_TOKEN. `cafile`: certificates that
-      an https endpoint's is signed by, beside the system's.
+    - `access`: the token of the endpoints, and the certificates that theirs are signed by.
     - `group`: ranks that pull one step together, each its part of `into`: all of them land it, or
-      none. By default this process is on its own.
-    - `same_host`: whether memory of an endpoint of this host and this user is shared in place of
-      reading it over TCP. `verify=True`: digests are checked there too, as they are over TCP.
-    - `reshare`: serve what has come while the rest arrives, and take from others who do so too.
-      The whole step is read, into memory of its own, which new tensors keep; `seed` of the result
-      serves it on. `certfile`, `keyfile`: what it serves by where the endpoint is https; its
-      certificate names the address of this host, and is signed by what others have as `cafile`.
+      none. By default all ranks, where torch.distributed is initialized. `False`: this process
+      alone.
+    - `same_host`: whether memory of an endpoint of this host and this user is mapped in place of
+      reading it over TCP.
+    - `reshare`: serve what has arrived while the rest does, and take from others who do so too. The
+      whole step is read, into memory of its own, which new tensors keep; `seed` of the result
+      serves it afterwards. From https it needs `Access(certfile=, keyfile=)`: a certificate that
+      names the address of this host, and that others trust.
+    - `landing`: `strict`, `key`, `include`, `atomic`, `device`, `verify`, `progress`, as
+      `PullOptions` describes them.
     """
-    secret = find_token(token, token_file)
-    source = EndpointSource(
-        url,
-        token=secret,
-        context=trusted(cafile),
-        same_host=same_host and not reshare,
-        verify=bool(verify),
-    )
-    for one in (step, newer_than):
-        if one is not None:
-            check_step(one)
+    check_options(landing)
+    step, newer_than = (None if one is None else check_step(one) for one in (step, newer_than))
     if step is not None and newer_than is not None:
         raise UsageError("give step= or newer_than=, not both")
+    verify = bool(landing.get("verify"))
+    origin = as_source(source, access, same_host=same_host and not reshare, verify=verify)
     deadline = Deadline(timeout)
-    assembly = Assembly.lasting(group, "pull")
-    wanted = Wanted.of(
-        into,
-        step,
-        strict=strict,
-        only=only,
-        atomic=atomic,
-        device=device,
-        progress=None if reshare else progress,  # then it tells of what is fetched, not placed
-    )
-    seeding = None
+    ranks = Coordinator.of(group, "pull", "function")
+    chosen, seeding, newer = origin, None, None
     if reshare:
-        context = _own_certificate(source, certfile, keyfile)
-        seeding = SeedingShelf(source, deadline, newer_than, secret, context, progress)
-    shelf = seeding or _Shelf(source, deadline, newer_than)
-    loader = Loader(shelf, assembly, None, Pooled(_pool(os.getpid())))
-    reason = "it was interrupted"
+        if not isinstance(origin, (EndpointSource, PeerSource)):
+            raise UsageError(f"reshare=True is for endpoints and live ranks, not {origin.name}")
+        # The progress is that of what is fetched, not of what is landed from there.
+        chosen = seeding = SeedingSource(origin, landing.pop("progress", None))
+    if newer_than is not None:
+        chosen = newer = NewerSteps(chosen, newer_than, origin)
+    request = load_request(into, step, landing)
+    loader = Loader(chosen, ranks, Pooled(_pool(os.getpid())))
+    reason, nbytes = "it was interrupted", 0
     try:
-        loaded = loader.load(assembly.call(), wanted, deadline)
-        reason = ""
+        loaded = loader.load(ranks.call("pull"), request, deadline)
+        reason, nbytes = "", loaded.report.bytes
+        return _pulled(loaded, origin, verify, seeding)
     except StorageTimeoutError as fault:
         reason = "it took too long"
-        if shelf.waits:
-            raise shelf.in_vain() from fault
+        if newer is not None and newer.waits:
+            raise newer.in_vain(deadline) from fault
+        given = sum(origin.supplied.values()) if isinstance(origin, EndpointSource) else 0
         raise TransferTimeoutError(
-            f"{source.name} did not give the state in {deadline.seconds:g} s; it gave "
-            f"{sum(source.supplied.values())} bytes",
+            f"{origin.name} did not give the state in {deadline.seconds:g} s; it gave {given} "
+            "bytes. Give a longer timeout",
             step=step,
             phase="data",
         ) from fault
@@ -236,44 +161,36 @@ def pull(
         reason = fault.message
         raise
     finally:
-        source.end(reason)
+        origin.end(reason, nbytes)
         if reason and seeding is not None:
             seeding.close()
-    return _pulled(loaded, source, bool(verify), seeding)
 
 
 @cache
 def _pool(process: int) -> Pool:
     """Memory that a pull of this process leaves for the next one. A child of a fork has its own."""
-    return Pool(usual_limit(), seconds=KEPT_SECONDS)
+    return Pool(usual_limit(), seconds=POOL_SECONDS)
 
 
 def _pulled(
-    loaded: Loaded, source: EndpointSource, verify: bool, seeding: SeedingShelf | None
+    loaded: Loaded, origin: Source, verify: bool, seeding: SeedingSource | None
 ) -> PullResult:
+    endpoint = origin.endpoint if isinstance(origin, PeerSource) else origin
     swarm = None if seeding is None else seeding.swarm
-    report = PullReport(
-        bytes=loaded.report.bytes,
-        seconds=loaded.report.seconds,
-        route="mapped" if source.mapped else "http",
-        sources={**source.supplied, **(swarm.supplied if swarm else {})},
-        failed={**source.faulty, **(swarm.faulty if swarm else {})},
-        missing=loaded.report.missing,
-        extra=loaded.report.extra,
-        verified=not source.mapped or verify,
-        instead={**source.instead, **loaded.report.instead},
-    )
-    seed = None if seeding is None else seeding.seed
-    return PullResult(loaded.state, loaded.step, report, seed)
-
-
-def _own_certificate(
-    source: EndpointSource, certfile: str | None, keyfile: str | None
-) -> ssl.SSLContext | None:
-    """What a seed serves by: TLS where the endpoint does."""
-    check_certificate(certfile, keyfile)
-    if not any(host.url.startswith("https") for host in source.hosts):
-        return None
-    if certfile is None:
-        raise UsageError("reshare=True from https needs certfile=: others verify this seed by it")
-    return server_context(certfile, keyfile)
+    found = loaded.report
+    report = PullReport(found.bytes, found.seconds, missing=found.missing, extra=found.extra)
+    if isinstance(endpoint, EndpointSource):
+        mapped = endpoint.mapped
+        report = replace(
+            report,
+            route="mapped" if mapped else "http",
+            sources={**endpoint.supplied, **(swarm.supplied if swarm else {})},
+            failed={**endpoint.faulty, **(swarm.faulty if swarm else {})},
+            verified=verify or not mapped,
+            instead={**endpoint.instead, **found.instead},
+        )
+    else:
+        report = replace(
+            report, route="storage", sources={origin.name: found.bytes}, instead=found.instead
+        )
+    return PullResult(loaded.state, loaded.step, report, seeding.seed if seeding else None)

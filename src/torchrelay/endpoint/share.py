@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torchrelay.deadlines import Timeout
 from torchrelay.endpoint.front import Endpoint, serve
 from torchrelay.endpoint.publishing import Published
+from torchrelay.sources.access import Access
 from torchrelay.sources.peer import PeerNotes, SharedAt
-from torchrelay.transports.routes.sockets.addresses import listen_here
+from torchrelay.transports.meeting.addresses import listen_here
 
 
 class SharedState:
@@ -24,8 +25,9 @@ class SharedState:
             host = probe.getsockname()[0]
         token = secrets.token_urlsafe(32)
         address = f"[{host}]:0" if ":" in host else f"{host}:0"
+        access = Access(token=token)
         self._endpoint: Endpoint = serve(
-            state, step=step, address=address, token=token, group=False, timeout=timeout
+            state, step=step, address=address, access=access, group=False, timeout=timeout
         )
         try:
             self._notes.put(self._rank, SharedAt(self._endpoint.url, token))
@@ -38,7 +40,7 @@ class SharedState:
         return self._endpoint.publish(state, step=step)
 
     def close(self) -> None:
-        """Share no more, and free the memory."""
+        """Stop sharing, and free the memory."""
         with suppress(dist.DistError):  # the store may be gone with its process
             self._notes.remove(self._rank)
         self._endpoint.close()

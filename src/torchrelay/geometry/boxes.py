@@ -90,6 +90,18 @@ def within(inner: Box, outer: Box) -> tuple[int, ...]:
     return tuple(a - b for a, b in zip(inner[0], outer[0], strict=True))
 
 
+def run_of(box: Box, shape: Sequence[int]) -> int | None:
+    """Where the elements of a box begin in a row-major array of this shape, if they lie together
+    there."""
+    at, step, cut = 0, 1, False
+    for offset, size, length in zip(*map(reversed, (*box, shape)), strict=True):
+        if cut and size != 1:
+            return None
+        cut = cut or size != length
+        at, step = at + offset * step, step * length
+    return at
+
+
 def _cuts(offsets: list[int]) -> int:
     """How many different ones there are. Numbers of a peer are better sorted than hashed."""
     offsets.sort()

@@ -1,6 +1,6 @@
 """How a stream is cut into chunks. Pure: sizes in, sizes out.
 
-A chunk is the unit of sending and of verification. Small storages are packed together; a large one
+A chunk is the unit of sending and of verification. Small images are packed together; a large one
 has chunks of its own, so that it can be sent from where it lies.
 """
 
@@ -30,10 +30,14 @@ def aligned(nbytes: int) -> int:
 
 
 def stream_order(
-    nbytes: Sizes, small_bytes: int = SMALL_BYTES
+    nbytes: Sizes, devices: Counts | None = None, small_bytes: int = SMALL_BYTES
 ) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Indices of storages in stream order: small ones first, so that they share chunks."""
-    return np.argsort(np.asarray(nbytes, np.int64) >= small_bytes, kind="stable")
+    """Indices of images in stream order: small ones first, so that they share chunks, those of one
+    device (by number) next to each other."""
+    large = np.asarray(nbytes, np.int64) >= small_bytes
+    if devices is not None:
+        return np.lexsort((np.where(large, 0, devices), large))
+    return np.argsort(large, kind="stable") if large.any() else np.arange(len(large))
 
 
 def chunk_size(stream_bytes: int, receivers: int, *, on_device: bool = False) -> int:
@@ -50,18 +54,27 @@ def chunk_size(stream_bytes: int, receivers: int, *, on_device: bool = False) ->
     return aligned(max(MIN_CHUNK_BYTES, min(most, wanted)))
 
 
-def cut(nbytes: Sizes, chunk_bytes: int, small_bytes: int = SMALL_BYTES) -> tuple[int, ...]:
-    """Sizes of the chunks of a stream of storages of `nbytes`, in order."""
+def cut(
+    nbytes: Sizes,
+    chunk_bytes: int,
+    devices: Counts | None = None,
+    small_bytes: int = SMALL_BYTES,
+) -> tuple[int, ...]:
+    """Sizes of the chunks of a stream of images of `nbytes`, each over 0, in order. No chunk has
+    bytes of two devices, so that one device can hash it."""
     chunk_bytes = min(aligned(chunk_bytes), MAX_CHUNK_BYTES)
     chunks: list[int] = []
     exact, sizes = np.asarray(nbytes, np.int64), _aligned(nbytes)
     ends = np.cumsum(sizes)
-    done, place = 0, 0  # bytes of the stream, storages
+    done, place = 0, 0  # bytes of the stream, images
+    turns = np.zeros(0, np.int64) if devices is None else np.flatnonzero(np.diff(devices)) + 1
     for own in [*np.flatnonzero((exact >= small_bytes) | (sizes > chunk_bytes)).tolist(), None]:
         # Small ones up to here, as many as go into a chunk at a time.
         last = len(ends) if own is None else own
         while place < last:
-            place = min(last, int(np.searchsorted(ends, done + chunk_bytes, side="right")))
+            turn = turns[np.searchsorted(turns, place, side="right") :][:1].tolist()
+            most = int(np.searchsorted(ends, done + chunk_bytes, side="right"))
+            place = min([last, most, *turn])
             chunks.append(int(ends[place - 1]) - done)
             done = int(ends[place - 1])
         if own is not None:
@@ -76,25 +89,25 @@ def _aligned(nbytes: Sizes) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def stream_bytes(nbytes: Sizes) -> int:
-    """Bytes of a stream of storages of `nbytes`."""
+    """Bytes of a stream of images of `nbytes`."""
     return int(_aligned(nbytes).sum())
 
 
 class Extent(NamedTuple):
-    """Bytes [start, stop) of one storage's image, and where they stand in a chunk."""
+    """Bytes [start, stop) of one image, and where they stand in a stretch of the stream."""
 
-    storage: int
+    image: int
     start: int
     stop: int
     at: int
 
 
 class Chunks:
-    """Where the chunks of a stream are, and which parts of which storages they hold."""
+    """Where the chunks of a stream are, and which parts of which images they hold."""
 
     def __init__(self, nbytes: Sizes, chunks: Sequence[int]) -> None:
-        self._nbytes = nbytes
-        # Where each storage's image starts in the stream, and each chunk.
+        self.image_bytes: Counts = np.asarray(nbytes, np.int64)
+        # Where each image starts in the stream, and each chunk.
         sizes = _aligned(nbytes)
         self.places: Column = (np.cumsum(sizes) - sizes).astype(np.uint64)
         self.rooms: Column = sizes.astype(np.uint64)  # bytes that each image takes there
@@ -114,27 +127,30 @@ class Chunks:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the state itself, without alignment."""
-        return int(np.sum(self._nbytes))
+        return int(self.image_bytes.sum())
 
-    def start_of(self, storage: int) -> int:
-        return int(self.places[storage])
+    def start_of(self, image: int) -> int:
+        return int(self.places[image])
+
+    def size_of(self, image: int) -> int:
+        return int(self.image_bytes[image])
 
     def within_one(self, index: int) -> tuple[int, int, int] | None:
-        """The storage whose bytes [start, stop) chunk `index` consists of, if it is one alone."""
+        """The image whose bytes [start, stop) chunk `index` consists of, if it is one alone."""
         begin = self.offsets[index]
-        storage = int(np.searchsorted(self.places, np.uint64(begin), side="right")) - 1
-        start = begin - int(self.places[storage])
+        image = int(np.searchsorted(self.places, np.uint64(begin), side="right")) - 1
+        start = begin - int(self.places[image])
         stop = start + self.sizes[index]
-        return (storage, start, stop) if stop <= int(self._nbytes[storage]) else None
+        return (image, start, stop) if stop <= int(self.image_bytes[image]) else None
 
     @cached_property
     def held(self) -> Counts:
-        """How many bytes of storages each chunk has; the rest is padding."""
-        return self.shares_of(self.places, np.asarray(self._nbytes, np.uint64))
+        """How many bytes of images each chunk has; the rest is padding."""
+        return self.shares_of(self.places, self.image_bytes.astype(np.uint64))
 
     def without_padding(self, memory: Runs) -> Runs:
-        """What memory has of storages."""
-        return memory.only(self.places, np.asarray(self._nbytes, np.uint64))
+        """What memory has of images."""
+        return memory.only(self.places, self.image_bytes.astype(np.uint64))
 
     def shares_of(self, starts: Column, sizes: Column) -> Counts:
         """How many bytes of stretches of the stream, in its order, lie in each chunk."""
@@ -149,17 +165,16 @@ class Chunks:
         counts: Counts = np.diff(before[index] + part)
         return counts
 
-    def extents(self, index: int) -> Iterator[Extent]:
-        """The parts of storages in chunk `index`, in order. Padding belongs to none."""
-        begin = self.offsets[index]
-        end = begin + self.sizes[index]
-        storage = bisect_right(self.starts, begin) - 1
-        while storage < len(self.starts) and (origin := self.starts[storage]) < end:
+    def within(self, begin: int, end: int) -> Iterator[Extent]:
+        """The parts of images in bytes [begin, end) of the stream, in order. Padding belongs to
+        none."""
+        image = max(bisect_right(self.starts, begin) - 1, 0)
+        while image < len(self.starts) and (origin := self.starts[image]) < end:
             start = max(begin - origin, 0)
-            stop = min(end - origin, int(self._nbytes[storage]))
+            stop = min(end - origin, int(self.image_bytes[image]))
             if start < stop:
-                yield Extent(storage, start, stop, origin + start - begin)
-            storage += 1
+                yield Extent(image, start, stop, origin + start - begin)
+            image += 1
 
 
 assert SMALL_BYTES % ALIGN == MIN_CHUNK_BYTES % ALIGN == 0

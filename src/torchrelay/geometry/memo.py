@@ -22,7 +22,7 @@ def remembered(limit: int) -> Callable[[Callable[P, Result]], Callable[P, Result
 
         @wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Result:
-            key = _encode(args)
+            key = _encode((args, kwargs))
             found = known.get(key)
             if found is None:
                 if len(known) >= limit:

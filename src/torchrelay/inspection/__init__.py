@@ -1,4 +1,1 @@
-"""What a state at rest or on offer holds: its tensors, their statistics, how two of them differ.
-
-Nothing here needs a process group or a GPU, and no tensor is read whole.
-"""
+"""States looked at: their tensors, statistics and differences. No tensor is read whole."""

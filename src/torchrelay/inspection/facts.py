@@ -1,12 +1,12 @@
-"""What is known of a state without its values, as plain data: what `--json` and the page show."""
+"""A state without its values as plain data, for `--json` and the page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.patterns import matches
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -17,14 +17,10 @@ def narrowed(contents: Contents, patterns: Sequence[str]) -> Contents:
     """What of a state has paths that match one of the patterns; all of it without any."""
     if not patterns:
         return contents
-
-    def fits(path: str) -> bool:
-        return any(fnmatchcase(path, pattern) for pattern in patterns)
-
     return contents._replace(
-        tensors=tuple(tensor for tensor in contents.tensors if fits(tensor.name)),
-        values=tuple(value for value in contents.values if fits(value.path)),
-        aliases=tuple(alias for alias in contents.aliases if fits(alias.path)),
+        tensors=tuple(one for one in contents.tensors if matches(one.name, patterns)),
+        values=tuple(one for one in contents.values if matches(one.path, patterns)),
+        aliases=tuple(one for one in contents.aliases if matches(one.path, patterns)),
     )
 
 

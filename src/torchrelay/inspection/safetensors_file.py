@@ -11,17 +11,17 @@ import torch
 from torchrelay.errors import CheckpointError, UsageError
 from torchrelay.inspection.facts import nbytes_of
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import BoxedTensor, StateSource
+from torchrelay.inspection.seam import BoxedTensor, OpenedState
 from torchrelay.inspection.slabs import slabs
 from torchrelay.progress import Progress, ProgressCallback
 from torchrelay.record.dtypes import itemsize
 from torchrelay.state.tensors import dtype_named
-from torchrelay.stores.local.files import written_beside
+from torchrelay.stores.local.files import atomic_file
 from torchrelay.stores.shares.layout import Entry, arrange
 
 
 def write_safetensors(
-    source: StateSource,
+    source: OpenedState,
     tensors: Sequence[BoxedTensor],
     target: str | os.PathLike[str],
     progress: ProgressCallback,
@@ -37,7 +37,7 @@ def write_safetensors(
         raise UsageError(f"{source.name} has no tensors, so there is nothing to write")
     (layout,) = arrange(entries, file_bytes=None)
     try:
-        with written_beside(path) as file:
+        with atomic_file(path) as file:
             file.write(layout.header)
             for start, index in layout.placed:
                 assert file.tell() == start
@@ -49,7 +49,7 @@ def write_safetensors(
     return layout.nbytes
 
 
-def read_tensors(source: StateSource) -> dict[str, torch.Tensor]:
+def read_tensors(source: OpenedState) -> dict[str, torch.Tensor]:
     """The tensors of a state by name, whole, on the CPU."""
     found = {}
     for tensor in source.contents.tensors:

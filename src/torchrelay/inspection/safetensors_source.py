@@ -15,7 +15,7 @@ from torchrelay.progress import ProgressCallback
 from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.record.dtypes import itemsize
 from torchrelay.stores.local.files import through
-from torchrelay.stores.shares.layout import DTYPES, METADATA
+from torchrelay.stores.safetensors import DTYPES, METADATA
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _MAX_DIMS = 64
@@ -33,7 +33,7 @@ _entry = msgspec.json.Decoder(_HeaderEntry)
 
 
 class SafetensorsSource:
-    """Implements `StateSource` on a file that stays open until `close`."""
+    """Implements `OpenedState` on a file that stays open until `close`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)

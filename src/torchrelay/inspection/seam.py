@@ -1,7 +1,7 @@
-"""What a state to be looked at has to give: contents, and ranges of bytes.
+"""The interface of a state that is inspected: contents, and ranges of bytes.
 
 A checkpoint step, a `.safetensors` file, a DCP directory and an endpoint each have one
-implementation of `StateSource`. Whatever looks at a state uses this and nothing else.
+implementation of `OpenedState`. Statistics, differences and commands use nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VolumeFacts(NamedTuple):
 
 
 class PlainValue(NamedTuple):
-    """A leaf that is no tensor, or a meta tensor. `ranks`: how many differ in it."""
+    """A leaf other than a tensor, or a meta tensor. `ranks`: how many differ in it."""
 
     path: str
     text: str
@@ -76,7 +76,7 @@ class StateReader(Protocol):
         """Fill the view from a byte of a volume on."""
 
 
-class StateSource(StateReader, Protocol):
+class OpenedState(StateReader, Protocol):
     """A state that a user named."""
 
     name: str

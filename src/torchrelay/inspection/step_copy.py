@@ -7,11 +7,12 @@ from torchrelay.memory.crew import share_out
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.checkpoint.schema import DataFile
 from torchrelay.sources.seam import Opened
-from torchrelay.stores.local.store import token
-from torchrelay.stores.reading import Fetch, Task, everything, opened, unread
+from torchrelay.stores.local.root import token
+from torchrelay.stores.reading.chunks import check_chunks
+from torchrelay.stores.reading.ranges import Task, opened, unread
 from torchrelay.stores.seam import Draft, Sink, Store
 
-PIECE = 8 << 20  # about so many bytes are read at once, in whole chunks
+PIECE = 8 << 20  # bytes that are read at once, in whole chunks
 WORKERS = 4
 
 
@@ -21,7 +22,7 @@ def copy_step(held: Opened, target: Store, progress: ProgressCallback) -> None:
     draft = target.draft(record.step, token())
     bar = Bar(progress, record.nbytes)
     if not held.files.trusted:  # else its reads are checked as they come
-        Fetch(held.files, record, everything(record)).check()
+        check_chunks(held.files, record)
     try:
         draft.begin()
         for index in range(len(record.files)):

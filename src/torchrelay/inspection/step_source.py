@@ -1,25 +1,21 @@
-"""A committed step of a checkpoint as a state to be looked at."""
+"""A committed step of a checkpoint as an `OpenedState`. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
-import torch
-
-from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import Alias, BoxedTensor, Contents, PlainValue, VolumeFacts
-from torchrelay.plan.outline import dotted
-from torchrelay.plan.region import Region
+from torchrelay.inspection.seam import Alias, Contents, PlainValue, VolumeFacts
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Checkpoint, Outline
-from torchrelay.record.checkpoint.stored import StoredTensor
 from torchrelay.record.manifest import parts
 from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened
-from torchrelay.state.tree import slots
-from torchrelay.stores.reading import Fetch, everything
+from torchrelay.state.paths import dotted, slots
+from torchrelay.stores.reading.chunks import check_chunks, read_chunks
+from torchrelay.stores.reading.ranges import Task
+from torchrelay.stores.safetensors import tensors_of
 from torchrelay.stores.shares.layout import rank_of
 
 WINDOWS_BYTES = 64 << 20  # kept of chunks, which tensors share
@@ -38,7 +34,7 @@ class _Window(NamedTuple):
 
 
 class StepSource:
-    """Implements `StateSource` on an open step, of a store or of endpoints, which it closes;
+    """Implements `OpenedState` on an open step, of a store or of endpoints, which it closes;
     `ended` is called then."""
 
     def __init__(self, name: str, held: Opened, ended: Callable[[], None] = lambda: None) -> None:
@@ -68,15 +64,11 @@ class StepSource:
         file = record.files[volume]
         first = start // file.chunk_bytes * file.chunk_bytes
         last = min(-(-stop // file.chunk_bytes) * file.chunk_bytes, file.nbytes)
-        memory = torch.empty(last - first, dtype=torch.uint8, device="cpu")
-        place = (first, Region.row_major(memory))
-        Fetch(self._held.files, record, {volume: [place]}, workers=1).land()
-        return _Window(first, memory_of(memory.numpy()))
+        return _Window(first, read_chunks(self._held.files, record, Task(volume, first, last)))
 
     def verify(self, progress: ProgressCallback) -> str:
         record = self._held.record
-        bar = Bar(progress, record.nbytes)
-        Fetch(self._held.files, record, everything(record), progress=bar.add).check()
+        check_chunks(self._held.files, record, Bar(progress, record.nbytes).add)
         return ""
 
     def close(self) -> None:
@@ -86,21 +78,18 @@ class StepSource:
 
 
 def contents_of(record: Checkpoint) -> Contents:
-    """What a commit record tells, in the words of all sources."""
+    """The contents that a commit record describes."""
     outline = record.outline(0)
-    names = set(record.tensors.names)
+    tensors = tensors_of(record)
+    names = {tensor.name for tensor in tensors}
     others = [dict(own.leaves) for own in record.own]
     found_values: list[PlainValue] = []
     aliases: list[Alias] = []
-    empty: list[BoxedTensor] = []
     for path, index in slots(outline.tree):
         name = dotted(path)
         if name in names:
             continue
         leaf = outline.leaves[index]
-        if _is_empty(leaf):
-            empty.append(StoredTensor(name, leaf.dtype, leaf.shape, ()))
-            continue
         text = _text(leaf)
         if text is not None:
             own = {_text(leaves[index]) for leaves in others if index in leaves}
@@ -112,7 +101,7 @@ def contents_of(record: Checkpoint) -> Contents:
     return Contents(
         record.step,
         record.world,
-        (*record.tensors, *empty),
+        tuple(tensors),
         tuple(
             VolumeFacts(file.name, file.nbytes, rank_of(file.name), file.chunk_bytes, file.digests)
             for file in record.files
@@ -122,11 +111,6 @@ def contents_of(record: Checkpoint) -> Contents:
         record.time,
         record.torch,
     )
-
-
-def _is_empty(leaf: m.Leaf) -> TypeGuard[m.TensorLeaf]:
-    """Whether a leaf is a tensor without elements: it has no box, and is a tensor all the same."""
-    return isinstance(leaf, m.TensorLeaf) and 0 in leaf.shape and not leaf.flags & m.META
 
 
 def _text(leaf: m.Leaf) -> str | None:

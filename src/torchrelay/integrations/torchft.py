@@ -15,12 +15,34 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from torchrelay.errors import PeerLostError
 from torchrelay.relay import Relay
+from torchrelay.transports.meeting.directory import GivenDirectory, identity_from_text
+from torchrelay.transports.meeting.node import Node
 
 T = TypeVar("T")
 
 
+class _Quorum:
+    """The members of torchft's current quorum, as a group: they find each other by metadata."""
+
+    def __init__(self, pg: Any) -> None:
+        self._pg = pg
+        self.known = GivenDirectory()
+        self.relay_node = Node(self.known)
+
+    # torchft's wrapper does not know its rank, and the group behind it is another one after each
+    # quorum.
+
+    def rank(self) -> int:
+        rank: int = getattr(self._pg, "parent", self._pg).rank()
+        return rank
+
+    def size(self) -> int:
+        size: int = getattr(self._pg, "parent", self._pg).size()
+        return size
+
+
 class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, unused-ignore]
-    """Recovers a torchft replica from a live one, over torchft's own process group.
+    """Recovers a torchft replica from a live one. torchft's metadata says where that one is.
 
     `state_dict`, if given, is called to get the state that is received into, in place. `device` is
     where tensors without an in-place destination are placed.
@@ -33,38 +55,26 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
         device: torch.device | str = "cpu",
         state_dict: Callable[[], T] | None = None,
     ) -> None:
-        self._pg = pg
-        self._timeout = timeout
         self._device = torch.device(device)
         self._state_dict = state_dict
-        self._current: tuple[Any, Relay] | None = None
-
-    def _relay(self) -> Relay:
-        """A relay on the group behind torchft's, which is another one after each quorum.
-
-        torchft's wrapper does not know its rank, and connections of an earlier quorum are gone.
-        """
-        group = getattr(self._pg, "parent", self._pg)
-        if self._current is None or self._current[0] is not group:
-            self.shutdown()
-            self._current = group, Relay(group, timeout=self._timeout.total_seconds())
-        return self._current[1]
+        self._quorum = _Quorum(pg)
+        self._relay = Relay(self._quorum, timeout=timeout.total_seconds())
 
     def metadata(self) -> str:
-        """Nothing is needed to find a peer: the process group has the connections."""
-        return "torchrelay"
+        """Where this process listens, and what admits the other members of a quorum."""
+        return self._quorum.relay_node.identity.as_text()
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
     ) -> None:
         """Send to all ranks that are behind; returns when they have it, so nothing is pending."""
         seconds = timeout.total_seconds()
-        report = self._relay().send(
+        report = self._relay.send(
             state_dict,
             dst_ranks,
             step=step,
             timeout=seconds,
-            # A quorum calls both sides at the same time: who is not there by then will not come.
+            # A quorum calls both sides at the same time: a rank that is late will not come.
             join_timeout=seconds / 2,
         )
         lost = {**report.failed, **report.unknown}
@@ -77,7 +87,8 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         into = self._state_dict() if self._state_dict is not None else None
-        got = self._relay().recv(
+        self._quorum.known.give(src_rank, identity_from_text(metadata, src_rank))
+        got = self._relay.recv(
             src_rank,
             into=into,
             step=step,
@@ -89,6 +100,4 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
         return state
 
     def shutdown(self, wait: bool = True) -> None:
-        if self._current is not None:
-            self._current[1].close()
-            self._current = None
+        self._relay.close()

@@ -1,55 +1,80 @@
-"""What the keepers of a job do next, from what each of them has. Pure.
+"""The next decision of a job's keepers, from what each of them has. Pure.
 
-A host that is lost takes its own part of every step along, and the copies that it had of another's.
-So a step outlives any host if every host has its own part of it, and another host a copy of that.
-All keepers therefore copy the same step, and keep the last one that all had copied until the next
-one is copied everywhere.
+A host that is lost takes along its own part of every step, and its copies of another's. So a step
+survives any host if every host has its own part of it and another host has a copy of that part. All
+keepers copy the same step, and keep the last one that all have copied until the next one is copied
+everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from torchrelay.errors import UsageError
-from torchrelay.keeper.server.copying import KeeperRing
-from torchrelay.keeper.server.messages import CopiesTold, CopyNext, HeldStep
+from torchrelay.keeper.server.messages import HeldStep, KeeperDecision, KeeperReport
 
 TRIES = 2  # copies that may go wrong in a row before steps are staged without them
 
 
-def choose(told: Sequence[CopiesTold], several: bool, others: bool) -> tuple[CopyNext, str]:
-    """What all keepers are told before a step is staged; why the step is skipped, if it is.
+class KeeperRing(NamedTuple):
+    """The keepers of a job in their order, and which of them this one is."""
 
-    `several`: there are keepers to copy from. `others`: they are not those of the step before, so
-    that what one heard of another no longer counts.
-    """
-    idle = all(one.idle for one in told)
-    copied = {one.copied for one in told}
-    whole, void = completed((step for one in told for step in one.steps), heard=not others)
-    word = CopyNext(
-        safe=copied.pop() if len(copied) == 1 and not others else "",
-        begin=several and idle,
-        alone=any(one.failed >= TRIES for one in told),
-        whole=whole,
-        void=void,
-    )
-    why = "" if idle or others else next((one.full for one in told if one.full), "")
-    return word, why
+    urls: list[str]
+    own: str
+
+    def sources(self, copies: int) -> list[str]:
+        """The keepers that this one copies from: those before it."""
+        if self.own not in self.urls:
+            return []
+        at, count = self.urls.index(self.own), len(self.urls)
+        return [self.urls[(at - back) % count] for back in range(1, min(copies, count - 1) + 1)]
 
 
-def completed(steps: Iterable[HeldStep], heard: bool) -> tuple[list[str], list[str]]:
-    """Steps of which the keepers have all parts together, and those of which they do not.
+def choose(
+    reports: Sequence[KeeperReport], step: int, *, copies: bool
+) -> tuple[KeeperDecision, str]:
+    """The decision for all keepers when a step is staged; why that step is skipped, if it is.
+    `copies`: whether there are keepers to copy from."""
+    busy = {one.copying for one in reports} - {""}
+    found: dict[str, list[HeldStep]] = {}
+    for one in reports:
+        for held in one.steps:
+            found.setdefault(held.snapshot, []).append(held)
+    complete = [snapshot for snapshot, parts in found.items() if _is_complete(parts)]
+    complete.sort(key=lambda snapshot: _age(reports, snapshot))
+    # The step ends what is newer than it: the job has gone back to one that is older.
+    older = [snapshot for snapshot in complete if found[snapshot][0].step < step]
+    keep = set((older or complete)[-1:]) | busy
+    if copies and all(one.failed < TRIES for one in reports):
+        everywhere = [
+            snapshot
+            for snapshot in complete
+            if len(found[snapshot]) == len(reports) and all(one.copied for one in found[snapshot])
+        ]
+        keep |= set(everywhere[-1:])
+    why = next((one.full for one in reports if one.full), "") if busy else ""
+    return KeeperDecision(sorted(keep), copies and not busy, sorted(found)), why
 
-    `heard`: what a keeper heard of all ranks holds for these keepers.
-    """
-    whole: set[str] = set()
-    here: dict[str, int] = {}
-    for step in steps:
-        found = here.get(step.snapshot, 0) | int.from_bytes(step.here, "little")
-        here[step.snapshot] = found
-        if (heard and step.whole) or (step.volumes and found == (1 << step.volumes) - 1):
-            whole.add(step.snapshot)
-    return sorted(whole), sorted(here.keys() - whole)
+
+def _is_complete(parts: Sequence[HeldStep]) -> bool:
+    """Whether keepers have all volumes of a step together."""
+    here = 0
+    for part in parts:
+        here |= int.from_bytes(part.here, "little")
+    volumes = max(part.volumes for part in parts)
+    return volumes > 0 and here == (1 << volumes) - 1
+
+
+def _age(reports: Sequence[KeeperReport], snapshot: str) -> int:
+    """Where a step is in the order in which keepers got their steps."""
+    places = [
+        place
+        for one in reports
+        for place, held in enumerate(one.steps)
+        if held.snapshot == snapshot
+    ]
+    return max(places)
 
 
 def check_budget(
@@ -57,7 +82,7 @@ def check_budget(
 ) -> None:
     """`UsageError` where two steps of a host and two copies do not fit into its keeper's memory.
 
-    Of each rank: the bytes of its part of a step, its keeper, and that one's budget, 0 for none.
+    For each rank: the bytes of its part of a step, its keeper, and the keeper's budget, 0 for none.
     """
     own: dict[str, int] = {}
     for nbytes, url in zip(parts, urls, strict=True):

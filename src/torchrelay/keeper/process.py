@@ -8,24 +8,20 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.admission import user_of
-from torchrelay.endpoint.process import START_SECONDS, StepProcess, check_aiohttp
+from torchrelay.endpoint.process import START_SECONDS, ServerLink
 from torchrelay.endpoint.server import messages as m
+from torchrelay.endpoint.server.admission import user_of
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.server import messages as k
 from torchrelay.stores.writer.frames import exchange, has_hung_up
 from torchrelay.stores.writer.launch import launch
 
-LEASE_SECONDS = 60.0
-RATE = 200e6  # bytes a second at which copies are fetched
-STEPS = 2  # the newest one, and the one that is being staged
-_ASK_SECONDS = 5.0
+ASK_SECONDS = 5.0
 _PAUSE = 0.02
 _PREFIX = "torchrelay-keeper"
 _WORD = re.compile(r"[A-Za-z0-9._-]{1,32}")
@@ -34,51 +30,55 @@ _answer = msgspec.msgpack.Decoder(k.KeeperAnswer)
 
 
 class KeeperName(NamedTuple):
-    """What a keeper is found by: one for each user, job and host."""
+    """The name of a keeper: there is one for each user, job and host."""
 
     job: str
     host: str
 
     @classmethod
-    def of(cls, job: str, host: str | None) -> KeeperName:
-        """`UsageError` where a word cannot be part of a name."""
+    def of(cls, job: str, host: str | None = None) -> KeeperName:
+        """A job's name, or `JOB@HOST` for another host than this machine."""
         here = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:32] or "host"
+        if isinstance(job, str) and host is None:
+            job, at, host = job.partition("@")
+            host = host if at else here
         found = cls(job, here if host is None else host)
-        for what, word in (("a job", found.job), ("host", found.host)):
-            if not isinstance(word, str) or not _WORD.fullmatch(word):
-                raise UsageError(
-                    f"{what} is named by 1 to 32 letters, digits, dots, dashes and underscores, "
-                    f"not {word!r}"
-                )
+        if not found.is_valid:
+            raise UsageError(
+                "a keeper is named by JOB or JOB@HOST, each 1 to 32 letters, digits, dots, dashes "
+                f"and underscores, not {job!r}"
+            )
         return found
 
     @property
+    def is_valid(self) -> bool:
+        return all(isinstance(word, str) and _WORD.fullmatch(word) for word in self)
+
+    @property
     def address(self) -> str:
-        """Of a Unix socket that is in no file system. Who has it is asked of the kernel."""
+        """Of a Unix socket that is in no file system. The kernel tells which user has it."""
         return f"{_PREFIX}/{os.getuid()}/{self.job}/{self.host}"
 
     @classmethod
     def all(cls) -> list[KeeperName]:
         """The keepers of this user that run on this machine."""
-        found = []
-        with suppress(OSError), open("/proc/net/unix") as lines:
+        found = set()
+        with suppress(OSError), open("/proc/net/unix", errors="replace") as lines:
             for line in lines:
                 parts = line.rstrip("\n").rpartition("@")[2].split("/")
                 if len(parts) == 4 and parts[:2] == [_PREFIX, str(os.getuid())]:
-                    found.append(cls(*parts[2:]))
-        return sorted(set(found))
+                    found.add(cls(*parts[2:]))
+        return sorted(name for name in found if name.is_valid)
 
-
-def full_paths(*files: str | None) -> list[str | None]:
-    """Files as a keeper finds them, which is in another folder."""
-    return [None if file is None else str(Path(file).resolve()) for file in files]
+    def __str__(self) -> str:
+        return f"{self.job} on {self.host}"
 
 
 def connect(name: KeeperName) -> socket.socket | None:
     """A connection to a keeper that runs; None where there is none."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        link.settimeout(_ASK_SECONDS)
+        link.settimeout(ASK_SECONDS)
         link.connect(f"\0{name.address}")
     except OSError:
         link.close()
@@ -86,28 +86,28 @@ def connect(name: KeeperName) -> socket.socket | None:
     user = user_of(link)
     if user != os.getuid():
         link.close()
-        raise EndpointError(f"the name of keeper {name.job} is taken by user {user}")
+        raise EndpointError(f"the name of keeper {name.job} is taken by user {user}: use another")
     return link
 
 
 def begin(name: KeeperName, deadline: Deadline) -> None:
-    """Launch a keeper; nothing is wrong where another has the name by then."""
-    check_aiohttp()
+    """Launch a keeper; another may have the name by then, which is fine."""
     process, link = launch("torchrelay.keeper.server.start", mute=True)
     with link:
         try:
             begun = msgspec.msgpack.encode(k.BeginKeeping(name.address))
-            word = exchange(link, begun, deadline.left()).decode()
+            said = exchange(link, begun, deadline.left()).decode()
         except (OSError, EOFError) as fault:
-            raise EndpointError(f"the keeper did not start: {fault}") from None
+            raise EndpointError(f"the keeper did not start: {fault}. Try again") from None
         finally:
             process.wait(START_SECONDS)
-    if word not in ("", k.TAKEN):
-        raise EndpointError(f"the keeper did not start: {word}")
+    if said not in ("", k.TAKEN):
+        raise EndpointError(f"the keeper did not start: {said}")
 
 
-class KeeperLink:
-    """A connection to the keeper: see `endpoint.process.OtherProcess`. It does not end with it."""
+class KeeperSocket:
+    """A connection to the keeper, which does not end with it. See
+    `endpoint.process.OtherProcess`."""
 
     pid: int | None = None
     exit_status = None
@@ -138,8 +138,7 @@ class KeeperLink:
         if link is not None:
             link.close()
 
-    def forsake(self) -> None:
-        self.drop()
+    detach_after_fork = drop
 
     def close(self) -> None:
         if self._link is not None:
@@ -148,57 +147,52 @@ class KeeperLink:
         self.drop()
 
 
-class KeeperProcess(StepProcess):
+class KeeperProcess:
     """The keeper of this host, joined. One that was lost is started again."""
 
-    noun = "the keeper"
-
     def __init__(self, name: KeeperName, join: k.JoinKeeper) -> None:
-        super().__init__(KeeperLink(name), _answer)
+        self.link = ServerLink(KeeperSocket(name), _answer, "the keeper")
         self._join = join
         self.joined: k.Joined | None = None
 
-    @property
-    def pid(self) -> int | None:
-        return None if self.joined is None else self.joined.pid
-
-    def _greet(self, deadline: Deadline) -> None:
+    def start(self, timeout: float) -> bool:
+        """Be joined with it, within that many seconds; whether it is a new one."""
+        deadline = Deadline(max(0.001, min(timeout, START_SECONDS)))
+        if not self.link.start(deadline):
+            return False
         while True:
             try:
-                answer = self._ask(self._join, deadline.left())
-                break
-            except EndpointError:  # one that was just about to end
+                self.joined = self.link.ask(self._join, k.Joined, deadline.left())
+                return True
+            except EndpointError as fault:
+                if "refused" in fault.message:
+                    self.link.process.drop()
+                    raise UsageError(
+                        f"the keeper does not take this worker: {fault.message}"
+                    ) from None
                 if deadline.passed:
                     raise
-                time.sleep(_PAUSE)
-                self._process.start(deadline)
-        if isinstance(answer, m.Refused):
-            self._process.drop()
-            raise UsageError(f"the keeper does not take this worker: {answer.message}")
-        if not isinstance(answer, k.Joined):
-            self._process.drop()
-            raise EndpointError("the keeper answered something else")
-        self.joined = answer
+            time.sleep(_PAUSE)  # one that was just about to end
+            self.link.start(deadline)
 
     def know_token(self, token: str) -> None:
-        """What a keeper that is started again is to be told."""
+        """Use a token when a keeper is started again."""
         self._join.token = token
 
 
 def ask(name: KeeperName, request: k.KeeperRequest) -> k.KeeperAnswer | None:
-    """One question to a keeper that may not run; None where it does not. `EndpointError` where it
-    runs and does not answer."""
+    """One request to a keeper; None where none runs. `EndpointError` where it does not answer."""
     link = connect(name)
     if link is None:
         return None
     with link:
         try:
-            data = exchange(link, msgspec.msgpack.encode(request), _ASK_SECONDS)
+            data = exchange(link, msgspec.msgpack.encode(request), ASK_SECONDS)
             answer: k.KeeperAnswer = _answer.decode(data)
         except TimeoutError:
             raise EndpointError(
-                f"the keeper of job {name.job} on {name.host} runs, and did not answer in "
-                f"{_ASK_SECONDS:g} s: it is stopped, or the machine is very busy"
+                f"the keeper of job {name} runs, and did not answer in {ASK_SECONDS:g} s: it is "
+                "stopped, or the machine is very busy"
             ) from None
         except (OSError, EOFError):
             return None
@@ -206,7 +200,7 @@ def ask(name: KeeperName, request: k.KeeperRequest) -> k.KeeperAnswer | None:
 
 
 def status(name: KeeperName) -> dict[str, Any] | None:
-    """What a keeper has and who reads it; None where it does not run."""
+    """The steps and readers of a keeper; None where it does not run."""
     answer = ask(name, m.Tell())
     if not isinstance(answer, m.StatusText):
         return None

@@ -1,78 +1,93 @@
 """A destination looked over before anything is offered for it.
 
-A receiver waits for a manifest anyway. What depends on its own tensors alone is found out in that
-time by `prepare`, and `landing.land` takes the result in place of the destination itself.
+A receiver waits for a record anyway. What depends on its own tensors alone is found out in that
+time by `prepare`, and `land` takes the result in place of the destination itself.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
+import torch
 
+from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column
 from torchrelay.landing.checks.matching import match
-from torchrelay.landing.places import chunks_of
-from torchrelay.plan.plain import Plains, Sort, look
+from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.selection import Selection
+from torchrelay.plan.sharded import find_sharded
 from torchrelay.record import manifest as m
-from torchrelay.record.columns import Kind, Numbers, Table, table_of
-from torchrelay.record.compact import KnownTree
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import MeshSharding
 from torchrelay.state.matching import Matched
 from torchrelay.state.objects import Objects, flatten_objects
+from torchrelay.state.optimizers import check_kind
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import Flat, inside_records
+from torchrelay.state.wrappers import without_wrappers
 
 JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Indices = np.ndarray[Any, np.dtype[np.intp]]
 Marks = np.ndarray[Any, np.dtype[np.bool_]]
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class PlainLayout:
-    """Tree and plain tensors of a destination: kinds and addresses. Holds none of the tensors."""
+    """The plain tensors of a destination, and the local parts of its distributed ones that are
+    plain: kinds and addresses. Holds none of the tensors but local parts."""
 
     def __init__(self, flat: Flat) -> None:
-        plains = look(flat.leaves, offsets=False)
-        lows = plains.places
-        highs = lows + plains.nbytes
+        self.sharded = find_sharded(flat.leaves)
+        self.locals = self.sharded.local_leaves(flat.leaves)
+        nothing_else = self.sharded.nothing_else
+        plain = find_plain(self.locals, offsets=False, nothing_else=nothing_else)
+        lows = plain.address_of
+        highs = lows + plain.nbytes
         order = np.argsort(lows)
         if (lows[order][1:] < highs[order][:-1]).any():
             keep = _apart(lows, highs)
-            plains = plains.some(keep.tolist(), flat.leaves)
+            plain = plain.some(keep.tolist())
             lows, highs = lows[keep], highs[keep]
             order = np.argsort(lows)
         # Those whose memory no other one of them shares.
-        self.plains: Plains = plains
-        plains.on_host, plains.leaf_of_each  # noqa: B018  # asked for while there is time
+        self.plain: PlainTensors = plain
+        plain.on_host, plain.leaf_of  # noqa: B018  # asked for while there is time
         self._spans = lows[order], highs[order], order
-        self._tree = flat.tree
 
     @cached_property
-    def known_tree(self) -> KnownTree:
-        return KnownTree(_encode(self._tree), self._tree, self.plains.count)
+    def kinds(self) -> Numbers:
+        """The kind of each: of a plain tensor that in `plain`, of a distributed one that in
+        `sharded`, counted from there on."""
+        if not self.sharded.numbers:
+            return self.plain.kind_of
+        count, numbers = len(self.plain.kinds), self.sharded.numbers
+        found: Numbers = self.plain.kind_of.copy()
+        for row, leaf in enumerate(self.plain.leaves):
+            if leaf in numbers:
+                found[row] = count + numbers[leaf]
+        return found
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int], list[int]]:
         """First and last address of each tensor and its leaf, in order of address."""
         lows, highs, order = self._spans
-        places = self.plains.leaves
-        return lows.tolist(), highs.tolist(), [places[n] for n in order.tolist()]
+        leaves = self.plain.leaves
+        return lows.tolist(), highs.tolist(), [leaves[n] for n in order.tolist()]
 
     def __contains__(self, leaf: object) -> bool:
-        return leaf in self._leaves
+        """Whether a leaf is a plain tensor itself."""
+        return leaf in self._leaves and leaf not in self.sharded.numbers
 
     @cached_property
     def _leaves(self) -> Container[object]:
-        plains = self.plains
-        return range(plains.count) if len(plains) == plains.count else set(plains.leaves)
+        plain = self.plain
+        return range(plain.count) if len(plain) == plain.count else set(plain.leaves)
 
 
 def _apart(lows: Column, highs: Column) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -90,30 +105,20 @@ class PreparedDestination:
     """What `prepare` found. Between it and the end of the landing the caller leaves the containers
     as they are: an object put in a slot meanwhile is not seen. A tensor that got other memory is.
 
-    It keeps the destination alive; `plan` does not.
+    It keeps the destination alive.
     """
 
-    def __init__(self, into: object, objects: Objects, flat: Flat, plan: PlainLayout) -> None:
+    def __init__(self, into: object, objects: Objects, flat: Flat, layout: PlainLayout) -> None:
         self.into = into
         self.objects = objects
         self.flat = flat
-        self.plan = plan
+        self.layout = layout
         self.inside_records = inside_records(flat.tree)  # the leaves that these are made of
         self._looked_at = time.monotonic()
-        # Of a state that is expected: its leaves, which are the key, and where they go.
-        self.expected: tuple[Sequence[m.Leaf], Split] | None = None
-        self._same: m.Node = flat.tree  # or one that was found to be equal
-
-    def expect(self, manifest: m.Manifest) -> None:
-        """Work out ahead where a state goes: `split` knows it where the very same leaves come."""
-        if self._has(manifest.tree):
-            matched = Matched([], [], [], self.flat.tree)
-            found = split(matched, manifest, self, chunks_of(manifest))
-            self.expected = manifest.leaves, found
 
     def reached(self, low: int, high: int) -> list[int]:
         """The plain leaves that have some of the host's bytes [low, high)."""
-        lows, highs, leaves = self.plan.spans
+        lows, highs, leaves = self.layout.spans
         return leaves[bisect_right(highs, low) : bisect_left(lows, high)]
 
     @property
@@ -121,27 +126,31 @@ class PreparedDestination:
         """Whether a plain tensor no longer lies where it did, if there was time for that."""
         if time.monotonic() < self._looked_at + JUST_NOW:
             return False
-        plains = self.plan.plains
-        return not plains.lie(plains.of(self.flat.leaves))
+        plain = self.layout.plain
+        return not plain.lie_in_place(plain.of(self.layout.sharded.locals_of(self.flat.leaves)))
 
     def match(
         self, tree: m.Node, choice: Selection, *, strict: bool
     ) -> tuple[Matched, dict[Path, m.Node]]:
-        """Pair the slots of an offered tree with those here, as far as they are chosen. What is
-        there for each object that is told its state anew comes apart: no slot of it is paired."""
+        """Pair the slots of an offered tree with those here, as far as they are chosen. The offered
+        state of each object that takes its own comes apart: no slot of it is paired."""
         roots = [path for path, held in self.objects.items() if not held.in_place]
-        if not roots and choice.plain and self._has(tree):
+        if not roots and choice.plain and tree == self.flat.tree:
             return Matched([], [], [], self.flat.tree), {}
+        modules = [path for path, held in self.objects.items() if held.in_place]
+        tree = without_wrappers(tree, self.flat.tree, modules)
         return match(tree, self.flat.tree, roots, choice, strict=strict)
 
-    def _has(self, tree: m.Node) -> bool:
-        if tree is not self._same and tree == self.flat.tree:
-            self._same = tree
-        return tree is self._same
+    def check_optimizers(self, offered: Mapping[Path, m.Node]) -> None:
+        """`MismatchError` where an optimizer is offered the state of another kind."""
+        for path, branch in offered.items():
+            optimizer = self.objects[path].object
+            if isinstance(optimizer, torch.optim.Optimizer):
+                check_kind(optimizer, branch, path)
 
 
 def prepare(into: object) -> PreparedDestination:
-    """Look a destination over, for `land(manifest, into=prepare(into))`.
+    """Look a destination over, for `land(record, into=prepare(into))`.
 
     `UnsupportedLeafError` for a container that cannot be filled.
     """
@@ -154,13 +163,13 @@ Pair = tuple[int, Path, int]
 
 
 class Straight(NamedTuple):
-    """What goes to plain tensors as it is, in columns and in the order of the stream: where it is
-    there, to which address and how many bytes; storage offered, leaf of the destination."""
+    """Bytes that go to plain tensors as they are, in columns and in the order of the stream: where
+    they are there, to which address and how many; image offered, leaf of the destination."""
 
     at: Column
     address: Column
     nbytes: Column
-    storage: Indices
+    image: Indices
     leaf: Indices
     on_host: Marks
 
@@ -174,26 +183,27 @@ class Straight(NamedTuple):
             self.at[rows],
             self.address[rows],
             self.nbytes[rows],
-            self.storage[rows],
+            self.image[rows],
             self.leaf[rows],
             self.on_host[rows],
         )
 
 
 class Split(NamedTuple):
-    """What goes straight to plain tensors, and the pairs that are left for the general path."""
+    """Bytes that go straight to plain tensors, and the pairs left for the general path."""
 
     pieces: Straight
     rest: list[Pair]
 
 
 _ODD = m.CONJ | m.NEG | m.META
+_FEW_KINDS = 1 << 16  # combinations of kinds for which a table is small
 
 
 def split(
     matched: Matched,
-    manifest: m.Manifest,
-    prepared: PreparedDestination,
+    rows: LeafRows,
+    layout: PlainLayout,
     chunks: Chunks,
     late: Collection[int] = (),
 ) -> Split:
@@ -202,57 +212,56 @@ def split(
     The leaves in `late` are left for the general path; and all are if a piece of the stream has
     several places to go, or a place several pieces, which is for `check_ties` to look at.
     """
-    expected = None if late or matched.tree is None else prepared.expected
-    if expected is not None and expected[0] is manifest.leaves:
-        return expected[1]
-    plains, table = prepared.plan.plains, table_of(manifest.leaves)
-    here, there, numbers = _paired(matched, plains, table)
-    fits = _fitting(plains, here, table, there)
+    plain = layout.plain
+    here, there, numbers = _paired(matched, plain, rows)
+    fits = _fitting(layout, here, rows, there)
     if late:
-        fits &= ~np.isin(table.rows[there], list(late))
+        fits &= ~np.isin(rows.leaves[there], list(late))
     if not fits.all():
         here, there, numbers = here[fits], there[fits], numbers[fits]
     if matched.tree is None and len(here):  # a tied tensor is there more than once
-        _, once = np.unique(here * len(table.rows) + there, return_index=True)
+        _, once = np.unique(here * len(rows.leaves) + there, return_index=True)
         here, there = here[once], there[once]
         if len(np.unique(here)) < len(here):
             return Split(Straight.none(), matched.pairs)
-    storages = table.storages[there]
-    at = chunks.places[storages] + table.offsets[there].astype(np.uint64)
+    images = rows.images[there]
+    at = chunks.places[images] + rows.offsets[there].astype(np.uint64)
     if (at[1:] < at[:-1]).any():
         order = np.argsort(at, kind="stable")
-        here, at, storages = here[order], at[order], storages[order]
+        here, at, images = here[order], at[order], images[order]
     pieces = Straight(
         at,
-        plains.places[here],
-        plains.nbytes[here],
-        storages,
-        plains.leaf_of_each[here],
-        plains.on_host[here],
+        plain.address_of[here],
+        plain.nbytes[here],
+        images,
+        plain.leaf_of[here],
+        plain.on_host[here],
     )
     if (pieces.at[1:] < pieces.at[:-1] + pieces.nbytes[:-1]).any():
         return Split(Straight.none(), matched.pairs)
-    if matched.tree is not None and len(here) == len(manifest.leaves):
+    if matched.tree is not None and len(here) == len(rows):
         return Split(pieces, [])
     taken = set(numbers.tolist())
     if matched.tree is not None:
-        return Split(pieces, matched.some(set(range(len(manifest.leaves))) - taken))
+        return Split(pieces, matched.some(set(range(len(rows))) - taken))
     return Split(pieces, [pair for n, pair in enumerate(matched.pairs) if n not in taken])
 
 
-def _paired(matched: Matched, plains: Plains, table: Table) -> tuple[Indices, Indices, Indices]:
-    """Which of the plain tensors, which row of the table it is offered, and the number of the pair:
-    that of the leaf where both sides have one tree."""
+def _paired(
+    matched: Matched, plain: PlainTensors, rows: LeafRows
+) -> tuple[Indices, Indices, Indices]:
+    """Which of the plain tensors, which row it is offered, and the number of the pair: that of the
+    leaf where both sides have one tree."""
     if matched.tree is not None:
-        if len(plains) == plains.count == len(table.rows):
-            every = np.arange(plains.count)
+        if len(plain) == plain.count == len(rows.leaves):
+            every = np.arange(plain.count)
             return every, every, every
         both, here, there = np.intersect1d(
-            plains.leaf_of_each, table.rows, assume_unique=True, return_indices=True
+            plain.leaf_of, rows.leaves, assume_unique=True, return_indices=True
         )
         return here, there, both
-    there = _places(table.rows, [pair[0] for pair in matched.pairs])
-    here = _places(plains.leaf_of_each, [pair[2] for pair in matched.pairs])
+    there = _places(rows.leaves, [pair[0] for pair in matched.pairs])
+    here = _places(plain.leaf_of, [pair[2] for pair in matched.pairs])
     numbers = np.flatnonzero((there >= 0) & (here >= 0))
     return here[numbers], there[numbers], numbers
 
@@ -267,27 +276,56 @@ def _places(ascending: Numbers, wanted: Sequence[int]) -> Indices:
     return np.where(ascending[found] == numbers, found, -1)
 
 
-def _fitting(plains: Plains, here: Indices, table: Table, there: Indices) -> Marks:
-    """Whether what each plain tensor is offered can be copied to it as it is."""
-    sorts, kinds = plains.sorts, table.kinds
-    there_is: Marks = table.storages[there] >= 0
-    if len(sorts) == len(kinds) == 1:
-        return there_is if _same(sorts[0], kinds[0]) else np.zeros(len(here), bool)
-    pairs = plains.sort_of_each[here] * len(kinds) + table.numbers[there]
-    # Each pair of sort and kind is looked at once.
-    if len(sorts) * len(kinds) > len(pairs):
-        found, pairs = np.unique(pairs, return_inverse=True)
+def _fitting(layout: PlainLayout, here: Indices, rows: LeafRows, there: Indices) -> Marks:
+    """Whether what each plain tensor is offered can be copied to it as it is: all of an image, or
+    row-major elements in one of bytes. Each combination of kinds is looked at once."""
+    if not len(here):
+        return np.zeros(0, bool)
+    record = rows.record
+    count, images = len(record.kinds), len(record.image_kinds)
+    ours = layout.kinds[here]
+    offered = rows.kinds[there] * images + record.image_kind[rows.images[there]]
+    combined = ours * (count * images) + offered
+    most = int(combined.max()) + 1
+    if most > _FEW_KINDS:
+        found, combined = np.unique(combined, return_inverse=True)
     else:
-        found = np.arange(len(sorts) * len(kinds))
-    marks = [_same(sorts[pair // len(kinds)], kinds[pair % len(kinds)]) for pair in found.tolist()]
-    fits: Marks = np.array(marks, bool)[pairs]
-    return fits & there_is
+        found = np.flatnonzero(np.bincount(combined))
+    same: Marks = np.zeros(len(found) if most > _FEW_KINDS else most, bool)
+    for place, number in enumerate(found.tolist()):
+        mine, rest = divmod(number, count * images)
+        at = place if most > _FEW_KINDS else number
+        same[at] = _same(layout, mine, rows, *divmod(rest, images))
+    fits: Marks = same[combined]
+    return fits
 
 
-def _same(sort: Sort, kind: Kind) -> bool:
+def _same(layout: PlainLayout, mine: int, rows: LeafRows, leaf: int, image: int) -> bool:
+    """Whether tensors of a kind here take leaves of a kind, in images of a kind, as they are."""
+    record = rows.record
+    kind, stored = record.kinds[leaf], record.image_kinds[image]
+    if kind.flags & _ODD or stored.strides is not None:
+        return False
+    plain = layout.plain.kinds
+    if mine < len(plain):
+        here = plain[mine]
+        return (here.dtype, here.shape, None, -1) == (
+            kind.dtype,
+            kind.shape,
+            kind.strides,
+            kind.sharding,
+        )
+    ours = layout.sharded.kinds[mine - len(plain)]
+    if kind.sharding < 0 or (ours.dtype, ours.shape) != (kind.dtype, kind.shape):
+        return False
+    how = record.shardings[kind.sharding]
+    if not isinstance(how, MeshSharding) or ours.mesh is None:
+        return (
+            not isinstance(how, MeshSharding) and ours.mesh is None and ours.box == stored.boxes[0]
+        )
     return (
-        kind.shape == sort.shape
-        and kind.dtype == sort.dtype
-        and kind.strides is None
-        and not kind.flags & _ODD
+        record.meshes[how.mesh].shape == ours.mesh.shape
+        and how.placements == ours.placements
+        and how.coordinate == ours.coordinate
+        and stored.boxes[0] == ours.box
     )

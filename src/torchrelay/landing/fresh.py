@@ -1,13 +1,13 @@
 """New tensors for a received state. Nobody sees them before `commit` returns.
 
-Each has a storage of its own, unless they were ties where they come from: keeping one of them never
-keeps the memory of another.
+Each has a storage of its own, unless they shared one where they come from: keeping one of them
+never keeps the memory of another.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import pairwise, repeat
 from typing import Any
@@ -16,18 +16,19 @@ import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Runs
 from torchrelay.landing.checks.shards import check_shards
 from torchrelay.landing.commit.ending import LandingEnd
 from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, strides_of
+from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of
-from torchrelay.landing.terms import Terms
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate, large_rooms
-from torchrelay.plan.offer import OfferedState
 from torchrelay.record import manifest as m
-from torchrelay.record.columns import Numbers, by_device, devices_of, others_of, sizes_of, table_of
 from torchrelay.record.manifest import parts
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import is_plain
 from torchrelay.state.paths import LeafPaths, Path
@@ -36,174 +37,223 @@ from torchrelay.state.tree import check_types, has_records, unflatten
 _data_ptr = torch.Tensor.data_ptr
 _HOST = torch.device("cpu")
 _NOT_YET = object()
-_PART = 2048  # storages whose homes are made at a time
+_PART = 2048  # storages that are made at a time
 _MANY = 256  # leaves that are asked for one by one
-_SHARED = -1  # storages of several leaves, or of parts of one
+_NONE, _SEVERAL = -1, -1  # no tensor is all of a storage; several leaves have an image
+
+Filled = Callable[[int], torch.Tensor | None]
+
+
+def _not_filled(image: int) -> torch.Tensor | None:
+    return None
 
 
 class NewTensors(LandingEnd):
-    anew = True
+    """`filled` may have memory that has the bytes of an image already, to be kept."""
+
+    all_new = True
 
     def __init__(
         self,
-        offer: OfferedState,
-        terms: Terms,
-        means: Workspace,
+        record: Record,
+        options: LandingOptions,
+        workspace: Workspace,
+        filled: Filled = _not_filled,
     ) -> None:
-        self._manifest = manifest = offer.anew()
-        check_types(manifest.tree)
-        check_records(manifest.tree, manifest.leaves)
-        self._shards = terms.shards
-        self._rank = terms.rank
-        self._device = device = terms.device
-        self._put = partial(means.copy, alone=False)
-        self.chunks = chunks_of(manifest)
-        self._ready: list[object] = [None] * len(manifest.leaves)
-        self._table = table_of(manifest.leaves)
-        self._sizes = sizes_of(manifest.storages)
-        self._owner, hosted = self._owners()
-        where = by_device(manifest.storages, lambda kind: _place(device or _local_device(kind)))
-        for index in hosted:
-            where[index] = _HOST
-        self._where = where
-        self._on_host = where.count(_HOST) == len(where)
+        self.record = record
+        self._rows = rows = LeafRows(record)
+        check_types(rows.tree)
+        check_records(rows.tree, rows)
+        self._options = options
+        self._put = partial(workspace.copy, alone=False)
+        self.chunks = chunks_of(record)
+        self._ready: list[object] = [None] * len(rows)
+        self._homes = _Homes(record)
+        owner, hosted = self._owners()
+        self._where = self._devices(hosted)
+        self._on_host = self._where.count(_HOST) == len(self._where)
         self.on_device = not self._on_host
-        self._rooms = self._large_rooms(offer, means)
-        self._kinds = self._kind_of_each()
-        self._whole: set[int] = set()
-        self._homes: list[torch.Tensor] = []
+        self._rooms = self._large_rooms(filled, workspace)
+        self._kinds = self._kind_of_each(owner)
+        self._owner = owner
+        self._whole: set[int] = set()  # storages that are a tensor of the state
+        self._made: list[torch.Tensor] = []  # by storage
         # By a proxy: a landing that is given up goes at once, and its memory with it.
-        coming = NewTensors._made_by_and_by(weakref.proxy(self))
-        self._host = Places(coming, Runs([], [], []), making=len(self._sizes) > _PART)
+        coming = NewTensors._make_some(weakref.proxy(self))
+        self._host = Places(coming, Runs([], [], []), making=len(self._homes) > _PART)
         if self.on_device:
             self._complete()
 
     def _owners(self) -> tuple[Numbers, set[int]]:
-        """The tensor (its row) that each storage is of, if of one alone; storages of arrays."""
-        table, leaves = self._table, self._manifest.leaves
-        for number, kind in enumerate(table.kinds):
+        """The row that each image is of, if it is of one alone; images of arrays."""
+        rows, record = self._rows, self.record
+        for number, kind in enumerate(record.kinds):
             if kind.dtype not in t.DTYPES:
-                for row in np.flatnonzero(table.numbers == number)[:1].tolist():
-                    check_leaf(table.record(row), self._paths[int(table.rows[row])])
-        rows = np.flatnonzero(table.storages >= 0)
-        storages = table.storages[rows]
-        owners: Numbers = np.full(len(self._sizes), _SHARED, np.int64)
-        owners[storages] = rows
-        owners[np.bincount(storages, minlength=len(owners)) > 1] = _SHARED
+                for row in np.flatnonzero(rows.kinds == number)[:1].tolist():
+                    check_leaf(rows.row(row), self._paths[int(rows.leaves[row])])
+        self._check_shards()
+        owners: Numbers = np.full(record.images, _SEVERAL, np.int64)
+        owners[rows.images] = np.arange(len(rows.images))
+        if len(rows.images) > record.images or not _are_different(rows.images):
+            owners[np.bincount(rows.images, minlength=len(owners)) > 1] = _SEVERAL
         hosted = set()
-        for index, leaf in others_of(leaves).items():
+        for index, leaf in rows.others.items():
             if is_plain(leaf):
                 continue
             check_leaf(leaf, self._paths[index])
-            check_shards(leaf, self._paths[index], self._shards)
+            check_shards(leaf, self._paths[index], self._options.shards)
             for part in parts(leaf):
                 if part.storage >= 0:
-                    owners[part.storage] = _SHARED
+                    owners[part.storage] = _SEVERAL
                     if isinstance(leaf, m.ArrayLeaf):
                         hosted.add(part.storage)
         return owners, hosted
 
-    def _large_rooms(self, offer: OfferedState, means: Workspace) -> dict[int, torch.Tensor]:
-        large = np.flatnonzero(self._sizes >= LARGE_BYTES).tolist()
-        large = [index for index in large if self._where[index] == _HOST]
-        found = {index: offer.filled(index) for index in large}
-        filled = {index: room for index, room in found.items() if room is not None}
-        empty = {index: int(self._sizes[index]) for index in large if index not in filled}
-        return {**filled, **large_rooms(empty, means)}
+    def _check_shards(self) -> None:
+        """Whether parts of distributed tensors are this rank's; each kind of them once."""
+        rows = self._rows
+        if not rows.is_sharded.any():
+            return
+        some = np.flatnonzero(rows.is_sharded)
+        count = len(self.record.image_kinds)
+        kinds = rows.kinds[some] * count + self.record.image_kind[rows.images[some]]
+        _, firsts = np.unique(kinds, return_index=True)
+        for row in some[firsts].tolist():
+            path = self._paths[int(rows.leaves[row])]
+            check_shards(rows.row(row), path, self._options.shards)
 
-    def _made_by_and_by(self) -> Iterator[Runs]:
-        """Make the homes of storages, some at a time; tells of those in host memory."""
-        for low in range(0, len(self._sizes), _PART):
-            high = min(low + _PART, len(self._sizes))
+    def _devices(self, hosted: set[int]) -> list[torch.device]:
+        """The device of each storage: that of its first image."""
+        device, record = self._options.device, self.record
+        names = [_place(device or _local_device(kind)) for kind in record.devices]
+        if record.device_of is None:
+            where = [names[0]] * len(self._homes) if len(self._homes) else []
+        else:
+            numbers = record.image_devices[self._homes.firsts]
+            where = [names[number] for number in numbers.tolist()]
+        for image in hosted:
+            where[self._homes.number(image)] = _HOST
+        return where
+
+    def _large_rooms(self, filled: Filled, workspace: Workspace) -> dict[int, torch.Tensor]:
+        sizes = self._homes.sizes
+        large = np.flatnonzero(sizes >= LARGE_BYTES).tolist()
+        large = [home for home in large if self._where[home] == _HOST]
+        found = {home: filled(int(self._homes.firsts[home])) for home in large}
+        ready = {home: room for home, room in found.items() if room is not None}
+        empty = {home: int(sizes[home]) for home in large if home not in ready}
+        return {**ready, **large_rooms(empty, workspace)}
+
+    def _make_some(self) -> Iterator[Runs]:
+        """Make storages, some at a time; gives those in host memory."""
+        homes = self._homes
+        for low in range(0, len(homes), _PART):
+            high = min(low + _PART, len(homes))
             addresses = np.array(self._make(low, high), np.uint64)
             host = np.flatnonzero(addresses)
-            sizes = self._sizes[low:high].astype(np.uint64)
-            yield Runs(self.chunks.places[low:high][host], addresses[host], sizes[host])
+            starts = self.chunks.places[homes.firsts[low:high][host]]
+            yield Runs(starts, addresses[host], homes.sizes[low:high][host].astype(np.uint64))
 
     def _complete(self) -> Runs:
         """Make what is left to make; all that is in host memory."""
         return self._host.host
 
     def _make(self, low: int, high: int) -> list[int]:
-        """Make the homes of these storages. The address of each, 0 for those on devices."""
+        """Make these storages. The address of each, 0 for those on devices."""
         kinds, where = self._kinds[low:high], self._where[low:high]
         addresses: list[int] = []
         for start, stop in _runs(kinds, where):
             if kinds[start] >= 0:
-                homes = self._tensors(low + start, low + stop, int(kinds[start]), where[start])
+                made = self._tensors(low + start, low + stop, where[start])
             else:
-                homes = [self._room(index) for index in range(low + start, low + stop)]
-            self._homes += homes
-            addresses += map(_data_ptr, homes) if where[start] == _HOST else [0] * len(homes)
+                made = [self._room(home) for home in range(low + start, low + stop)]
+            self._made += made
+            addresses += map(_data_ptr, made) if where[start] == _HOST else [0] * len(made)
         return addresses
 
-    def _room(self, index: int) -> torch.Tensor:
-        room = self._rooms.get(index)
-        return allocate(int(self._sizes[index]), self._where[index]) if room is None else room
+    def _room(self, home: int) -> torch.Tensor:
+        room = self._rooms.get(home)
+        return allocate(int(self._homes.sizes[home]), self._where[home]) if room is None else room
 
-    def _kind_of_each(self) -> Numbers:
-        """The kind of tensor that each storage is, -1 where it takes a view to make one of it.
+    def _kind_of_each(self, owner: Numbers) -> Numbers:
+        """A number for the kinds of leaf and image of each storage that is one tensor; -1 where it
+        takes a view to make a leaf of it.
 
         A tensor itself is cheaper than a view, and the common case by far.
         """
-        table, odd = self._table, m.CONJ | m.NEG
-        plain = np.array([k.strides is None and not k.flags & odd for k in table.kinds], bool)
-        row = np.maximum(self._owner, 0)
-        if not len(table.rows):
-            return np.full(len(row), -1, np.int64)
-        number = table.numbers[row]
-        fine = (self._owner >= 0) & plain[number] & (table.offsets[row] == 0)
+        record, rows, homes = self.record, self._rows, self._homes
+        if not len(rows.leaves) or not len(homes):
+            return np.full(len(homes), _NONE, np.int64)
+        plain = np.array([not kind.flags & (m.CONJ | m.NEG) for kind in record.kinds], bool)
+        straight = np.array([kind.strides is None for kind in record.image_kinds], bool)
+        row = np.maximum(owner[homes.firsts], 0)
+        kinds, images = rows.kinds[row], record.image_kind[homes.firsts]
+        fine = (owner[homes.firsts] >= 0) & homes.alone & rows.is_image[row]
+        fine &= plain[kinds] & straight[images]
         fine[list(self._rooms)] = False
-        return np.where(fine, number, -1)
+        return np.where(fine, kinds * len(straight) + images, _NONE)
 
-    def _tensors(self, start: int, stop: int, number: int, device: Any) -> list[torch.Tensor]:
+    def _tensors(self, start: int, stop: int, device: Any) -> list[torch.Tensor]:
         """The tensors of storages [start, stop), which are all of one kind: made together they take
         half the time."""
-        kind = self._table.kinds[number]
+        leaf, image = divmod(int(self._kinds[start]), len(self.record.image_kinds))
+        kind = self.record.kinds[leaf]
+        shape = kind.shape
+        if kind.sharding >= 0:
+            shape = self.record.image_kinds[image].boxes[0][1]
         try:
-            one = torch.empty(kind.shape, dtype=t.DTYPES[kind.dtype], device=device)
+            one = torch.empty(shape, dtype=t.DTYPES[kind.dtype], device=device)
             tensors = [one, *map(torch.empty_like, repeat(one, stop - start - 1))]
         except (RuntimeError, MemoryError, AssertionError) as fault:
-            what = f"{kind.dtype} {kind.shape} on {device}"
+            what = f"{kind.dtype} {shape} on {device}"
             raise MismatchError(f"no memory for {what}: {fault}") from None
         self._whole.update(range(start, stop))
-        if kind.flags == 0:
-            leaves = self._table.rows[self._owner[start:stop]]
+        if kind.flags == 0 and kind.sharding < 0:
+            leaves = self._rows.leaves[self._owner[self._homes.firsts[start:stop]]]
             first, last = int(leaves[0]), int(leaves[-1])
             if last - first == stop - start - 1 and (leaves[1:] > leaves[:-1]).all():
                 self._ready[first : last + 1] = tensors
             else:
-                for leaf, tensor in zip(leaves.tolist(), tensors, strict=True):
-                    self._ready[leaf] = tensor
+                for index, tensor in zip(leaves.tolist(), tensors, strict=True):
+                    self._ready[index] = tensor
         return tensors
 
     @cached_property
     def _paths(self) -> LeafPaths:
-        return LeafPaths(self._manifest.tree)
+        return LeafPaths(self._rows.tree)
 
     def places(self) -> Places:
         if self._on_host:
             return self._host
         host = self._complete()
-        there = np.array([not home.is_cpu for home in self._homes], bool)
-        columns = (self.chunks.places, list(map(_data_ptr, self._homes)), self._sizes)
+        there = np.array([not made.is_cpu for made in self._made], bool)
+        starts = self.chunks.places[self._homes.firsts]
+        columns = (starts, list(map(_data_ptr, self._made)), self._homes.sizes)
         device = Runs.unordered(*(np.asarray(column, np.uint64)[there] for column in columns))
         return Places([host], device)
 
     def write(self, index: int, data: torch.Tensor) -> None:
         begin = self.chunks.offsets[index]
-        end = begin + self.chunks.sizes[index]
+        self.put(begin, begin + self.chunks.sizes[index], data)
+
+    def put(self, start: int, stop: int, data: torch.Tensor) -> None:
         places = self._complete()
-        if places.reaches(begin, end):
+        if places.reaches(start, stop):
             host = data.cpu()
-            places.scatter(begin, end, host.data_ptr(), self._put)
+            places.scatter(start, stop, host.data_ptr(), self._put)
         if self._on_host:
             return
-        for storage, start, stop, at in self.chunks.extents(index):
-            home = self._homes[storage]
+        for image, first, last, at in self.chunks.within(start, stop):
+            home, offset = self._home(image)
             if not home.is_cpu:
-                piece = t.flat_bytes(home.untyped_storage(), start, stop - start)
-                piece.copy_(data[at : at + stop - start])
+                piece = t.flat_bytes(home.untyped_storage(), offset + first, last - first)
+                piece.copy_(data[at : at + last - first])
+
+    def _home(self, image: int) -> tuple[torch.Tensor, int]:
+        """The storage of an image, and where in it the image starts."""
+        number = self._homes.number(image)
+        first = int(self._homes.firsts[number])
+        return self._made[number], self.chunks.start_of(image) - self.chunks.start_of(first)
 
     def arrived(self) -> None:
         with gc_paused():
@@ -214,25 +264,28 @@ class NewTensors(LandingEnd):
         """The state, where no byte of it has a say in what it is made of."""
         self._complete()
         # Tensors are not to be compared with None.
-        if type(None) in set(map(type, self._ready)) or has_records(self._manifest.tree):
+        if type(None) in set(map(type, self._ready)) or has_records(self._rows.tree):
             return _NOT_YET
-        return unflatten(self._manifest.tree, self._ready)
+        return unflatten(self._rows.tree, self._ready)
 
     def own(self) -> Iterator[OwnTensor]:
         return iter(())
 
     def held(self) -> Iterator[ImageMemory]:
         self._complete()
-        return (
-            ImageMemory(image, home.untyped_storage(), 0) for image, home in enumerate(self._homes)
-        )
+        return map(self.memory_of, range(self.record.images))
+
+    def memory_of(self, image: int) -> ImageMemory:
+        self._complete()
+        home, offset = self._home(image)
+        return ImageMemory(image, home.untyped_storage(), offset)
 
     def make(self) -> None:
         with gc_paused():
             state = self._state
             self._landed = Landed(self._built() if state is _NOT_YET else state, [], [])
 
-    def tell(self) -> None:
+    def give(self) -> None:
         pass
 
     def take_back(self) -> list[Path]:
@@ -244,30 +297,59 @@ class NewTensors(LandingEnd):
     def _built(self) -> object:
         leaves = self._ready
         missing = [index for index, leaf in enumerate(leaves) if leaf is None]
-        records: Sequence[m.Leaf] = self._manifest.leaves
+        records: Sequence[m.Leaf] = self._rows
         if len(missing) > _MANY:
-            records = tuple(records)  # all at once are cheaper than each by itself
+            records = list(records)  # all at once are cheaper than one by one
         for index in missing:
-            leaves[index] = make_leaf(records[index], self._paths[index], self._part, self._rank)
-        return unflatten(self._manifest.tree, leaves)
+            path = self._paths[index]
+            leaves[index] = make_leaf(records[index], path, self._part, self._options.rank)
+        return unflatten(self._rows.tree, leaves)
 
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:
         if part.storage < 0:
             return t.without_storage(part, strides_of(part), self._place_of_empty(part.flags))
-        home = self._homes[part.storage]
-        if part.storage in self._whole:
+        home, offset = self._home(part.storage)
+        if self._homes.number(part.storage) in self._whole:
             return t.with_flags(home, part.flags)
-        return t.over_storage(home.untyped_storage(), part.offset, part, strides_of(part))
+        return t.over_storage(home.untyped_storage(), offset + part.offset, part, strides_of(part))
 
     def _place_of_empty(self, flags: int) -> torch.device | str:
         if flags & m.META:
             return "meta"
-        if self._device is not None:
-            return self._device
+        if self._options.device is not None:
+            return self._options.device
         if not flags & m.ON_DEVICE:
             return _HOST
-        kinds = devices_of(self._manifest.storages) - {"cpu"}
+        kinds = self.record.used_devices - {"cpu"}
         return _local_device(min(kinds, default="cuda"))
+
+
+class _Homes:
+    """The storages of a record's images, in order: the first image and the bytes of each."""
+
+    def __init__(self, record: Record) -> None:
+        self._storage_of = record.storage_of
+        if record.storage_of is None or not record.images:
+            self.firsts: Numbers = np.arange(record.images)
+            self.sizes: Numbers = record.box_bytes
+            self.alone: Any = np.ones(record.images, bool)
+            return
+        self.firsts = np.flatnonzero(np.diff(record.storage_of, prepend=-1))
+        lasts = np.append(self.firsts[1:], record.images) - 1
+        starts = record.box_starts
+        self.sizes = starts[lasts] + record.box_bytes[lasts] - starts[self.firsts]
+        self.alone = lasts == self.firsts
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def number(self, image: int) -> int:
+        return image if self._storage_of is None else int(self._storage_of[image])
+
+
+def _are_different(numbers: Numbers) -> bool:
+    """Whether ascending numbers are; False also where they do not ascend."""
+    return bool((numbers[1:] > numbers[:-1]).all())
 
 
 def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:
@@ -286,9 +368,9 @@ def _place(device: torch.device | str) -> torch.device:
     return _HOST if device.type == "cpu" else device
 
 
-def place_for(storage: m.Storage, device: torch.device | None) -> torch.device:
+def place_for(kind: str, device: torch.device | None) -> torch.device:
     """Where a new tensor goes: to the device asked for, or to the kind that it comes from."""
-    return _place(device or _local_device(storage.device))
+    return _place(device or _local_device(kind))
 
 
 def _local_device(kind: str) -> str:

@@ -17,7 +17,7 @@ from torchrelay.landing.leaves import strides_of
 from torchrelay.landing.places import ImageMemory
 from torchrelay.landing.workspace import Workspace
 from torchrelay.record import manifest as m
-from torchrelay.record.columns import sizes_of
+from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 
 
@@ -26,13 +26,13 @@ class DeviceSlab(NamedTuple):
 
     slab: torch.Tensor
     device: torch.device
-    storages: Indices
+    images: Indices
     places: Column  # in the slab
     sizes: Column
 
-    def image(self, storage: int) -> torch.Tensor | None:
-        row = int(np.searchsorted(self.storages, storage))
-        if row == len(self.storages) or self.storages[row] != storage:
+    def image(self, image: int) -> torch.Tensor | None:
+        row = int(np.searchsorted(self.images, image))
+        if row == len(self.images) or self.images[row] != image:
             return None
         at = int(self.places[row])
         return self.slab[at : at + int(self.sizes[row])]
@@ -40,33 +40,33 @@ class DeviceSlab(NamedTuple):
     def memory(self, starts: Column) -> Runs:
         """Where the images lie, by their positions in the stream."""
         addresses = self.places + np.uint64(self.slab.data_ptr())
-        return Runs(starts[self.storages], addresses, self.sizes)
+        return Runs(starts[self.images], addresses, self.sizes)
 
     def moves(self, plain: Straight, starts: Column) -> Moves:
-        """From the images to plain tensors whose storages are all held here."""
-        row = np.searchsorted(self.storages, plain.storage)
-        skip = plain.at - starts[plain.storage]
+        """From the images to plain tensors whose images are all held here."""
+        row = np.searchsorted(self.images, plain.image)
+        skip = plain.at - starts[plain.image]
         sources = self.places[row] + skip + np.uint64(self.slab.data_ptr())
         return Moves(plain.at, sources, plain.address, plain.nbytes)
 
 
 class HeldImages:
-    """Memory for some of the images of a manifest. `far` has those that are made on a device to
-    stay there; `settle` is called once it is known which ones the host holds."""
+    """Memory for some of the images of a record. `far` has those that are made on a device to
+    stay there; `hold` is called once it is known which ones the host holds."""
 
-    def __init__(self, manifest: m.Manifest, chunks: Chunks, means: Workspace) -> None:
-        self._sizes = np.asarray(sizes_of(manifest.storages), np.uint64)
+    def __init__(self, record: Record, chunks: Chunks, workspace: Workspace) -> None:
+        self._sizes = record.box_bytes.astype(np.uint64)
         self._chunks = chunks
-        self._means = means
+        self._workspace = workspace
         self.far: dict[int, torch.Tensor] = {}
         self.slabs: list[DeviceSlab] = []
 
-    def put_on(self, device: torch.device, storages: set[int]) -> bool:
+    def put_on(self, device: torch.device, images: set[int]) -> bool:
         """Take memory of the device for these images; whether it has so much."""
-        order: Indices = np.sort(np.array(list(storages), np.intp))
+        order: Indices = np.sort(np.array(list(images), np.intp))
         ends = np.cumsum(self._chunks.rooms[order])
         try:
-            slab = self._means.stage(int(ends[-1]) if len(ends) else 0, device)
+            slab = self._workspace.stage(int(ends[-1]) if len(ends) else 0, device)
         except MismatchError:
             return False
         places = ends - self._chunks.rooms[order]
@@ -75,14 +75,14 @@ class HeldImages:
 
     def on_devices(self) -> set[int]:
         """The images that are on devices already."""
-        return set(self.far).union(*(held.storages.tolist() for held in self.slabs))
+        return set(self.far).union(*(held.images.tolist() for held in self.slabs))
 
-    def settle(self, held: Marks) -> None:
+    def hold(self, held: Marks) -> None:
         """Take host memory for the images that are marked."""
         self.order = np.flatnonzero(held)
         sizes = self._chunks.rooms[self.order]
         ends = np.cumsum(sizes)
-        self._slab = self._means.stage(int(ends[-1]) if len(ends) else 0)
+        self._slab = self._workspace.stage(int(ends[-1]) if len(ends) else 0)
         self._places = ends - sizes
         # Images that follow each other in the stream do so in the slab: these are few runs.
         self.host = Runs(
@@ -101,8 +101,17 @@ class HeldImages:
         for image, at in self.at.items():
             yield ImageMemory(image, self._slab.untyped_storage(), at)
         for held in self.slabs:
-            for image, at in zip(held.storages.tolist(), held.places.tolist(), strict=True):
+            for image, at in zip(held.images.tolist(), held.places.tolist(), strict=True):
                 yield ImageMemory(image, held.slab.untyped_storage(), at)
+
+    def memory_of(self, image: int) -> ImageMemory | None:
+        if image in self.at:
+            return ImageMemory(image, self._slab.untyped_storage(), self.at[image])
+        for held in self.slabs:
+            row = int(np.searchsorted(held.images, image))
+            if row < len(held.images) and held.images[row] == image:
+                return ImageMemory(image, held.slab.untyped_storage(), int(held.places[row]))
+        return None
 
     def far_bytes(self, image: int) -> torch.Tensor | None:
         """An image on a device, if it goes there or is held there."""

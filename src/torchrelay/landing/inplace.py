@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torchrelay.landing.checks.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.checks.ties import check_ties, host_spans
 from torchrelay.landing.commit.ending import LandingEnd
 from torchrelay.landing.commit.handover import Handover
-from torchrelay.landing.destination import Pair, PreparedDestination, Straight, split
+from torchrelay.landing.destination import Pair, Straight, split
 from torchrelay.landing.held import HeldImages, only_device
 from torchrelay.landing.leaves import (
     check_leaf,
@@ -25,21 +25,20 @@ from torchrelay.landing.leaves import (
     make_leaf,
     strides_of,
 )
-from torchrelay.landing.missing import Anew, ToldLeaf
+from torchrelay.landing.missing import MadeLeaves
+from torchrelay.landing.options import LandingOptions
+from torchrelay.landing.pairing import Pairing
 from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of, reaching
-from torchrelay.landing.terms import Terms
 from torchrelay.landing.workspace import Workspace
-from torchrelay.plan.offer import OfferedState
 from torchrelay.plan.region import Region, copy_boxes
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.state.hints import with_hints
-from torchrelay.state.matching import Matched
-from torchrelay.state.objects import parameter_of, parameters_of
 from torchrelay.state.paths import LeafPaths, Path
-from torchrelay.state.tree import grafted, inside_records, slots, unflatten
+from torchrelay.state.tree import grafted, inside_records, unflatten
 
 _HOST = torch.device("cpu")
 
@@ -52,49 +51,53 @@ class _Placed(NamedTuple):
 
 
 class ExistingTensors(LandingEnd):
+    """The tensors of a destination that was paired with the record's tree.
+
+    The leaves in `late` get their bytes by way of whole images, which are not written to the
+    destination as they are.
+    """
+
     def __init__(
-        self, offer: OfferedState, into: PreparedDestination, terms: Terms, means: Workspace
+        self,
+        record: Record,
+        pairing: Pairing,
+        options: LandingOptions,
+        workspace: Workspace,
+        late: Set[int] = frozenset(),
     ) -> None:
-        self._into = into
-        self._terms = terms
-        self._means = means
-        self._put = partial(means.copy, alone=False)
-        with with_hints(offer.tree, into.flat.tree):
-            matched, self._told = into.match(offer.tree, offer.choice, strict=terms.strict)
-        self._missing, self._extra = matched.missing, matched.extra
-        filled, news = self._want_told()
-        # Leaves of told objects that are filled in.
-        self._filled = {index: into.flat.leaves[here] for index, _, here in filled}
-        if filled:
-            matched = Matched([*matched.pairs, *filled], self._missing, self._extra)
-        likes = {one.leaf: one.like for one in reversed(news)}
-        manifest, matched, late = offer.beside(into.flat.leaves, into.plan, matched, likes)
-        self._manifest = manifest
-        self.chunks = chunks_of(manifest)
-        self._anew = Anew(manifest, terms.rank, terms.device, terms.shards)
-        for one in news:
-            self._anew.add_told(one)
+        self.record = record
+        self._rows = rows = LeafRows(record)
+        self._pairing = pairing
+        self._into = into = pairing.into
+        self._options = options
+        self._workspace = workspace
+        self._put = partial(workspace.copy, alone=False)
+        matched = pairing.matched
+        self.chunks = chunks_of(record)
+        self._new = MadeLeaves(rows, options)
+        for one in pairing.given:
+            self._new.add_given(one)
         self._mine: dict[int, object] | None = None
-        if terms.make_missing:
+        if options.make_missing:
             self._mine = {index: into.flat.leaves[here] for index, _, here in matched.pairs[::-1]}
-            paths = LeafPaths(manifest.tree)
+            paths = LeafPaths(rows.tree)
             for index in paths:
-                if index not in self._mine and index not in self._anew.paths:
-                    self._anew.add(index, paths[index])
+                if index not in self._mine and index not in self._new.paths:
+                    self._new.add(index, paths[index])
         # Registered types are made before anything is written: of bytes that are held back.
         one_tree = matched.tree is not None
-        inside = into.inside_records if one_tree else inside_records(manifest.tree)
+        inside = into.inside_records if one_tree else inside_records(rows.tree)
         self._inside = matched.some(inside) if inside else []
         if inside:
-            wanted = {index for index, _, _ in self._inside} | self._anew.paths.keys()
-            check_records(manifest.tree, manifest.leaves, wanted)
-        back = set() if terms.staged else {index for index, _, _ in self._remade()} | late
+            wanted = {index for index, _, _ in self._inside} | self._new.paths.keys()
+            check_records(rows.tree, rows, wanted)
+        back = set() if options.staged else {index for index, _, _ in self._remade()} | late
         self._values: dict[int, tuple[int, Path]] = {}  # by leaf here, the one offered
         self._direct: dict[int, list[_Placed]] = {}
         self._own: list[Found] = []
         self._late: list[Fit | ArrayFit] = []
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
-        plain, rest = split(matched, manifest, into, self.chunks, back)
+        plain, rest = split(matched, rows, into.layout, self.chunks, back)
         fits = self._fits(rest)
         taken = set(plain.leaf.tolist()) if fits else set()
         spans = host_spans(fits, self.chunks)
@@ -103,23 +106,30 @@ class ExistingTensors(LandingEnd):
             plain = Straight.none()
             fits = self._fits(matched.pairs)
         check_ties(fits, self.chunks)
-        # What goes to plain tensors in host memory is known by address; what goes to others, by
-        # region.
-        mine: list[Any] = into.flat.leaves
+        # Plain tensors in host memory are known by address, others by region.
         self._plain = plain
-        whole = len(plain.leaf) == len(mine)
-        self._written = [*mine] if whole else [mine[n] for n in plain.leaf.tolist()]
+        self._written = self._written_plain()
         self._plain_far = plain.some(~plain.on_host)
-        if len(self._plain_far.storage):
+        if len(self._plain_far.image):
             plain = plain.some(plain.on_host)
         self._host = Runs(plain.at, plain.address, plain.nbytes)
         for found in fits:
             self._place(found, late=found.leaf in back)
-        self._by_address = plain.storage
+        self._by_address = plain.image
         self._stage()
-        self.on_device = bool(len(self._plain_far.storage) or self._held.far) or any(
+        self.on_device = bool(len(self._plain_far.image) or self._held.far) or any(
             not region.keep.is_cpu for placed in self._direct.values() for _, region in placed
         )
+
+    def _written_plain(self) -> list[torch.Tensor]:
+        """The plain tensors that are written to; of distributed ones both the tensor and its local
+        part, since autograd counts writes to each."""
+        mine: list[Any] = self._into.flat.leaves
+        whole = len(self._plain.leaf) == len(mine)
+        sharded = self._into.layout.sharded.locals
+        leaves = range(len(mine)) if whole else self._plain.leaf.tolist()
+        found = [*mine] if whole else [mine[n] for n in leaves]
+        return [*found, *(sharded[n] for n in leaves if n in sharded)] if sharded else found
 
     def _place(self, found: Found, late: bool) -> None:
         pair = found.pair
@@ -145,73 +155,44 @@ class ExistingTensors(LandingEnd):
         leaves = self._into.flat.leaves
         return [pair for pair in self._inside if not t.is_distributed(leaves[pair[2]])]
 
-    def _want_told(self) -> tuple[list[Pair], list[ToldLeaf]]:
-        """What objects are told: pairs that are filled in where they have them, as a ShardedTensor
-        is always and any other unless `atomic`, and what is made anew."""
-        here = dict(slots(self._into.flat.tree)) if self._told else {}
-        leaves = self._into.flat.leaves
-        pairs: list[Pair] = []
-        news: list[ToldLeaf] = []
-        for root, branch in self._told.items():
-            held = self._into.objects[root]
-            told = held.object
-            parameters = parameters_of(told)
-            for below, index in slots(branch):
-                path = (*root, *below)
-                mine = leaves[here[path]] if path in here else None
-                if isinstance(mine, t.ShardedTensor) or (
-                    not self._terms.atomic
-                    and not held.in_module
-                    and isinstance(mine, (torch.Tensor, np.ndarray))
-                ):
-                    pairs.append((index, path, here[path]))
-                    continue
-                if isinstance(mine, torch.Tensor):
-                    fits = isinstance(told, torch.optim.Optimizer)
-                    news.append(ToldLeaf(index, path, mine, fits))
-                else:
-                    parameter = parameter_of(parameters, below)
-                    news.append(ToldLeaf(index, path, parameter, fits=False))
-        return pairs, news
-
     @property
     def _far_tensors(self) -> list[torch.Tensor]:
-        leaves: list[Any] = self._into.flat.leaves
+        leaves: Any = self._into.layout.locals
         return [leaves[n] for n in self._plain_far.leaf.tolist()]
 
     @cached_property
-    def _near_storages(self) -> set[int]:
-        return set(self._plain_far.storage.tolist())
+    def _near_images(self) -> set[int]:
+        return set(self._plain_far.image.tolist())
 
     @cached_property
     def _elsewhere(self) -> set[int]:
-        """Storages that have places which are not known by address on the host."""
-        return {*self._direct, *self._near_storages}
+        """Images that have places which are not known by address on the host."""
+        return {*self._direct, *self._near_images}
 
     @cached_property
     def _near(self) -> dict[int, list[tuple[int, torch.Tensor]]]:
-        """By storage, plain tensors on devices and where they lie in its image."""
+        """By image, plain tensors on devices and where they lie in it."""
         found: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        leaves: list[Any] = self._into.flat.leaves
+        leaves: Any = self._into.layout.locals
         plain = self._plain_far
-        columns = (plain.storage, plain.at - self.chunks.places[plain.storage], plain.leaf)
-        for storage, at, leaf in zip(*(column.tolist() for column in columns), strict=True):
-            found.setdefault(storage, []).append((at, leaves[leaf]))
+        columns = (plain.image, plain.at - self.chunks.places[plain.image], plain.leaf)
+        for image, at, leaf in zip(*(column.tolist() for column in columns), strict=True):
+            found.setdefault(image, []).append((at, leaves[leaf]))
         return found
 
-    def _regions(self, storage: int) -> list[_Placed]:
+    def _regions(self, image: int) -> list[_Placed]:
         """Where an image goes that does not go to host memory by address."""
-        near = self._near.get(storage)
+        near = self._near.get(image)
         if near is None:
-            return self._direct.get(storage, [])
-        if storage not in self._direct:
-            self._direct[storage] = [_Placed(at, Region.row_major(one)) for at, one in near]
-        return self._direct[storage]
+            return self._direct.get(image, [])
+        if image not in self._direct:
+            self._direct[image] = [_Placed(at, Region.row_major(one)) for at, one in near]
+        return self._direct[image]
 
     def _fits(self, pairs: list[Pair]) -> list[Found]:
         fits: list[Found] = []
         for index, path, here in pairs:
-            leaf = self._manifest.leaves[index]
+            leaf = self._rows[index]
             mine = self._into.flat.leaves[here]
             fits += [Found(pair, path, index, here) for pair in fit(leaf, mine, path)]
             if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
@@ -224,44 +205,44 @@ class ExistingTensors(LandingEnd):
     # Memory for the images that are held back until `commit`.
 
     def _stage(self) -> None:
-        self._held = held = HeldImages(self._manifest, self.chunks, self._means)
+        self._held = held = HeldImages(self.record, self.chunks, self._workspace)
         read_back = {
             pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage
             for pair in self._late
         }
         values = (index for index, _ in self._values.values())
         for index in (*values, *(index for index, _, _ in self._remade())):
-            read_back |= {part.storage for part in parts(self._manifest.leaves[index])} - {-1}
+            read_back |= {part.storage for part in parts(self._rows[index])} - {-1}
         filled: set[int] = set()
-        if self._anew.storages:
+        if self._new.images:
             filled = {*self._by_address.tolist(), *self._elsewhere}
-        read_back |= self._anew.storages & filled
-        self._anew.settle(self.chunks, read_back | filled, self._means)
-        self._homes = self._anew.homes
-        held.far = self._anew.far
+        read_back |= self._new.images & filled
+        self._new.take_memory(self.chunks, read_back | filled, self._workspace)
+        self._homes = self._new.homes
+        held.far = self._new.far
         on_host = set(read_back)
-        marks = np.zeros(len(self._manifest.storages), bool)
-        if self._terms.staged:
-            for device, storages in self._by_device(read_back).items():
-                if not held.put_on(device, storages):
-                    on_host |= storages
-            on_host |= (self._direct.keys() | self._near_storages) - held.on_devices()
+        marks = np.zeros(self.record.images, bool)
+        if self._options.staged:
+            for device, images in self._by_device(read_back).items():
+                if not held.put_on(device, images):
+                    on_host |= images
+            on_host |= (self._direct.keys() | self._near_images) - held.on_devices()
             marks[self._by_address] = True
         marks[list(on_host)] = True
-        held.settle(marks)
-        self._staged = Runs.merged(held.host, self._anew.host) if self._homes else held.host
+        held.hold(marks)
+        self._staged = Runs.merged(held.host, self._new.host) if self._homes else held.host
 
     def _by_device(self, read_back: set[int]) -> dict[torch.device, set[int]]:
-        """Storages all of whose bytes go to one device: they are staged there."""
+        """Images all of whose bytes go to one device: they are staged there."""
         found: dict[torch.device, set[int]] = {}
         if not self._direct and (alone := only_device(self._far_tensors)) is not None:
-            return {alone: self._near_storages - read_back}
-        places = {storage: {one.device for _, one in near} for storage, near in self._near.items()}
-        for storage, placed in self._direct.items():
-            places[storage] = {region.keep.device for _, region in placed}
-        for storage, devices in places.items():
-            if len(devices) == 1 and _HOST not in devices and storage not in read_back:
-                found.setdefault(devices.pop(), set()).add(storage)
+            return {alone: self._near_images - read_back}
+        places = {image: {one.device for _, one in near} for image, near in self._near.items()}
+        for image, placed in self._direct.items():
+            places[image] = {region.keep.device for _, region in placed}
+        for image, devices in places.items():
+            if len(devices) == 1 and _HOST not in devices and image not in read_back:
+                found.setdefault(devices.pop(), set()).add(image)
         return found
 
     # Bytes in
@@ -269,31 +250,31 @@ class ExistingTensors(LandingEnd):
     def places(self) -> Places:
         place, held = self.chunks.start_of, self._held
         device = [(place(at), one.data_ptr(), one.nbytes) for at, one in held.far.items()]
-        if self._terms.staged:
+        if self._options.staged:
             slabs = [one.memory(self.chunks.places) for one in held.slabs]
             return Places([self._staged], Runs.merged(Runs.of(device), *slabs))
         twice: set[int] = set()  # written, and held back for something else
         if len(held.order):
             twice |= set(np.intersect1d(self._by_address, held.order).tolist())
-            twice |= self._near_storages & held.at.keys()
+            twice |= self._near_images & held.at.keys()
         near = self._plain_far
         if twice:
-            near = near.some(~np.isin(near.storage, list(twice)))
-        for storage, placed in sorted(self._direct.items()):
-            if storage in self._near_storages:
+            near = near.some(~np.isin(near.image, list(twice)))
+        for image, placed in sorted(self._direct.items()):
+            if image in self._near_images:
                 continue
             at, region = placed[0]
             run = region.run(0, region.nbytes)
-            if len(placed) > 1 or run is None or storage in held.at:
-                twice.add(storage)
+            if len(placed) > 1 or run is None or image in held.at:
+                twice.add(image)
             else:
-                device.append((place(storage) + at, run.data_ptr(), run.nbytes))
+                device.append((place(image) + at, run.data_ptr(), run.nbytes))
         host = self._host
         if twice:
             twice |= held.at.keys() | self._homes.keys()
         elif len(self._staged.starts):
             host = Runs.merged(host, self._staged)
-        indirect = reaching(self._manifest, self.chunks, twice)
+        indirect = reaching(self.chunks, twice)
         far = Runs(near.at, near.address, near.nbytes)
         if device:
             far = Runs.merged(Runs.of(device), far)
@@ -301,12 +282,13 @@ class ExistingTensors(LandingEnd):
 
     def own(self) -> Iterator[OwnTensor]:
         """The caller's tensors that take images as they are, whole ones."""
-        if self._terms.staged:
+        if self._options.staged:
             return
         leaves: list[Any] = self._into.flat.leaves
-        columns = self._plain.storage.tolist(), self._plain.leaf.tolist()
+        locals_: Any = self._into.layout.locals
+        columns = self._plain.image.tolist(), self._plain.leaf.tolist()
         for image, leaf in zip(*columns, strict=True):
-            yield OwnTensor(image, leaves[leaf], leaves[leaf])
+            yield OwnTensor(image, locals_[leaf], leaves[leaf])
         for found in self._own:
             assert isinstance(found.pair, Fit)
             yield OwnTensor(found.pair.part.storage, found.pair.destination, leaves[found.here])
@@ -317,29 +299,37 @@ class ExistingTensors(LandingEnd):
         for image, home in self._homes.items():
             yield ImageMemory(image, home.untyped_storage(), 0)
 
+    def memory_of(self, image: int) -> ImageMemory | None:
+        home = self._homes.get(image)
+        if home is not None:
+            return ImageMemory(image, home.untyped_storage(), 0)
+        return self._held.memory_of(image)
+
     def write(self, index: int, data: torch.Tensor) -> None:
         begin = self.chunks.offsets[index]
-        end = begin + self.chunks.sizes[index]
-        if self._staged.reaches(begin, end) or self._host.reaches(begin, end):
-            host = data.cpu()
-            self._staged.scatter(begin, end, host.data_ptr(), self._put)
-        for storage, start, stop, at in (
-            self.chunks.extents(index) if self._held.far or self._held.slabs else ()
-        ):
-            if (far := self._held.far_bytes(storage)) is not None:
-                far[start:stop].copy_(data[at : at + stop - start])
-        if self._terms.staged:
-            return
-        if self._host.reaches(begin, end):
-            self.torn = True
-            self._host.scatter(begin, end, host.data_ptr(), self._put)
-        for storage, start, stop, at in self.chunks.extents(index) if self._elsewhere else ():
-            if storage in self._elsewhere:
-                self.torn = True
-                self._pass_on(storage, start, stop, data[at:])
+        self.put(begin, begin + self.chunks.sizes[index], data)
 
-    def _pass_on(self, storage: int, start: int, stop: int, data: torch.Tensor) -> None:
-        for at, region in self._regions(storage):
+    def put(self, start: int, stop: int, data: torch.Tensor) -> None:
+        if self._staged.reaches(start, stop) or self._host.reaches(start, stop):
+            host = data.cpu()
+            self._staged.scatter(start, stop, host.data_ptr(), self._put)
+        for image, first, last, at in (
+            self.chunks.within(start, stop) if self._held.far or self._held.slabs else ()
+        ):
+            if (far := self._held.far_bytes(image)) is not None:
+                far[first:last].copy_(data[at : at + last - first])
+        if self._options.staged:
+            return
+        if self._host.reaches(start, stop):
+            self.torn = True
+            self._host.scatter(start, stop, host.data_ptr(), self._put)
+        for image, first, last, at in self.chunks.within(start, stop) if self._elsewhere else ():
+            if image in self._elsewhere:
+                self.torn = True
+                self._pass_on(image, first, last, data[at:])
+
+    def _pass_on(self, image: int, start: int, stop: int, data: torch.Tensor) -> None:
+        for at, region in self._regions(image):
             low, high = max(start, at), min(stop, at + region.nbytes)
             if low < high:
                 region.write(low - at, high - at, data[low - start :])
@@ -351,12 +341,12 @@ class ExistingTensors(LandingEnd):
             self._make()
 
     def _make(self) -> None:
-        leaves, held, rank = self._manifest.leaves, self._held.part, self._terms.rank
+        leaves, held, rank = self._rows, self._held.part, self._options.rank
         self._new_values = values = {
             here: make_leaf(leaves[index], path, held, rank)
             for here, (index, path) in self._values.items()
         }
-        self._made = self._anew.make(self._owned_part)
+        self._made = self._new.make(self._owned_part)
         for whole, path in self._wholes.values():
             make_leaf(whole, path, held, rank)  # indices that point nowhere end here
         self._copies = [late_copy(pair, held) for pair in self._late]
@@ -365,15 +355,22 @@ class ExistingTensors(LandingEnd):
         for index, path, _ in self._remade():
             inside[index] = make_leaf(leaves[index], path, held, rank)
         self._handover = Handover(
-            *(into.into, into.flat, into.objects, self._manifest.tree, self._told, self._inside),
-            before=self._terms.atomic,
+            *(
+                into.into,
+                into.flat,
+                into.objects,
+                leaves.tree,
+                self._pairing.branches,
+                self._inside,
+            ),
+            before=self._options.atomic,
         )
-        self._handover.make(values, {**self._filled, **self._made}, inside)
+        self._handover.make(values, {**self._pairing.filled, **self._made}, inside)
         if inside and self._mine is not None:
             self._around(inside)
 
-    def tell(self) -> None:
-        self._handover.tell(written=self.torn)
+    def give(self) -> None:
+        self._handover.give(written=self.torn)
 
     def take_back(self) -> list[Path]:
         return self._handover.take_back()
@@ -385,8 +382,8 @@ class ExistingTensors(LandingEnd):
 
     def _finish(self) -> Landed:
         self.torn = self.torn or bool(self._written or self._copies)
-        if self._terms.staged:
-            self._means.copy(self._last_copies, beside=self._notes())
+        if self._options.staged:
+            self._workspace.copy(self._last_copies, also=self._notes())
             self._write_regions()
         for destination, source in self._copies:
             copy_late(destination, source)
@@ -395,20 +392,20 @@ class ExistingTensors(LandingEnd):
         if self._mine is not None:
             state = self._around()
         self.torn = False
-        return Landed(state, self._missing, self._extra)
+        return Landed(state, self._pairing.missing, self._pairing.extra)
 
     def _around(self, inside: Mapping[int, object] | None = None) -> object:
         """With `make_missing`: a new tree of the offered containers, around the caller's tensors
-        and objects and what was made besides."""
+        and objects and the leaves that were made."""
         objects = {path: one for path, one in self._into.objects.items() if not one.in_module}
         stubs = {path: -1 - number for number, path in enumerate(objects)}
         known = {**self._made, **(self._mine or {}), **(inside or {})}
         known.update((index, self._new_values[here]) for here, (index, _) in self._values.items())
         known.update((stub, objects[path].object) for path, stub in stubs.items())
-        return unflatten(grafted(self._manifest.tree, stubs), known)
+        return unflatten(grafted(self._rows.tree, stubs), known)
 
     def arrived(self) -> None:
-        if self._terms.staged:
+        if self._options.staged:
             self._last_copies  # noqa: B018
         else:
             self._note_written()
@@ -429,34 +426,34 @@ class ExistingTensors(LandingEnd):
     def _write_regions(self) -> None:
         boxes: list[tuple[torch.Tensor, torch.Tensor]] = []
         dense: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for storage in self._elsewhere - self._write_held():
-            held = self._held.bytes(storage)
-            if storage in self._near and self._held.far_bytes(storage) is not None:
-                dense += [(one, held[at : at + one.nbytes]) for at, one in self._near[storage]]
+        for image in self._elsewhere - self._write_held():
+            held = self._held.bytes(image)
+            if image in self._near and self._held.far_bytes(image) is not None:
+                dense += [(one, held[at : at + one.nbytes]) for at, one in self._near[image]]
                 continue
-            for at, region in self._regions(storage):
+            for at, region in self._regions(image):
                 if region.address:
                     region.write(0, region.nbytes, held[at:])
                 else:
                     boxes += region.boxes(0, region.nbytes, held[at:])
         copy_boxes(boxes)
-        self._means.copy_on_device(dense)
+        self._workspace.copy_on_device(dense)
 
     def _write_held(self) -> set[int]:
         """Copy images that are held on a device to plain tensors there, all of them at once;
         returns which those were."""
         done: set[int] = set()
         near = self._plain_far
-        apart = ~np.isin(near.storage, list(self._direct)) if self._direct else None
+        apart = ~np.isin(near.image, list(self._direct)) if self._direct else None
         for held in self._held.slabs:
-            rows = np.isin(near.storage, held.storages)
+            rows = np.isin(near.image, held.images)
             some = near.some(rows if apart is None else rows & apart)
-            if self._means.copy_by_address(held.moves(some, self.chunks.places), held.device):
-                done.update(some.storage.tolist())
+            if self._workspace.copy_by_address(held.moves(some, self.chunks.places), held.device):
+                done.update(some.image.tolist())
         return done
 
     def _owned_part(self, part: m.TensorLeaf) -> torch.Tensor:
-        """Like `_held_part`, in a storage of its own that the caller may keep."""
+        """A tensor over an image in memory of its own, which the caller may keep."""
         if part.storage < 0:
             return self._held.part(part)
         home = self._homes.get(part.storage)

@@ -1,4 +1,4 @@
-"""What a landing gives: memory to write to while bytes come, and the state in the end."""
+"""The results of a landing: memory to write to while bytes come, and the state in the end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Runs
-from torchrelay.record import manifest as m
-from torchrelay.record.columns import sizes_of
 from torchrelay.record.manifest import parts
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import Record
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import show
 
@@ -76,30 +76,33 @@ class Places:
         return Runs.merged(*self.parts())
 
 
-def chunks_of(manifest: m.Manifest) -> Chunks:
-    return Chunks(sizes_of(manifest.storages), manifest.chunks)
+def chunks_of(record: Record) -> Chunks:
+    """The chunks of a stream. A share of several ranks' records has none: it comes in parts."""
+    cuts = record.volumes[0].cuts if record.volumes else None
+    return Chunks(record.box_bytes, () if cuts is None else cuts.tolist())
 
 
-def reaching(manifest: m.Manifest, chunks: Chunks, storages: Iterable[int]) -> frozenset[int]:
-    """The chunks that hold bytes of any of these storages."""
+def reaching(chunks: Chunks, images: Iterable[int]) -> frozenset[int]:
+    """The chunks that hold bytes of any of these images."""
     found: set[int] = set()
-    for storage in storages:
-        start = chunks.starts[storage]
-        stop = start + manifest.storages[storage].nbytes
+    for image in images:
+        start = chunks.start_of(image)
+        stop = start + chunks.size_of(image)
         first = max(bisect_right(chunks.offsets, start) - 1, 0)
         found.update(range(first, bisect_left(chunks.offsets, stop)))
     return frozenset(found)
 
 
-def named(manifest: m.Manifest, chunks: Chunks, start: int, stop: int) -> str:
+def named(record: Record, chunks: Chunks, start: int, stop: int) -> str:
     """Bytes [start, stop) of the stream, by the tensors they are of, for a message."""
     first = max(bisect_right(chunks.starts, start) - 1, 0)
-    storages = range(first, max(first + 1, bisect_left(chunks.starts, stop)))
-    paths = LeafPaths(manifest.tree)
+    images = range(first, max(first + 1, bisect_left(chunks.starts, stop)))
+    leaves = LeafRows(record)
+    paths = LeafPaths(leaves.tree)
     found = [
         show(paths[index])
-        for index, leaf in enumerate(manifest.leaves)
-        if index in paths and any(part.storage in storages for part in parts(leaf))
+        for index, leaf in enumerate(leaves)
+        if index in paths and any(part.storage in images for part in parts(leaf))
     ]
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     offset = start - chunks.starts[first] if first < len(chunks.starts) else start

@@ -14,21 +14,21 @@ from typing import Protocol
 import torch
 
 from torchrelay.geometry.chunks import Chunks
-from torchrelay.landing.checks.shards import Shards
 from torchrelay.landing.commit.ending import Act, Together, Watch
 from torchrelay.landing.destination import PreparedDestination, prepare
 from torchrelay.landing.fresh import NewTensors
 from torchrelay.landing.inplace import ExistingTensors
+from torchrelay.landing.options import LandingOptions
+from torchrelay.landing.pairing import Pairing
 from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places
-from torchrelay.landing.terms import Terms
-from torchrelay.landing.workspace import Plainly, Workspace
-from torchrelay.plan.offer import OfferedState, SentState
-from torchrelay.record import manifest as m
+from torchrelay.landing.workspace import PlainWorkspace, Workspace
+from torchrelay.plan.offer import OfferedShare
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.schema import Record
 
 
 class Landing(Protocol):
-    """What a transport needs of a place to land."""
+    """The side of a landing that a transport uses."""
 
     chunks: Chunks
     on_device: bool  # whether any of it goes to a device
@@ -40,22 +40,34 @@ class Landing(Protocol):
         Several threads may, each with another chunk, once `places().host` has been asked for.
         """
 
+    def put(self, start: int, stop: int, data: torch.Tensor) -> None:
+        """The same of any bytes [start, stop) of the stream."""
+
     def places(self) -> Places:
         """Where chunks go, for a transport that writes to memory itself instead of `write`."""
 
     def arrived(self) -> None:
         """All bytes are in their places; whether they hold is not known yet. What can be done
-        before it is, is done while the transport waits to hear."""
+        before it is, is done while the transport waits for that."""
 
     def commit(self) -> Landed:
         """All chunks have arrived and hold: make them the state. It is `make` and `end`."""
 
-    # For a source that has boxes of tensors and no stream: images by number. What is held is filled
-    # before `make`; the caller's own tensors are filled by what `end` is given, and whoever begins
-    # to do that sets `torn`.
+
+class StateLanding(Landing, Protocol):
+    """A landing for a source that has boxes of tensors and no stream: images by number.
+
+    Held memory is filled before `make`; the caller's own tensors are filled by the `bring` of
+    `end`, which sets `torn` when it begins.
+    """
+
+    record: Record
 
     def held(self) -> Iterator[ImageMemory]:
         """Memory of the landing's own, for images."""
+
+    def memory_of(self, image: int) -> ImageMemory | None:
+        """The memory of the landing's own that one image goes to, if it goes to such."""
 
     def own(self) -> Iterator[OwnTensor]:
         """The caller's tensors that take images as they are; none where they are staged."""
@@ -72,36 +84,45 @@ class Landing(Protocol):
 
 
 def land(
-    offer: m.Manifest | OfferedState,
-    *,
+    record: Record,
     into: object = None,
-    strict: bool = True,
-    atomic: bool = True,
-    staged: bool | None = None,
-    device: torch.device | None = None,
-    rank: int = 0,
-    make_missing: bool = False,
-    shards: Shards = "own",
-    means: Workspace | None = None,
+    options: LandingOptions | None = None,
+    workspace: Workspace | None = None,
 ) -> Landing:
-    """The landing for an offered state. Everything that can be refused is refused here.
+    """The landing for the state of one rank. Everything that can be refused is refused here.
 
-    `into=None` makes new tensors, on `device` or on the kind of device they come from. With
-    `make_missing`, leaves that `into` lacks are made anew, and the state is a new tree of the
-    offered containers around the caller's tensors and the new ones. `into` may be what `prepare`
-    made of a destination, which leaves less to do here. Modules in `into` are filled in place;
-    other objects with `load_state_dict` are told what is offered for them. `shards` says which
-    distributed tensors may be made as they were sent. `staged` is `atomic` unless it is given.
+    `into=None` makes new tensors. `into` may be what `prepare` made of a destination, which leaves
+    less to do here. Modules in it are filled in place; other objects with `load_state_dict` are
+    given what is offered for them.
     """
+    options, workspace = options or LandingOptions(), workspace or PlainWorkspace()
     with gc_paused():
-        means = means or Plainly()
-        offer = SentState(offer) if isinstance(offer, m.Manifest) else offer
-        staged = atomic if staged is None else staged
-        terms = Terms(strict, atomic, staged, device, rank, make_missing, shards)
         if into is None:
-            return NewTensors(offer, terms, means)
-        if not isinstance(into, PreparedDestination):
-            into = prepare(into)
-        elif into.moved:
-            into = prepare(into.into)
-        return ExistingTensors(offer, into, terms, means)
+            return NewTensors(record, options, workspace)
+        pairing = Pairing(record.outlines[0].tree, prepared(into), options)
+        return ExistingTensors(record, pairing, options, workspace)
+
+
+def land_share(
+    share: OfferedShare,
+    into: object,
+    options: LandingOptions,
+    workspace: Workspace | None = None,
+) -> StateLanding:
+    """The landing for this rank's share of a recorded state, which depends on the destination."""
+    workspace = workspace or PlainWorkspace()
+    with gc_paused():
+        if into is None:
+            return NewTensors(share.new(), options, workspace, share.filled)
+        pairing = Pairing(share.tree, prepared(into), options, share.choice)
+        record, pairing.matched, late = share.fitted(
+            pairing.into.flat.leaves, pairing.into.layout, pairing.matched, pairing.likes
+        )
+        return ExistingTensors(record, pairing, options, workspace, late)
+
+
+def prepared(into: object) -> PreparedDestination:
+    """A destination as it is now; looked over again if tensors have moved since."""
+    if not isinstance(into, PreparedDestination):
+        return prepare(into)
+    return prepare(into.into) if into.moved else into

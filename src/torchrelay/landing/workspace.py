@@ -1,4 +1,4 @@
-"""What a landing works with: memory to put a state in, and hands to copy it.
+"""The means of a landing: memory to put a state in, and threads to copy it.
 
 The plain way is here. `memory.pool` has another, with memory that is kept and several threads.
 """
@@ -24,17 +24,17 @@ class Workspace(Protocol):
     ) -> list[torch.Tensor] | None:
         """A buffer of bytes for each of `sizes`, each with a storage of its own.
 
-        None: have torch allocate them, as it would anyway. `MismatchError` if there is no memory.
+        None: have torch allocate them, as it would anyway. `MismatchError` if memory runs out.
         """
 
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """One buffer for a staged copy."""
 
     def copy(
-        self, moves: Moves, *, alone: bool = True, beside: Sequence[Callable[[], object]] = ()
+        self, moves: Moves, *, alone: bool = True, also: Sequence[Callable[[], object]] = ()
     ) -> None:
-        """Copy memory by address. `alone=False`: other threads do the same at the time. `beside`
-        is to be done as well, in any order."""
+        """Copy memory by address. `alone=False`: other threads do the same at the time. `also` has
+        other jobs, which are done in any order."""
 
     def copy_on_device(self, pairs: Pairs) -> None:
         """Copy to each first, a contiguous tensor on a device, the bytes of the second."""
@@ -43,7 +43,7 @@ class Workspace(Protocol):
         """Copy memory of one device by address; whether that can be done here."""
 
 
-class Plainly:
+class PlainWorkspace:
     """Memory by torch, copies one after the other."""
 
     def room(
@@ -55,10 +55,10 @@ class Plainly:
         return allocate(nbytes, device)
 
     def copy(
-        self, moves: Moves, *, alone: bool = True, beside: Sequence[Callable[[], object]] = ()
+        self, moves: Moves, *, alone: bool = True, also: Sequence[Callable[[], object]] = ()
     ) -> None:
         copy_one_by_one(moves)
-        for job in beside:
+        for job in also:
             job()
 
     def copy_on_device(self, pairs: Pairs) -> None:

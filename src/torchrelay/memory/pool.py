@@ -24,7 +24,7 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves
-from torchrelay.landing.workspace import LARGE_BYTES, Pairs, Plainly, allocate
+from torchrelay.landing.workspace import LARGE_BYTES, Pairs, PlainWorkspace, allocate
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.pages import Mapping, paged, populate, release
@@ -149,7 +149,7 @@ class Pool:
             self._idle_bytes -= size
 
 
-class Pooled(Plainly):
+class Pooled(PlainWorkspace):
     """Memory from a pool, copies on several threads or by one kernel."""
 
     def __init__(self, pool: Pool | None, threads: int | None = None) -> None:
@@ -172,9 +172,9 @@ class Pooled(Plainly):
         return allocate(nbytes, device) if found is None else found[0]
 
     def copy(
-        self, moves: Moves, *, alone: bool = True, beside: Sequence[Callable[[], object]] = ()
+        self, moves: Moves, *, alone: bool = True, also: Sequence[Callable[[], object]] = ()
     ) -> None:
-        vectors.copy(moves, self._threads if alone else 1, beside)
+        vectors.copy(moves, self._threads if alone else 1, also)
 
     def copy_on_device(self, pairs: Pairs) -> None:
         here: dict[int, list[tuple[int, int, int, int]]] = {}

@@ -1,16 +1,17 @@
-"""Tensors that may share memory: which of them do, and the storage images that they make up, with
-each touched byte once, ties kept.
+"""Tensors that may share memory: which of them do, and the images that they are of, with each
+touched byte once, ties kept.
 
-All tensors over one torch storage go into one image, and so do storages that overlap: numpy and
-others hand torch the same memory several times. Parts that no tensor reaches are left out. A region
-reached through one geometry only is packed without gaps; where different views overlap, their
-common extent is kept as it is, with zeros in the gaps nobody touches.
+Tensors that are the same view of the same memory have one image, with their elements packed without
+gaps. Where different views overlap, they have one image of bytes: their common extent, with zeros
+in the gaps that none of them touches. Memory that no tensor reaches is left out. Storages that
+overlap count as one: numpy and others hand torch the same memory several times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,9 +23,17 @@ from torchrelay.geometry.chunks import aligned
 from torchrelay.geometry.runs import Column
 from torchrelay.geometry.strides import Layout, contiguous_strides, extent, overlapping, packed
 from torchrelay.plan.region import Region
+from torchrelay.plan.sharded import ShardedKind
 from torchrelay.record import manifest as m
-from torchrelay.state.tensors import NAMES, byte_offset, flags_of, flat_bytes
+from torchrelay.record.checks.leaves import QUANTIZED
+from torchrelay.record.schema import ImageKind
+from torchrelay.state.tensors import CARRIERS, NAMES, OPAQUE, byte_offset, flags_of, flat_bytes
 
+_STORED = {
+    NAMES[dtype]: NAMES[CARRIERS[dtype.itemsize]]
+    for dtype in NAMES
+    if dtype in OPAQUE or NAMES[dtype] in QUANTIZED
+}
 # Device and first byte of a storage; that byte alone where it is in host memory.
 Key = int | tuple[str, int, int]
 
@@ -74,25 +83,19 @@ class Group(NamedTuple):
     layout: Layout | None
 
 
-class Placed(NamedTuple):
-    """A region and where it starts in its image."""
+class Image(NamedTuple):
+    """The memory of an image, its storage by number of first use, and its place there."""
 
-    at: int
-    region: Region
-
-
-class Image(msgspec.Struct, frozen=True, gc=False):
-    """The image of one storage: its size, where it comes from and the memory behind it.
-
-    Most are one run of host memory, known by `address` (else 0) and owned by `keep`. The others
-    are made up of `placed` regions.
-    """
-
-    nbytes: int
+    kind: ImageKind
     device: str
-    address: int
-    keep: torch.Tensor
-    placed: Sequence[Placed] = ()
+    region: Region
+    storage: int
+    at: int
+
+
+# The role of a tensor in the state: a part of an odd leaf, a leaf, or the local part of a
+# distributed one, whose kind has this number or a higher one.
+PART, LEAF, SHARDED = -2, -1, 0
 
 
 class Images:
@@ -103,7 +106,7 @@ class Images:
 
     def __init__(self) -> None:
         self._views: list[View] = []
-        self._where: list[tuple[int, int, tuple[int, ...] | None]] = []
+        self._where: list[ImagePlace] = []
         self._by_key: dict[Key, list[int]] = {}
         self._seen: list[int] = []  # those whose addresses say whether they share memory
 
@@ -179,7 +182,7 @@ class Images:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What was taken in, by ticket."""
+        """The tensors that were taken in, by ticket."""
         return [view.tensor for view in self._views]
 
     def view(self, ticket: int) -> View:
@@ -222,51 +225,92 @@ class Images:
         mask = touched([view.within(low) for view in views], high - low)
         return low, memory if mask is None else memory * mask.to(memory.device)
 
-    @cached_property
-    def resolved(self) -> list[Image]:
-        """The images, in order of first use. After this `leaf` can be asked."""
-        self._where = [(-1, 0, None)] * len(self._views)
+    def resolve(self, roles: Sequence[int], sharded: Sequence[ShardedKind]) -> list[Image]:
+        """The images, by storage in order of first use. After this `place` can be asked.
+
+        `roles` has what each tensor is to the state, `sharded` the kinds of distributed ones.
+        """
+        self._where = [NOWHERE] * len(self._views)
         images: list[Image] = []
-        for key, tickets in self._storages.items():
-            view = self._views[tickets[0]]
-            if view.run and len(tickets) == 1 and isinstance(key, int):
-                self._where[tickets[0]] = (len(images), 0, None)
-                images.append(Image(view.high - view.low, "cpu", view.low, view.tensor))
-                continue
-            placed: list[Placed] = []
+        for storage, tickets in enumerate(self._storages.values()):
             end = 0
             for group in self._groups(tickets):
                 at = aligned(end)
-                placed.append(Placed(at, self._place(group, at, len(images))))
-                end = at + placed[-1].region.nbytes
-            region = placed[0].region
-            address = region.address if len(placed) == 1 else 0
-            device = "cpu" if isinstance(key, int) else key[0]
-            images.append(Image(end, device, address, region.keep, placed))
+                kinds = {roles[ticket] for ticket in group.tickets}
+                image = self._image(group, len(images), kinds, sharded)
+                images.append(Image(*image, storage, at))
+                end = at + image[2].nbytes
         return images
 
-    def _place(self, group: Group, at: int, image: int) -> Region:
-        """Lay a group out at `at` of an image."""
+    def _image(
+        self, group: Group, number: int, roles: set[int], sharded: Sequence[ShardedKind]
+    ) -> tuple[ImageKind, str, Region]:
         tickets, layout = group
-        if layout is not None:
-            first = self._views[tickets[0]]
-            strides = None if layout.strides == contiguous_strides(first.shape) else layout.strides
+        first = self._views[tickets[0]]
+        device = "cpu" if isinstance(first.key, int) else first.key[0]
+        if layout is None:
+            low, memory = self.memory(tickets)
             for ticket in tickets:
-                self._where[ticket] = (image, at, strides)
-            return Region(first.tensor, first.shape, first.strides, layout.order)
-        low, memory = self.memory(tickets)
+                view = self._views[ticket]
+                self._where[ticket] = ImagePlace(
+                    number, view.low - low, view.kept_strides, whole=False
+                )
+            region = Region(memory, (memory.numel(),), (1,), (0,))
+            return ImageKind("uint8", (region.nbytes,)), device, region
+        region = Region(first.tensor, first.shape, first.strides, layout.order)
+        strides = None if layout.strides == contiguous_strides(first.shape) else layout.strides
+        whole = layout.numel == prod(first.shape)
+        if whole and min(roles) >= SHARDED:
+            kind = sharded[min(roles)]
+            whole = all(_is_local_part(first, kind, sharded[role]) for role in roles)
+            found = ImageKind.of_boxes(kind.dtype, kind.shape, [kind.box], strides)
+        else:
+            # Parts of odd leaves have their strides with them, unless those are row-major.
+            whole = whole and max(roles) < SHARDED and (strides is None or PART not in roles)
+            found = ImageKind(stored_dtype(first.dtype), first.shape, strides)
+        if not whole:
+            found = ImageKind("uint8", (region.nbytes,))
+        place = ImagePlace(number, 0, None if whole else strides, whole)
         for ticket in tickets:
-            view = self._views[ticket]
-            self._where[ticket] = (image, at + view.low - low, view.kept_strides)
-        return Region(memory, (memory.numel(),), (1,), (0,))
+            self._where[ticket] = place
+        return found, device, region
 
-    def leaf(self, ticket: int, position: list[int]) -> m.TensorLeaf:
-        """The record of a tensor; `position` maps images to their place in the stream."""
-        view = self._views[ticket]
-        image, offset, strides = self._where[ticket]
-        if image < 0:
+    def place(self, ticket: int) -> ImagePlace:
+        """Where a tensor lies."""
+        return self._where[ticket]
+
+    def leaf(self, ticket: int, numbers: Sequence[int]) -> m.TensorLeaf:
+        """The record of a tensor. `numbers` has the number of each image in the state's record."""
+        view, place = self._views[ticket], self._where[ticket]
+        if place.image < 0:
             return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, view.flags)
-        return m.TensorLeaf(view.dtype, view.shape, strides, position[image], offset, view.flags)
+        image = numbers[place.image]
+        return m.TensorLeaf(view.dtype, view.shape, place.strides, image, place.offset, view.flags)
+
+
+class ImagePlace(NamedTuple):
+    """Where a tensor lies: all of an image (`whole`), or a view of one of bytes."""
+
+    image: int
+    offset: int
+    strides: tuple[int, ...] | None
+    whole: bool
+
+
+NOWHERE = ImagePlace(-1, 0, None, whole=False)  # of a tensor that has no bytes
+
+
+def _is_local_part(view: View, kind: ShardedKind, other: ShardedKind) -> bool:
+    """Whether a tensor is what distributed ones of two kinds are said to have here."""
+    if view.flags & (m.CONJ | m.NEG):
+        return False
+    mine = (view.dtype, kind.shape, (kind.box[0], view.shape))
+    return mine == (kind.dtype, kind.shape, kind.box) == (other.dtype, other.shape, other.box)
+
+
+def stored_dtype(dtype: str) -> str:
+    """The dtype of an image of elements: those that only torch knows are kept as whole numbers."""
+    return _STORED.get(dtype, dtype)
 
 
 def _bytes_of(view: View, low: int, high: int) -> torch.Tensor:

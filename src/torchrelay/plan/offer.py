@@ -1,71 +1,58 @@
-"""What is offered to a destination: a state that a rank sends, or this rank's share of a record."""
+"""The share that this rank takes of a recorded state, as a landing needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple, Protocol
 
 import torch
 
+from torchrelay.plan.plain import PlainTensors
 from torchrelay.plan.selection import Selection
+from torchrelay.plan.sharded import ShardedLeaves
 from torchrelay.record import manifest as m
+from torchrelay.record.schema import Record
 from torchrelay.state.matching import Matched
 
 
-class Beside(NamedTuple):
-    """An offer as it looks beside one destination.
+class FittedShare(NamedTuple):
+    """A share as one destination takes it.
 
-    The leaves of `matched` are those of `manifest`. What goes to the leaves in `late` comes by way
-    of whole images, which are not written to the destination as they are.
+    The leaves of `matched` are those of `record`. The leaves in `late` get their bytes by way of
+    whole images, which are not written to the destination as they are.
     """
 
-    manifest: m.Manifest
+    record: Record
     matched: Matched
     late: Set[int] = frozenset()
 
 
-class OfferedState(Protocol):
+class DestinationLayout(Protocol):
+    """The plain tensors of a destination, and the distributed ones with a plain part here. One
+    `in` it is a leaf that is a plain tensor and shares no memory with another."""
+
+    plain: PlainTensors
+    sharded: ShardedLeaves
+
+    def __contains__(self, leaf: object, /) -> bool: ...
+
+
+class OfferedShare(Protocol):
     tree: m.Node
     choice: Selection
 
-    def anew(self) -> m.Manifest:
-        """What it consists of where all of it is made anew."""
+    def new(self) -> Record:
+        """The share where all of it is made as new tensors."""
 
     def filled(self, image: int) -> torch.Tensor | None:
-        """Memory that has the bytes of an image of `anew` already, to be kept; mostly none has."""
+        """Memory that has the bytes of an image of `new` already, to be kept; mostly none has."""
 
-    def beside(
+    def fitted(
         self,
         leaves: Sequence[object],
-        plain: Container[int],
+        layout: DestinationLayout,
         matched: Matched,
-        told: Mapping[int, torch.Tensor | None],
-    ) -> Beside:
-        """What it consists of beside the `leaves` of a destination, of which the `plain` ones share
-        no memory with each other. `told` has the leaves that objects are told, each with the tensor
-        that it is to be like."""
-
-
-class SentState:
-    """The state of one rank, as that rank has it."""
-
-    choice = Selection()
-
-    def __init__(self, manifest: m.Manifest) -> None:
-        self._manifest = manifest
-        self.tree = manifest.tree
-
-    def anew(self) -> m.Manifest:
-        return self._manifest
-
-    def filled(self, image: int) -> torch.Tensor | None:
-        return None
-
-    def beside(
-        self,
-        leaves: Sequence[object],
-        plain: Container[int],
-        matched: Matched,
-        told: Mapping[int, torch.Tensor | None],
-    ) -> Beside:
-        return Beside(self._manifest, matched)
+        given: Mapping[int, torch.Tensor | None],
+    ) -> FittedShare:
+        """The share for the `leaves` of a destination. `given` has the leaves that are made for
+        objects, each with the tensor that it resembles."""

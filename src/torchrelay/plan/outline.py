@@ -16,16 +16,16 @@ import torch
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.plan.description import taken_apart
 from torchrelay.plan.images import Group, Images, View
-from torchrelay.plan.plain import Sort
+from torchrelay.plan.plain import TensorKind
 from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.record.pause import gc_paused
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import finished
+from torchrelay.state.local_parts import tie_of
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.objects import flatten_objects
-from torchrelay.state.paths import Path
-from torchrelay.state.tree import show, slots, text_of
+from torchrelay.state.paths import Path, dotted, show, slots
 
 
 class Named(NamedTuple):
@@ -45,12 +45,6 @@ def outline(state: object) -> Named:
         return _Outliner(state).named
 
 
-def dotted(path: Path) -> str:
-    """The name of a leaf: what torch's planners would call it, in text that can be written."""
-    name = ".".join(map(text_of, path)) or "state"
-    return name if name.isascii() else name.encode(errors="backslashreplace").decode()
-
-
 class _Outliner:
     def __init__(self, state: object) -> None:
         flat, _ = flatten_objects(state)
@@ -62,19 +56,22 @@ class _Outliner:
         self._tops: dict[str, str | None] = {}
         self._strides: dict[int, tuple[int, ...]] = {}
         self._records: dict[int, m.Leaf] = {}  # by leaf
+        self._ties: dict[object, int] = {}  # names of distributed tensors, by their memory
         wholes = [index for index, leaf in enumerate(flat.leaves) if t.is_distributed(leaf)]
         pieces, some = taken_apart(flat, without=wholes)
         self._images, self._parts = some.images, _Parts(some.images)
-        plains = pieces.plains
-        sorts = map(plains.sorts.__getitem__, plains.sort_of_each.tolist())
+        plain = pieces.plain
+        kinds = map(plain.kinds.__getitem__, plain.kind_of.tolist())
         # Names are given in the order of the state.
-        found: list[tuple[int, int, Sort | Group | None]] = [(leaf, -1, None) for leaf in wholes]
-        found += [(leaf, -1, sort) for leaf, sort in zip(plains.leaves, sorts, strict=True)]
+        found: list[tuple[int, int, TensorKind | Group | None]] = [
+            (leaf, -1, None) for leaf in wholes
+        ]
+        found += [(leaf, -1, kind) for leaf, kind in zip(plain.leaves, kinds, strict=True)]
         for group in some.images.groups():
             first = group.tickets[0]
             found.append((some.owners[first], first, group))
         for leaf, _, what in sorted(found, key=itemgetter(0, 1)):
-            if isinstance(what, Sort):
+            if isinstance(what, TensorKind):
                 self._name_piece(leaf, what)
                 continue
             try:
@@ -95,11 +92,11 @@ class _Outliner:
             Outline(flat.tree, leaves, tuple(self._tensors), strides), self._tensors, self._tops
         )
 
-    def _name_piece(self, leaf: int, sort: Sort) -> None:
+    def _name_piece(self, leaf: int, kind: TensorKind) -> None:
         tensor = self._leaves[leaf]
         assert isinstance(tensor, torch.Tensor)
         index = self._name(tensor.detach(), leaf)
-        self._records[leaf] = m.TensorLeaf(sort.dtype, sort.shape, None, index, 0, sort.flags)
+        self._records[leaf] = m.TensorLeaf(kind.dtype, kind.shape, None, index, 0, kind.flags)
 
     def _name_group(self, leaf: int, group: Group) -> None:
         first, layout = self._images.view(group.tickets[0]), group.layout
@@ -143,7 +140,14 @@ class _Outliner:
             raise UnsupportedLeafError("the local part is a conj or neg view")
         shape = tuple(leaf.size())
         meta = local is not None and local.is_meta
-        name = -1 if meta or 0 in shape else self._name(leaf, index)
+        name = -1
+        if not meta and 0 not in shape:
+            tie = tie_of(leaf)
+            name = self._ties.get(tie, -1)
+            if name < 0:
+                name = self._name(leaf, index)
+            if tie is not None:
+                self._ties[tie] = name
         return m.TensorLeaf(t.NAMES[leaf.dtype], shape, None, name, 0, m.META if meta else 0)
 
     def _dtensor(self, leaf: t.DTensor, index: int) -> m.DTensorLeaf:

@@ -1,4 +1,4 @@
-"""What a load may choose from: the outlines of one or several ranks as one tree."""
+"""The trees of several ranks as one: a load or a receive chooses from it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,23 @@ class Overlay:
         first = outlines[0].tree
         others = [outline for outline in outlines[1:] if outline.tree != first]
         offer.exact = not others
-        offer.tree = first
-        layers = _Layers()
         for outline in [outlines[0], *others]:
-            shift = len(offer.leaves)
             offer.leaves += outline.leaves
             offer.homes += [outline] * len(outline.leaves)
-            tree = shifted(outline.tree, shift) if shift else outline.tree
-            layers.add(tree)
-        if others:
-            offer.tree = layers.node()
+        offer.tree = laid_over([(one.tree, len(one.leaves)) for one in [outlines[0], *others]])
         return offer
+
+
+def laid_over(trees: Sequence[tuple[m.Node, int]]) -> m.Node:
+    """Trees, each with its number of leaves, laid over each other: where two have a path, the first
+    counts. The leaves of each are counted on from those of the ones before it."""
+    if len(trees) == 1:
+        return trees[0][0]
+    layers, shift = _Layers(), 0
+    for tree, leaves in trees:
+        layers.add(shifted(tree, shift) if shift else tree)
+        shift += leaves
+    return layers.node()
 
 
 def shifted(node: m.Node, by: int) -> m.Node:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 from torchrelay.errors import MismatchError
-from torchrelay.plan.outline import dotted
-from torchrelay.state.paths import Path
+from torchrelay.patterns import matches
+from torchrelay.state.paths import Path, dotted
 
 _MAX_NAMED, _MAX_NAMED_EACH = 1 << 24, 1 << 8
 
 
 class Texts:
-    """Paths of a record as text. A short record may have paths of gigabytes: so many characters and
-    steps of them are looked through, and no more."""
+    """Paths of a record as text. A short record may have paths of gigabytes: a limited number
+    of characters and steps is looked through."""
 
     def __init__(self, leaves: int) -> None:
         self._left = _MAX_NAMED + _MAX_NAMED_EACH * leaves
@@ -54,5 +52,4 @@ class Selection:
     def takes(self, path: Path) -> bool:
         if not self.patterns:
             return True
-        name = self._texts.of(path)
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        return matches(self._texts.of(path), self.patterns)

@@ -17,15 +17,23 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box
 from torchrelay.geometry.strides import contiguous_strides
-from torchrelay.plan.offer import Beside
+from torchrelay.plan.offer import DestinationLayout, FittedShare
 from torchrelay.plan.overlay import Overlay, pruned
 from torchrelay.plan.selection import Selection
 from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.record.checkpoint.stored import Shard, StoredTensor
-from torchrelay.record.columns import Storages
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.manifest import parts
+from torchrelay.record.schema import (
+    VERSION,
+    ImageKind,
+    LeafKind,
+    Record,
+    StateOutline,
+    column_of,
+    numbered,
+)
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import with_parts
 from torchrelay.state.local_parts import local_parts
@@ -50,6 +58,11 @@ class Portion(NamedTuple):
     @property
     def nbytes(self) -> int:
         return prod(self.box[1]) * itemsize(self.tensor.dtype)
+
+    @property
+    def layout(self) -> tuple[int, ...] | None:
+        """The strides, unless they are row-major."""
+        return None if self.strides == contiguous_strides(self.box[1]) else self.strides
 
     @property
     def shard(self) -> Shard | None:
@@ -107,7 +120,7 @@ class RankShare:
         like = self._likes.get(image)
         return tensor if like is None else t.dtensor(tensor, like[0], like[1])
 
-    def anew(self) -> m.Manifest:
+    def new(self) -> Record:
         check_types(self.tree)
         tree, leaves = self.tree, range(len(self._offer.leaves))
         wanted: Container[int] = leaves
@@ -116,7 +129,7 @@ class RankShare:
             wanted = chosen
             tree, _ = pruned(tree, dict.fromkeys(chosen))
         found = [self._made(index) if index in wanted else _NOTHING for index in leaves]
-        return self._manifest(tree, [*found, _NOTHING])
+        return self._record(tree, [*found, _NOTHING])
 
     def filled(self, image: int) -> torch.Tensor | None:
         shard = self.portions[image].shard
@@ -125,28 +138,28 @@ class RankShare:
             self.lent.add(image)
         return found
 
-    def beside(
+    def fitted(
         self,
         leaves: Sequence[object],
-        plain: Container[int],
+        layout: DestinationLayout,
         matched: Matched,
-        told: Mapping[int, torch.Tensor | None],
-    ) -> Beside:
+        given: Mapping[int, torch.Tensor | None],
+    ) -> FittedShare:
         found: list[m.Leaf] = [_NOTHING] * len(self._offer.leaves)
-        for index, like in told.items():
-            found[index] = self._told(index, like)
+        for index, like in given.items():
+            found[index] = self._given(index, like)
         late: set[int] = set()
         kept: list[Pair] | None = [] if matched.tree is None else None
         dropped: set[int] = set()
         for index, path, here in _pairs(matched, len(found)):
             mine = leaves[here]
             try:
-                leaf, portion = self._local(index, mine, known=here in plain)
+                leaf, portion = self._local(index, mine, known=here in layout)
             except MismatchError as fault:
                 fault.path = fault.path or show(_path(path, matched, index))
                 raise
             if portion is not None:
-                place = here if here in plain else _memory(mine)
+                place = here if here in layout else _memory(mine)
                 first = portion if place is None else self._first.setdefault(place, portion)
                 if first != portion:
                     twins = self.portions[first], self.portions[portion]
@@ -165,12 +178,48 @@ class RankShare:
             kept = [pair for pair in matched.pairs if pair[0] not in dropped]
         if kept is not None:
             matched = Matched(kept, matched.missing, matched.extra)
-        return Beside(self._manifest(self.tree, found), matched, late)
+        return FittedShare(self._record(self.tree, found), matched, late)
 
-    def _manifest(self, tree: m.Node, leaves: list[m.Leaf]) -> m.Manifest:
-        sizes = np.array([portion.nbytes for portion in self.portions], np.int64)
-        storages = Storages(sizes, ["cpu"], None)
-        return m.Manifest(m.VERSION, None, tree, tuple(leaves), storages, ())  # type: ignore[arg-type]
+    def _record(self, tree: m.Node, leaves: list[m.Leaf]) -> Record:
+        """The leaves, and the portions as images. Tensors that are all of a portion are rows."""
+        dtypes = [portion.tensor.dtype for portion in self.portions]
+        rows: list[tuple[LeafKind, int]] = []
+        others: list[tuple[int, m.Leaf]] = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, m.TensorLeaf) and self._is_portion(leaf):
+                rows.append((LeafKind(leaf.dtype, leaf.shape, None, leaf.flags), leaf.storage))
+                dtypes[leaf.storage] = leaf.dtype  # another one where values are converted
+            else:
+                others.append((index, leaf))
+        kinds, kind_of_rows = numbered([kind for kind, _ in rows])
+        stored = [
+            ImageKind(dtype, portion.box[1], portion.layout)
+            for dtype, portion in zip(dtypes, self.portions, strict=True)
+        ]
+        image_kinds, kind_of = numbered(stored)
+        outline = StateOutline(
+            tree,
+            len(leaves),
+            tuple(leaf for _, leaf in others),
+            column_of(np.array([index for index, _ in others], np.int64)),
+            column_of(kind_of_rows),
+            np.array([image for _, image in rows], np.int64),
+        )
+        return Record(
+            version=VERSION,
+            outlines=(outline,),
+            kinds=tuple(kinds),
+            images=len(self.portions),
+            image_kinds=tuple(image_kinds),
+            kind_of=column_of(kind_of),
+        )
+
+    def _is_portion(self, leaf: m.TensorLeaf) -> bool:
+        """Whether a tensor is all of a portion, as that is laid out."""
+        if leaf.storage < 0 or leaf.offset or leaf.flags & m.META:
+            return False
+        portion = self.portions[leaf.storage]
+        return portion.box[1] == leaf.shape and portion.layout == leaf.strides
 
     def _portion(
         self, stored: StoredTensor, box: Box | None = None, strides: tuple[int, ...] = ()
@@ -228,8 +277,8 @@ class RankShare:
 
         return with_parts(leaf, place)
 
-    def _told(self, index: int, like: torch.Tensor | None) -> m.Leaf:
-        """A leaf that an object is told: distributed as `like` is, where that has its shape."""
+    def _given(self, index: int, like: torch.Tensor | None) -> m.Leaf:
+        """A leaf that is made for an object: distributed as `like` is, where that has its shape."""
         leaf = self._offer.leaves[index]
         stored = self._all_of(index, leaf)
         if (

@@ -20,7 +20,7 @@ class Stream:
     """Host memory by address (`host`), and what is on a device or not in one run (`elsewhere`),
     at positions that ascend and do not overlap.
 
-    What lies between them reads as zeros and is dropped when written.
+    The bytes between them read as zeros and are dropped when written.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Stream:
 
     @cached_property
     def elsewhere(self) -> list[tuple[int, Region]]:
-        """What no address on this host leads to, in the order of the stream."""
+        """Regions without an address on this host, in the order of the stream."""
         found = [(at, Region.row_major(tensor)) for at, tensor in self._far]
         return sorted([*self.regions, *found], key=itemgetter(0))
 

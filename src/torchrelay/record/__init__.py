@@ -1,1 +1,1 @@
-"""What a state is but for its bytes: records, their validation and their encodings."""
+"""Everything about a state but its bytes: records, their validation and their encodings."""

@@ -7,11 +7,12 @@ its cells instead: a device hashes these side by side, and one long run of bytes
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import xxhash
+
+from torchrelay.geometry import DIGEST_BYTES
 
 CELL_BYTES = 1 << 20
 
@@ -22,12 +23,13 @@ def digest(chunk: torch.Tensor, *, cells: bool = False) -> bytes:
     if not cells:
         return xxhash.xxh3_128_digest(data)
     starts = range(0, len(data), CELL_BYTES)
-    return joined([xxhash.xxh3_128_digest(data[at : at + CELL_BYTES]) for at in starts])
+    made = [xxhash.xxh3_128_digest(data[at : at + CELL_BYTES]) for at in starts]
+    return joined(b"".join(made))
 
 
-def joined(cells: Sequence[bytes]) -> bytes:
-    """The digest of a chunk whose cells have these."""
-    return cells[0] if len(cells) == 1 else xxhash.xxh3_128_digest(b"".join(cells))
+def joined(cells: bytes) -> bytes:
+    """The digest of a chunk whose cells have these, one after the other."""
+    return cells if len(cells) == DIGEST_BYTES else xxhash.xxh3_128_digest(cells)
 
 
 def running_digest() -> Any:
@@ -54,13 +56,13 @@ class _RunningCells:
 
     def digest(self) -> bytes:
         begun = [self._hash.digest()] if self._left < CELL_BYTES else []
-        return joined([*self._done, *begun])
+        return joined(b"".join([*self._done, *begun]))
 
 
 class RollingDigest:
     """The digest of a stretch of the stream, of bytes that lie here and there in host memory.
 
-    What lies between them in the stream is zeros.
+    Bytes between them in the stream are zeros.
     """
 
     def __init__(self, begin: int, *, cells: bool = False) -> None:

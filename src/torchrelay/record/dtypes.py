@@ -22,7 +22,7 @@ ITEM_SIZES = {
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element of the named dtype; `ManifestError` for a name nobody knows."""
+    """Bytes of an element of the named dtype; `ManifestError` for an unknown name."""
     size = ITEM_SIZES.get(dtype)
     if size is None:
         raise ManifestError(f"dtype {dtype[:40]!r}")

@@ -1,8 +1,9 @@
 """Keys that a peer chose.
 
-Python hashes numbers, and tuples of them, alike in every process. Who chooses the keys of a dict
-can choose them so that each new one is compared with all others. Text and bytes are hashed with a
-secret of the process, so a table that only this library looks at has its keys spelled in those.
+Python hashes numbers, and tuples of them, alike in every process. A peer that chooses the keys of a
+dict can choose them so that each new one is compared with all others. So a state may have a limited
+number of keys that are not text. Text and bytes are hashed with a secret of the process: a table
+that only this library looks at has its keys spelled in those.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import math
 import struct
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
 
 from torchrelay.errors import ManifestError
-from torchrelay.record.values import Key, TupleKey, decode_key, decode_value
+from torchrelay.record.values import BigInt, Float, Key, Text, TupleKey, decode_key, decode_value
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+# So many keys take a second, or two, if all of them collide.
+MAX_NUMBER_KEYS = 1 << 15
+MAX_OTHER_KEYS = 1 << 12
+MAX_KEY_ITEMS = 1 << 16  # of tuples, those in them included
+_PLAIN = frozenset((str, int, bool, type(None)))
 FEW = 256  # keys that are no trouble, whichever they are
 _SOME = 64  # keys between two looks at the clock
 _PATIENCE = 0.005  # seconds for a set of keys, and
@@ -68,7 +74,7 @@ def _spelled(value: object) -> bytes:
 
 
 def identities(keys: Iterable[Key]) -> list[str | bytes]:
-    """The identity of each key of one dict. Of NaNs with one identity each counts by itself."""
+    """The identity of each key of one dict. NaNs with one identity count one by one."""
     found = [identity(key) for key in keys]
     if len(set(found)) == len(found):
         return found
@@ -81,18 +87,59 @@ def identities(keys: Iterable[Key]) -> list[str | bytes]:
     return found
 
 
-def check_keys(keys: Sequence[Key]) -> None:
-    """Raise `ManifestError` unless these are the keys of a dict, and of one that works."""
-    if {str}.issuperset(map(type, keys)):
-        different = len(set(keys))
-    elif keys == tuple(range(len(keys))):
-        different = len(keys)
-    else:
-        table = KeyTable()
-        table.put([k if type(k) is str else decode_key(k) for k in keys])
-        different = len(table)
-    if different != len(keys):
-        raise ManifestError("a dict has one key twice")
+class KeyLimits:
+    """How many keys a state may have that are not text, in all of its dicts.
+
+    The numbers 0, 1, 2, ... in order do not count: their hashes are known to be different.
+    """
+
+    def __init__(self) -> None:
+        self._numbers, self._others, self._items = MAX_NUMBER_KEYS, MAX_OTHER_KEYS, MAX_KEY_ITEMS
+
+    def problem(self, keys: Sequence[Key]) -> str | None:
+        """Count the keys of one more dict; says what there are too many of."""
+        if {str}.issuperset(map(type, keys)) or keys == tuple(range(len(keys))):
+            return None
+        for key in keys:
+            kind = type(key)
+            if kind is int:
+                self._numbers -= 1
+            elif kind is not str and kind is not Text:
+                self._others -= 1
+                self._items -= _items(key)
+        if self._numbers < 0:
+            return f"more than {MAX_NUMBER_KEYS} keys that are numbers, and not 0, 1, 2, ..."
+        if self._others < 0:
+            return f"more than {MAX_OTHER_KEYS} keys that are neither text nor 64-bit numbers"
+        if self._items < 0:
+            return f"keys with more than {MAX_KEY_ITEMS} items in all"
+        return None
+
+    def check(self, keys: Sequence[Key]) -> None:
+        """Raise `ManifestError` unless these can be the keys of one more dict."""
+        different: Collection[object] = keys
+        if not {str}.issuperset(map(type, keys)):
+            if (found := self.problem(keys)) is not None:
+                raise ManifestError(found)
+            for key in keys:
+                if type(key) not in _PLAIN:
+                    decode_key(key)  # raises for what no key encodes to
+            # Each NaN is a key of its own.
+            different = [identity(key) for key in keys if not _has_nan(key)]
+        if len(set(different)) != len(different):
+            raise ManifestError("a dict has one key twice")
+
+
+def _has_nan(key: Key) -> bool:
+    if isinstance(key, TupleKey):
+        return any(map(_has_nan, key.items))
+    return isinstance(key, Float) and math.isnan(cast("float", decode_value(key)))
+
+
+def _items(key: Key) -> int:
+    if isinstance(key, TupleKey):
+        return 1 + sum(map(_items, key.items))
+    return 1 + len(key.hex) // 16 if isinstance(key, BigInt) else 1
 
 
 class KeyTable:

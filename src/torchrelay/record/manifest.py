@@ -1,12 +1,4 @@
-"""The manifest: typed records that describe a state completely but for its bytes.
-
-The encoded manifest is the compatibility contract (docs/wire-format.md). `codec` turns it into
-MessagePack or JSON and back, `validation` says which manifests are valid.
-
-The bytes of a state are one *stream*: the images of its storages, one after the other, each at a
-multiple of `ALIGN`. A storage's image holds what the leaves touch of it, packed. The stream is cut
-into chunks; a chunk is the unit of sending and of verification.
-"""
+"""Trees and leaves of a state, as records: everything about them but their bytes."""
 
 from __future__ import annotations
 
@@ -16,9 +8,7 @@ import msgspec
 
 from torchrelay.record.values import Key, Value
 
-VERSION = (1, 0)
-
-# Caps on what a manifest may claim. They bound memory and time before anything else is looked at.
+# Caps on what a record may claim. They bound memory and time before anything else is looked at.
 MAX_ENCODED_BYTES = 1 << 30
 MAX_RECORD_BYTES = 1 << 31  # of the record of a step at rest
 MAX_LEAVES = 1 << 24
@@ -70,9 +60,8 @@ ON_DEVICE = 64  # an empty tensor on a device: it has no storage that would say 
 
 
 class TensorLeaf(_Record, tag="t", frozen=True):
-    """A strided tensor. `strides` None is row-major; `storage` -1: no bytes, meta or empty.
-
-    `offset` is in bytes from the start of the storage's image, strides in elements.
+    """A strided tensor. `strides` None is row-major; `storage` is the number of its image, or -1:
+    no bytes, meta or empty. `offset` is in bytes from the start of the image, strides in elements.
     """
 
     dtype: str
@@ -86,8 +75,8 @@ class TensorLeaf(_Record, tag="t", frozen=True):
 class QuantizedLeaf(_Record, tag="q", frozen=True):
     """Per tensor, `scalars` are scale and zero point; per channel, `tensors` are, along an axis.
 
-    Dtypes that pack several elements into a byte stand in `dtype` with the tensor's shape, and
-    `raw` is its bytes.
+    Dtypes that pack several elements into a byte are in `dtype`, with the tensor's shape; `raw` is
+    its bytes.
     """
 
     raw: TensorLeaf
@@ -204,34 +193,6 @@ Leaf = (
     | ShardedLeaf
     | SubclassLeaf
 )
-
-
-class Storage(_Record, frozen=True):
-    """The image of one storage: its bytes in the stream, and the device type it comes from."""
-
-    nbytes: int
-    device: str = "cpu"
-
-
-class Manifest(_Record, frozen=True):
-    """Everything about a state but its bytes. Storages stand in the order of the stream."""
-
-    version: tuple[int, int]
-    step: int | None
-    tree: Node
-    leaves: tuple[Leaf, ...]
-    storages: tuple[Storage, ...]
-    chunks: tuple[int, ...]  # bytes of each chunk, in stream order
-    digests: tuple[bytes, ...] | None = None  # one a chunk, where they are known
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state itself, without alignment."""
-        return sum(storage.nbytes for storage in self.storages)
-
-    @property
-    def stream_bytes(self) -> int:
-        return sum(self.chunks)
 
 
 def parts(leaf: Leaf) -> Iterator[TensorLeaf]:

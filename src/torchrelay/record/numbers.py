@@ -40,3 +40,21 @@ def unpack_narrow(data: bytes, count: int) -> Numbers:
     if rest or width not in _WIDTHS:
         raise ManifestError(f"a column of {len(data)} bytes for {count} numbers")
     return unpack(data, _WIDTHS[width], count)
+
+
+def pack_column(numbers: Numbers) -> bytes:
+    """A column that tells its own width: one byte with it, then the numbers, from 0 on."""
+    data = pack_narrow(numbers)
+    width = len(data) // len(numbers) if len(numbers) else 1
+    return bytes([width]) + data
+
+
+def unpack_column(data: bytes) -> Numbers:
+    """Undo `pack_column`; `ValueError` for other bytes, and for numbers past 63 bits."""
+    width = data[0] if data else 0
+    if width not in _WIDTHS or (len(data) - 1) % width:
+        raise ValueError(f"a column of {len(data)} bytes")
+    column: Any = np.frombuffer(data, _WIDTHS[width], offset=1).astype(np.int64)
+    if width == 8 and len(column) and int(column.min()) < 0:
+        raise ValueError("a number past 63 bits")
+    return cast("Numbers", column)

@@ -3,135 +3,149 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
-from torchrelay.checkpointer.front import Checkpointer
-from torchrelay.checkpointer.loader import Loaded, Loader, Wanted
+from torchrelay.checkpointer.loader import Loaded, Loader
+from torchrelay.coordination.call import Call
+from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout, seconds_of
-from torchrelay.endpoint.security import find_token
+from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request
+from torchrelay.endpoint.seeding import SeedingSource, can_be_seeded
 from torchrelay.errors import (
     FormatError,
+    MismatchError,
     NothingToRecoverError,
+    RecoveryError,
     RelayError,
     StateError,
     TornStateError,
     UsageError,
 )
-from torchrelay.keeper.front import Keeper
-from torchrelay.progress import ProgressCallback
+from torchrelay.memory import threads
 from torchrelay.recovery.candidates import Candidates
 from torchrelay.recovery.report import Recovered, RecoveryReport
-from torchrelay.recovery.resharing import Resharing
-from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.sources.peer import PeerSource
-from torchrelay.sources.seam import Source
-from torchrelay.sources.store import StoreSource
+from torchrelay.sources.access import Access
+from torchrelay.sources.places import Place, as_source
 from torchrelay.steps import check_step
-from torchrelay.transports.group.assembly import Assembly, Call
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SHARE = 0.6  # of the time that is left, which an attempt may take where there are others
 
-Place = str | os.PathLike[str] | Checkpointer | Keeper | Source
-_said = msgspec.msgpack.Decoder(tuple[list[int], str])
+
+class _Said(msgspec.Struct, array_like=True):
+    """The steps that a rank can get, and what became of its sources. `misfit`: why a state did not
+    fit."""
+
+    steps: list[int]
+    accounts: str
+    empty: bool
+    misfit: str = ""
+    misfit_step: int = 0
+
+
+_said = msgspec.msgpack.Decoder(_Said)
 
 
 def recover(
     *,
-    into: object = None,
     sources: Sequence[Place],
+    into: object = None,
     min_step: int | None = None,
     max_age: Timeout | None = None,
-    strict: bool = True,
-    atomic: bool = True,
-    device: torch.device | str | None = None,
-    token: str | None = None,
-    token_file: str | os.PathLike[str] | None = None,
+    access: Access | None = None,
     group: Any = None,
     reshare: bool = False,
     timeout: Timeout = 300.0,
-    progress: ProgressCallback | None = None,
+    **landing: Unpack[PullOptions],
 ) -> Recovered:
-    """Bring a state back from the freshest place that verifies.
+    """Bring a state back from the freshest source that verifies.
 
-    All sources are asked at once what they have. The newest step is taken, from the nearest source
-    that has it: memory of this machine, then a network, a file system, a bucket; of several, the
-    one that was given first. A little is read from each, and one that would take less than half the
-    time is preferred. Chunks that the source does not give, or gives wrong, come from others that
-    have the same bytes. Where that cannot be, the next source or the next step is tried.
-    `report.explain()` says what came of each.
+    All sources are asked at once which steps they have. The newest step is taken, from the nearest
+    source that has it: memory of this machine, then a network, a file system, a bucket; of several,
+    the one that was given first. Chunks that the source does not give, or gives wrong, come from
+    others that have the same bytes. Where that is not possible, the next source or the next step is
+    tried. `report.explain()` says what became of each. A source with the highest step wins: give
+    only sources that you trust (docs/security.md).
 
-    - `sources`: URLs of endpoints, checkpoint places, `Checkpointer`s, `Keeper`s, ranks that share
-      their state (`Relay.peer`), or what has a `Source`'s methods.
-    - `into`, `strict`, `atomic`, `device`, `progress`: as for `Checkpointer.load`.
+    - `sources`: URLs of endpoints, directories, buckets, `Checkpointer`s, `Keeper`s, ranks that
+      share their state (`Relay.peer`), or objects with the methods of a `Source`.
+    - `into`: a state of tensors and objects that takes the values; `None` makes new tensors.
     - `min_step`, `max_age` (seconds): nothing below, nothing older.
-    - `token`, `token_file`: for all endpoints, as for `pull`.
+    - `access`: the token of all endpoints, and the certificates that theirs are signed by.
     - `group`: ranks that recover together. All land the newest step that each of them can get, from
-      any mix of sources, or none of them does. By default this process is on its own.
+      any mix of sources, or none of them does. By default all ranks, where torch.distributed is
+      initialized. `False`: this process alone.
     - `reshare`: ranks that take a step from an endpoint or a peer at once take it from each other
-      too, so that its source sends about one copy. Each reads all of the step, to memory beside
-      the state's. With a `group` each serves the others until all have it.
+      too, so that its source sends about one copy. Each reads all of the step, to memory in
+      addition to the state's, and serves the others until all have it.
+    - `landing`: `strict`, `key`, `include`, `atomic`, `device`, `verify`, `progress`, as
+      `PullOptions` describes them.
 
-    `NothingToRecoverError` where no source has such a step; its message has the reason of each.
-    A step that does not fit `into` is no reason to take an older one: that is raised.
+    Raises `NothingToRecoverError` where every source could be asked and none has a step: this is a
+    first start. Raises `RecoveryError` where sources have steps that cannot be used, or cannot be
+    asked. A source whose state does not fit `into` is skipped with a warning; `MismatchError` where
+    no other fits. Each message has the reason for each source.
     """
+    check_options(landing)
     if min_step is not None:
-        check_step(min_step)
+        min_step = check_step(min_step)
     age = None if max_age is None else seconds_of(max_age, "max_age")
     if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable):
         raise UsageError(f"sources is a list of them, not {sources!r}: sources=[{sources!r}]")
-    found = [_source(place, find_token(token, token_file)) for place in sources]
+    verify = bool(landing.get("verify"))
+    found = [as_source(place, access, verify=verify) for place in sources]
     if not found:
-        raise UsageError("no source to recover from")
-    assembly = Assembly.lasting(group, "recover")
-    wanted = Wanted.of(into, None, strict=strict, atomic=atomic, device=device, progress=progress)
-    resharing = Resharing() if reshare else None
-    candidates = Candidates(found, min_step, age, resharing)
-    recovery = _Recovery(candidates, assembly, wanted, Deadline(timeout))
+        raise UsageError("no source to recover from: give at least one in sources=[...]")
+    ranks = Coordinator.of(group, "recover", "function")
+    used = [SeedingSource(one) if reshare and can_be_seeded(one) else one for one in found]
+    recovery = _Recovery(Candidates(used, min_step, age), ranks, into, landing, Deadline(timeout))
     try:
         return recovery.run()
     finally:
-        if resharing is not None:
-            resharing.close()
-        for source in found:
-            if isinstance(source, (EndpointSource, PeerSource)):
-                source.end(recovery.reason)
+        for source in used:
+            source.end(recovery.reason, recovery.nbytes)
+            if isinstance(source, SeedingSource):
+                _close(source)
 
 
-def _source(place: Place, token: str | None) -> Source:
-    if isinstance(place, Checkpointer):
-        return StoreSource(place.url)
-    if isinstance(place, Keeper):
-        return place.source()
-    if isinstance(place, (str, os.PathLike)):
-        name = os.fspath(place)
-        if name.startswith(("http://", "https://")):
-            return EndpointSource(name, token=token)
-        return StoreSource(name)
-    if not all(hasattr(place, name) for name in ("steps", "open", "cost")):
-        raise UsageError(f"a source is a URL, a place or a Checkpointer, not {place!r}")
-    return place
+def _close(source: SeedingSource) -> None:
+    """Serve no more. The memory is freed on another thread: that takes as long as it is large, and
+    the state is recovered already."""
+    try:
+        threads.run(source.close, "seed")
+    except RuntimeError:  # no thread can be started while the interpreter ends
+        source.close()
 
 
 class _Recovery:
     """One call of `recover`."""
 
     def __init__(
-        self, candidates: Candidates, assembly: Assembly, wanted: Wanted, deadline: Deadline
+        self,
+        candidates: Candidates,
+        ranks: Coordinator,
+        into: object,
+        landing: PullOptions,
+        deadline: Deadline,
     ) -> None:
-        self._candidates, self._all = candidates, assembly
-        self._wanted, self._deadline = wanted, deadline
+        self._candidates, self._all = candidates, ranks
+        self._into, self._landing, self._deadline = into, landing, deadline
+        load_request(into, None, landing)  # bad arguments are refused before anything is asked
         self._watch = Stopwatch()
         self._torn: RelayError | None = None
         self._unknown: tuple[int, FormatError] | None = None  # the newest that could not be read
-        self.reason = "it was interrupted"  # why it failed; empty if it did not
+        self._misfit: MismatchError | None = None
+        self.reason, self.nbytes = "it was interrupted", 0
 
     def run(self) -> Recovered:
-        call = self._all.call()
-        # What a rank shares with the others is there once it has come here.
+        call = self._all.call("recover")
+        # A state that a rank shares with the others can be found once it has come here.
         call.round("gather", lambda: b"", lambda said: said, self._deadline)
         with self._watch("ask"):
             self._candidates.ask(self._deadline)
@@ -139,67 +153,64 @@ class _Recovery:
             step = self._agree(call)
             try:
                 loaded = self._try(call, step)
-            except StateError as fault:
-                self.reason = fault.message
-                raise
             except RelayError as fault:
-                self._torn = fault if isinstance(fault, TornStateError) else self._torn
-                if isinstance(fault, FormatError):
-                    self._unknown = self._unknown or (step, fault)
-                if fault.rank in (None, self._all.rank) or isinstance(fault, TornStateError):
-                    self._candidates.pass_over(step, fault)
+                self._failed(step, fault)
                 continue
-            self.reason = ""
+            self.reason, self.nbytes = "", loaded.report.bytes
             return self._recovered(step, loaded)
+
+    def _failed(self, step: int, fault: RelayError) -> None:
+        """A step could not be landed: raise, or leave it to the next attempt."""
+        if isinstance(fault, StateError) and not isinstance(fault, MismatchError):
+            self.reason = fault.message
+            raise fault
+        if isinstance(fault, TornStateError):
+            self._torn = fault
+        if isinstance(fault, FormatError):
+            self._unknown = self._unknown or (step, fault)
+        if fault.rank not in (None, self._all.rank) and not isinstance(fault, TornStateError):
+            return  # another rank's source is at fault, and that rank passes it over
+        if isinstance(fault, MismatchError):
+            source = self._candidates.source_of(step)
+            fault.message = f"step {step} of {source} does not fit: {fault.message}"
+            fault.step = step
+            self._misfit = self._misfit or fault
+            warnings.warn(f"{fault.message}; it is skipped", RuntimeWarning, stacklevel=5)
+        self._candidates.pass_over(step, fault)
 
     def _agree(self, call: Call) -> int:
         """The newest step that every rank can get. `FormatError` where that is older than one which
         a later version wrote."""
-        mine = self._candidates.steps()
         accounts = "\n".join(f"  {account}" for account in self._candidates.accounts())
-        passed = self._deadline.passed
-
-        def decide(said: list[bytes]) -> list[bytes]:
-            words = [_said.decode(data) for data in said]
-            common = set(words[0][0]).intersection(*(steps for steps, _ in words))
-            if common:
-                return [msgspec.msgpack.encode(max(common))] * len(said)
-            several = len(words) > 1
-            raise NothingToRecoverError(
-                "nothing to recover from"
-                + "".join(
-                    f"\n{f' rank {rank}:' + chr(10) if several else ''}{told}"
-                    for rank, (_, told) in enumerate(words)
-                ),
-                phase="recover",
-            )
-
-        word = msgspec.msgpack.encode(([] if passed else mine, accounts))
+        steps = [] if self._deadline.passed else self._candidates.steps()
+        mine = _Said(steps, accounts, self._candidates.empty)
+        if self._misfit is not None:
+            mine.misfit, mine.misfit_step = self._misfit.message, self._misfit.step or 0
+        word = msgspec.msgpack.encode(mine)
         try:
-            heard = call.round("recover", lambda: word, decide, self._deadline)
+            heard = call.round("recover", lambda: word, _decide, self._deadline)
             step = int(msgspec.msgpack.decode(heard, type=int))
             if self._unknown is not None and step < self._unknown[0]:
                 raise self._unknown[1]
         except RelayError as fault:
-            if self._unknown is not None and isinstance(fault, NothingToRecoverError):
+            if self._unknown is not None and isinstance(fault, RecoveryError):
                 fault = self._unknown[1]
             self.reason = fault.message
             if self._torn is not None:
                 raise TornStateError(
                     f"the destination is part old, part new, and {fault.message}", phase="recover"
                 ) from self._torn
+            if isinstance(fault, MismatchError) and self._misfit is not None:
+                raise self._misfit from None  # this rank's own, with its traceback
             raise fault
         return step
 
     def _try(self, call: Call, step: int) -> Loaded:
-        with self._watch("ask"):
-            self._candidates.choose(step, self._deadline)
         left = max(self._deadline.left(), 0.01)
         attempt = Deadline(left * SHARE if self._candidates.several(step) else left)
-        loader = Loader(self._candidates.shelf(step, attempt), self._all, None)
-        wanted = self._wanted._replace(step=step)
+        loader = Loader(self._candidates.chosen(step), self._all)
         with self._watch("take"):
-            return loader.load(call, wanted, attempt)
+            return loader.load(call, load_request(self._into, step, self._landing), attempt)
 
     def _recovered(self, step: int, loaded: Loaded) -> Recovered:
         report = RecoveryReport(
@@ -212,3 +223,23 @@ class _Recovery:
             loaded.report.extra,
         )
         return Recovered(loaded.state, step, report)
+
+
+def _decide(said: list[bytes]) -> list[bytes]:
+    """The coordinator's: the newest step that all ranks can get, or why there is none."""
+    ranks = [_said.decode(data) for data in said]
+    common = set(ranks[0].steps).intersection(*(rank.steps for rank in ranks))
+    if common:
+        return [msgspec.msgpack.encode(max(common))] * len(said)
+    misfit = next((rank for rank in ranks if rank.misfit), None)
+    if misfit is not None:
+        raise MismatchError(misfit.misfit, step=misfit.misfit_step, phase="recover")
+    accounts = "".join(
+        f"\n{f' rank {number}:' + chr(10) if len(ranks) > 1 else ''}{rank.accounts}"
+        for number, rank in enumerate(ranks)
+    )
+    if all(rank.empty for rank in ranks):
+        text = "no source has a step: this is a first start, begin at step 0"
+        raise NothingToRecoverError(text + accounts, phase="recover")
+    text = "no step can be used: make a source available, or give the job another one"
+    raise RecoveryError(text + accounts, phase="recover")

@@ -1,4 +1,4 @@
-"""What a recovery returns, and how it explains itself."""
+"""The result of a recovery, and how it explains itself."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from typing import Any, NamedTuple
 
 
 class SourceAccount(NamedTuple):
-    """What came of one source on this rank: its newest step, if it has one, and why it was taken
-    or not. `estimated`: seconds that it would take, where several had the step."""
+    """What became of one source on this rank: its newest step, if it has one, and why it was taken
+    or not."""
 
     name: str
     newest: int | None
     outcome: str
-    estimated: float | None = None
 
     def __str__(self) -> str:
         step = "no step" if self.newest is None else f"step {self.newest}"
-        spent = "" if self.estimated is None else f", about {self.estimated:.2g} s"
-        return f"{self.name}: {step}{spent}; {self.outcome}"
+        return f"{self.name}: {step}; {self.outcome}"
 
 
 @dataclass(frozen=True)
 class RecoveryReport:
-    """How a recovery went on this rank."""
+    """How a recovery ended on this rank."""
 
     source: str  # that the state came from, or most of it
     bytes: int

@@ -1,68 +1,69 @@
-"""HTTP requests to one endpoint: few headers, bounded answers, bytes straight into memory.
+"""HTTP requests to one server: bounded answers, bytes straight into memory, an end to every wait.
 
-The standard library's client reads status and headers, and bounds their length. What it does not
-bound is time: a server may trickle. So each request has an end, at which a thread cuts the
-connection, whoever is reading from it.
+The standard library's client bounds the length of headers but not the time: a server may trickle.
+Here each read has the time that its request has left, in the kernel. So no thread cuts connections,
+and a child of a fork has the same deadlines.
 """
 
 from __future__ import annotations
 
-import http.client
-import ipaddress
+import select
 import socket
 import ssl
+import struct
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import ClassVar, NamedTuple
-from urllib.parse import urlsplit
+from typing import NamedTuple
 
 import msgspec
 
-from torchrelay.errors import EndpointError, UsageError
+from torchrelay.errors import EndpointError
+from torchrelay.sources.http_head import END, Head, ServerUrl, is_loopback, parse_head
 from torchrelay.version import __version__
 
-STALL_SECONDS = 10.0  # without a byte, after which a connection is given up
-HEADER_SECONDS = 20.0  # in which status and headers have to be here
+STALL_SECONDS = 10.0  # without progress, after which a connection is given up
+HEADER_SECONDS = 20.0  # in which the head of an answer with bytes of a volume has to be here
 SLOW_RATE = 64 << 10  # bytes a second that a body has to come at
 READ_BYTES = 1 << 20  # taken at once: fewer calls, and still in a cache when it is hashed
-WAKE_BYTES = 1 << 18  # that have come before whoever waits for more of them is woken
-TAIL_BYTES = 1 << 12  # of a body, read by the library, which then knows that it is over
-ANSWER_BYTES = 1 << 20  # of an answer that is no record and no volume
+WAKE_BYTES = 1 << 18  # that have come before a reader who waits for more of them is woken
+HEAD_BYTES = 1 << 16
+ANSWER_BYTES = 1 << 20  # of an answer that is neither a record nor a volume
 RECORD_BYTES = 256 << 20
 AGENT = f"torchrelay/{__version__}"
 _OTHER_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host, by its name or address, is plainly this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+_TIMEVAL = struct.Struct("ll")
 
 
 class Reply(NamedTuple):
     """A small answer, whole."""
 
     status: int
-    headers: http.client.HTTPMessage
+    headers: dict[str, str]
     body: bytes
 
     @property
     def text(self) -> str:
         """The first line of what went wrong, as far as it can be shown."""
         line = self.body[:300].decode("ascii", "replace").splitlines()
-        return line[0] if line else ""
+        return line[0] if line and line[0].isprintable() else ""
+
+
+class Answered(Exception):
+    """A server answered with something else than the bytes that were asked for."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(f"{reply.status}: {reply.text}")
+        self.reply = reply
 
 
 class Host:
-    """An endpoint by its URL. Connections are kept and used again, by one thread each at a time.
+    """A server by its URL. Connections are reused, by one thread each at a time.
 
-    `OSError` where it cannot be reached or breaks off, `http.client.HTTPException` where it does
-    not speak HTTP.
+    Raises `OSError` where the server cannot be reached or breaks off, and `EndpointError` where it
+    does not speak HTTP as a server of this library does.
     """
 
     def __init__(
@@ -73,275 +74,249 @@ class Host:
         context: ssl.SSLContext | None = None,
         reader: str = "",
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"an endpoint's URL is http://HOST:PORT, not {url!r}")
-        if parts.username or parts.password or parts.query or parts.path not in ("", "/"):
-            raise UsageError(
-                "an endpoint's URL has a host and a port and nothing else; the token "
-                "is given by token=, token_file= or TORCHRELAY_TOKEN"
-            )
-        self.url = f"{parts.scheme}://{parts.netloc}"
-        self.host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = parts.scheme == "https"
-        self._may_want_tls = not self._tls  # until it has answered
-        self._context = context
-        self._headers = {"User-Agent": AGENT, "Accept-Encoding": "identity"}
+        self._where = ServerUrl.parse(url)
+        self.url = self._where.url
+        self.tls = self._where.scheme == "https"
+        self._may_want_tls = not self.tls  # until it has answered
+        self._context, self._reader = context, reader
+        headers = {"Host": self._where.place, "User-Agent": AGENT, "Accept-Encoding": "identity"}
         if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._reader = reader
+            headers["Authorization"] = f"Bearer {token}"
         if reader:
-            self._headers["Torchrelay-Reader"] = reader
-        self._kept: list[http.client.HTTPConnection] = []
+            headers["Torchrelay-Reader"] = reader
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._idle: list[_Connection] = []
         self._lock = threading.Lock()
         self.address = ""  # of this end, once it was connected
 
     @property
     def is_here(self) -> bool:
         """Whether the URL is plainly one of this machine."""
-        return is_loopback(self.host)
+        return is_loopback(self._where.host)
 
     def get(self, path: str, *, seconds: float, limit: int = ANSWER_BYTES) -> Reply:
-        return self._small("GET", path, None, seconds, limit)
+        """A small answer. The server may be silent for all of the seconds, as in a long poll."""
+        return self._small(f"GET {path}", b"", seconds, limit)
 
     def post(self, path: str, body: bytes, *, seconds: float) -> Reply:
-        return self._small("POST", path, body, seconds, ANSWER_BYTES)
+        return self._small(f"POST {path}", body, seconds, ANSWER_BYTES)
 
-    def tell_end(self, reason: str, *, seconds: float) -> None:
-        """Tell the endpoint that this reader is done, or why it failed: what it read need not be
-        kept for it any more. Never raises."""
-        word = {"outcome": "failed" if reason else "done", "reason": reason[:300]}
-        with suppress(OSError, http.client.HTTPException, EndpointError):
-            self.post(f"/readers/{self._reader}", msgspec.json.encode(word), seconds=seconds)
+    def report_end(self, reason: str, nbytes: int, *, seconds: float) -> None:
+        """Tell the server that this reader has finished, or why it failed: the step need not be
+        kept for it. `nbytes`: how much it took of mapped memory. Never raises."""
+        outcome = "failed" if reason else "done"
+        body = {"outcome": outcome, "reason": reason[:300], "bytes": nbytes}
+        with suppress(OSError, EndpointError):
+            self.post(f"/readers/{self._reader}", msgspec.json.encode(body), seconds=seconds)
 
-    def _small(
-        self, method: str, path: str, body: bytes | None, seconds: float, limit: int
-    ) -> Reply:
-        kind = {} if body is None else {"Content-Type": "application/json"}
+    def _small(self, request: str, body: bytes, seconds: float, limit: int) -> Reply:
         end = time.monotonic() + seconds
-        with self._connected(seconds) as (line, cut):
-            line.request(method, path, body, {**self._headers, **kind})
-            answer = line.getresponse()
-            length = answer.length
-            if length is None and answer.status != 204:
-                raise http.client.HTTPException("an answer of unknown length")
-            if length is not None and length > limit:
-                raise EndpointError(
-                    f"{self.url}{path.partition('?')[0]} is {length} bytes, at most {limit} are "
-                    "taken: it is no endpoint, or a hostile one"
-                )
-            data = bytearray(length or 0)
-            for _ in _pieces(answer, memoryview(data), cut, end):
-                pass
-            return Reply(answer.status, answer.headers, bytes(data))
+        more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+        with self._connected(end) as line:
+            head = line.ask(self._request(request, more) + body, end)
+            length = 0 if head.status == 204 else head.length
+            if length is None:
+                raise ValueError("an answer of unknown length")
+            if length > limit:
+                raise ValueError(f"{length} bytes, where at most {limit} are expected")
+            return Reply(head.status, head.headers, line.read(length, end))
 
     def read(
         self, path: str, start: int, views: Sequence[memoryview], *, seconds: float
     ) -> Iterator[int]:
         """Fill views from bytes of a volume; yields how many have come, piece by piece."""
         stop = start + sum(map(len, views))
-        wanted = {"Range": f"bytes={start}-{stop - 1}"}
+        wanted = f"bytes {start}-{stop - 1}"
         end = time.monotonic() + seconds
-        with self._connected(min(seconds, HEADER_SECONDS)) as (line, cut):
-            line.request("GET", path, None, {**self._headers, **wanted})
-            answer = line.getresponse()
-            if answer.status != 206:
-                if answer.status == 200:
-                    raise EndpointError(f"{self.url} does not know byte ranges")
-                text = answer.read(300) if (answer.length or 0) <= ANSWER_BYTES else b""
-                raise Answered(Reply(answer.status, answer.headers, text))
-            told = answer.headers.get("Content-Range", "").partition("/")[0]
-            if told != f"bytes {start}-{stop - 1}" or answer.length != stop - start:
-                raise http.client.HTTPException(
-                    f"bytes {start} to {stop} were asked for, the answer says {told[:80]!r} and "
-                    f"{answer.length} bytes"
-                )
+        soon = min(end, time.monotonic() + HEADER_SECONDS)
+        with self._connected(soon) as line:
+            request = self._request(f"GET {path}", f"Range: {wanted.replace(' ', '=')}\r\n")
+            head = line.ask(request, soon)
+            if head.status == 200:
+                raise ValueError("it ignores byte ranges")
+            if head.status != 206:
+                text = line.read(min(head.length or 0, 300), end)
+                raise Answered(Reply(head.status, head.headers, text))
+            given = head.headers.get("content-range", "").partition("/")[0]
+            if given != wanted or head.length != stop - start:
+                raise ValueError(f"{wanted} were asked for, the answer has {given[:80]!r}")
             for view in views:
-                yield from _pieces(answer, view, cut, end)
+                yield from line.fill(view, end)
+
+    def _request(self, first: str, more: str) -> bytes:
+        return f"{first} HTTP/1.1\r\n{self._headers}{more}\r\n".encode("latin-1")
 
     @contextmanager
-    def _connected(self, seconds: float) -> Iterator[tuple[http.client.HTTPConnection, Cutoff]]:
-        """Within: a connection for one request, which is cut after so many seconds. It is kept
-        where all of the answer was read."""
-        with self._lock:
-            line = self._kept.pop() if self._kept else None
-        limit = min(seconds, STALL_SECONDS)
-        if line is None:
-            line = self._connect(limit)
-        else:
-            assert line.sock is not None
-            line.sock.settimeout(limit)
-        cut = Cutoff(line.sock, seconds)
+    def _connected(self, end: float) -> Iterator[_Connection]:
+        """Within: a connection for one request. It is reused where all of the answer was read."""
+        line = self._take() or self._connect(end)
+        reusable = False
         try:
-            yield line, cut
-        except BaseException as fault:
-            cut.over()
-            line.close()
-            cut_off = (OSError, http.client.HTTPException, ValueError) if cut.done else TimeoutError
-            if isinstance(fault, cut_off):  # by this end's timeout, or the socket's
-                raise TimeoutError(f"{self.url} took too long to answer") from fault
-            if isinstance(fault, http.client.RemoteDisconnected) and self._may_want_tls:
-                text = f"{self.url} closed the connection without an answer: is it https://?"
-                raise http.client.RemoteDisconnected(text) from fault
-            raise
-        cut.over()
-        if cut.done:
-            line.close()
-            raise TimeoutError(f"{self.url} took too long to answer")
-        self._may_want_tls = False
-        if line.sock is not None:  # else the other end wanted it closed after its answer
-            with self._lock:
-                self._kept.append(line)
+            yield line
+            self._may_want_tls = False
+            reusable = line.keeps and not line.left
+        except TimeoutError as fault:
+            raise TimeoutError(f"{self.url} took too long to answer") from fault
+        except ValueError as fault:
+            raise EndpointError(f"{self.url} does not answer as an endpoint: {fault}") from fault
+        except _NoAnswer as fault:
+            hint = ": is it https://?" if self._may_want_tls else ""
+            raise ConnectionResetError(f"{self.url} closed the connection{hint}") from fault
+        finally:
+            if reusable:
+                with self._lock:
+                    self._idle.append(line)
+            else:
+                line.close()
 
-    def _connect(self, limit: float) -> http.client.HTTPConnection:
-        if self._tls:
-            line: http.client.HTTPConnection = http.client.HTTPSConnection(
-                self.host, self._port, timeout=limit, context=self._context
-            )
-        else:
-            line = http.client.HTTPConnection(self.host, self._port, timeout=limit)
-        line.auto_open = 0  # a connection that the other end closed is noticed, not replaced
-        try:
-            line.connect()
-        except ssl.SSLCertVerificationError as fault:
+    def _take(self) -> _Connection | None:
+        """An idle connection that the server has not closed meanwhile."""
+        while True:
+            with self._lock:
+                line = self._idle.pop() if self._idle else None
+            if line is None or not line.is_readable():
+                return line
             line.close()
+
+    def _connect(self, end: float) -> _Connection:
+        seconds = max(min(end - time.monotonic(), STALL_SECONDS), 0.01)
+        sock = socket.create_connection((self._where.host, self._where.port), timeout=seconds)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self.tls:
+                context = self._context or ssl.create_default_context()
+                sock = context.wrap_socket(sock, server_hostname=self._where.host)
+        except BaseException as fault:
+            sock.close()
+            if isinstance(fault, ssl.SSLError):
+                raise self._tls_error(fault) from None
+            raise
+        self.address = sock.getsockname()[0]
+        return _Connection(sock)
+
+    def _tls_error(self, fault: ssl.SSLError) -> Exception:
+        if isinstance(fault, ssl.SSLCertVerificationError):
             advice = (
-                "Use an address that the certificate names, or serve with one that names this"
+                "use an address that the certificate names, or serve with one that names this"
                 if fault.verify_code in _OTHER_NAMES
-                else "Give cafile= with the certificate that signed it"
+                else "give Access(cafile=) the certificate of the authority that signed it"
             )
             why = fault.verify_message.rstrip(".")
-            raise EndpointError(
-                f"the certificate of {self.url} does not hold: {why}. {advice}"
-            ) from None
-        except ssl.SSLError as fault:
-            line.close()
-            if fault.reason != "WRONG_VERSION_NUMBER":
-                raise
-            raise EndpointError(
-                f"what is at {self.url} does not speak TLS: is it http://?"
-            ) from None
-        except BaseException:
-            line.close()
-            raise
-        assert line.sock is not None
-        self.address = line.sock.getsockname()[0]
-        return line
+            text = f"the certificate of {self.url} cannot be verified ({why}): {advice}"
+            return EndpointError(text)
+        if fault.reason == "WRONG_VERSION_NUMBER":
+            return EndpointError(f"{self.url} does not speak TLS: is it http://?")
+        return fault
 
     def close(self) -> None:
         with self._lock:
-            kept, self._kept = self._kept, []
-        for line in kept:
+            idle, self._idle = self._idle, []
+        for line in idle:
             line.close()
 
 
-class Answered(Exception):
-    """An endpoint answered with something else than the bytes that were asked for."""
-
-    def __init__(self, reply: Reply) -> None:
-        super().__init__(f"{reply.status}: {reply.text}")
-        self.reply = reply
+class _NoAnswer(ConnectionResetError):
+    """The server closed the connection before the first byte of an answer."""
 
 
-class Cutoff:
-    """Ends a connection when its time is over: whoever reads from it then gets the end."""
+class _Connection:
+    """One connection: requests go out, and answers are read, each by an end."""
 
-    def __init__(self, sock: socket.socket | None, seconds: float) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self.done = False
+        self._ahead = bytearray()  # bytes that came together with the head
         self._wakes = 1
-        self._ahead = True  # whether the library may have read on, past the headers
-        self._end = time.monotonic() + seconds
-        _Cutter.add(self)
+        self.left = 0  # bytes of the body that were not read yet
+        self.keeps = True  # whether the server takes another request
 
-    def at(self, end: float) -> None:
-        """Put it off until then."""
-        self._end = end
+    def is_readable(self) -> bool:
+        """Of an idle connection: whether the server has closed it."""
+        found = select.poll()
+        found.register(self._sock, select.POLLIN)
+        return bool(found.poll(0))
 
-    def fill(self, answer: http.client.HTTPResponse, view: memoryview) -> int:
-        """Bytes of a body that have come to a view. A large one is filled by one call that waits in
-        the kernel: the library would be woken for every packet."""
-        sock, left = self._sock, answer.length or 0
-        view = view[: max(left - TAIL_BYTES, 0)] or view  # the library reads the end by itself
-        if sock is None or isinstance(sock, ssl.SSLSocket) or left <= TAIL_BYTES:
-            self._wake_at(1)
-            return answer.readinto(view)
+    def ask(self, request: bytes, end: float) -> Head:
+        """Send a request; the head of its answer."""
+        self._sock.settimeout(_left(end))
+        self._sock.sendall(request)
+        self._wake_at(1)
+        head = self._head(end)
+        while head.status < 200:
+            head = self._head(end)
+        self.left = 0 if head.status == 204 else head.length or 0
+        self.keeps = "close" not in head.headers.get("connection", "").lower()
+        return head
+
+    def _head(self, end: float) -> Head:
+        data = self._ahead
+        while (at := data.find(END)) < 0:
+            if len(data) > HEAD_BYTES:
+                raise ValueError(f"its headers are longer than {HEAD_BYTES} bytes")
+            self._sock.settimeout(_left(end))
+            some = b""
+            with suppress(ConnectionError):
+                some = self._sock.recv(HEAD_BYTES)
+            if not some:
+                raise ConnectionResetError("the connection broke off") if data else _NoAnswer
+            data += some
+        self._ahead = data[at + len(END) :]
+        return parse_head(bytes(data[:at]))
+
+    def read(self, nbytes: int, end: float) -> bytes:
+        data = bytearray(nbytes)
+        for _ in self.fill(memoryview(data), end):
+            pass
+        return bytes(data)
+
+    def fill(self, view: memoryview, end: float) -> Iterator[int]:
+        """Fill a view from the body; yields bytes as they have come. `TimeoutError` for a body that
+        trickles."""
+        while len(view):
+            # WAKE_BYTES behind the piece wake a reader; none are behind the last one.
+            some = self.left - WAKE_BYTES if self.left > WAKE_BYTES else self.left
+            piece = view[: min(READ_BYTES, some)]
+            limit = min(end, time.monotonic() + STALL_SECONDS + len(piece) / SLOW_RATE)
+            while len(piece):
+                done = self._some(piece, limit)
+                if not done:
+                    raise ConnectionResetError("the connection broke off")
+                self.left -= done
+                piece, view = piece[done:], view[done:]
+                yield done
+
+    def _some(self, view: memoryview, end: float) -> int:
+        """Bytes that have come to a view. One call waits in the kernel for all of a large view: a
+        reader that is woken for every packet takes twice as long."""
         if self._ahead:
-            some = view[: len(answer.fp.peek(1))]
-            self._ahead = len(some) == len(view)
-            return answer.readinto(some)
-        sock.settimeout(None)  # it is cut when its time is over
-        self._wake_at(min(WAKE_BYTES, left - len(view)))  # so many come behind the view
-        done = sock.recv_into(view, 0, socket.MSG_WAITALL)
-        answer.length = left - done
-        return done
+            done = min(len(self._ahead), len(view))
+            view[:done] = self._ahead[:done]
+            del self._ahead[:done]
+            return done
+        if isinstance(self._sock, ssl.SSLSocket) or sys.platform != "linux":
+            self._sock.settimeout(_left(end))
+            return self._sock.recv_into(view)
+        self._wake_at(max(1, min(WAKE_BYTES, self.left - len(view))))
+        seconds, part = divmod(_left(end), 1)
+        limit = _TIMEVAL.pack(int(seconds), int(1e6 * part))
+        self._sock.settimeout(None)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        try:
+            return self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError("the time is over") from None
 
     def _wake_at(self, nbytes: int) -> None:
-        """Have the kernel wake a reader when so many bytes have come, not for every packet."""
-        if self._sock is not None and self._wakes != nbytes and sys.platform == "linux":
+        """Have the kernel wake a reader when that many bytes have come."""
+        if self._wakes != nbytes and sys.platform == "linux":
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._wakes = nbytes
 
-    def over(self) -> None:
-        """The request is over: nothing is cut."""
-        _Cutter.remove(self)
-
-    def due(self, now: float) -> bool:
-        if now < self._end:
-            return False
-        self.done = True
-        if self._sock is not None:
-            with suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-        return True
+    def close(self) -> None:
+        self._sock.close()
 
 
-class _Cutter:
-    """One thread for all connections of the process, while there are any."""
-
-    _lock = threading.Lock()
-    _cuts: ClassVar[set[Cutoff]] = set()
-    _running = False
-
-    @classmethod
-    def add(cls, cut: Cutoff) -> None:
-        with cls._lock:
-            cls._cuts.add(cut)
-            if not cls._running:
-                cls._running = True
-                threading.Thread(target=cls._run, name="torchrelay-cut", daemon=True).start()
-
-    @classmethod
-    def remove(cls, cut: Cutoff) -> None:
-        with cls._lock:
-            cls._cuts.discard(cut)
-
-    @classmethod
-    def _run(cls) -> None:
-        idle = 0
-        while True:
-            time.sleep(0.1)
-            now = time.monotonic()
-            with cls._lock:
-                for cut in [cut for cut in cls._cuts if cut.due(now)]:
-                    cls._cuts.discard(cut)
-                idle = 0 if cls._cuts else idle + 1
-                if idle > 100:
-                    cls._running = False
-                    return
-
-
-def _pieces(
-    answer: http.client.HTTPResponse, view: memoryview, cut: Cutoff, end: float
-) -> Iterator[int]:
-    """Fill a view; yields bytes as they have come. A body that trickles is cut."""
-    at = 0
-    while at < len(view):
-        piece = view[at : at + READ_BYTES]
-        cut.at(min(end, time.monotonic() + STALL_SECONDS + len(piece) / SLOW_RATE))
-        done = cut.fill(answer, piece)
-        if not done:
-            raise ConnectionResetError("the connection broke off")
-        at += done
-        yield done
+def _left(end: float) -> float:
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the time is over")
+    return max(left, 0.001)

@@ -1,13 +1,16 @@
-"""Endpoints as a source: which steps they have, and a step that some of them have, opened."""
+"""Servers as a source: which steps they have, and a step that some of them have, opened.
+
+Several endpoints each have the whole step. The keepers of a job have parts of it: a step is
+available where they have all of its volumes together.
+"""
 
 from __future__ import annotations
 
-import http.client
 import secrets
-import ssl
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from functools import partial
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -24,29 +27,35 @@ from torchrelay.items import items_of
 from torchrelay.memory.crew import Crew
 from torchrelay.record.checkpoint.commit import content_digest, decode
 from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.sources.access import Access
 from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
-from torchrelay.sources.lease import LocalFacts
-from torchrelay.sources.mapped_step import LentMemory, MappedStep
+from torchrelay.sources.lent_memory import Count, LentMemory, LocalFacts
 from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.sources.seam import Absent
-from torchrelay.sources.suppliers import Supplier, Suppliers
+from torchrelay.sources.suppliers import HttpGiver, Supplier, Suppliers
+from torchrelay.steps import MAX_STEP
 
-ASK_SECONDS = 20.0  # that an endpoint may take to say what it has
-MAX_URLS = 64
+ASK_SECONDS = 20.0  # that a server may take to answer a small request
+KEEPER_SECONDS = 5.0  # that a keeper may take: it may be gone with its host
+POLL_SECONDS = 30.0  # that one request waits for a newer step,
+SHORT_POLL = 1.0  # and where another server did not answer and is asked again
+MAX_URLS, MAX_KEEPERS = 64, 4096
 _AT_ONCE = 16
 _MARGIN = 0.1  # seconds that an answer may take on its way
 
 Result = TypeVar("Result")
+Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+SnapshotId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class StepFacts(msgspec.Struct):
-    """A line of `/steps.json`, as far as a reader needs it."""
+    """A line of `/steps.json`, as far as a reader needs it. `here`: the volumes, of `volumes`, that
+    the server has itself."""
 
-    step: int
-    snapshot: str
-    bytes: int
-    volumes: int = 0  # of how many volumes it is
-    here: list[str] = []  # those that the endpoint has itself
+    step: Step
+    snapshot: SnapshotId
+    bytes: Count
+    volumes: Count = 0
+    here: list[str] = []
 
 
 class _StepList(msgspec.Struct):
@@ -54,257 +63,262 @@ class _StepList(msgspec.Struct):
 
 
 class PlaceFacts(msgspec.Struct):
-    """`/places.json`."""
+    """`/places.json`: the URLs that have each volume. An empty text is the server itself."""
 
-    step: int
-    snapshot: str
     volumes: dict[str, list[str]]
-    seeds: list[str] = []
 
 
 _steps = msgspec.json.Decoder(_StepList)
 _places = msgspec.json.Decoder(PlaceFacts)
 _local = msgspec.json.Decoder(LocalFacts)
 
-
-# What a connection does that breaks off; one that is refused is not asked again.
-_BROKEN = (ConnectionResetError, BrokenPipeError, http.client.IncompleteRead)
+Holders = list[tuple[Host, StepFacts]]
 
 
 class _DamagedRecordError(EndpointError):
     """A record with wrong bytes, which may have been changed on their way."""
 
 
-class OpenedEndpoint:
-    """A step that endpoints have, with its record. See `seam.Opened`."""
-
-    def __init__(self, record: Checkpoint, files: RemoteStep | MappedStep, snapshot: str) -> None:
-        self.record, self.files = record, files
-        self.digest = bytes.fromhex(snapshot)
-
-    def close(self) -> None:
-        self.files.close()
+# These are tried once more. A connection that is refused is not.
+_PASSING = (ConnectionResetError, BrokenPipeError, _DamagedRecordError)
 
 
 class EndpointSource:
-    """One or several URLs. `failed` says which of them were left out, and why.
+    """Endpoints by their URLs, or with `job` the keepers of a job.
 
-    Where a URL is this host's, and the user is the same, memory is shared, unless `same_host` is
-    false; `instead` says why it is not. `verify`: digests are checked there too.
+    On this host, for this user, memory is mapped in place of reading it over TCP, unless
+    `same_host` is false; `instead` says why it is not. `verify`: mapped memory is verified too.
+    `failed` says which URLs were left out, and why.
     """
-
-    most = MAX_URLS
 
     def __init__(
         self,
         urls: str | Iterable[str],
         *,
-        token: str | None = None,
-        context: ssl.SSLContext | None = None,
+        access: Access | None = None,
         same_host: bool = True,
         verify: bool = False,
+        job: str = "",
     ) -> None:
-        self._same_host, self._verify = same_host, verify
-        self.mapped = False  # whether the step that was opened is in memory of this host
-        self.instead: dict[str, str] = {}
         listed = items_of("url", urls, str, "an endpoint's URL")
-        if not 0 < len(listed) <= self.most:
-            raise UsageError(f"1 to {self.most} URLs, not {len(listed)}")
-        self.token, self._context = token, context
+        most = MAX_KEEPERS if job else MAX_URLS
+        if not 0 < len(listed) <= most:
+            raise UsageError(f"give 1 to {most} URLs, not {len(listed)}")
+        self.access = access or Access()
+        self._token, self._context = self.access.secret(), self.access.client_context()
+        self._same_host, self._verify, self.job = same_host, verify or bool(job), job
         self.reader = secrets.token_hex(16)
         self.hosts = [self.host(url) for url in dict.fromkeys(listed)]
         self.failed: dict[str, str] = {}
+        self.instead: dict[str, str] = {}
+        self._refused = False  # whether all that failed did so for good
+        self._listed: dict[int, Holders] = {}
         self._opened: list[RemoteStep] = []
 
-    def host(self, url: str) -> Host:
-        """Another endpoint, with the same token and the same name for this reader."""
-        return Host(url, token=self.token, context=self._context, reader=self.reader)
+    def host(self, url: str, like: Host | None = None) -> Host:
+        """Another server, with the same access. A token that `like` gets encrypted is not sent to
+        it in clear text: `UsageError`, as for a malformed URL."""
+        if like is not None and like.tls and not url.startswith("https://"):
+            raise UsageError(f"{like.url} names a server without TLS, {url!r}, which gets no token")
+        return Host(url, token=self._token, context=self._context, reader=self.reader)
 
     @property
     def name(self) -> str:
-        return ", ".join(host.url for host in self.hosts)
+        return f"keeper {self.job}" if self.job else ", ".join(host.url for host in self.hosts)
 
     @property
     def cost(self) -> int:
-        return 0 if all(host.is_here for host in self.hosts) else 1
+        return 0 if self.job or all(host.is_here for host in self.hosts) else 1
 
-    def steps(
-        self, deadline: Deadline, newer_than: int | None = None
-    ) -> dict[int, list[tuple[Host, StepFacts]]]:
-        """Who has which step. With `newer_than`, waits for a higher one."""
+    @property
+    def mapped(self) -> bool:
+        """Whether the step that was opened last is in memory of this host."""
+        return bool(self._opened) and self._opened[-1].mapped
+
+    # Which steps there are.
+
+    def steps(self, deadline: Deadline) -> list[int]:
+        """The steps that can be read. Raises where no server answers."""
+        return self._list(deadline, "", 0.0)
+
+    def wait(self, newer_than: int, deadline: Deadline) -> list[int]:
+        """The same, once there is a step above `newer_than`, or when the time is over. Servers that
+        cannot be reached are asked again until then."""
         while True:
-            told = self._told(deadline, newer_than)
-            found: dict[int, list[tuple[Host, StepFacts]]] = {}
-            for host, facts in told:
-                # The newest is the last: of two with one number, that one replaced the other.
-                for one in {one.step: one for one in facts.steps}.values():
-                    found.setdefault(one.step, []).append((host, one))
-            if newer_than is None or any(one > newer_than for one in found):
+            begun = time.monotonic()
+            poll = SHORT_POLL if self.failed else POLL_SECONDS
+            wait = min(max(deadline.early() - _MARGIN, _MARGIN), poll)
+            self.failed.clear()
+            found: list[int] = []
+            try:
+                query = f"?newer_than={newer_than}&wait_ms={1000 * wait:.0f}"
+                found = self._list(deadline, query, wait)
+            except RelayError:
+                if self._refused or deadline.early() < 2 * _MARGIN:
+                    raise
+            if any(step > newer_than for step in found) or deadline.early() < 2 * _MARGIN:
                 return found
-            if deadline.early() < 2 * _MARGIN:
-                return found
+            if self.failed:
+                pause = SHORT_POLL - (time.monotonic() - begun)
+                time.sleep(max(0.0, min(pause, deadline.early())))
 
-    def _told(self, deadline: Deadline, newer_than: int | None) -> list[tuple[Host, _StepList]]:
+    def _list(self, deadline: Deadline, query: str, wait: float) -> list[int]:
         hosts = [host for host in self.hosts if host.url not in self.failed]
-        wait = min(max(deadline.early() - _MARGIN, _MARGIN), 30.0)
-        query = "" if newer_than is None else f"?newer_than={newer_than}&wait_ms={1000 * wait:.0f}"
-        limit = ASK_SECONDS + (0 if newer_than is None else wait) + 30
-        # Who waits for a step is answered late; else one that stays away leaves the others time.
-        alone = newer_than is not None or len(hosts) == 1
-        seconds = min(limit, _share_of(deadline, alone))
-
-        def ask(host: Host) -> _StepList | None:
-            return self._asked(
-                host,
-                lambda: _decoded(host, _steps, host.get(f"/steps.json{query}", seconds=seconds)),
-            )
-
+        # A server that waits for a step answers late; else one that is silent leaves others time.
+        seconds = _share(deadline, alone=bool(query) or len(hosts) == 1)
+        seconds = min((KEEPER_SECONDS if self.job else ASK_SECONDS) + wait, seconds)
+        ask = partial(self._ask, _steps, f"/steps.json{query}", seconds)
         answers = Crew(_AT_ONCE).each(ask, hosts)
-        found = [(host, a) for host, a in zip(hosts, answers, strict=True) if a is not None]
-        if not found:
+        self._listed = {}
+        for host, answer in zip(hosts, answers, strict=True):
+            # Of two steps with one number the last replaced the first; keepers may need both.
+            steps = () if answer is None else answer.steps
+            newest = {(one.step, self.job and one.snapshot): one for one in steps}
+            for facts in newest.values():
+                self._listed.setdefault(facts.step, []).append((host, facts))
+        if not any(answers):
             raise self._nobody()
-        return found
+        if self.job:
+            self._keep_complete()
+        return list(self._listed)
+
+    def _keep_complete(self) -> None:
+        """Drop steps whose volumes the keepers do not have together."""
+        complete: dict[int, Holders] = {}
+        lacking = []
+        for step, some in self._listed.items():
+            for holders in _by_snapshot(some).values():
+                there = {name for _, facts in holders for name in facts.here}
+                wanted = max(facts.volumes for _, facts in holders)
+                if len(there) >= wanted:
+                    complete.setdefault(step, []).extend(holders)
+                else:
+                    lacking.append(f"step {step} has {len(there)} of its {wanted} volumes")
+        self._listed = complete
+        if lacking and not complete:
+            faults = [f"{url}: {why}" for url, why in self.failed.items()]
+            raise EndpointError("; ".join([*lacking, *faults]))
+
+    def _ask(
+        self, kind: msgspec.json.Decoder[Result], path: str, seconds: float, host: Host
+    ) -> Result | None:
+        return self._asked(host, lambda: _decoded(host, kind, host.get(path, seconds=seconds)))
 
     def _asked(self, host: Host, act: Callable[[], Result]) -> Result | None:
-        """What an endpoint says; None where it does not answer as one, and `failed` has why. One
-        that breaks off, or whose record is damaged, is asked once more."""
+        """A server's answer; None where it does not answer as one, and `failed` has the reason."""
         for again in (True, False):
             try:
                 return act()
-            except (*_BROKEN, _DamagedRecordError) as fault:
-                if not again:
-                    self.failed[host.url] = _reason(fault)
-            except (EndpointError, OSError, http.client.HTTPException) as fault:
+            except (EndpointError, OSError) as fault:
                 self.failed[host.url] = _reason(fault)
-                break
+                if not (again and isinstance(fault, _PASSING)):
+                    return None
+            del self.failed[host.url]
         return None
 
     def _nobody(self) -> RelayError:
-        told = "; ".join(f"{url}: {why}" for url, why in self.failed.items())
-        refused = all("answer:" not in why for why in self.failed.values())
-        kind = EndpointError if refused else PeerLostError
-        return kind(f"no endpoint can be read: {told}", phase="open")
+        reasons = "; ".join(f"{url}: {why}" for url, why in self.failed.items())
+        self._refused = all("does not answer: " not in why for why in self.failed.values())
+        kind = EndpointError if self._refused else PeerLostError
+        return kind(f"no endpoint can be read: {reasons}", phase="open")
 
-    def open(self, step: int | None, deadline: Deadline) -> OpenedEndpoint:
-        """A step of all URLs that have the same bytes of it; the others are left out."""
-        found = self.steps(deadline)
-        chosen = max(found, default=None) if step is None else step
-        if chosen is None or chosen not in found:
-            there = ", ".join(map(str, sorted(found))) or "none"
-            raise StepNotFoundError(f"no step {chosen} at {self.name}; there: {there}", step=step)
-        snapshots: dict[str, list[Host]] = {}
-        for host, facts in found[chosen]:
-            snapshots.setdefault(facts.snapshot, []).append(host)
-        snapshot = max(snapshots, key=lambda one: len(snapshots[one]))
-        for host in self.hosts:
-            if host not in snapshots[snapshot]:
-                other = any(host in hosts for hosts in snapshots.values())
+    # One step.
+
+    def open(self, step: int | None, deadline: Deadline) -> RemoteStep:
+        """A step of all servers that have the same bytes of it; the others are left out."""
+        if step is None or step not in self._listed:
+            self.steps(deadline)
+        chosen = max(self._listed, default=None) if step is None else step
+        if chosen is None or chosen not in self._listed:
+            there = ", ".join(map(str, sorted(self._listed))) or "none"
+            text = f"no step {chosen} at {self.name}; available: {there}"
+            raise StepNotFoundError(text, step=step)
+        listed = self._listed.pop(chosen)  # another look asks again
+        holders = max(_by_snapshot(listed).values(), key=len)
+        for host in () if self.job else self.hosts:
+            if all(host is not one for one, _ in holders):
+                other = any(host is one for one, _ in listed)
                 why = f"has other bytes of step {chosen}" if other else f"has no step {chosen}"
                 self.failed.setdefault(host.url, why)
-        return self._open(snapshots[snapshot], chosen, snapshot, deadline)
+        return self._open(holders, chosen, holders[0][1].snapshot, deadline)
 
-    def _open(
-        self, hosts: list[Host], step: int, snapshot: str, deadline: Deadline
-    ) -> OpenedEndpoint:
-        for host in hosts:
-            seconds = _share_of(deadline, host is hosts[-1])
-            told = self._asked(host, lambda h=host, s=seconds: self._record(h, step, snapshot, s))  # type: ignore[misc]
-            if told is not None:
+    def _open(self, holders: Holders, step: int, snapshot: str, deadline: Deadline) -> RemoteStep:
+        found = None
+        for host, _ in holders:
+            seconds = _share(deadline, alone=host is holders[-1][0])
+            found = self._asked(host, partial(_record, host, step, snapshot, seconds))
+            if found is not None:
                 break
-        else:
+        if found is None:
             raise self._nobody()
-        data, record = told
-        able = [host for host in hosts if host.url not in self.failed]
-        suppliers = self._suppliers(able, record, snapshot, deadline)
-        remote = RemoteStep(self.name, data, record, snapshot, suppliers, deadline)
-        self._opened.append(remote)
-        return OpenedEndpoint(record, self._nearest(remote, record, snapshot), snapshot)
-
-    def _nearest(
-        self, remote: RemoteStep, record: Checkpoint, snapshot: str
-    ) -> RemoteStep | MappedStep:
-        """The step in memory of this host, where it is there."""
-        found = self._mapped(remote, record, snapshot)
-        self.mapped = isinstance(found, MappedStep)
-        if isinstance(found, Absent):
-            self.instead["mapped"] = found.reason
-            return remote
-        return found
-
-    def _local_facts(self, host: Host, seconds: float) -> LocalFacts:
-        return _decoded(host, _local, host.get("/local.json", seconds=seconds))
-
-    def _mapped(self, remote: RemoteStep, record: Checkpoint, snapshot: str) -> MappedStep | Absent:
-        """The step in memory of this host, or why not."""
-        if not self._same_host:
-            return Absent("same_host=False")
-        memories: list[LentMemory] = []
-        try:
-            for supplier in remote.suppliers.all:
-                facts = self._local_facts(supplier.host, ASK_SECONDS)
-                memories += LentMemory.all(facts, snapshot, self.reader)
-            found = MappedStep.of(
-                self.name, remote.manifest(), record, memories, trusted=not self._verify
-            )
-        except (OSError, http.client.HTTPException, EndpointError) as fault:
-            text = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
-            found = Absent(text)
-        if isinstance(found, Absent):
-            for memory in memories:
-                memory.close()
-        return found
-
-    def _record(
-        self, host: Host, step: int, snapshot: str, seconds: float
-    ) -> tuple[bytes, Checkpoint]:
-        answer = host.get(f"/record?step={step}", seconds=seconds, limit=RECORD_BYTES)
-        if answer.status == 404:
-            raise StepNotFoundError(f"no step {step} at {host.url}", step=step)
-        _check(host, answer)
-        if answer.headers.get("Torchrelay-Snapshot", snapshot) != snapshot:
-            raise StepNotFoundError(f"step {step} was replaced while it was opened", step=step)
-        try:
-            record = decode(answer.body)
-        except ManifestError as fault:
-            raise _DamagedRecordError(f"{host.url} has no valid record: {fault.message}") from fault
-        if record.step != step or content_digest(record) != snapshot:
-            raise EndpointError(f"{host.url} has a record of something else than it says")
-        return answer.body, record
+        data, record = found
+        suppliers = self._suppliers(holders, record, snapshot, deadline)
+        self._map(suppliers, record, snapshot)
+        what = (self.name, data, record, snapshot, suppliers, deadline)
+        self._opened.append(RemoteStep(*what, verify=self._verify))
+        return self._opened[-1]
 
     def _suppliers(
-        self, hosts: list[Host], record: Checkpoint, snapshot: str, deadline: Deadline
+        self, holders: Holders, record: Checkpoint, snapshot: str, deadline: Deadline
     ) -> Suppliers:
-        """Each volume is at a URL, or at the ranks that it names."""
+        """Each volume is at servers that list it, or at the ranks that an endpoint names."""
         known: dict[str, Supplier] = {}
         volumes: dict[str, list[Supplier]] = {file.name: [] for file in record.files}
-        path = f"/places.json?snapshot={snapshot}"
-        for host in hosts:
-            seconds = min(ASK_SECONDS, _share_of(deadline, host is hosts[-1] and not known))
-            facts = self._asked(
-                host,
-                lambda h=host, s=seconds: _decoded(h, _places, h.get(path, seconds=s)),  # type: ignore[misc]
-            )
-            if facts is None:
-                continue
-            for name, urls in facts.volumes.items():
-                for url in urls[:MAX_URLS] if name in volumes else ():
-                    place = url or host.url
-                    if place not in known:
-                        known[place] = Supplier(host if place == host.url else self.host(place))
-                    if known[place] not in volumes[name]:
-                        volumes[name].append(known[place])
-        return Suppliers(volumes, deadline, f"step {record.step}")
 
-    def end(self, reason: str = "") -> None:
-        """Tell the endpoints how it went; never raises."""
+        def add(name: str, url: str, host: Host) -> None:
+            supplier = known.setdefault(url, Supplier(HttpGiver(host, snapshot)))
+            if supplier not in volumes.get(name, [supplier]):
+                volumes[name].append(supplier)
+
+        able = [(host, facts) for host, facts in holders if host.url not in self.failed]
+        for host, facts in able:
+            for name in facts.here:
+                add(name, host.url, host)
+        for host, _ in () if all(volumes.values()) or self.job else able:
+            seconds = min(ASK_SECONDS, _share(deadline, alone=host is able[-1][0]))
+            found = self._ask(_places, f"/places.json?snapshot={snapshot}", seconds, host)
+            for name, urls in () if found is None else found.volumes.items():
+                for url in urls[:MAX_URLS]:
+                    try:
+                        add(name, url or host.url, self.host(url, host) if url else host)
+                    except UsageError as fault:
+                        self.failed[ascii(url)] = fault.message
+        if not all(volumes.values()):
+            raise self._nobody()
+        return Suppliers(volumes, deadline, f"step {record.step} of {self.name}")
+
+    def _map(self, suppliers: Suppliers, record: Checkpoint, snapshot: str) -> None:
+        """Have the servers of this host lend their memory, where it is that of the record."""
+        if not self._same_host:
+            self.instead["mapped"] = "same_host=False"
+            return
+        sizes = {file.name: file.nbytes for file in record.files}
+        for supplier in suppliers.all:
+            giver = supplier.giver
+            assert isinstance(giver, HttpGiver)
+            try:
+                answer = giver.host.get("/local.json", seconds=KEEPER_SECONDS)
+                facts = _decoded(giver.host, _local, answer)
+                giver.take(LentMemory(facts, snapshot, self.reader), sizes)
+            except (OSError, EndpointError) as fault:
+                self.instead["mapped"] = getattr(fault, "strerror", None) or str(fault)
+                if not self.job:  # else the memory of some keepers is read, and others by HTTP
+                    return
+
+    # The end.
+
+    def end(self, reason: str = "", nbytes: int = 0) -> None:
+        """Tell the servers how the read ended; never raises. `nbytes`: how much was landed."""
         hosts = {host.url: host for host in self.hosts if host.url not in self.failed}
         for step in self._opened:
-            hosts.update({one.host.url: one.host for one in step.suppliers.all if not one.dropped})
+            for one in step.suppliers.all:
+                if isinstance(one.giver, HttpGiver) and not one.dropped:
+                    hosts[one.giver.name] = one.giver.host
         end = time.monotonic() + 1.0
         for host in hosts.values():
             left = end - time.monotonic()
             if left > 0:
-                host.tell_end(reason, seconds=left)
+                host.report_end(reason, nbytes if self.mapped else 0, seconds=left)
             host.close()
 
     @property
@@ -325,8 +339,31 @@ class EndpointSource:
         return found
 
 
-def _share_of(deadline: Deadline, alone: bool) -> float:
-    """Seconds that an endpoint may take to answer: half of what is left, unless it is `alone`."""
+def _by_snapshot(listed: Holders) -> dict[str, Holders]:
+    found: dict[str, Holders] = {}
+    for host, facts in listed:
+        found.setdefault(facts.snapshot, []).append((host, facts))
+    return found
+
+
+def _record(host: Host, step: int, snapshot: str, seconds: float) -> tuple[bytes, Checkpoint]:
+    answer = host.get(f"/record?step={step}", seconds=seconds, limit=RECORD_BYTES)
+    if answer.status == 404:
+        raise StepNotFoundError(f"no step {step} at {host.url}", step=step)
+    _check(host, answer)
+    if answer.headers.get("torchrelay-snapshot", snapshot) != snapshot:
+        raise StepNotFoundError(f"step {step} was replaced while it was opened", step=step)
+    try:
+        record = decode(answer.body)
+    except ManifestError as fault:
+        raise _DamagedRecordError(f"{host.url} has no valid record: {fault.message}") from fault
+    if record.step != step or content_digest(record) != snapshot:
+        raise EndpointError(f"{host.url} sends a record of something else than it lists")
+    return answer.body, record
+
+
+def _share(deadline: Deadline, *, alone: bool) -> float:
+    """Seconds that a server may take to answer: half of what is left, unless it is `alone`."""
     return max(deadline.left() / (1 if alone else 2), 0.01)
 
 
@@ -339,16 +376,16 @@ def _reason(fault: Exception) -> str:
 
 def _check(host: Host, answer: Reply) -> None:
     if answer.status == 401:
-        raise EndpointError(f"{host.url} does not take this token: {answer.text}")
+        text = f"{host.url} does not take this token ({answer.text}): give Access(token=) its token"
+        raise EndpointError(text)
     if answer.status != 200:
         raise EndpointError(f"{host.url} answered {answer.status}: {answer.text}")
 
 
-def _decoded(host: Host, decoder: msgspec.json.Decoder[Result], answer: Reply) -> Result:
+def _decoded(host: Host, kind: msgspec.json.Decoder[Result], answer: Reply) -> Result:
     _check(host, answer)
     try:
-        return decoder.decode(answer.body)
+        return kind.decode(answer.body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as fault:
-        raise EndpointError(
-            f"{host.url} answers in another way than an endpoint: {fault}"
-        ) from None
+        text = f"{host.url} answers in another way than an endpoint: {fault}"
+        raise EndpointError(text) from None

@@ -1,7 +1,7 @@
 """A step that several sources have: read from the first, and what that lacks from the others.
 
-Sources with the same content have the same chunks. So what has come and holds stays, whichever
-source fails, and the others are asked for the chunks that are missing.
+Sources with the same content have the same chunks. Chunks that have arrived and are right stay,
+whichever source fails, and the others are asked for the chunks that are missing.
 """
 
 from __future__ import annotations
@@ -12,86 +12,82 @@ from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
 
-from torchrelay.errors import RelayError
-from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import EndpointError, RelayError
 from torchrelay.record.checkpoint.commit import content_digest
 from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
+from torchrelay.sources.remote_step import RemoteReader, digest_of
 from torchrelay.sources.seam import Opened
+from torchrelay.sources.suppliers import Supplier, Suppliers
 from torchrelay.stores.seam import DataReader, MappableReader
 
+_FAULTS = (RelayError, OSError, EOFError)
 
-class Successor:
-    """Another source of the step. It is opened when the first chunk is asked of it."""
+
+class StepGiver:
+    """Another source of a step, opened when it is first asked. See `suppliers.Giver`."""
 
     def __init__(self, name: str, open_step: Callable[[], Opened]) -> None:
-        self.name = name
-        self._open = open_step
+        self.name, self._open = name, open_step
+        self.content = ""  # what it must have, as `content_digest` has it
         self._opened: Opened | None = None
-        self._readers: dict[str, DataReader] = {}
         self._lock = threading.Lock()
-        self.bytes = 0  # that it gave
-        self.failed = ""  # why it is asked no more
 
-    def read(self, file: DataFile, start: int, content: str) -> bytearray | None:
-        """A chunk that has its digest; None where it cannot be had here."""
+    def read(
+        self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
+    ) -> Iterator[int]:
         try:
-            reader = self._reader(file, content)
-            if reader is None:
-                return None
-            data = bytearray(min(file.chunk_bytes, file.nbytes - start))
-            reader.read_into(start, [memoryview(data)])
-        except (RelayError, OSError, EOFError) as fault:
-            with self._lock:
-                self.failed = self.failed or getattr(fault, "message", str(fault))
-            return None
-        if not _holds(file, start, data):
-            return None
-        with self._lock:
-            self.bytes += len(data)
-        return data
+            reader = self._reader(volume)
+            try:
+                reader.read_into(start, views)
+            finally:
+                reader.close()
+        except _FAULTS as fault:
+            raise EndpointError(getattr(fault, "message", "") or str(fault)) from fault
+        yield from map(len, views)
 
-    def _reader(self, file: DataFile, content: str) -> DataReader | None:
+    def _reader(self, volume: str) -> DataReader:
         with self._lock:
-            if self.failed:
-                return None
             if self._opened is None:
                 self._opened = self._open()
-                if content_digest(self._opened.record) != content:
-                    self.failed = "it has other bytes of the step"
-                    return None
-            if file.name not in self._readers:
-                self._readers[file.name] = self._opened.files.reader(file.name)
-            return self._readers[file.name]
+                if content_digest(self._opened.record) != self.content:
+                    raise EndpointError("it has other bytes of the step")
+            return self._opened.files.reader(volume)
+
+    def is_gone(self) -> bool:
+        return False
 
     def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
         if self._opened is not None:
             self._opened.close()
 
 
 class MendedStep:
     """See `seam.Opened` and `stores.seam.MendableStep`: a step of one source, whose chunks come
-    from its successors where that source does not give them right."""
+    from other sources where that one does not give them right."""
 
-    def __init__(self, first: Opened, successors: Sequence[Successor]) -> None:
-        self._first, self._successors = first, successors
+    def __init__(self, first: Opened, others: Sequence[StepGiver], deadline: Deadline) -> None:
+        self._first = first
         self.record: Checkpoint = first.record
-        self._content = content_digest(self.record)
-        self.digest = bytes.fromhex(self._content)
+        content = content_digest(self.record)
+        self.digest = bytes.fromhex(content)
         self.url = first.files.url
         self.costly_reads = first.files.costly_reads
         self.trusted = first.files.trusted
+        self.manifest = first.files.manifest
         self._files = {file.name: file for file in self.record.files}
+        for one in others:
+            one.content = content
+        suppliers = [Supplier(one) for one in others]
+        volumes = dict.fromkeys(self._files, suppliers)
+        self._others = Suppliers(volumes, deadline, f"step {self.record.step}")
+        self._deadline = deadline
         self.patches: dict[tuple[str, int], bytearray] = {}  # by volume and where a chunk begins
         self.lost = ""  # what was first found wrong
 
     @property
     def files(self) -> MendedStep:
         return self
-
-    def manifest(self) -> bytes:
-        return self._first.files.manifest()
 
     def sizes(self) -> dict[str, int]:
         return {name: file.nbytes for name, file in self._files.items()}
@@ -110,30 +106,25 @@ class MendedStep:
         return MendedReader(self, file, found)
 
     def mend(self, name: str, start: int, stop: int, why: str) -> bool:
-        """Have the chunks of a range from others, where the first source does not give them.
-        Whether all of them are here."""
+        """Get the chunks of a range from others, where the first source does not give them. Whether
+        all of them are here."""
         file = self._files[name]
         self.lost = self.lost or why
-        size = file.chunk_bytes
-        missing = [
-            at
-            for at in range(start // size * size, stop, size)
-            if (name, at) not in self.patches and not self._first_holds(file, at)
-        ]
-        for successor in self._successors:
-            left = []
-            for at in missing:
-                data = successor.read(file, at, self._content)
-                if data is None:
-                    left.append(at)
-                else:
-                    self.patches[name, at] = data
-            missing = left
-        return not missing
+        reader = RemoteReader(file, self._others, self._deadline)
+        for at in range(start // file.chunk_bytes * file.chunk_bytes, stop, file.chunk_bytes):
+            if (name, at) in self.patches or self._first_has(file, at):
+                continue
+            data = bytearray(min(file.chunk_bytes, file.nbytes - at))
+            try:
+                reader.read_into(at, [memoryview(data)])
+            except _FAULTS:
+                return False
+            self.patches[name, at] = data
+        return True
 
-    def _first_holds(self, file: DataFile, start: int) -> bool:
-        """Whether a chunk of the first source has its digest. One whose source compared it already,
-        and failed, is not asked for again."""
+    def _first_has(self, file: DataFile, start: int) -> bool:
+        """Whether a chunk of the first source is right. A source that compares digests itself has
+        failed already, and is not asked again."""
         if self.trusted:
             return False
         data = bytearray(min(file.chunk_bytes, file.nbytes - start))
@@ -143,28 +134,27 @@ class MendedStep:
                 reader.read_into(start, [memoryview(data)])
             finally:
                 reader.close()
-        except (RelayError, OSError, EOFError):
+        except _FAULTS:
             return False
-        return _holds(file, start, data)
+        return xxhash.xxh3_128_digest(data) == digest_of(file, start)
 
     @property
     def mended(self) -> dict[str, int]:
         """Bytes that came from others, by their names."""
-        return {one.name: one.bytes for one in self._successors if one.bytes}
+        return self._others.bytes
 
     @property
     def failed(self) -> dict[str, str]:
         """Why others could not help, by their names."""
-        return {one.name: one.failed for one in self._successors if one.failed}
+        return self._others.faulty
 
     def close(self) -> None:
         self._first.close()
-        for one in self._successors:
-            one.close()
+        self._others.close()
 
 
 class MendedReader:
-    """A volume of the first source, but for the chunks that came from others."""
+    """A volume of the first source, except for the chunks that came from others."""
 
     def __init__(self, step: MendedStep, file: DataFile, first: DataReader | None) -> None:
         self._step, self._file, self._first = step, file, first
@@ -217,11 +207,6 @@ class MendedReader:
     def close(self) -> None:
         if self._first is not None:
             self._first.close()
-
-
-def _holds(file: DataFile, start: int, data: bytearray) -> bool:
-    place = start // file.chunk_bytes * DIGEST_BYTES
-    return xxhash.xxh3_128_digest(data) == file.digests[place : place + DIGEST_BYTES]
 
 
 def _by_chunk(

@@ -1,4 +1,4 @@
-"""A live rank as a source: the group's store says where it serves its state."""
+"""A live rank as a source: the group's store has the URL at which it serves its state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import msgspec
 import torch.distributed as dist
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import PeerLostError
-from torchrelay.sources.endpoint import EndpointSource, OpenedEndpoint
+from torchrelay.errors import PeerLostError, StepNotFoundError
+from torchrelay.sources.access import Access
+from torchrelay.sources.endpoint import EndpointSource
+from torchrelay.sources.remote_step import RemoteStep
 
 
 class SharedAt(msgspec.Struct, array_like=True):
-    """Where a rank serves its state, and what lets readers in. Only the group's store has it."""
+    """Where a rank serves its state, and the token of it. Only the group's store has it."""
 
     url: str
     token: str
@@ -23,7 +25,7 @@ _shared_at = msgspec.msgpack.Decoder(SharedAt)
 
 
 class PeerNotes:
-    """What the ranks of a group say of where they serve their states."""
+    """Where the ranks of a group serve their states."""
 
     def __init__(self, group: Any) -> None:
         store = group.get_group_store()
@@ -36,19 +38,25 @@ class PeerNotes:
         self._store.delete_key(str(rank))
 
     def find(self, rank: int) -> SharedAt | None:
-        if not self._store.check([str(rank)]):
-            return None
-        return _shared_at.decode(self._store.get(str(rank)))
+        """`PeerLostError` where the store cannot tell."""
+        try:
+            if not self._store.check([str(rank)]):
+                return None
+            return _shared_at.decode(self._store.get(str(rank)))
+        except (dist.DistError, msgspec.MsgspecError) as fault:
+            raise PeerLostError(
+                f"the group's store does not tell where rank {rank} serves its state: {fault}",
+                rank=rank,
+            ) from fault
 
 
 class PeerSource:
-    """A rank of a group, as far as it shares a state: see `Relay.share`. It is looked up anew by
-    each call, and asked whether it is there."""
+    """The state that a rank of a group shares, made by `Relay.peer`. A rank that shares nothing is
+    an empty source. The rank is looked up by each call that lists steps."""
 
     def __init__(self, notes: PeerNotes, rank: int) -> None:
         self._notes, self._rank = notes, rank
-        self._found: EndpointSource | None = None
-        self._place: SharedAt | None = None
+        self.endpoint: EndpointSource | None = None  # as found by the last look
 
     @property
     def name(self) -> str:
@@ -56,31 +64,25 @@ class PeerSource:
 
     @property
     def cost(self) -> int:
-        return 1 if self._found is None else self._found.cost
-
-    def endpoint(self) -> EndpointSource:
-        """Where the rank serves its state; `PeerLostError` where it does not."""
-        try:
-            place = self._notes.find(self._rank)
-        except (dist.DistError, msgspec.MsgspecError) as fault:
-            raise PeerLostError(
-                f"the group's store does not say where rank {self._rank} is: {fault}",
-                rank=self._rank,
-            ) from fault
-        if place is None:
-            raise PeerLostError(f"rank {self._rank} shares no state", rank=self._rank)
-        if self._found is None or place != self._place:
-            self._place, self._found = place, EndpointSource(place.url, token=place.token)
-        return self._found
+        return 1 if self.endpoint is None else self.endpoint.cost
 
     def steps(self, deadline: Deadline) -> list[int]:
-        return list(self.endpoint().steps(deadline))
+        place = self._notes.find(self._rank)
+        if place is None:
+            self.endpoint = None
+            return []
+        self.endpoint = EndpointSource(place.url, access=Access(token=place.token))
+        return self.endpoint.steps(deadline)
 
-    def open(self, step: int, deadline: Deadline) -> OpenedEndpoint:
-        return self.endpoint().open(step, deadline)
+    def open(self, step: int, deadline: Deadline) -> RemoteStep:
+        if self.endpoint is None:
+            self.steps(deadline)
+        if self.endpoint is None:
+            raise StepNotFoundError(f"rank {self._rank} shares no state", step=step)
+        return self.endpoint.open(step, deadline)
 
-    def end(self, reason: str = "") -> None:
-        """Tell the peer how it went; never raises."""
-        if self._found is not None:
-            self._found.end(reason)
-            self._found = None
+    def end(self, reason: str = "", nbytes: int = 0) -> None:
+        """Tell the rank how the read ended; never raises."""
+        if self.endpoint is not None:
+            self.endpoint.end(reason, nbytes)
+            self.endpoint = None

@@ -1,16 +1,13 @@
-"""A step at one or several endpoints, as a step that can be read.
+"""A step that one or several suppliers have, as a step that can be read.
 
-Bytes come straight to the memory that they are for, and each chunk is hashed as it arrives. A
-chunk that is not what the record says is fetched again from elsewhere. So what a reader returns
-has been verified.
+Bytes come straight to their destination, and each chunk is hashed as it arrives. A chunk with a
+wrong digest is fetched again from another supplier. So readers return verified bytes.
 """
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
-from urllib.parse import quote
 
 import xxhash
 
@@ -27,7 +24,7 @@ _PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others lat
 
 
 class ChunkedVolume(Protocol):
-    """A volume, and the digests of its chunks: a `DataFile` of a record, or what stands for it."""
+    """A volume and the digests of its chunks: a `DataFile` of a record, or a server's `Volume`."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +37,10 @@ class ChunkedVolume(Protocol):
 
 
 class RemoteStep:
-    """See `seam.OpenStep`."""
+    """See `seam.Opened` and `stores.seam.OpenStep`.
+
+    `verify`: whether digests of memory that is mapped on this host are compared, too.
+    """
 
     def __init__(
         self,
@@ -50,17 +50,22 @@ class RemoteStep:
         snapshot: str,
         suppliers: Suppliers,
         deadline: Deadline,
+        *,
+        verify: bool = False,
     ) -> None:
-        self.url = url
+        self.url, self.record, self.snapshot = url, record, snapshot
+        self.digest = bytes.fromhex(snapshot)
         self.suppliers = suppliers
-        self.costly_reads = self.trusted = True
-        self._data, self._snapshot, self._deadline = data, snapshot, deadline
+        # Mapped memory is cheap to read twice: to be checked, and to be landed.
+        self.mapped = suppliers.all_mapped
+        self.costly_reads = not self.mapped
+        self.trusted = not (self.mapped and verify)
+        self._data, self._deadline, self._verify = data, deadline, verify or not self.mapped
         self._files = {file.name: file for file in record.files}
 
-    def look_near(self) -> None:
-        """Suppliers have memory on this host: where all of the step is in it, it is read twice, to
-        be checked and to be landed, which needs no memory of its own."""
-        self.costly_reads = self.trusted = not self.suppliers.all_near
+    @property
+    def files(self) -> RemoteStep:
+        return self
 
     def manifest(self) -> bytes:
         return self._data
@@ -69,37 +74,44 @@ class RemoteStep:
         return {name: file.nbytes for name, file in self._files.items()}
 
     def reader(self, name: str, *, once: bool = True) -> RemoteReader:
-        return RemoteReader(self._files[name], self._snapshot, self.suppliers, self._deadline)
+        how = {"mapped": self.mapped, "verify": self._verify}
+        return RemoteReader(self._files[name], self.suppliers, self._deadline, **how)
 
     def close(self) -> None:
-        self.suppliers.stopped.set()
         self.suppliers.close()
 
 
 class RemoteReader:
-    """A volume of the step. Ranges of whole chunks have their digests, or come from elsewhere."""
+    """A volume of the step. Ranges of whole chunks have their digests, or come from elsewhere.
 
-    cold = False
-    batched = False
+    `mapped`: all of the step is in memory of this host. With `verify`, parts of chunks are copied
+    from there unverified: the caller compares digests, and reads whole chunks where one is wrong.
+    """
+
+    cold = batched = False
 
     def __init__(
-        self, file: ChunkedVolume, snapshot: str, suppliers: Suppliers, deadline: Deadline
+        self,
+        file: ChunkedVolume,
+        suppliers: Suppliers,
+        deadline: Deadline,
+        *,
+        mapped: bool = False,
+        verify: bool = True,
     ) -> None:
-        self._file = file
-        self.nbytes = file.nbytes
-        self._path = f"/volumes/{snapshot}/{quote(file.name)}"
-        self._suppliers = suppliers
-        self._deadline = deadline
+        self._file, self.nbytes = file, file.nbytes
+        self._suppliers, self._deadline = suppliers, deadline
+        self._mapped, self._verify = mapped, verify
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         stop = position + sum(map(len, views))
         size = self._file.chunk_bytes
-        if position % size or (stop % size and stop != self.nbytes):
-            # Of memory that is near, parts of chunks are read as they are: whoever reads them has
-            # the digests to compare with, and reads whole chunks where one does not hold.
-            if not self.read_cached(position, views):
-                self._read_around(position, stop, views)
+        parts = position % size or (stop % size and stop != self.nbytes)
+        if (parts or not self._verify) and self.read_cached(position, views):
+            return
+        if parts:
+            self._read_around(position, stop, views)
             return
         at = position
         while at < stop:
@@ -117,65 +129,51 @@ class RemoteReader:
             at += len(view)
 
     def _some(self, start: int, views: list[memoryview]) -> int:
-        """Read what one supplier gives of a range; up to where all chunks hold."""
-        name = self._file.name
-        supplier = self._suppliers.take(name)
+        """Read what one supplier gives of a range; returns up to where all digests match."""
+        name, suppliers = self._file.name, self._suppliers
+        supplier = suppliers.take(name)
         chunks = ArrivingChunks(self._file, start, views)
-        fault: Exception | None = None
         try:
-            self._stream(supplier, start, views, chunks)
-        except (OSError, http.client.HTTPException, EndpointError, Answered) as found:
-            fault = found
-        finally:
-            self._suppliers.release(supplier, chunks.at - start)
-        if isinstance(fault, Answered):
-            self._refused(supplier, fault)
-        elif isinstance(fault, EndpointError):
-            self._suppliers.drop(supplier, fault.message)
-        elif fault is not None:
-            self._suppliers.failed(name, supplier, _words(fault))
+            try:
+                self._stream(supplier, start, views, chunks)
+            finally:
+                suppliers.release(supplier, chunks.at - start)
+        except Answered as answer:
+            if answer.reply.status in _PASSING:
+                suppliers.failed(name, supplier, str(answer))
+            else:
+                suppliers.gone = suppliers.gone or answer.reply.status == 410
+                suppliers.drop(supplier, str(answer))
+        except EndpointError as fault:
+            suppliers.drop(supplier, fault.message)
+        except (OSError, EOFError) as fault:
+            why = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
+            suppliers.failed(name, supplier, why)
         return chunks.at
 
     def _stream(
         self, supplier: Supplier, start: int, views: list[memoryview], chunks: ArrivingChunks
     ) -> None:
         seconds, name = max(self._deadline.left(), 0.01), self._file.name
-        for nbytes in supplier.read(name, self._path, start, views, seconds=seconds):
+        for nbytes in supplier.giver.read(name, start, views, seconds=seconds):
             if self._suppliers.stopped.is_set():
                 return
             if not chunks.add(nbytes):
-                self._suppliers.drop(supplier, self._wrong(supplier, chunks.at))
+                why = f"wrong digest of {name} at byte {chunks.at}"
+                if supplier.giver.is_gone():
+                    self._suppliers.gone = True
+                    why = "the step was replaced while it was read"
+                self._suppliers.drop(supplier, why)
                 return
 
-    def _wrong(self, supplier: Supplier, at: int) -> str:
-        """What is wrong with an endpoint that gave other bytes: it may have the step no more."""
-        probe = self._path.split("/")[2]
-        try:
-            answer = supplier.host.get(f"/places.json?snapshot={probe}", seconds=5.0)
-            if answer.status == 410:
-                self._suppliers.gone = True
-                return "the step was replaced while it was read"
-        except (OSError, http.client.HTTPException, EndpointError):
-            pass
-        return f"wrong digest of {self._file.name} at byte {at}"
-
-    def _refused(self, supplier: Supplier, answer: Answered) -> None:
-        status = answer.reply.status
-        if status in _PASSING:
-            self._suppliers.failed(self._file.name, supplier, str(answer))
-            return
-        if status == 410:
-            self._suppliers.gone = True
-        self._suppliers.drop(supplier, str(answer))
-
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        near = self._suppliers.near(self._file.name)
-        return near is not None and near.read_cached(position, buffers)
+        mapped = self._suppliers.mapped(self._file.name) if self._mapped else None
+        return mapped is not None and mapped.read_cached(position, buffers)
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
         """See `stores.seam.MappableReader`."""
-        near = self._suppliers.near(self._file.name)
-        return None if near is None else near.memory(position, nbytes)
+        mapped = self._suppliers.mapped(self._file.name) if self._mapped else None
+        return None if mapped is None else mapped.memory(position, nbytes)
 
     def unchanged(self) -> bool:
         return True
@@ -185,7 +183,7 @@ class RemoteReader:
 
 
 class ArrivingChunks:
-    """Hashes bytes as they come to their places. `at`: up to where whole chunks hold."""
+    """Hashes bytes as they arrive. `at`: up to where the digests of whole chunks match."""
 
     def __init__(self, file: ChunkedVolume, start: int, views: list[memoryview]) -> None:
         self._file, self.at = file, start
@@ -194,7 +192,7 @@ class ArrivingChunks:
         self._hashed = start
 
     def add(self, nbytes: int) -> bool:
-        """So many bytes have come; whether every chunk that they complete has its digest."""
+        """That many more bytes have come; whether every chunk that they complete is right."""
         while nbytes:
             view = self._views[0]
             end = min(self.at + self._file.chunk_bytes, self._file.nbytes)
@@ -206,12 +204,17 @@ class ArrivingChunks:
             if some == len(view):
                 self._views.pop(0)
             if self._hashed == end:
-                place = self.at // self._file.chunk_bytes * DIGEST_BYTES
-                if self._hasher.digest() != self._file.digests[place : place + DIGEST_BYTES]:
+                if self._hasher.digest() != digest_of(self._file, self.at):
                     return False
                 self._hasher.reset()
                 self.at = end
         return True
+
+
+def digest_of(file: ChunkedVolume, start: int) -> bytes:
+    """The recorded digest of the chunk that begins at a byte."""
+    place = start // file.chunk_bytes * DIGEST_BYTES
+    return file.digests[place : place + DIGEST_BYTES]
 
 
 def _from(views: list[memoryview], skip: int) -> Iterator[memoryview]:
@@ -220,9 +223,3 @@ def _from(views: list[memoryview], skip: int) -> Iterator[memoryview]:
         if skip < len(view):
             yield view[skip:]
         skip = max(0, skip - len(view))
-
-
-def _words(fault: BaseException) -> str:
-    if isinstance(fault, OSError) and fault.strerror:
-        return fault.strerror
-    return str(fault) or type(fault).__name__

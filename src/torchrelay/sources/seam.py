@@ -1,25 +1,19 @@
-"""What has steps to be read: a URL, a directory, a bucket.
+"""`Source`: anything that has steps to be read. A directory, a bucket, endpoints, keepers, a rank.
 
-A source says what it has, and opens a step: its record, and readers of its volumes. From there on
-a step of any source is planned and landed by the same code.
+A source lists its steps and opens one: its record, and readers of its volumes. From there on the
+same code plans and lands a step of any source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torchrelay.deadlines import Deadline
 
 if TYPE_CHECKING:
     from torchrelay.record.checkpoint.schema import Checkpoint
     from torchrelay.stores.seam import OpenStep
-
-
-class Absent(NamedTuple):
-    """Why a source has nothing to give."""
-
-    reason: str
 
 
 class Opened(Protocol):
@@ -34,9 +28,10 @@ class Opened(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
 class Source(Protocol):
-    """What has steps. Every wait ends by the deadline; what fails for good raises a `RelayError`
-    that names the source."""
+    """Steps to be read. Every wait ends by the deadline; a failure is a `RelayError` that names the
+    source."""
 
     @property
     def name(self) -> str: ...
@@ -45,6 +40,12 @@ class Source(Protocol):
         """How far away its bytes are: 0 memory of this machine, 1 a network, 2 a file system, 3 a
         bucket."""
 
-    def steps(self, deadline: Deadline) -> Iterable[int]: ...
+    def steps(self, deadline: Deadline) -> Iterable[int]:
+        """The steps that it has, none where it is empty. Raises where it cannot tell."""
+
     def open(self, step: int, deadline: Deadline) -> Opened:
-        """A step; `StepNotFoundError` where it is not there."""
+        """A step; `StepNotFoundError` where it does not exist."""
+
+    def end(self, reason: str = "", nbytes: int = 0) -> None:
+        """Called when a load is over: `reason` says why it failed, `nbytes` how much it landed.
+        Never raises."""

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError
 from torchrelay.memory.bounded import bounded
 from torchrelay.sources.seam import Opened
-from torchrelay.stores.locate import OBJECTS, open_store, scheme_of
+from torchrelay.stores.locate import OBJECTS, directory_at, open_store, scheme_of
 from torchrelay.stores.opening import open_step
 from torchrelay.stores.retry import Retry
 from torchrelay.stores.seam import Store
 
 
 class StoreSource:
-    """A place with steps, by its name or as a `Store`."""
+    """A directory or bucket, by its name or as a `Store`. A directory that is named must exist: a
+    mistyped name is not an empty source."""
 
     def __init__(self, place: str | os.PathLike[str] | Store) -> None:
+        named = isinstance(place, (str, os.PathLike))
         self._store = open_store(place) if isinstance(place, (str, os.PathLike)) else place
-        self.cost = 3 if scheme_of(self._store.url)[0] in OBJECTS else 2
+        is_bucket = scheme_of(self._store.url)[0] in OBJECTS
+        self.cost = 3 if is_bucket else 2
+        self._directory = directory_at(self._store.url) if named and not is_bucket else None
 
     @property
     def name(self) -> str:
@@ -27,19 +32,35 @@ class StoreSource:
 
     def steps(self, deadline: Deadline) -> list[int]:
         def look() -> list[int]:
-            try:
-                return Retry(deadline.early)(self._store.steps)
-            except OSError as fault:
+            if self._directory is not None and not self._directory.is_dir():
                 raise CheckpointError(
-                    f"cannot list the steps: {fault.strerror or fault}", file=self.name
-                ) from fault
+                    "no such directory: check the path, or pass the Checkpointer of a new run",
+                    file=self.name,
+                )
+            try:
+                return _patience(deadline)(self._store.steps)
+            except OSError as fault:
+                reason = fault.strerror or str(fault)
+                if fault.errno == errno.EILSEQ:
+                    reason += "; rename or remove that object, or keep steps under another prefix"
+                place = str(fault.filename or self.name)
+                raise CheckpointError(f"cannot list the steps: {reason}", file=place) from fault
 
         return bounded(look, deadline.early(), "list the steps", file=self.name)
 
     def open(self, step: int, deadline: Deadline) -> Opened:
         return bounded(
-            lambda: open_step(self._store, step, Retry(deadline.early)),
+            lambda: open_step(self._store, step, _patience(deadline)),
             deadline.early(),
             "open the step",
             file=self.name,
         )
+
+    def end(self, reason: str = "", nbytes: int = 0) -> None:
+        """Nothing: a store does not know its readers."""
+
+
+def _patience(deadline: Deadline) -> Retry:
+    """Reads that fail are tried again until there is just the time left to tell all ranks."""
+    spare = min(2.0, deadline.seconds / 3)
+    return Retry(lambda: deadline.left() - spare)

@@ -1,77 +1,106 @@
-"""The endpoints that have the volumes of one step: each chunk comes from one that is free.
+"""The suppliers of one step's volumes: each chunk comes from one that is free.
 
-One that breaks off is asked again, and others meanwhile; one that cannot be reached for long, or
-that gives bytes which are not those of the record, is dropped. The report names it.
+A supplier that breaks off is asked again, and others meanwhile. One that cannot be reached for
+long, or that gives bytes with wrong digests, is dropped, and the report names it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+from urllib.parse import quote
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError, PeerLostError, TransferTimeoutError
 from torchrelay.sources.connection import Host
-from torchrelay.sources.mapped_step import LentMemory, MappedReader, VolumePlace
+from torchrelay.sources.lent_memory import LentMemory, MappedReader
 
 TRIES = 3  # without a byte, where others have the same
-LAST_TRIES = 7  # where nobody else has it
-NEAR_BYTES = 1 << 18  # copied from memory at once: they stay in the processor's cache
+LAST_TRIES = 7  # where no other supplier has it
 PAUSES = (0.1, 2.0)  # seconds before another try: first, and at most
 
 
-class Supplier:
-    """An endpoint that has some of the volumes."""
+class Giver(Protocol):
+    """Something that gives bytes of volumes."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    @property
+    def name(self) -> str: ...
+    def read(
+        self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
+    ) -> Iterator[int]:
+        """Fill views from bytes of a volume; yields how many have come, piece by piece."""
+
+    def is_gone(self) -> bool:
+        """Whether the step was replaced there."""
+
+    def close(self) -> None: ...
+
+
+class HttpGiver:
+    """A server's volumes of a snapshot, by HTTP ranges or from memory that it lends."""
+
+    def __init__(self, host: Host, snapshot: str) -> None:
+        self.host, self._snapshot = host, snapshot
+        self.mapped: dict[str, MappedReader] = {}  # volumes in memory of this host
+        self._lent: LentMemory | None = None
+
+    @property
+    def name(self) -> str:
+        return self.host.url
+
+    def take(self, lent: LentMemory, sizes: Mapping[str, int]) -> None:
+        """Read volumes of the right size from this memory, until `close`."""
+        right = {n: one for n, one in lent.readers.items() if sizes.get(n) == one.nbytes}
+        self._lent, self.mapped = lent, right
+
+    def read(
+        self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
+    ) -> Iterator[int]:
+        if volume in self.mapped:
+            return self.mapped[volume].pieces(start, views)
+        path = f"/volumes/{self._snapshot}/{quote(volume)}"
+        return self.host.read(path, start, views, seconds=seconds)
+
+    def is_gone(self) -> bool:
+        with suppress(OSError, EndpointError):
+            path = f"/places.json?snapshot={self._snapshot}"
+            return self.host.get(path, seconds=5.0).status == 410
+        return False
+
+    def close(self) -> None:
+        self.host.close()
+        if self._lent is not None:
+            self._lent.close()
+
+
+class Supplier:
+    """A giver, and how it has done so far."""
+
+    def __init__(self, giver: Giver) -> None:
+        self.giver = giver
         self.active = 0  # requests under way
         self.failures = 0  # in a row
         self.fault = ""  # the last of them
         self.bytes = 0
-        self.rested = 0.0  # until when it is left alone
+        self.rests_until = 0.0
         self.dropped = ""  # why it is asked no more
-        self.near: dict[str, MappedReader] = {}  # volumes that are read from memory of this host
-        self._lent: list[LentMemory] = []
 
-    def lend(self, memories: list[LentMemory]) -> None:
-        """Memory of it that can be read here, until it is closed."""
-        self._lent += memories
-        for memory in memories:
-            for name, (start, nbytes) in memory.volumes.items():
-                self.near[name] = MappedReader(VolumePlace(memory, start, nbytes))
-
-    def read(
-        self, volume: str, path: str, start: int, views: Sequence[memoryview], *, seconds: float
-    ) -> Iterator[int]:
-        """Fill views from bytes of a volume; yields how many have come, piece by piece."""
-        near = self.near.get(volume)
-        if near is None:
-            yield from self.host.read(path, start, views, seconds=seconds)
-            return
-        for view in views:
-            for low in range(0, len(view), NEAR_BYTES):
-                piece = view[low : low + NEAR_BYTES]
-                near.read_into(start, [piece])
-                start += len(piece)
-                yield len(piece)
-
-    def close(self) -> None:
-        self.host.close()
-        for memory in self._lent:
-            memory.close()
+    def mapped(self, volume: str) -> MappedReader | None:
+        """A volume in memory of this host, unless something was found wrong with it."""
+        found = isinstance(self.giver, HttpGiver) and not self.dropped
+        return self.giver.mapped.get(volume) if found else None  # type: ignore[attr-defined]
 
 
 class Suppliers:
-    """Who has which volume. Safe to use from several threads."""
+    """Which supplier has which volume. Safe to use from several threads."""
 
     def __init__(self, volumes: dict[str, list[Supplier]], deadline: Deadline, what: str) -> None:
-        self._volumes = volumes
-        self._deadline = deadline
-        self._what = what
+        self._volumes, self._deadline, self._what = volumes, deadline, what
         self._lock = threading.Lock()
-        self.gone = False  # whether the step is there no more
+        self.gone = False  # whether the step was replaced
         self.stopped = threading.Event()
 
     @property
@@ -79,50 +108,45 @@ class Suppliers:
         return {id(one): one for some in self._volumes.values() for one in some}.values()
 
     def take(self, volume: str) -> Supplier:
-        """One that is to be asked for bytes of a volume; `release` it afterwards."""
+        """A supplier to ask for bytes of a volume; `release` it afterwards."""
         while True:
             if self.stopped.is_set():
                 raise PeerLostError(f"{self._what} was given up")
             if self._deadline.passed:
                 raise TransferTimeoutError(f"no time is left to read {self._what}", phase="data")
             with self._lock:
-                left = [one for one in self._volumes[volume] if not one.dropped]
-                if not left:
+                able = [one for one in self._volumes[volume] if not one.dropped]
+                if not able:
                     raise self._lost(volume)
                 now = time.monotonic()
-                ready = [one for one in left if one.rested <= now]
+                ready = [one for one in able if one.rests_until <= now]
                 if ready:
-                    found = min(ready, key=lambda one: (volume not in one.near, one.active))
+                    found = min(ready, key=lambda one: (one.mapped(volume) is None, one.active))
                     found.active += 1
                     return found
-                pause = min(one.rested for one in left) - now
+                pause = min(one.rests_until for one in able) - now
             self.stopped.wait(min(max(pause, 0.001), self._deadline.left()))
 
-    def near(self, volume: str) -> MappedReader | None:
-        """A volume in memory of this host that nothing was found wrong with."""
-        for one in self._volumes[volume]:
-            if volume in one.near and not one.dropped:
-                return one.near[volume]
-        return None
+    def mapped(self, volume: str) -> MappedReader | None:
+        return next(filter(None, (one.mapped(volume) for one in self._volumes[volume])), None)
 
     @property
-    def all_near(self) -> bool:
-        return all(self.near(volume) for volume in self._volumes)
+    def all_mapped(self) -> bool:
+        return all(self.mapped(volume) for volume in self._volumes)
 
     def release(self, supplier: Supplier, nbytes: int) -> None:
         with self._lock:
             supplier.active -= 1
             supplier.bytes += nbytes
-            if nbytes:
-                supplier.failures = 0
+            supplier.failures = 0 if nbytes else supplier.failures
 
     def failed(self, volume: str, supplier: Supplier, why: str) -> None:
-        """It broke off: it rests, and after some times is asked no more."""
+        """A supplier broke off: it rests, and after some failures it is dropped."""
         with self._lock:
             supplier.failures += 1
             supplier.fault = why
-            first, most = PAUSES
-            supplier.rested = time.monotonic() + min(first * 2 ** (supplier.failures - 1), most)
+            pause = min(PAUSES[0] * 2 ** (supplier.failures - 1), PAUSES[1])
+            supplier.rests_until = time.monotonic() + pause
             alone = all(one is supplier or one.dropped for one in self._volumes[volume])
             if supplier.failures >= (LAST_TRIES if alone else TRIES):
                 supplier.dropped = supplier.dropped or why
@@ -131,26 +155,24 @@ class Suppliers:
         with self._lock:
             supplier.dropped = supplier.dropped or why
 
-    def _lost(self, volume: str) -> EndpointError | PeerLostError | FileNotFoundError:
-        told = "; ".join(f"{one.host.url}: {one.dropped}" for one in self._volumes[volume])
+    def _lost(self, volume: str) -> PeerLostError | FileNotFoundError:
+        reasons = "; ".join(f"{one.giver.name}: {one.dropped}" for one in self._volumes[volume])
         if self.gone:
-            return FileNotFoundError(2, f"{self._what} is there no more ({told})")
-        return PeerLostError(f"{self._what} cannot be read on: {told}", phase="data")
+            return FileNotFoundError(2, f"{self._what} was replaced ({reasons})")
+        return PeerLostError(f"{self._what} cannot be read further: {reasons}", phase="data")
 
     @property
     def faulty(self) -> dict[str, str]:
-        """What is wrong with those that were dropped or that did not come back, by URL."""
-        return {
-            one.host.url: one.dropped or one.fault
-            for one in self.all
-            if one.dropped or one.failures
-        }
+        """Why suppliers were dropped or did not come back, by name."""
+        bad = [one for one in self.all if one.dropped or one.failures]
+        return {one.giver.name: one.dropped or one.fault for one in bad}
 
     @property
     def bytes(self) -> dict[str, int]:
-        """What came from each, by URL."""
-        return {one.host.url: one.bytes for one in self.all if one.bytes}
+        """Bytes from each supplier, by name."""
+        return {one.giver.name: one.bytes for one in self.all if one.bytes}
 
     def close(self) -> None:
+        self.stopped.set()
         for one in self.all:
-            one.close()
+            one.giver.close()

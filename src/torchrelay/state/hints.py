@@ -9,26 +9,25 @@ from torchrelay.errors import MismatchError
 from torchrelay.record import manifest as m
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import show
+from torchrelay.state.wrappers import WRAPPERS, bare_name
 
 SHARDED_TO_WHOLE = (
-    "the sender's tensor is cut over the ranks of its mesh, and this one is whole: receive into a "
-    "model that is sharded the same way, or save a step with Checkpointer on the sender's ranks "
-    "and load that here, which puts the parts together"
+    "the sender's tensor is sharded over the ranks of its mesh, and this one is whole: receive "
+    "into a model that is sharded the same way, or name all of the sender's ranks as sources, "
+    "which puts the parts together"
 )
 WHOLE_TO_SHARDED = (
-    "the sender's tensor is whole, and this one is cut over the ranks of its mesh: send from a "
-    "model that is sharded the same way, or save a step with Checkpointer there and load that "
-    "here, which cuts it"
+    "the sender's tensor is whole, and this one is sharded over the ranks of its mesh: send from a "
+    "model that is sharded the same way, or receive from a list of sources, which reshards it"
 )
 CUT_OTHERWISE = (
-    "receive from the rank with the same place in a mesh of the same shape; a step that is saved "
-    "with Checkpointer is cut anew when it is loaded"
+    "receive from the rank with the same coordinate in a mesh of the same shape, or name all of "
+    "the sender's ranks as sources, which reshards it"
 )
 WITHOUT_MEMORY = (
     "a meta tensor has no memory to be filled: make some first, as by module.to_empty(device=...)"
 )
 UNINITIALIZED = "the parameter of a lazy module has no shape yet: run the module once before"
-_WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile"}  # by the key's part
 
 
 @contextmanager
@@ -39,7 +38,7 @@ def with_hints(offered: m.Node, here: m.Node) -> Iterator[None]:
     except MismatchError as fault:
         for path in _fresh_optimizers(offered, here, ()):
             if show((*path, "state")) not in fault.message:
-                continue  # it is told its state as an object, or left out
+                continue  # it receives its state as an object, or is left out
             fault.message += (
                 f"; {show(path)} is the state dict of an optimizer that has made no step on one "
                 "of the two sides: pass the optimizer itself, which takes whatever is offered"
@@ -48,7 +47,7 @@ def with_hints(offered: m.Node, here: m.Node) -> Iterator[None]:
         for path, part in _wrapped(offered, here, ()):
             fault.message += (
                 f"; the keys of {show(path)} differ by {part!r}, as of a module in a wrapper of "
-                f"{_WRAPPERS[part]}: pass the module in it (model.{part}), on both sides"
+                f"{WRAPPERS[part]}: pass the module itself in place of its state dict"
             )
             break
         raise
@@ -75,15 +74,11 @@ def _wrapped(offered: m.Node, here: m.Node, path: Path) -> Iterator[tuple[Path, 
     if not isinstance(offered, m.DictNode) or not isinstance(here, m.DictNode):
         return
     theirs, ours = set(map(str, offered.keys)), set(map(str, here.keys))
-    if theirs != ours and set(map(_bare, theirs)) == set(map(_bare, ours)):
+    if theirs != ours and set(map(bare_name, theirs)) == set(map(bare_name, ours)):
         parts = {part for key in theirs ^ ours for part in key.split(".")}
-        yield from ((path, part) for part in _WRAPPERS if part in parts)
+        yield from ((path, part) for part in WRAPPERS if part in parts)
         return
     below = dict(zip(offered.keys, offered.items, strict=True))
     for key, child in zip(here.keys, here.items, strict=True):
         if key in below and isinstance(key, str):
             yield from _wrapped(below[key], child, (*path, key))
-
-
-def _bare(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)

@@ -6,6 +6,8 @@ and a record that says how to put the parts together again.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -18,8 +20,8 @@ from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.record.arrays import dtype_from_text, dtype_to_text
+from torchrelay.record.checks.leaves import SUB_BYTE, packed_bytes
 from torchrelay.record.manifest import parts
-from torchrelay.record.validation import SUB_BYTE, packed_bytes
 from torchrelay.record.values import decode_value, encode_value
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import UNINITIALIZED
@@ -65,6 +67,8 @@ def _remedy(leaf: object) -> str:
             "put its state_dict() in its place (objects with state_dict and load_state_dict are "
             "taken as they are in dicts, lists and tuples, not inside of other types)"
         )
+    if dataclasses.is_dataclass(leaf) or isinstance(leaf, enum.Enum):
+        return f"call torchrelay.register({type(leaf).__name__}) on every rank"
     return "see torchrelay.register()"
 
 
@@ -129,7 +133,7 @@ def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> int | Finish:
 
 def _plain_part(tensor: torch.Tensor, what: str, add: Add) -> int:
     if not t.is_plain(tensor):
-        raise UnsupportedLeafError(f"{what} is no plain strided tensor")
+        raise UnsupportedLeafError(f"{what} is not a plain strided tensor")
     return add(tensor.detach())
 
 

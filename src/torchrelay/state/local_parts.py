@@ -40,6 +40,21 @@ def local_parts(tensor: torch.Tensor) -> list[LocalPart]:
     return [LocalPart(((0,) * len(shape), shape), tensor.detach())]
 
 
+def tie_of(tensor: torch.Tensor) -> object:
+    """What two DTensors have in common if they are the same values in the same memory; None for
+    tensors that are never tied.
+
+    A module gives a tied parameter as several DTensors. Where this rank has no elements of it, the
+    storage tells that they are one: all ranks must find the same ties.
+    """
+    if not t.is_dtensor(tensor):
+        return None
+    local, spec = t.dtensor_parts(tensor)
+    place = (local.device, local.data_ptr()) if local.numel() else t.storage_id(local)
+    geometry = local.dtype, local.shape, local.stride(), local.storage_offset()
+    return place, geometry, tuple(tensor.shape), spec.mesh, spec.placements
+
+
 def cut(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
     """A view of a box of a tensor."""
     if sizes != tensor.shape:

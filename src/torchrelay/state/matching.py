@@ -1,7 +1,7 @@
-"""An offered tree beside that of a destination: which slots go together, and how the two differ.
+"""An offered tree compared with that of a destination: which slots match, and how the two differ.
 
-Items are paired by their keys. The offered tree is a peer's, and may be of any size: what stands on
-its side alone is kept as nodes, and its paths become text only where somebody is told of them.
+Items are paired by their keys. The offered tree is a peer's, and may be of any size: parts that
+only it has are kept as nodes, and their paths become text only for an error or a report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Matched:
     """Slots found on both sides (leaf offered, path, leaf here), and paths on one side only.
 
     `tree` is that of both sides where they are equal. Leaf for leaf the same then, and the slots
-    are not looked for before they are asked for.
+    are listed when they are asked for.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Matched:
 
 
 class Lone(NamedTuple):
-    """What one side alone has: a node, or the items at some places of one."""
+    """A part that only one side has: a node, or the items at some places of one."""
 
     path: Path
     node: m.Node

@@ -1,9 +1,9 @@
-"""Objects with `state_dict` and `load_state_dict` that stand in a state, at any depth.
+"""Objects with `state_dict` and `load_state_dict` in a state, at any depth.
 
-A state is taken with the state dicts of its objects in their places. As a destination, a module is
-filled in place: what it has is what it is made of. Every other object is told its state anew, and
-may hold more or less than it is told, as an optimizer does before its first step. So may a module
-beside its tensors, by `get_extra_state`: that part of its state dict counts as an object in it.
+A state is described with the state dicts of its objects in their places. As a destination, a module
+is filled in place. Every other object receives a new state dict, and may hold more or less than
+that, as an optimizer does before its first step. A module may have such state too, by
+`get_extra_state`: that part of its state dict counts as an object of its own.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
+from torchrelay.state.optimizers import with_own_parameter_names
 from torchrelay.state.paths import Path
 from torchrelay.state.registry import codec_of
-from torchrelay.state.tree import Flat, flatten, show
+from torchrelay.state.tree import Flat, flatten, show, slots, subtree
+from torchrelay.state.wrappers import WrappedState, parameter_names
 
 _EXTRA_STATE = "_extra_state"  # the last part of a key, as torch has it
 
 
 class ExtraState:
-    """What a module has beside its tensors, in a state dict that the module is going to be told."""
+    """The extra state of a module, in the state dict that the module is going to load."""
 
     def __init__(self, states: dict[str, Any], key: str) -> None:
         self._states, self._key = states, key
@@ -34,11 +36,20 @@ class ExtraState:
         self._states[self._key] = state
 
 
-class Held(NamedTuple):
-    """An object, and its state dict when it was looked at."""
+class StatefulObject(NamedTuple):
+    """An object, and its state dict when it was looked at, in names without wrappers of modules."""
 
     object: Any
     state: Any
+    wrapped: WrappedState | None = None
+
+    def load(self, state: Any) -> None:
+        """Have the object take a state dict in such names. Raises what the object raises."""
+        if self.wrapped is not None:
+            state = self.wrapped.under_own_names(state)
+        elif isinstance(self.object, torch.optim.Optimizer):
+            state = with_own_parameter_names(self.object, state)
+        self.object.load_state_dict(state)
 
     @property
     def in_place(self) -> bool:
@@ -56,7 +67,7 @@ class Held(NamedTuple):
         return not self.in_place or kind.load_state_dict is not torch.nn.Module.load_state_dict
 
 
-Objects = dict[Path, Held]
+Objects = dict[Path, StatefulObject]
 
 
 def flatten_objects(state: object) -> tuple[Flat, Objects]:
@@ -69,20 +80,48 @@ def flatten_objects(state: object) -> tuple[Flat, Objects]:
     def opened(value: object, path: Path) -> object:
         if not _is_stateful(value):
             return value
-        found = objects[path] = Held(value, _state_of(value, path))
+        found = objects[path] = _held(value, path)
         if found.in_place:
             objects.update(((*path, key), held) for key, held in _extra_states(found.state))
         return found.state
 
-    return flatten(state, opened), objects
+    flat = flatten(state, opened)
+    _strip_parameter_names(flat, objects)
+    return flat, objects
 
 
-def _extra_states(states: Any) -> Iterator[tuple[str, Held]]:
+def _held(value: object, path: Path) -> StatefulObject:
+    state = _state_of(value, path)
+    wrapped = WrappedState.of(value, state) if isinstance(value, torch.nn.Module) else None
+    return (
+        StatefulObject(value, state)
+        if wrapped is None
+        else StatefulObject(value, wrapped.bare, wrapped)
+    )
+
+
+def _strip_parameter_names(flat: Flat, objects: Objects) -> None:
+    """Optimizers name parameters of wrapped modules as the modules do without their wrappers."""
+    names: dict[object, str] = {}
+    for held in objects.values():
+        if held.wrapped is not None:
+            names.update(parameter_names(held.object))
+    optimizers = [
+        path for path, held in objects.items() if isinstance(held.object, torch.optim.Optimizer)
+    ]
+    for path in optimizers if names else ():
+        groups = subtree(flat.tree, (*path, "param_groups"))
+        for below, leaf in () if groups is None else slots(groups):
+            if below[1:2] == ("param_names",):
+                flat.leaves[leaf] = names.get(flat.leaves[leaf], flat.leaves[leaf])
+
+
+def _extra_states(states: Any) -> Iterator[tuple[str, StatefulObject]]:
     """By their keys in a module's state dict."""
     for key in states if isinstance(states, dict) else ():
         if isinstance(key, str) and key.rpartition(".")[2] == _EXTRA_STATE:
             extra = ExtraState(states, key)
-            yield key, Held(extra, extra.state_dict())
+            yield key, StatefulObject(extra, extra.state_dict())
 
 
 def _is_stateful(value: object) -> bool:
@@ -101,18 +140,3 @@ def _state_of(stateful: Any, path: Path) -> object:
         raise UnsupportedLeafError(
             f"{type(stateful).__name__}.state_dict() failed: {fault!r}", path=show(path)
         ) from fault
-
-
-def parameters_of(stateful: object) -> list[torch.Tensor]:
-    """The parameters that an optimizer's state is of, by their numbers in it; none of any other."""
-    if not isinstance(stateful, torch.optim.Optimizer):
-        return []
-    return [parameter for group in stateful.param_groups for parameter in group["params"]]
-
-
-def parameter_of(parameters: list[torch.Tensor], below: Path) -> torch.Tensor | None:
-    """Which of them a part of the state belongs to, at any depth of it, by its path."""
-    match below:
-        case ("state", int(number), _, *_) if 0 <= number < len(parameters):
-            return parameters[number]
-    return None

@@ -1,9 +1,10 @@
-"""Where things stand in a tree: the keys of containers, and the paths of leaves."""
+"""Keys of containers, and paths of leaves in a tree, as tuples and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from torchrelay.record import manifest as m
 from torchrelay.record.keys import identities, identity
@@ -13,9 +14,49 @@ Path = tuple[object, ...]
 Name = str | bytes | int
 """Of an item in its container: the identity of a key, a field, or an index."""
 
+_LONG = 200  # characters of a key that an error shows
+_SHORT = range(-(1 << 63), 1 << 63)
+_WRITTEN_BITS = 10_000  # of a number in decimal: Python refuses more than 4,300 digits
+
+
+def show(path: Iterable[object]) -> str:
+    """A path as people write it: ['model']['layers'][0]. Long keys are cut short."""
+    texts = [str(key) if type(key) is int and key in _SHORT else _brief(key) for key in path]
+    return f"[{']['.join(texts)}]" if texts else "the state itself"
+
+
+def _brief(key: object) -> str:
+    if isinstance(key, str):
+        return repr(key) if len(key) <= _LONG else f"{key[:_LONG]!r}..."
+    if isinstance(key, tuple):
+        few = ", ".join(map(_brief, key[:8]))
+        return f"({few}{', ...' if len(key) > 8 else ',' if len(key) == 1 else ''})"
+    return text_of(key)[:_LONG]
+
+
+def text_of(key: object) -> str:
+    """A key as text: `str`, also of numbers that Python has too many digits to write."""
+    if type(key) is str:
+        return key
+    if isinstance(key, int) and key.bit_length() > _WRITTEN_BITS:
+        return hex(key)
+    if isinstance(key, tuple) and any(isinstance(item, (int, tuple)) for item in key):
+        return f"({', '.join(map(_repr, key))}{',' if len(key) == 1 else ''})"
+    return str(key)
+
+
+def _repr(key: object) -> str:
+    return text_of(key) if isinstance(key, (int, tuple)) else repr(key)
+
+
+def dotted(path: Path) -> str:
+    """The name of a leaf: what torch's planners would call it, in text that can be written."""
+    name = ".".join(map(text_of, path)) or "state"
+    return name if name.isascii() else name.encode(errors="backslashreplace").decode()
+
 
 def items_of(node: m.Node) -> tuple[m.Node, ...]:
-    """What a container holds."""
+    """The items of a container."""
     if isinstance(node, m.RecordNode):
         return (node.body,)
     return () if isinstance(node, int) else node.items
@@ -52,6 +93,75 @@ def _index(length: int, name: Name) -> int | None:
     if isinstance(name, bytes) and name.startswith(b"i"):
         name = int(name[1:-1], 16)
     return name if isinstance(name, int) and 0 <= name < length else None
+
+
+def slots(tree: m.Node, leaves: Container[int] | None = None) -> Iterator[tuple[Path, int]]:
+    """Path and leaf index of each slot of a tree, in order; those of these leaves if given.
+
+    A peer's tree may have millions of slots at the end of a long path: keep only what you need.
+    """
+    if isinstance(tree, int):
+        if leaves is None or tree in leaves:
+            yield (), tree
+        return
+    stack: list[tuple[Path, Iterator[tuple[object, m.Node]]]] = [((), children_of(tree))]
+    while stack:
+        path, children = stack[-1]
+        for key, child in children:
+            if not isinstance(child, int):
+                stack.append(((*path, key), children_of(child)))
+                break
+            if leaves is None or child in leaves:
+                yield (*path, key), child
+        else:
+            stack.pop()
+
+
+def subtree(tree: m.Node, path: Path) -> m.Node | None:
+    """The node at a path, if there is one."""
+    for step in path:
+        if isinstance(tree, int):
+            return None
+        found = next((child for key, child in children_of(tree) if key == step), None)
+        if found is None:
+            return None
+        tree = found
+    return tree
+
+
+def children_of(node: m.Node) -> Iterator[tuple[object, m.Node]]:
+    if isinstance(node, m.DictNode):
+        keys = (key if type(key) is str else decode_key(key) for key in node.keys)
+        yield from zip(keys, node.items, strict=True)
+    elif isinstance(node, m.SequenceNode):
+        yield from enumerate(node.items)
+    elif isinstance(node, m.NamedTupleNode):
+        yield from zip(node.fields, node.items, strict=True)
+    elif isinstance(node, m.RecordNode):
+        yield node.name, node.body
+
+
+class EmptyTensor(NamedTuple):
+    """A tensor without elements: it has no bytes, and a name all the same."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+
+
+def empty_tensors(tree: m.Node, leaves: Sequence[m.Leaf]) -> list[EmptyTensor]:
+    """The tensors of a state that have no elements, distributed ones too."""
+    found = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, m.DTensorLeaf):
+            leaf = leaf.local
+        if isinstance(leaf, m.TensorLeaf) and 0 in leaf.shape and not leaf.flags & m.META:
+            found[index] = leaf
+    return [
+        EmptyTensor(dotted(path), found[index].dtype, found[index].shape, path)
+        for path, index in (slots(tree, found) if found else ())
+    ]
 
 
 class LeafPaths:

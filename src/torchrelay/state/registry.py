@@ -4,8 +4,11 @@ that was registered under it in this process, or nothing.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
+import io
+import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,8 +40,8 @@ def register(
 
     A dataclass, an enum and a tensor subclass with `__tensor_flatten__` need nothing more. Any
     other type needs `encode` (instance to a supported state) and `decode` (that state to an
-    instance). `name` is what stands in the manifest, by default the class's qualified name; both
-    sides register the same one. Registering the same type again replaces its codec.
+    instance). `name` identifies the type in records, by default it is the class's qualified name;
+    both sides register the same one. Registering the same type again replaces its codec.
     """
     name = name or type_.__qualname__
     owner = _by_name.get(name)
@@ -89,4 +92,31 @@ def _derived(type_: type) -> tuple[Callable[[Any], object], Callable[[Any], obje
         return lambda value: {name: getattr(value, name) for name in names}, rebuild
     if issubclass(type_, enum.Enum):
         return lambda member: member.name, lambda name: type_[name]
-    raise UsageError(f"{type_.__name__} is no dataclass or enum: pass encode= and decode=")
+    raise UsageError(f"{type_.__name__} is not a dataclass or enum: pass encode= and decode=")
+
+
+# Types of the standard library that need no registration.
+
+
+def _buffer(values: dict[str, Any]) -> io.BytesIO:
+    buffer = io.BytesIO(values["data"])
+    buffer.seek(values["position"])
+    return buffer
+
+
+for _path in (type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath):
+    _pure = _path.__name__.startswith("Pure")
+    register(_path, name=f"pathlib.{_path.__name__ if _pure else 'Path'}", encode=str, decode=_path)
+register(collections.Counter, name="collections.Counter", encode=dict, decode=collections.Counter)
+register(
+    collections.deque,
+    name="collections.deque",
+    encode=lambda queue: {"maxlen": queue.maxlen, "items": list(queue)},
+    decode=lambda values: collections.deque(values["items"], values["maxlen"]),
+)
+register(
+    io.BytesIO,
+    name="io.BytesIO",
+    encode=lambda buffer: {"data": buffer.getvalue(), "position": buffer.tell()},
+    decode=_buffer,
+)

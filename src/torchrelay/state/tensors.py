@@ -1,4 +1,4 @@
-"""The one room where torch's private names are used.
+"""The one module that uses torch's private names.
 
 Reading and rebuilding tensors of every kind by their storage: `raw` gives an integer view of the
 same memory, so that copies move bits whatever the dtype is. Callers deal in records and shapes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -40,16 +40,14 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 # Dtypes that torch can hold and not tell the limits of; its planners fail at these.
 OPAQUE = {dtype for name, dtype in DTYPES.items() if re.match(r"bits|u?int[1-7]$", name)}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def dtype_named(name: str) -> torch.dtype:
     try:
         return DTYPES[name]
     except KeyError:
-        raise UnsupportedLeafError(
-            f"dtype {name} is not in this torch ({torch.__version__})"
-        ) from None
+        raise UnsupportedLeafError(f"torch {torch.__version__} has no dtype {name}") from None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -72,7 +70,7 @@ def raw(
     strides: Sequence[int],
 ) -> torch.Tensor:
     """An integer tensor over `storage`. 16-byte items get a trailing dimension of two."""
-    carrier = torch.empty(0, dtype=_CARRIERS[itemsize], device=storage.device)
+    carrier = torch.empty(0, dtype=CARRIERS[itemsize], device=storage.device)
     if itemsize == 16:
         shape, strides = (*shape, 2), (*(2 * stride for stride in strides), 1)
         itemsize = 8
@@ -87,15 +85,16 @@ def byte_offset(tensor: torch.Tensor) -> int:
     return offset * tensor.element_size()
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Tells the storage of a tensor from others while it lives; an empty one has no address."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
 def raw_of(tensor: torch.Tensor) -> torch.Tensor:
     """The integer view of a strided tensor's own memory, conj and neg bits set aside."""
-    return raw(
-        tensor.untyped_storage(),
-        byte_offset(tensor),
-        tensor.element_size(),
-        tensor.shape,
-        tensor.stride(),
-    )
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    return raw(storage, byte_offset(tensor), size, tensor.shape, tensor.stride())
 
 
 def copy_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -109,7 +108,7 @@ def copy_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
     if odd:
         size = source.element_size() // (2 if source.is_complex() else 1)
         flat = elements.clone(memory_format=torch.contiguous_format).reshape(-1)
-        flat = flat.view(_CARRIERS[size])
+        flat = flat.view(CARRIERS[size])
         sign = 0x80 if size == 1 else torch.iinfo(flat.dtype).min
         if odd & m.NEG:
             flat.bitwise_xor_(sign)
@@ -179,8 +178,8 @@ _is_nested = attrgetter("is_nested")
 
 
 class Like:
-    """What a few tensors were like: type, dtype, device, shape, strides, gradient, conj and neg
-    bits. Holds no tensor.
+    """Type, dtype, device, shape, strides, gradient, conj and neg bits of a few tensors, to compare
+    others with. Holds no tensor.
 
     torch.compile has code for this question, which costs less for all of them than any other
     question does; where this torch has it not, each tensor is asked one by one.
@@ -204,35 +203,6 @@ class Like:
             return list(map(_traits, some)) == self._traits
         except (AttributeError, RuntimeError, TypeError):  # something else than strided tensors
             return False
-
-
-class Likeness:
-    """What many tensors were like, a block at a time."""
-
-    __slots__ = ("_blocks",)
-
-    def __init__(self, likes: Sequence[Like]) -> None:
-        self._blocks = likes
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Likeness:
-        return cls([Like(some) for some in blocks(tensors)])
-
-    def holds(
-        self, tensors: Sequence[Any], also: Callable[[int, Sequence[Any]], bool] | None = None
-    ) -> bool:
-        """Whether these objects, each another one, are as many tensors like those, one by one.
-
-        `also` is asked about a few of them at a time, with the place of the first.
-        """
-        at = 0
-        for number, some in enumerate(blocks(tensors)):
-            if number >= len(self._blocks) or not self._blocks[number].holds(some):
-                return False
-            if also is not None and not also(at, some):
-                return False
-            at += len(some)
-        return at == len(tensors) and len(self._blocks) == -(-at // BLOCK)
 
 
 BLOCK = 512  # tensors that are asked several questions before the next: few fit into a cache
@@ -389,8 +359,21 @@ def device_backends(group: object) -> dict[str, str]:
 
 def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
     """A process that has not imported DTensors has none."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(leaf, kind)
+    return is_dtensor_type(type(leaf))
+
+
+def is_dtensor_type(kind: type) -> bool:
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and issubclass(kind, dtensor)
+
+
+def is_distributed_type(kind: type) -> bool:
+    return issubclass(kind, ShardedTensor) or is_dtensor_type(kind)
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is an `nn.Parameter`, also of a subclass; `isinstance` is slow there."""
+    return type(tensor) is torch.nn.Parameter or bool(getattr(tensor, "_is_param", False))
 
 
 def is_distributed(leaf: object) -> TypeGuard[DTensor | ShardedTensor]:

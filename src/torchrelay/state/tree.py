@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,19 +17,19 @@ from msgspec.structs import replace
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.record import manifest as m
-from torchrelay.record.validation import FACTORIES
+from torchrelay.record.checks.tree import FACTORIES
+from torchrelay.record.keys import KeyLimits
 from torchrelay.record.values import Key, decode_key, encode_key
-from torchrelay.state.paths import Path
+from torchrelay.state.paths import Path, children_of, show, slots, subtree, text_of
 from torchrelay.state.registry import Codec, codec_named, codec_of
+
+__all__ = ["children_of", "show", "slots", "subtree", "text_of"]  # of `paths`, used with trees
 
 _FACTORIES: dict[str, type] = {
     factory.__name__: factory for factory in (bool, dict, float, int, list, set, str, tuple)
 }
 assert tuple(_FACTORIES) == FACTORIES
 _PLAIN = (torch.Tensor, str, int, float, type(None))
-_LONG = 200  # characters of a key that an error shows
-_SHORT = range(-(1 << 63), 1 << 63)
-_WRITTEN_BITS = 10_000  # of a number in decimal: Python refuses more than 4,300 digits
 _MANY = 64  # tensors in one container for which numpy is worth its calls
 
 
@@ -44,41 +44,11 @@ class Flat(NamedTuple):
     leaves: list[object]
 
 
-def show(path: Iterable[object]) -> str:
-    """A path as people write it: ['model']['layers'][0]. Long keys are cut short."""
-    texts = [str(key) if type(key) is int and key in _SHORT else _brief(key) for key in path]
-    return f"[{']['.join(texts)}]" if texts else "the state itself"
-
-
-def _brief(key: object) -> str:
-    if isinstance(key, str):
-        return repr(key) if len(key) <= _LONG else f"{key[:_LONG]!r}..."
-    if isinstance(key, tuple):
-        few = ", ".join(map(_brief, key[:8]))
-        return f"({few}{', ...' if len(key) > 8 else ',' if len(key) == 1 else ''})"
-    return text_of(key)[:_LONG]
-
-
-def text_of(key: object) -> str:
-    """A key as text: `str`, also of numbers that Python has too many digits to write."""
-    if type(key) is str:
-        return key
-    if isinstance(key, int) and key.bit_length() > _WRITTEN_BITS:
-        return hex(key)
-    if isinstance(key, tuple) and any(isinstance(item, (int, tuple)) for item in key):
-        return f"({', '.join(map(_repr, key))}{',' if len(key) == 1 else ''})"
-    return str(key)
-
-
-def _repr(key: object) -> str:
-    return text_of(key) if isinstance(key, (int, tuple)) else repr(key)
-
-
 def flatten(state: object, opened: OpenObject | None = None) -> Flat:
     """Take a state apart. `UnsupportedLeafError` for a container that cannot be rebuilt exactly.
 
-    Objects that are no container become leaves, whatever they are. `opened` is asked about each of
-    them; where it gives something else, that is taken apart in its place.
+    Objects other than containers become leaves, whatever they are. `opened` is called with each of
+    them; if it returns another object, that one is flattened in its place.
     """
     walk = _Walk(opened)
     return Flat(walk.visit(state, ()), walk.leaves)
@@ -91,6 +61,7 @@ class _Walk:
         self.leaves: list[object] = []
         self._opened = opened
         self._known: dict[int, int] = {}  # by id of a tensor, its leaf
+        self._key_limits = KeyLimits()
         self._bulk: list[range] = []  # leaves that are not in `_known` yet
         # The fast ways below are for tensors that are not registered as anything else.
         kinds = (torch.Tensor, torch.nn.Parameter)
@@ -112,7 +83,7 @@ class _Walk:
             body = _encoded(codec, value, path)
             return m.RecordNode(codec.name, self._inside(body, (*path, codec.name)))
         if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
-            keys = _keys(value, path)
+            keys = self._keys(value, path)
             items = self._children(list(value.values()), path, value)
             return m.DictNode(kind.__name__, keys, items, _factory(value, path))
         if isinstance(value, (list, tuple)) and kind in (list, tuple):
@@ -123,6 +94,24 @@ class _Walk:
             return m.NamedTupleNode(kind.__name__, fields, items, kind.__module__)
         found = value if self._opened is None else self._opened(value, path)
         return self._leaf(value) if found is value else self._inside(found, path)
+
+    def _keys(self, mapping: dict[Any, Any], path: Path) -> tuple[Key, ...]:
+        # The condition is that of `encode_key`, for all at once: nearly all keys are such.
+        if [*map(type, mapping)].count(str) == len(mapping) and "".join(mapping).isascii():
+            return tuple(mapping)
+        try:
+            keys = tuple([encode_key(k) for k in mapping])
+        except TypeError as fault:
+            raise UnsupportedLeafError(
+                f"a dict key of type {fault}: keys are str, int, float, bool, None or tuples of "
+                "those",
+                path=show(path),
+            ) from None
+        if (problem := self._key_limits.problem(keys)) is not None:
+            raise UnsupportedLeafError(
+                f"{problem}: use text as keys, or keep the numbers in a tensor", path=show(path)
+            )
+        return keys
 
     def _inside(self, body: object, path: Path) -> m.Node:
         """What stands for an object. Objects that it has in it are not opened in turn."""
@@ -212,19 +201,6 @@ def is_namedtuple(kind: type) -> bool:
     )
 
 
-def _keys(mapping: dict[Any, Any], path: Path) -> tuple[Key, ...]:
-    # The condition is that of `encode_key`, for all at once: nearly all keys are such.
-    if [*map(type, mapping)].count(str) == len(mapping) and "".join(mapping).isascii():
-        return tuple(mapping)
-    try:
-        return tuple([encode_key(k) for k in mapping])
-    except TypeError as fault:
-        raise UnsupportedLeafError(
-            f"a dict key of type {fault}: keys are str, int, float, bool, None or tuples of those",
-            path=show(path),
-        ) from None
-
-
 def _factory(value: dict[Any, Any], path: Path) -> str | None:
     factory = value.default_factory if isinstance(value, defaultdict) else None
     if factory is None:
@@ -236,52 +212,6 @@ def _factory(value: dict[Any, Any], path: Path) -> str | None:
             path=show(path),
         )
     return name
-
-
-def slots(tree: m.Node, leaves: Container[int] | None = None) -> Iterator[tuple[Path, int]]:
-    """Path and leaf index of each slot of a tree, in order; those of these leaves if given.
-
-    A peer's tree may have millions of slots at the end of a long path: keep only what you need.
-    """
-    if isinstance(tree, int):
-        if leaves is None or tree in leaves:
-            yield (), tree
-        return
-    stack: list[tuple[Path, Iterator[tuple[object, m.Node]]]] = [((), children_of(tree))]
-    while stack:
-        path, children = stack[-1]
-        for key, child in children:
-            if not isinstance(child, int):
-                stack.append(((*path, key), children_of(child)))
-                break
-            if leaves is None or child in leaves:
-                yield (*path, key), child
-        else:
-            stack.pop()
-
-
-def subtree(tree: m.Node, path: Path) -> m.Node | None:
-    """The node at a path, if there is one."""
-    for step in path:
-        if isinstance(tree, int):
-            return None
-        found = next((child for key, child in children_of(tree) if key == step), None)
-        if found is None:
-            return None
-        tree = found
-    return tree
-
-
-def children_of(node: m.Node) -> Iterator[tuple[object, m.Node]]:
-    if isinstance(node, m.DictNode):
-        keys = (key if type(key) is str else decode_key(key) for key in node.keys)
-        yield from zip(keys, node.items, strict=True)
-    elif isinstance(node, m.SequenceNode):
-        yield from enumerate(node.items)
-    elif isinstance(node, m.NamedTupleNode):
-        yield from zip(node.fields, node.items, strict=True)
-    elif isinstance(node, m.RecordNode):
-        yield node.name, node.body
 
 
 def check_types(tree: m.Node, path: Path = ()) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -37,6 +36,7 @@ from torch.futures import Future
 from torchrelay.deadlines import seconds_of
 from torchrelay.errors import (
     CommitUnknownError,
+    StepExistsError,
     StorageTimeoutError,
     TornStateError,
     UnsupportedLeafError,
@@ -48,33 +48,64 @@ from torchrelay.memory.bounded import bounded
 from torchrelay.plan.outline import outline
 from torchrelay.plan.region import Region
 from torchrelay.record.checkpoint.schema import Blob, Checkpoint, Outline
-from torchrelay.stores.box_reads import Wave, asked_for, waves
-from torchrelay.stores.flattened import outline_of
-from torchrelay.stores.local.store import token
-from torchrelay.stores.locate import open_store
-from torchrelay.stores.metadata import AsPlanned, Unknown, as_planned
+from torchrelay.steps import check_step
+from torchrelay.stores.local.root import token
+from torchrelay.stores.locate import open_store, scheme_of, split_step
 from torchrelay.stores.opening import OpenedStep, open_newest, open_step
-from torchrelay.stores.reading import Fetch
+from torchrelay.stores.reading.box_reads import Wave, asked_for, waves
+from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.seam import Draft, Store
-from torchrelay.stores.shares import blobs, planner_items, plans
-from torchrelay.stores.shares.drafting import Share, Written, check_files, commit_record, sealed
+from torchrelay.stores.shares.commit_record import check_files, commit_record, sealed
 from torchrelay.stores.shares.layout import FILE_BYTES, arrange
-from torchrelay.stores.writer.ranges import Writing
-from torchrelay.version import __version__
+from torchrelay.stores.shares.outlines import Outlines
+from torchrelay.stores.shares.share import Share, ShareContents, Written
+from torchrelay.stores.torch_plans import objects
+from torchrelay.stores.torch_plans.flattened import outline_of
+from torchrelay.stores.torch_plans.items import resolve_items
+from torchrelay.stores.torch_plans.metadata import AsPlanned, Unknown, as_planned
 
-_STEP = re.compile(r"(?:(.*)/)?step-(\d+)/?")
 _written = msgspec.msgpack.Decoder(Written)
 
 Place = str | os.PathLike[str]
 Result = TypeVar("Result")
 
 
+class DraftName:
+    """Which draft a rank writes to, and as which of how many ranks.
+
+    It travels with a plan, and a planner that keeps its plans puts an older one in the place of
+    what came. So the name is noted where torch unpickles it: on the thread that writes next.
+    """
+
+    __slots__ = ("name", "rank", "world")
+
+    def __init__(self, name: str, rank: int, world: int) -> None:
+        self.name, self.rank, self.world = name, rank, world
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self.name, self.rank, self.world)
+
+
+_arrived = threading.local()
+
+
+def _arrive(name: str, rank: int, world: int) -> DraftName:
+    _arrived.name = DraftName(name, rank, world)
+    found: DraftName = _arrived.name
+    return found
+
+
+def _is_known(checkpoint_id: object) -> bool:
+    """Whether a name is that of a directory or of a bucket with a known scheme."""
+    with suppress(UsageError):
+        return isinstance(checkpoint_id, (str, os.PathLike)) and bool(scheme_of(checkpoint_id))
+    return False
+
+
 def _locate(place: Place, step: int | None) -> tuple[str, int | None]:
-    """`runs/a/step-100` is step 100 of `runs/a`; any other name is a place with steps in it."""
-    match = _STEP.fullmatch(os.fspath(place))
-    if match and step is None:
-        return match[1] or ".", int(match[2])
-    return os.fspath(place), step
+    """`runs/a/step-100` is step 100 of `runs/a`; any other name is a directory with steps in it."""
+    root, named = (os.fspath(place), step) if step is not None else split_step(place)
+    return root, None if named is None else check_step(named)
 
 
 class Writer(StorageWriter):
@@ -118,6 +149,7 @@ class Writer(StorageWriter):
                 "use_collectives=False would have each rank commit its part as the whole step: "
                 "save with collectives"
             )
+        _arrived.name = None
         if self._draft is not None:
             self._within("remove the draft", self._draft.discard)  # of a save that failed
             self._draft = None
@@ -131,31 +163,42 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if len(plans) > 1 and not all(plan.usable for plan in plans):
-            raise UsageError(
-                "ranks that keep their plans do not hear the name of this save's draft: give a "
-                "planner with enable_plan_caching=False"
-            )
         name = token()
         self._draft = self._store.draft(self._step, name, overwrite=self._overwrite)
-        self._within("begin a step", self._draft.begin)
+        with self._free():
+            self._within("begin a step", self._draft.begin)
         return [
-            dataclasses.replace(plan, storage_data=(name, rank, len(plans)))
+            dataclasses.replace(plan, storage_data=DraftName(name, rank, len(plans)))
             for rank, plan in enumerate(plans)
         ]
 
+    @contextmanager
+    def _free(self) -> Iterator[None]:
+        """Say in torch's words that the step is there already."""
+        try:
+            yield
+        except FileExistsError as fault:
+            raise StepExistsError(
+                f"Checkpoint already exists: step {self._step} is committed, and overwrite=False",
+                step=self._step,
+                file=self.checkpoint_id,
+            ) from fault
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name, rank, world = plan.storage_data
+        told: DraftName = getattr(_arrived, "name", None) or plan.storage_data
+        _arrived.name = None
         tops = {
             fqn: str(path[0]) if len(path) > 1 else None
             for fqn, path in (plan.planner_data or {}).items()
         }
-        drafted = planner_items.resolve_items(plan.items, planner, tops)
-        values = _values(drafted)
-        layouts = arrange(plans.with_objects(drafted), rank, world, self._file_bytes)
-        share = Share(drafted, layouts)
-        draft = self._draft or self._store.draft(self._step, name, overwrite=self._overwrite)
-        digests = self._within("write", lambda: _write(draft, share)) if share.files else []
+        contents = resolve_items(plan.items, planner, tops)
+        values = _values(contents)
+        layouts = arrange(contents.all_entries(), told.rank, told.world, self._file_bytes)
+        share = Share(contents, layouts)
+        draft = self._draft
+        if draft is None:
+            draft = self._store.draft(self._step, told.name, overwrite=self._overwrite)
+        digests = self._within("write", lambda: share.write_to(draft)) if share.files else []
         written = msgspec.structs.replace(share.written(digests), values=values)
         carried = msgspec.msgpack.encode(written)
         results = [WriteResult(item.index, 0, None) for item in plan.items]
@@ -176,8 +219,8 @@ class Writer(StorageWriter):
         ]
         try:
             outlined = outline_of(metadata, shares)
-            ranks = plans.Outlines((outlined,), (0,) * max(1, len(results)), ())
-            record = commit_record(self._step, shares, ranks, __version__, self.save_id)
+            ranks = Outlines((outlined,), (0,) * max(1, len(results)), ())
+            record = commit_record(self._step, shares, ranks, self.save_id)
             self._within("look at the files", lambda: check_files(draft, record))
             self._commit(draft, sealed(record))
         except CommitUnknownError:
@@ -192,7 +235,8 @@ class Writer(StorageWriter):
 
     def _commit(self, draft: Draft, record: bytes) -> None:
         try:
-            self._within("commit", lambda: draft.commit(record))
+            with self._free():
+                self._within("commit", lambda: draft.commit(record))
         except StorageTimeoutError as fault:
             raise CommitUnknownError(
                 f"{fault.message}; the step may be there or not: look again when it answers",
@@ -206,30 +250,18 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
+        return _is_known(checkpoint_id)
 
 
-def _write(draft: Draft, share: Share) -> list[bytes]:
-    """Write a share; the digests of its files."""
-    writing = Writing(draft, share.files)
-    try:
-        for ranges in share.passes():
-            writing.write(ranges)
-        return writing.finish()
-    except BaseException:
-        writing.abort()
-        raise
-
-
-def _values(drafted: plans.Drafted) -> dict[str, Outline]:
+def _values(contents: ShareContents) -> dict[str, Outline]:
     """Objects that are plain values go into the commit record, and not into a file."""
     values = {}
-    for name, (kind, data) in list(drafted.objects.items()):
-        if kind == blobs.STATE:
+    for name, (kind, data) in list(contents.objects.items()):
+        if kind == objects.STATE:
             found = outline(unpack(data)).outline
             if not found.names:
                 values[name] = found
-                del drafted.objects[name]
+                del contents.objects[name]
     return values
 
 
@@ -261,7 +293,7 @@ class Reader(StorageReader):
         self._store: Store = open_store(root, timeout=self._timeout)
 
     def _forget(self) -> None:
-        """Read the record anew: since the last load the step may have been replaced."""
+        """Read the record again: since the last load the step may have been replaced."""
         self._held: OpenedStep | None = None
         self._planned: AsPlanned | None = None
 
@@ -333,7 +365,7 @@ class Reader(StorageReader):
                 fetch = Fetch(self._opened.files, self.record, wave.wanted)
                 self._within("read the step", fetch.check)
         kept = {blob.name: blob for blob in self.record.blobs}
-        objects = [
+        given = [
             (item, self._object(item, kept.get(item.storage_index.fqn), planner))
             for item in plan.items
             if _is_object(item)
@@ -344,7 +376,7 @@ class Reader(StorageReader):
             wave.finish()
         for item, place in committed:
             planner.commit_tensor(item, place)
-        for item, data in objects:
+        for item, data in given:
             planner.load_bytes(item, data)
         done: Future[None] = Future()
         done.set_result(None)
@@ -371,13 +403,13 @@ class Reader(StorageReader):
     def _object(self, item: ReadItem, blob: Blob | None, planner: LoadPlanner) -> Any:
         name = item.storage_index.fqn
         if blob is not None:
-            return blobs.give(blob.kind, self._bytes(blob), planner, name)
+            return objects.give(blob.kind, self._bytes(blob), planner, name)
         value = self.planned.values[name]
         if isinstance(value, Unknown):
             raise UnsupportedLeafError(
                 "a leaf that torch's planners do not know: load it with Checkpointer", path=name
             )
-        return blobs.archive(value)
+        return objects.archive(value)
 
     def _bytes(self, blob: Blob) -> bytes:
         data = torch.empty(blob.nbytes, dtype=torch.uint8, device="cpu")
@@ -388,7 +420,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
+        return _is_known(checkpoint_id)
 
 
 def _is_object(item: ReadItem) -> bool:

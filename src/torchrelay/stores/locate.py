@@ -44,7 +44,7 @@ def scheme_of(place: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def split_step(place: str | os.PathLike[str]) -> tuple[str, int | None]:
-    """A place with steps, and the step that the name goes on to (`runs/a/step-100`), if it does."""
+    """A directory or bucket, and the step that its name ends in (`runs/a/step-100`), if any."""
     name = os.fsdecode(place)
     match = _STEP.fullmatch(name)
     return (name, None) if match is None else (match[1] or ".", int(match[2]))

@@ -1,7 +1,7 @@
-"""What a place that keeps checkpoints has to offer. Everything else is built on these four.
+"""The interfaces of a place that holds checkpoints. Everything else is built on these.
 
-A store holds steps. A step is written as a draft, which nobody takes for a checkpoint, and becomes
-one by `Draft.commit`: one atomic act that needs all its bytes to be durable before. Readers see a
+A store holds steps. A step is written as a draft, which no reader takes for a checkpoint, and
+becomes a step by `Draft.commit`: one atomic operation, after all bytes are durable. Readers see a
 step whole or not at all.
 
 Nothing here imports torch: the same code runs in the trainer and in its writer process.
@@ -25,7 +25,7 @@ DATA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors(\.index\.json)?
 
 
 class Sink(Protocol):
-    """One data file being written. Calls come from one thread, or from several if not `ordered`."""
+    """A data file being written. Calls come from one thread, or from several if not `ordered`."""
 
     ordered: bool  # positions must come in ascending order without gaps, from one thread
 
@@ -40,34 +40,38 @@ class Sink(Protocol):
 
 
 class DataFiles(Protocol):
-    """A place for data files."""
+    """Where data files are created."""
 
     def open(self, name: str, nbytes: int) -> Sink:
         """A new data file of a known size."""
 
 
 class Draft(DataFiles, Protocol):
-    """A step on its way. One process calls `begin` and then `commit` or `discard`; every process
+    """A step being written. One process calls `begin` and then `commit` or `discard`; every process
     that writes a file of the step has a draft with the same step and token. No token is used for
     two drafts."""
 
-    mark: str  # after `begin`: what `Store.mark` gives for the step that this draft has become
+    place: str  # the path or URL under which its files are written
+    id: str  # after `begin`: what `Store.draft_id` returns for the step that it becomes
 
     def begin(self) -> None:
-        """Make room. `FileExistsError` if the step is there and may not be replaced."""
+        """Create it. `FileExistsError` if the step exists and may not be replaced."""
+
+    def check_visible(self) -> None:
+        """`FileNotFoundError` unless this process sees a draft that another one began."""
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each data file that was finished, by any process, by name."""
+        """Bytes of each data file that any process has finished, by name."""
 
     def commit(self, manifest: bytes) -> None:
-        """Make the draft the step, whole and durable, in place of an older one if need be.
+        """Make the draft the step, whole and durable, in place of an older one if there is one.
 
-        `CommitUnknownError` where it may have become the step; any other failure: it has not.
+        `CommitUnknownError` if it may have become the step; after any other failure it has not.
         """
 
     def revoke(self) -> bool:
-        """Stop a commit that another thread is at, before the act that counts. Whether it is
-        certain that the draft is not the step and will not be."""
+        """Stop a commit that another thread carries out, before the operation that counts. Whether
+        it is certain that the draft is not the step and will not be."""
 
     def discard(self) -> None:
         """Remove what was written, unless it is the step or may be; never raises."""
@@ -88,7 +92,7 @@ class DataReader(Protocol):
         """Fill the buffers one after the other from a byte position. `EOFError` if it is short."""
 
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill the buffers from memory alone, or say that this cannot be done."""
+        """Fill the buffers from memory alone, or return False."""
 
     def unchanged(self) -> bool:
         """Whether the file has not been written to since it was first opened."""
@@ -101,36 +105,36 @@ class MappableReader(DataReader, Protocol):
     """A `DataReader` of memory that this process can map."""
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
-        """Bytes as they lie, which do not change while the step is open: whoever has compared them
-        with their digests may copy them from there. None where they have to be read. `OSError` and
+        """The bytes in place, which do not change while the step is open: whoever has compared them
+        with their digests may copy them from there. None if they have to be read. `OSError` and
         `EOFError` as for `read_into`."""
 
 
 @runtime_checkable
 class KeepableReader(DataReader, Protocol):
-    """A `DataReader` whose small reads are cheaper while one knows that more will come."""
+    """A `DataReader` whose small reads are cheaper if it knows that more will follow."""
 
     def kept(self) -> AbstractContextManager[None]:
-        """Within: what this thread reads through stays open."""
+        """Within: the file stays open for this thread."""
 
 
 class OpenStep(Protocol):
-    """A committed step as it was when it was opened, whatever takes its place meanwhile.
+    """A committed step as it was when it was opened, whatever replaces it meanwhile.
 
-    Reads that fail in a way that may pass are tried again as long as it was opened for. A file that
-    is missing or is no plain file, and a read that fails for good, is an `OSError`; see
-    `patience.is_wrong` for which of the two it is.
+    Reads that fail in a way that may pass are repeated for as long as it was opened with. A file
+    that is missing or not a plain file, and a read that fails for good, is an `OSError`;
+    `retry.is_wrong` tells the two apart.
     """
 
     url: str
     costly_reads: bool  # whether reading a file twice takes about twice as long as once
-    trusted: bool  # whether what its readers give need not be compared with digests any more
+    trusted: bool  # whether its readers have compared the digests already
 
     def manifest(self) -> bytes:
         """The commit record."""
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each data file that is there, by name."""
+        """Bytes of each existing data file, by name."""
 
     def reader(self, name: str, *, once: bool = True) -> DataReader:
         """A data file that is read once, or again soon (`once=False`)."""
@@ -143,8 +147,8 @@ class MendableStep(Protocol):
     """An `OpenStep` that can get chunks from elsewhere."""
 
     def mend(self, name: str, start: int, stop: int, why: str) -> bool:
-        """A range of a file could not be read, or has other digests: have it right when it is read
-        next. Whether that can be."""
+        """A range of a file could not be read, or has other digests: replace it for the next read.
+        Whether that succeeded."""
 
 
 @runtime_checkable
@@ -156,40 +160,34 @@ class LendingStep(OpenStep, Protocol):
 
 
 class Store(Protocol):
-    """A place with checkpoints. Missing steps and files raise `FileNotFoundError`, other failures
-    `OSError`, each with the name of the file or object in its message."""
+    """A directory or bucket with checkpoints. Missing steps and files raise `FileNotFoundError`,
+    other failures `OSError`, each with the name of the file or object in its message."""
 
     url: str
 
     def steps(self) -> list[int]:
         """Steps that have a commit record, in ascending order."""
 
-    def open(self, step: int, patience: Retry = ONCE) -> OpenStep:
-        """A step to be read; `FileNotFoundError` if there is none."""
+    def listing(self) -> dict[int, str]:
+        """What one listing shows: a text for each step, which is another one if the step was
+        replaced. Steps that are still being written may be among them."""
 
-    def mark(self, step: int) -> str:
-        """Which draft a step was."""
+    def open(self, step: int, patience: Retry = ONCE) -> OpenStep:
+        """A step to be read; `FileNotFoundError` if it does not exist."""
+
+    def draft_id(self, step: int) -> str:
+        """The id of the draft that became this step."""
 
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> Draft:
         """A draft; nothing is written before its `begin`."""
 
     def delete(self, step: int) -> None:
-        """Remove a step. It stops being one before its first byte goes. Files in its place that
-        its record does not name stay."""
-
-    def set_aside(self, step: int) -> str:
-        """Make a step none, in one durable act that leaves its bytes; returns its name in
-        `aside`."""
-
-    def aside(self) -> list[str]:
-        """Names of what was set aside."""
-
-    def remove_aside(self, name: str) -> None:
-        """Remove what was set aside under a name."""
+        """Remove a step. It stops being one before its first byte goes. Files next to its own,
+        which its record does not name, stay."""
 
     def clean(self) -> list[str]:
-        """Remove what writers that are gone left behind; returns its names. Of a draft's place,
-        files that are named like data files go, and no others."""
+        """Remove what writers that are gone left behind; returns its names. Only files that are
+        named like data files go."""
 
     def free_bytes(self) -> int | None:
-        """Room for data, or None where there is no such limit."""
+        """Free space for data, or None where there is no such limit."""

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from torchrelay.record.codec import Recall
-from torchrelay.transports.transfer.buffers import BufferPool
-
-T = TypeVar("T", bound="Kept")
+from torchrelay.transports.streams.buffers import BufferPool
 
 
-class Kept:
-    """Something that outlives a transfer, to make the next one faster."""
-
-    def forget(self) -> None:
-        """Drop what was learned of states; memory stays."""
+class Kept(Protocol):
+    """Something that outlives a transfer, because making it takes longer than most transfers."""
 
     def close(self) -> None:
         """Free it."""
+
+
+T = TypeVar("T", bound=Kept)
 
 
 class Resources:
@@ -26,7 +23,6 @@ class Resources:
 
     def __init__(self) -> None:
         self.buffers = BufferPool()
-        self.recall = Recall()
         self._kept: dict[type[Any], Any] = {}
         self._lock = threading.Lock()
 
@@ -38,13 +34,9 @@ class Resources:
             found: T = self._kept[kind]
             return found
 
-    def forget(self) -> None:
-        self.recall.clear()
-        for kept in list(self._kept.values()):
-            kept.forget()
-
     def close(self) -> None:
-        self.forget()
         self.buffers.clear()
-        for kept in list(self._kept.values()):
-            kept.close()
+        with self._lock:
+            kept, self._kept = list(self._kept.values()), {}
+        for one in kept:
+            one.close()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchrelay as tr
+from tests.support.access import access
 from tests.support.browser import browser_tab, chromium
 from tests.support.ranks import RankPool
 
@@ -63,7 +64,7 @@ async def watch(endpoint: tr.Endpoint) -> None:
 def test_the_page_of_an_endpoint_shows_its_readers() -> None:
     if chromium() is None:
         pytest.skip("no Chromium is installed to drive the page in")
-    with tr.serve(state(1), step=1, token=TOKEN, timeout=60) as endpoint:
+    with tr.serve(state(1), step=1, timeout=60, **access(token=TOKEN)) as endpoint:
         asked(endpoint.url, "/steps.json")  # it waits for the step to be there
         asked(endpoint.url, "/page/steps.json")
         endpoint.publish(state(2), step=2).wait(60)
@@ -71,7 +72,7 @@ def test_the_page_of_an_endpoint_shows_its_readers() -> None:
 
 
 def test_answers_about_steps_need_the_token_and_the_page_does_not() -> None:
-    with tr.serve(state(1), step=1, token=TOKEN, timeout=60) as endpoint:
+    with tr.serve(state(1), step=1, timeout=60, **access(token=TOKEN)) as endpoint:
         url = endpoint.url
         asked(url, "/steps.json")  # it waits for the step to be there
         status, page = asked(url, "/", token=None)
@@ -103,7 +104,7 @@ def of_all_ranks(rank: int, group: Any) -> Any:
     whole = torch.arange(4096, dtype=torch.float32).reshape(64, 64)
     mesh = init_device_mesh("cpu", (group.size(),))
     held = {"model": {"w": distribute_tensor(whole, mesh, [Shard(0)])}}
-    with tr.serve(held, step=3, token=TOKEN, group=group, timeout=60) as endpoint:
+    with tr.serve(held, step=3, group=group, timeout=60, **access(token=TOKEN)) as endpoint:
         found = None
         if rank == 0:
             asked(endpoint.url, "/steps.json")  # it waits for the step to be there

@@ -197,7 +197,7 @@ def test_20000_tensors_do_not_freeze_it() -> None:
 
 
 def test_the_page_is_one_document_without_outside_assets() -> None:
-    body, headers = watch_page()
+    body, _, headers = watch_page()
     text = body.decode()
     assert "/*CSS*/" not in text and "/*JS*/" not in text
     assert "src=" not in text.replace(HOSTILE, "") and "@import" not in text

@@ -11,19 +11,15 @@ from aiohttp import ClientSession
 
 import torchrelay as tr
 from torchrelay.cli.commands.watched import WatchedPlaces
-from torchrelay.endpoint.page.site import serve_page
-from torchrelay.endpoint.security import Address
+from torchrelay.endpoint.address import Address
+from torchrelay.endpoint.page.site import PageSite
 
 TOKEN = "the-token-of-this-test"
 
 
 async def ask_all(watched: WatchedPlaces, token: str | None) -> dict[str, Any]:
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    address = Address("127.0.0.1", 0)
-    site = asyncio.create_task(
-        serve_page(watched, watched.status, address, token, ready.set_result)
-    )
-    url = await asyncio.wait_for(ready, 30)
+    site = PageSite(watched, watched.status, Address("127.0.0.1", 0), token)
+    url = site.url
     found: dict[str, Any] = {}
     async with ClientSession() as session:
 
@@ -43,8 +39,7 @@ async def ask_all(watched: WatchedPlaces, token: str | None) -> dict[str, Any]:
         found["nothing"] = await ask("/record", **bearer)
         found["post"] = await ask("/status.json", "POST", **bearer)
         found["name"] = await ask("/status.json", Host="evil.example", **bearer)
-    site.cancel()
-    await asyncio.wait([site])
+    site.close()
     return found
 
 

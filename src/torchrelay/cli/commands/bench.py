@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 import typer
 
 import torchrelay as tr
-from torchrelay.cli.output import JSON, fail, one_line_errors, print_json, print_table, size
+from torchrelay.cli.output import JSON, one_line_errors, print_json, print_table, size
 from torchrelay.errors import CheckpointError
 
 MEGABYTES, SMALL_MEGABYTES = 256, 8
 PARTS = 4  # a model and its gradients' two moments, and a little that is no float32
-NO_MATPLOTLIB = "--plot needs matplotlib: pip install matplotlib"
 
 FOLDER = typer.Option(Path(), "--dir", help="A folder on the disk to be measured.")
-PLOT = typer.Option(None, "--plot", help="Write a picture (PNG).")
 
 
 class _Task(NamedTuple):
@@ -41,16 +39,13 @@ def add_to(app: typer.Typer) -> None:
 def _bench(
     megabytes: int = typer.Option(MEGABYTES, "--mb", min=1, help="Size of the state."),
     folder: Path = FOLDER,
-    repeats: int = typer.Option(5, "--repeats", min=1, help="Laps; the median counts."),
-    small: bool = typer.Option(False, "--small", help="A tiny state and one lap: a test."),
-    plot: Path | None = PLOT,
+    repeats: int = typer.Option(5, "--repeats", min=1, help="Iterations; the median counts."),
+    small: bool = typer.Option(False, "--small", help="A tiny state, one iteration: a test."),
     as_json: bool = JSON,
 ) -> None:
-    """Measure saves and loads on this machine, beside torch's own, in alternating laps."""
+    """Measure saves and loads on this machine, in turn with torch's own."""
     if small:
         megabytes, repeats = SMALL_MEGABYTES, 1
-    if plot is not None and not _has_matplotlib():
-        fail(NO_MATPLOTLIB)
     with one_line_errors():
         scratch = _scratch(folder)
         try:
@@ -63,9 +58,6 @@ def _bench(
             print_json(rows)
         else:
             _print(rows, megabytes << 20)
-        if plot is not None:
-            _plot(rows, plot)
-            print(f"picture: {plot}")
 
 
 def _scratch(folder: Path) -> Path:
@@ -186,32 +178,3 @@ def _print(rows: list[dict[str, Any]], nbytes: int) -> None:
     ]
     print_table(["what", "torchrelay", "rate", "torch", "speed", "against"], table)
     print(f"a state of {size(nbytes)}; medians; bytes that were just written are in memory")
-
-
-def _has_matplotlib() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("matplotlib") is not None
-
-
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1 + 0.7 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for place, row in enumerate(reversed(rows)):
-        axes.barh(place + 0.18, row["seconds"], 0.34, color="#2a7f62", label="torchrelay")
-        if row["their_seconds"] is not None:
-            axes.barh(place - 0.18, row["their_seconds"], 0.34, color="#b0b0b0", label="torch")
-    handles, labels = axes.get_legend_handles_labels()
-    once = dict(zip(labels, handles, strict=True))
-    axes.legend(once.values(), once.keys())
-    axes.set_yticks(range(len(rows)), [row["what"] for row in reversed(rows)])
-    axes.set_xlabel("seconds; shorter is better")
-    axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as fault:
-        raise CheckpointError(f"the picture cannot be written: {fault}", file=str(path)) from fault

@@ -10,6 +10,7 @@ import typer
 
 from torchrelay.cli.output import (
     JSON,
+    count,
     fail,
     in_words,
     one_line_errors,
@@ -25,6 +26,7 @@ from torchrelay.cli.sources import (
     STEP,
     instead,
     is_place,
+    is_url,
     kind_of_source,
     opened_source,
 )
@@ -32,7 +34,7 @@ from torchrelay.errors import CheckpointError, DigestError, ManifestError, Usage
 from torchrelay.progress import Progress
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import Contents, StateSource
+    from torchrelay.inspection.seam import Contents, OpenedState
 
 ONLY = typer.Option([], "--only", help="Paths that match a pattern, like 'model.*'.")
 
@@ -77,11 +79,11 @@ def check_matched(
     if patterns and not any(one.tensors or one.values or one.aliases for one in chosen):
         tops = {tensor.name.partition(".")[0] for state in states for tensor in state.tensors}
         raise UsageError(
-            f"--only {patterns[0]} matches no path; the state has {', '.join(sorted(tops)[:8])}"
+            f"--only {patterns[0]} matches no path; the state has {', '.join(sorted(tops))}"
         )
 
 
-def _add_statistics(state: StateSource, chosen: Contents, facts: dict[str, Any]) -> None:
+def _add_statistics(state: OpenedState, chosen: Contents, facts: dict[str, Any]) -> None:
     from torchrelay.inspection.statistics import statistics
 
     done = 0
@@ -95,13 +97,12 @@ def _add_statistics(state: StateSource, chosen: Contents, facts: dict[str, Any])
 
 def _print_totals(contents: Contents, nbytes: int) -> None:
     step = "" if contents.step is None else f"step {contents.step}: "
-    count = len(contents.values)
-    values = f", {count} value{'s' if count > 1 else ''}" if count else ""
+    values = f", {count(len(contents.values), 'value')}" if contents.values else ""
     files = len({volume.name for volume in contents.volumes})
     ranks = f", saved by {contents.ranks} ranks" if contents.ranks > 1 else ""
     print(
-        f"{step}{len(contents.tensors)} tensors, {size(nbytes)}{values}"
-        f"; {files} file{'s' if files != 1 else ''}{ranks}"
+        f"{step}{count(len(contents.tensors), 'tensor')}, {size(nbytes)}{values}"
+        f"; {count(files, 'file')}{ranks}"
     )
 
 
@@ -129,20 +130,20 @@ def _verify(
 
 
 def _steps(source: str) -> list[int]:
-    from torchrelay.cli.commands.steps import opened
+    from torchrelay.stores.locate import open_store
 
-    if not is_place(source):
+    if is_url(source) or not is_place(source):
         kind_of_source(source)
-        raise UsageError(f"--all is for a place with steps, and {source} is one state")
-    with opened(source) as there:
-        steps = there.steps()
-        if not steps:
-            fail(f"there is no step in {there.url}{instead(source)}")
-        return steps
+        raise UsageError(f"--all is for a directory with steps, and {source} is one state")
+    there = open_store(source)
+    steps = there.steps()
+    if not steps:
+        fail(f"there is no step in {there.url}{instead(source)}")
+    return steps
 
 
 def _verified(source: str, step: int | None, among: int) -> dict[str, Any]:
-    """What was found of a state. One of several that cannot be read does not hide the others."""
+    """The result for one state. One of several that cannot be read does not hide the others."""
     found = step
     found_wrong: dict[str, str | None] = {"damage": None, "unread": None}
     note = ""

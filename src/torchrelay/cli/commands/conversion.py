@@ -14,11 +14,11 @@ import typer
 import torchrelay as tr
 from torchrelay.cli.commands.contents import ONLY, check_matched
 from torchrelay.cli.commands.steps import PLACE, opened
-from torchrelay.cli.output import fail, one_line_errors, plain, progress_bar, size
+from torchrelay.cli.output import count, fail, one_line_errors, plain, progress_bar, size
 from torchrelay.cli.sources import STEP, at_newest, instead, is_torch_save_file, opened_source
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import StateSource
+    from torchrelay.inspection.seam import OpenedState
 
 Kind = Literal["torchrelay", "dcp", "torch", "safetensors"]
 SUFFIXES: dict[str, Kind] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
@@ -75,7 +75,7 @@ def _convert(
 
 
 @contextmanager
-def _opened(source: str, step: int | None, beside: Path) -> Iterator[StateSource]:
+def _opened(source: str, step: int | None, beside: Path) -> Iterator[OpenedState]:
     """A source, or a torch.save file. The latter is read whole, so it becomes a step first."""
     if not is_torch_save_file(source):
         with opened_source(source, step) as state:
@@ -95,7 +95,7 @@ def _opened(source: str, step: int | None, beside: Path) -> Iterator[StateSource
             yield state
 
 
-def write_file(state: StateSource, only: list[str], target: Path, *, quiet: bool = False) -> int:
+def write_file(state: OpenedState, only: list[str], target: Path, *, quiet: bool = False) -> int:
     """Write the tensors of a state as a safetensors file, and say what is not in it; returns its
     bytes."""
     from torchrelay.inspection.facts import narrowed
@@ -106,7 +106,7 @@ def write_file(state: StateSource, only: list[str], target: Path, *, quiet: bool
     with progress_bar("writing") as show:
         nbytes = write_safetensors(state, chosen.tensors, target, show)
     if not quiet:
-        print(f"{target}: {len(chosen.tensors)} tensors, {size(nbytes)}")
+        print(f"{target}: {count(len(chosen.tensors), 'tensor')}, {size(nbytes)}")
     if chosen.aliases and not quiet:
         tied = ", ".join(f"{alias.path} (as {alias.tensor})" for alias in chosen.aliases[:8])
         more = f" and {len(chosen.aliases) - 8} more" if len(chosen.aliases) > 8 else ""
@@ -114,8 +114,7 @@ def write_file(state: StateSource, only: list[str], target: Path, *, quiet: bool
             plain(f"note: tied tensors are written once; left out: {tied}{more}"), file=sys.stderr
         )
     if chosen.values and not quiet:
-        count = len(chosen.values)
-        left = f"{count} value{'s' if count > 1 else ''} left out for being no tensor"
+        left = f"{count(len(chosen.values), 'value')} left out for being no tensor"
         print(f"note: {left}: a safetensors file has no place for that", file=sys.stderr)
     return nbytes
 
@@ -124,15 +123,15 @@ def _export_hf(
     place: str = PLACE,
     target: Path = FRESH,
     step: int | None = STEP,
-    under: str = typer.Option("model", "--under", help="Key of the state that has the model."),
+    key: str = typer.Option("model", "--key", help="Key of the state that has the model."),
 ) -> None:
     """Write a step's model as model.safetensors (with an index, if it is large).
 
-    A checkpoint has no config.json: copy the model's own beside the files.
+    A checkpoint has no config.json: copy the model's own next to the files.
     """
     with one_line_errors(), opened(place) as there:
-        step = _check_key(there, place, step, under)
-        for name in there.export_hf(target, step=step, under=under):
+        step = _check_key(there, place, step, key)
+        for name in there.export_hf(target, step=step, key=key):
             print(target / name)
         if not (target / "config.json").exists():
             print(
@@ -148,5 +147,5 @@ def _check_key(there: tr.Checkpointer, place: str, step: int | None, key: str) -
         fail(f"there is no step in {there.url}{instead(place)}")
     keys = [str(known) for known in getattr(there.record(found).outline(0).tree, "keys", ())]
     if key not in keys:
-        fail(f"step {found} has no key {key!r}: name one with --under: {', '.join(keys)}")
+        fail(f"step {found} has no key {key!r}: name one with --key: {', '.join(keys)}")
     return found

@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING
 import typer
 
 from torchrelay.cli.commands.contents import ONLY, check_matched
-from torchrelay.cli.output import JSON, one_line_errors, print_columns, print_json, progress_bar
+from torchrelay.cli.output import (
+    JSON,
+    count,
+    one_line_errors,
+    print_columns,
+    print_json,
+    progress_bar,
+)
 from torchrelay.cli.sources import SOURCE, opened_source
 from torchrelay.progress import Progress
 
 if TYPE_CHECKING:
     from torchrelay.inspection.comparison import Differences, Distance
-    from torchrelay.inspection.seam import StateSource
+    from torchrelay.inspection.seam import OpenedState
 
 DIFFERENT, TROUBLE = 1, 2  # as diff(1) has them
 
@@ -53,7 +60,7 @@ def _diff(
             raise typer.Exit(DIFFERENT)
 
 
-def _distances(one: StateSource, other: StateSource, found: Differences) -> list[Distance]:
+def _distances(one: OpenedState, other: OpenedState, found: Differences) -> list[Distance]:
     from torchrelay.inspection.comparison import distance
     from torchrelay.inspection.facts import nbytes_of
 
@@ -81,9 +88,10 @@ def _print(found: Differences, far: list[Distance], values: bool) -> None:
     print_columns(rows)
     said = f"{len(found.added)} added, {len(found.removed)} removed, {len(found.changed)} changed"
     if values:
-        said += f"; values differ in {len(apart)} of {len(far)} tensors"
+        said += f"; values differ in {len(apart)} of {count(len(far), 'tensor')}"
     else:
-        said += f"; {len(found.same)} tensors have the same shape and dtype"
+        verb = "has" if len(found.same) == 1 else "have"
+        said += f"; {count(len(found.same), 'tensor')} {verb} the same shape and dtype"
     print(said)
 
 

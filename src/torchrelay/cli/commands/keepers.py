@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import typer
 
-from torchrelay.cli.access import cafile, token_file
-from torchrelay.cli.output import JSON, fail, one_line_errors, print_json, size
+from torchrelay.cli.access import given
+from torchrelay.cli.output import JSON, fail, one_line_errors, plain, print_json, size
+from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.process import START_SECONDS
-from torchrelay.endpoint.security import (
-    Address,
-    check_certificate,
-    check_listening,
-    find_token,
-)
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper import process
 from torchrelay.keeper.server import messages as k
-from torchrelay.version import __version__
+from torchrelay.keeper.settings import join_request
+from torchrelay.sources.access import Access
 
-JOB = typer.Argument(None, help="The name of the job; without one, all keepers are listed.")
-HOST = typer.Option(None, "--host", help="Which keeper, if not that of this machine's name.")
-STATUS = typer.Option(False, "--status", help="Only say what it has; start none.")
+JOB = typer.Argument(
+    None, help="The name of the job, or JOB@HOST; without one, all keepers are listed."
+)
+STATUS = typer.Option(False, "--status", help="Show what it has; start none.")
 END = typer.Option(False, "--end", help="End it, and with it all that it has.")
-LEASE = typer.Option(60.0, "--lease", min=0.1, help="Seconds that it goes on without a worker.")
+LEASE = typer.Option(60.0, "--lease", min=0.1, help="Seconds that it stays without a worker.")
 MEMORY = typer.Option(None, "--memory", min=1, help="Bytes that it has at most.")
 ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:0, where it listens.")
 CERTFILE = typer.Option(None, "--certfile", help="Serve by TLS with this certificate,")
@@ -40,7 +36,6 @@ def add_to(app: typer.Typer) -> None:
 
 def _keeper(
     job: str | None = JOB,
-    host: str | None = HOST,
     status: bool = STATUS,
     end: bool = END,
     lease: float = LEASE,
@@ -50,9 +45,9 @@ def _keeper(
     keyfile: str | None = KEYFILE,
     as_json: bool = JSON,
 ) -> None:
-    """Run the keeper of a job on this machine, or say what it has.
+    """Run the keeper of a job on this machine, or show what it has.
 
-    It goes on in the background, until no worker has been there for the length of its lease.
+    It runs in the background, until no worker has been connected for the length of its lease.
     Workers start one themselves: this is for a keeper that a launcher must not end with them.
     """
     with one_line_errors():
@@ -61,15 +56,13 @@ def _keeper(
                 raise UsageError("--end needs the name of a job")
             names = process.KeeperName.all()
         else:
-            names = [process.KeeperName.of(job, host)]
+            names = [process.KeeperName.of(job)]
             if end:
                 if process.ask(names[0], k.End()) is None:
                     fail(f"no keeper of job {job} runs here")
                 return
             if not status:
-                check_certificate(certfile, keyfile)
-                files = certfile, keyfile, cafile()
-                _run(names[0], lease, memory, Address.parse(address), files)
+                _run(names[0], lease, memory, address, given(certfile=certfile, keyfile=keyfile))
         found = []
         for name in names:
             try:
@@ -77,7 +70,7 @@ def _keeper(
             except EndpointError as fault:
                 if job is not None:
                     raise
-                print(fault, file=sys.stderr)  # the others are listed all the same
+                print(plain(str(fault)), file=sys.stderr)  # the others are listed all the same
                 continue
             if facts is not None:
                 found.append((name, facts))
@@ -91,36 +84,19 @@ def _keeper(
 
 
 def _run(
-    name: process.KeeperName,
-    lease: float,
-    memory: int | None,
-    address: Address,
-    files: Sequence[str | None],
+    name: process.KeeperName, lease: float, memory: int | None, address: str, access: Access
 ) -> None:
-    token = find_token(None, token_file())
-    if token is not None:
-        check_listening(address, token)
-    join = k.JoinKeeper(
-        address.host,
-        token or "",
-        memory or 0,
-        process.STEPS,
-        process.RATE,
-        1,
-        lease,
-        __version__,
-        True,
-        *process.full_paths(*files),
-    )
+    join = join_request(Address.parse(address), access, memory, lease=lease, begins=True)
     worker = process.KeeperProcess(name, join)
     worker.start(START_SECONDS)
-    worker.close()
+    worker.link.process.close()
 
 
 def _line(name: process.KeeperName, facts: dict[str, Any]) -> str:
     steps = ", ".join(str(one["step"]) for one in facts.get("steps", ())) or "none"
     limit = "" if facts["memory"] is None else f" of {size(facts['memory'])}"
+    workers = f"{facts['workers']} worker{'' if facts['workers'] == 1 else 's'}"
     return (
-        f"{name.job} on {name.host}: process {facts['pid']}, {facts['workers']} workers, "
+        f"{name}: process {facts['pid']}, {workers}, "
         f"{size(facts['staged_bytes'])}{limit}, steps: {steps}"
     )

@@ -1,15 +1,17 @@
-"""Commands on the steps of a place: ls, rollback, rm."""
+"""Commands on the steps of a directory or bucket: ls, rollback, rm."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from time import time as now
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
 import torchrelay as tr
 from torchrelay.cli.output import (
     JSON,
+    count,
     fail,
     in_words,
     one_line_errors,
@@ -20,9 +22,16 @@ from torchrelay.cli.output import (
     wrong,
 )
 from torchrelay.cli.sources import instead, is_file, is_url
+from torchrelay.errors import CheckpointError, RelayError, UsageError
+from torchrelay.progress import Bar
+
+if TYPE_CHECKING:
+    from torchrelay.progress import ProgressCallback
+    from torchrelay.record.checkpoint.schema import Checkpoint
 
 PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
-STEPS = typer.Argument(None, help="The steps to remove.")
+STEPS = typer.Argument(help="The steps to remove.")
+YES = typer.Option(False, "--yes", "-y", help="Do not ask.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -32,15 +41,58 @@ def add_to(app: typer.Typer) -> None:
     app.command("rm")(_rm)
 
 
+class Listed(Protocol):
+    """The methods that the listing of a step needs; a `Checkpointer` has them."""
+
+    def record(self, step: int) -> Checkpoint: ...
+    def holds(self, step: int) -> bool: ...
+
+
+class _Steps:
+    """The steps of a directory or bucket, looked at without importing torch."""
+
+    def __init__(self, place: str) -> None:
+        from torchrelay.stores.locate import open_store
+
+        self._store = open_store(place)
+        self.url = self._store.url
+
+    def steps(self) -> list[int]:
+        return self._store.steps()
+
+    def record(self, step: int) -> Checkpoint:
+        from torchrelay.stores.opening import open_step
+
+        with closing(open_step(self._store, step)) as opened:
+            return opened.record
+
+    def holds(self, step: int) -> bool:
+        from torchrelay.stores.opening import open_step
+
+        with closing(open_step(self._store, step)) as opened:
+            return opened.holds()
+
+    def verify(self, step: int, progress: ProgressCallback) -> None:
+        from torchrelay.stores.opening import open_step
+        from torchrelay.stores.reading.chunks import check_chunks
+
+        with closing(open_step(self._store, step)) as opened:
+            check_chunks(opened.files, opened.record, Bar(progress, opened.record.nbytes).add)
+
+
 def opened(place: str) -> tr.Checkpointer:
-    """A place as this process alone looks at it, without a trace."""
+    """A directory or bucket that is only looked at, by this process alone."""
+    _check_place(place)
+    return tr.Checkpointer(place, group=False, read_only=True)
+
+
+def _check_place(place: str) -> None:
     if is_url(place):
-        raise tr.UsageError(f"{place} is an endpoint: inspect it, watch it or pull from it")
+        raise UsageError(f"{place} is an endpoint: inspect it, watch it or pull from it")
     if is_file(place):
-        raise tr.UsageError(
+        raise UsageError(
             f"{place} is a file, and steps are kept in a directory: see torchrelay inspect {place}"
         )
-    return tr.Checkpointer(place, group=False, read_only=True)
 
 
 def _ls(
@@ -48,13 +100,17 @@ def _ls(
     verify: bool = typer.Option(False, "--verify", help="Read every byte and check every digest."),
     as_json: bool = JSON,
 ) -> None:
-    """List the steps of a place. Exit status 1 if one is damaged, or if there is none.
+    """List the steps of a directory or bucket. Exit status 1 if one is damaged, or without steps.
 
-    A step is listed as whole if its commit record is valid and its files have the sizes that the
-    record says; with --verify, as verified, if every byte is the one that was written.
+    A step is listed as whole if its commit record is valid and its files have the recorded sizes;
+    with --verify, as verified, if every byte is the one that was written.
     """
-    with one_line_errors(), opened(place) as there:
-        steps = [listed(there, step, verify=verify) for step in there.steps()]
+    with one_line_errors():
+        _check_place(place)
+        there = _Steps(place)
+        steps = [listed(there, step) for step in there.steps()]
+        if verify:
+            steps = [_verified(there, facts) for facts in steps]
         if as_json:
             print_json(steps)
         elif steps:
@@ -63,26 +119,22 @@ def _ls(
                 [_row(facts) for facts in steps],
             )
             total = sum(facts.get("bytes", 0) for facts in steps)
-            note = _set_aside(there)
-            print(f"{len(steps)} step{'s' if len(steps) > 1 else ''}, {size(total)}{note}")
+            print(f"{count(len(steps), 'step')}, {size(total)}")
         if not steps:
-            fail(f"there is no step in {there.url}{_set_aside(there) or instead(place)}")
+            fail(f"there is no step in {there.url}{instead(place)}")
         if any(map(in_words, steps)):
             raise typer.Exit(1)
 
 
-def _set_aside(there: tr.Checkpointer) -> str:
-    aside = len(there.aside())
-    return f"; {aside} set aside by a rollback" if aside else ""
-
-
-def listed(there: tr.Checkpointer, step: int, *, verify: bool = False) -> dict[str, Any]:
-    """What is known of a step; `verified` is true only after every byte was read."""
+def listed(there: Listed, step: int) -> dict[str, Any]:
+    """The facts about a step that need no read of its bytes."""
     try:
         record = there.record(step)
-    except tr.RelayError as fault:
+        found: dict[str, str | None] = {"damage": None, "unread": None}
+        if not there.holds(step):
+            found["damage"] = "a file is missing or has another size"
+    except RelayError as fault:
         return {"step": step, "verified": False, **wrong(fault)}
-    found = _checked(there, step, verify=verify)
     return {
         "step": step,
         "time": record.time,
@@ -90,21 +142,21 @@ def listed(there: tr.Checkpointer, step: int, *, verify: bool = False) -> dict[s
         "files": len(record.files),
         "ranks": record.world,
         "torch": record.torch,
-        "verified": verify and not in_words(found),
+        "verified": False,
         **found,
     }
 
 
-def _checked(there: tr.Checkpointer, step: int, *, verify: bool) -> dict[str, str | None]:
+def _verified(there: _Steps, facts: dict[str, Any]) -> dict[str, Any]:
+    """The same after every byte of the step was read."""
+    if in_words(facts):
+        return facts
     try:
-        if not there.holds(step):
-            return {"damage": "a file is missing or has another size", "unread": None}
-        if verify:
-            with progress_bar(f"verifying step {step}") as show:
-                there.verify(step, progress=show)
-    except tr.CheckpointError as fault:
-        return wrong(fault)
-    return {"damage": None, "unread": None}
+        with progress_bar(f"verifying step {facts['step']}") as show:
+            there.verify(facts["step"], show)
+    except CheckpointError as fault:
+        return {**facts, **wrong(fault)}
+    return {**facts, "verified": True}
 
 
 def _row(facts: dict[str, Any]) -> list[object]:
@@ -116,7 +168,7 @@ def _row(facts: dict[str, Any]) -> list[object]:
 
 
 def age(time: str) -> str:
-    """How long ago a time of a commit record was; the text itself, if it is no time."""
+    """How long ago a time of a commit record was; the text itself, if it is not a time."""
     from torchrelay.record.checkpoint.schema import epoch_seconds
 
     then = epoch_seconds(time)
@@ -131,48 +183,47 @@ def age(time: str) -> str:
 
 def _rollback(
     place: str = PLACE,
-    step: int = typer.Argument(help="The step that the run shall go on from."),
+    step: int = typer.Argument(help="The step that the run should resume from."),
+    yes: bool = YES,
 ) -> None:
-    """Set aside every step above one, so that the next start goes on from that one.
-
-    Their bytes stay until `rm --aside`.
-    """
+    """Delete every step above one, so that the next start resumes from that one."""
     with one_line_errors():
         with opened(place) as there:
             _check_present(there, place, [step])
+            newer = [found for found in there.steps() if found > step]
+        if not newer:
+            print(f"nothing to delete: {step} is the newest step")
+            return
+        _ask(f"Delete {_named(newer)} of {place}?", yes)
         with tr.Checkpointer(place, group=False) as there:
-            newer = there.rollback(step)
-        print(f"set aside: {', '.join(map(str, newer)) or 'nothing, it is the newest step'}")
+            print(f"deleted {_named(there.rollback(step))}")
 
 
-def _rm(
-    place: str = PLACE,
-    steps: list[int] = STEPS,
-    aside: bool = typer.Option(False, "--aside", help="Remove what rollbacks have set aside."),
-    yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask."),
-) -> None:
-    """Remove steps. Nothing is removed if one of them is not there."""
-    steps = steps or []
+def _rm(place: str = PLACE, steps: list[int] = STEPS, yes: bool = YES) -> None:
+    """Remove steps. Nothing is removed if one of them does not exist."""
     with one_line_errors():
         with opened(place) as there:
-            set_aside = there.aside() if aside else []
             _check_present(there, place, steps)
-        named = ", ".join([*(f"step {step}" for step in steps), *set_aside])
-        if not named:
-            fail("nothing is set aside" if aside else "name a step to remove, or --aside")
-        if not yes:
-            typer.confirm(f"Remove {named} of {place}?", abort=True)
+        chosen = list(dict.fromkeys(steps))
+        _ask(f"Remove {_named(chosen)} of {place}?", yes)
         with tr.Checkpointer(place, group=False) as there:
-            for step in dict.fromkeys(steps):
+            for step in chosen:
                 there.delete(step)
-            for name in set_aside:
-                there.remove_aside(name)
-        print(f"removed {named}")
+        print(f"removed {_named(chosen)}")
+
+
+def _named(steps: list[int]) -> str:
+    return f"step{'' if len(steps) == 1 else 's'} {', '.join(map(str, steps))}"
+
+
+def _ask(question: str, yes: bool) -> None:
+    if not yes:
+        typer.confirm(question, abort=True)
 
 
 def _check_present(there: tr.Checkpointer, place: str, steps: list[int]) -> None:
     present = there.steps()
     absent = ", ".join(map(str, sorted(set(steps) - set(present))))
     if absent:
-        shown = f"; there are: {', '.join(map(str, present))}" if present else instead(place)
+        shown = f"; existing: {', '.join(map(str, present))}" if present else instead(place)
         fail(f"there is no step {absent} in {place}{shown}")

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 import torchrelay as tr
-from torchrelay.cli.access import cafile, endpoints, token_file
+from torchrelay.cli.access import endpoints, given
 from torchrelay.cli.commands.contents import ONLY
 from torchrelay.cli.commands.conversion import write_file
 from torchrelay.cli.output import (
@@ -52,18 +52,16 @@ def _serve(
 ) -> None:
     """Serve a state over HTTP until Ctrl-C; the page to watch it is at the URL that is printed.
 
-    Off loopback it needs a token: --token-file before the command, or TORCHRELAY_TOKEN. The state
-    is read into memory.
+    Other addresses than loopback need a token: --token-file, or TORCHRELAY_TOKEN. The state is
+    read into memory.
     """
     with one_line_errors():
         if follow and (step is not None or not is_place(source)):
             raise UsageError("--follow is for a place with steps, without --step")
         end_when_told()
         found, number = _loaded(source, step)
-        options: dict[str, Any] = {"certfile": certfile, "keyfile": keyfile, "group": False}
-        with tr.serve(
-            found, step=number, address=address, token_file=token_file(), **options
-        ) as endpoint:
+        access = given(certfile=certfile, keyfile=keyfile)
+        with tr.serve(found, step=number, address=address, access=access, group=False) as endpoint:
             del found
             print(f"serving step {number} of {source} at {endpoint.url}", flush=True)
             while True:
@@ -73,8 +71,8 @@ def _serve(
 
 
 def _follow(endpoint: tr.Endpoint, source: str, number: int) -> int:
-    """Publish a newer step of the place, if there is one; returns what is to be surpassed next. The
-    one that is served stays so where a newer one cannot be had."""
+    """Publish a newer step of the directory, if there is one; returns the newest that was tried.
+    The step that is served stays where a newer one cannot be read."""
     newer = number
     try:
         newer = max(number, _newest(source))
@@ -93,7 +91,7 @@ def _loaded(source: str, step: int | None) -> tuple[Any, int]:
     from torchrelay.dropin.convert import loaded
 
     if is_url(source):
-        pulled = tr.pull(source, step=step, token_file=token_file(), cafile=cafile())
+        pulled = tr.pull(source, step=step, access=given(), group=False)
         return pulled.state, pulled.step
     with progress_bar("reading") as show:
         state, found = loaded(at_newest(source) if step is None else source, step, show)
@@ -135,7 +133,7 @@ def _pull(
         reason = "it was interrupted"
         try:
             if newer_than is not None:
-                step = _awaited(there.steps(deadline, newer_than), newer_than, there.name)
+                step = _awaited(there.wait(newer_than, deadline), newer_than, there.name)
             held = there.open(step, deadline)
             if as_file:
                 state = StepSource(there.name, held)
@@ -148,11 +146,12 @@ def _pull(
                 with progress_bar("pulling") as show:
                     copy_step(held, open_store(out), show)
             reason = ""
+            held.close()
         except tr.RelayError as fault:
             reason = fault.message
             raise
         finally:
-            there.end(reason)
+            there.end(reason, 0 if reason else nbytes)
         seconds = time.monotonic() - begun
         facts = {
             "out": out,
@@ -173,7 +172,7 @@ def _pull(
             print(plain(f"note: {url} was left out: {why}"))
 
 
-def _awaited(found: dict[int, Any], above: int, name: str) -> int:
+def _awaited(found: list[int], above: int, name: str) -> int:
     newest = max(found, default=-1)
     if newest <= above:
         raise tr.TransferTimeoutError(f"no step above {above} came at {name} in time", phase="wait")

@@ -1,4 +1,4 @@
-"""The command that tells what goes on at a place or an endpoint: watch."""
+"""The command that follows the steps and readers of a directory or an endpoint: watch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from torchrelay.cli.access import token_file
+from torchrelay.cli.access import given
 from torchrelay.cli.output import end_when_told, fail, in_words, one_line_errors, plain, size
 from torchrelay.errors import CheckpointError
 
@@ -34,7 +34,7 @@ def _watch(
         None, "--until", help="End, with status 0, once this step or a later one is there."
     ),
     timeout: float | None = typer.Option(
-        None, "--timeout", help="End after so many seconds; with --until, with status 1."
+        None, "--timeout", help="Seconds after which to end; with --until, with status 1."
     ),
     interval: float = typer.Option(INTERVAL, "--interval", min=0.05, help="Seconds between looks."),
     as_json: bool = typer.Option(False, "--json", help="Print a line of JSON for each event."),
@@ -62,30 +62,30 @@ def _watch(
                     return
             if until is not None:
                 why = "is the job alive?"
-                fail(f"there is no step {until} in {watched.name} after {timeout:g} s; {why}")
+                fail(f"no step {until} in {watched.name} after {timeout:g} s; {why}")
         finally:
             watched.close()
 
 
 def _serve_page(watched: WatchedPlaces, address: str) -> None:
-    import asyncio
+    from torchrelay.endpoint.address import Address
+    from torchrelay.endpoint.page.site import PageSite
 
-    from torchrelay.endpoint.page.site import serve_page
-    from torchrelay.endpoint.security import Address, check_listening, find_token
-
-    there, token = Address.parse(address), find_token(None, token_file())
-    check_listening(there, token)
-    ready = lambda url: print(f"the page is at {url}", flush=True)  # noqa: E731
+    there, token = Address.parse(address), given().secret()
+    there.check(token)
     try:
-        asyncio.run(serve_page(watched, watched.status, there, token, ready))
+        site = PageSite(watched, watched.status, there, token)
     except OSError as fault:
         raise CheckpointError(f"cannot listen at {address}: {fault.strerror}") from fault
+    print(f"the page is at {site.url}", flush=True)
+    while True:
+        time.sleep(INTERVAL)
 
 
 def _events(
     look: Callable[[], dict[str, Any]], left: Callable[[], float], interval: float
 ) -> Iterator[dict[str, Any]]:
-    """What has changed, look after look, as long as there is time left."""
+    """Changes, look after look, as long as there is time left."""
     steps: dict[int, dict[str, Any]] = {}
     ended: set[tuple[str, float]] = set()
     running: set[str] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torchrelay.cli.commands.steps import listed, opened
 from torchrelay.cli.output import in_words, wrong
 from torchrelay.cli.sources import is_url, opened_source
 from torchrelay.errors import EndpointError, RelayError, UsageError
-from torchrelay.inspection.seam import Contents, StateSource
+from torchrelay.inspection.seam import Contents, OpenedState
 from torchrelay.record.checkpoint.schema import epoch_seconds
 
 KEPT = 16  # contents of steps that are held, the last ones asked for
@@ -46,7 +45,7 @@ class WatchedPlaces:
     def __init__(self, where: Sequence[str]) -> None:
         urls = [name for name in where if is_url(name)]
         if len(urls) > 1:
-            raise UsageError("one endpoint can be watched at a time, beside places with steps")
+            raise UsageError("watch one endpoint at a time, with any number of directories")
         self.name = ", ".join(where)
         self._url = urls[0] if urls else None
         self._places = {name: opened(name) for name in where if name not in urls}
@@ -69,7 +68,7 @@ class WatchedPlaces:
         return self._contents[step]
 
     @contextmanager
-    def source(self, step: int) -> Iterator[StateSource]:
+    def source(self, step: int) -> Iterator[OpenedState]:
         for place, there in self._places.items():
             if step in there.steps():
                 with opened_source(place, step) as source:
@@ -81,7 +80,7 @@ class WatchedPlaces:
             yield source
 
     def status(self) -> dict[str, Any]:
-        """What `/status.json` tells: that of the endpoint, and steps on disk beside it."""
+        """The answer to `/status.json`: that of the endpoint, and steps on disk."""
         disks: list[dict[str, Any]] = [
             {"url": there.url, "steps": [self._listed(there, step) for step in there.steps()]}
             for there in self._places.values()
@@ -112,7 +111,7 @@ class WatchedPlaces:
             if answer.status != 200:
                 raise EndpointError(f"{host.url} answered {answer.status}: {answer.text}")
             told = msgspec.json.decode(answer.body, type=EndpointStatus)
-        except (OSError, http.client.HTTPException, msgspec.MsgspecError) as fault:
+        except (OSError, msgspec.MsgspecError) as fault:
             raise EndpointError(f"{host.url} does not answer as an endpoint: {fault}") from fault
         finally:
             host.close()

@@ -9,13 +9,12 @@ import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from torchrelay.dropin._dcp_directory.metadata import Chunk, StockMetadata, StockPiece, StockTensor
-from torchrelay.dropin._pickles.saved_pickle import check_archive
-from torchrelay.errors import DigestError, ManifestError, UnsupportedLeafError
+from torchrelay.errors import DigestError, ManifestError, RelayError, UnsupportedLeafError
 
 _GLOBAL = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
@@ -72,34 +71,35 @@ class StockFiles:
         file = self.opened[1]
         file.seek(piece.offset)
         data = io.BytesIO(file.read(piece.length))
-        # torch.load does not look at the checksums, and would inflate what is packed.
         try:
-            with zipfile.ZipFile(data) as archive:
-                packed = [e.filename for e in archive.infolist() if e.compress_type]
-                bad = archive.testzip() if self.check_crc and not packed else None
-                pickled = b"" if packed else pickle_in(archive)
-        except Exception as fault:  # zipfile has as many ways to fail as a damaged file has
-            raise DigestError(
-                f"{piece.length} bytes at {piece.offset} of {piece.file} are no intact archive of "
-                f"torch.save: {fault!r:.200}",
-                path=fqn,
-            ) from fault
-        if packed:
-            raise ManifestError(f"{piece.file} has a compressed record", path=fqn)
-        if bad is not None:
-            raise DigestError(
-                f"record {bad!r} in {piece.file} does not have its checksum (one that was "
-                "saved without checksums is read by torchrelay.dropin.stock_dcp.read_stock with "
-                "check_crc=False)",
-                path=fqn,
+            check_archive(data, self.check_crc)
+        except RelayError as fault:
+            fault.message = (
+                f"byte {piece.offset} of {piece.file} is not an archive: {fault.message}"
             )
-        try:
-            check_archive(pickled, piece.length)
-        except ManifestError as fault:
             fault.path = fqn
             raise
         data.seek(0)
         return data
+
+
+def check_archive(file: BinaryIO, check_crc: bool = True) -> None:
+    """Raise `DigestError` unless a file is an archive of `torch.save` whose records have their
+    checksums, and `ManifestError` where one is compressed: a small file could stand for a large
+    state. `torch.load` looks at neither."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type]
+            bad = archive.testzip() if check_crc and not packed else None
+    except Exception as fault:  # zipfile has as many ways to fail as a damaged file has
+        raise DigestError(f"it is not an intact archive: {fault!r:.200}") from fault
+    if packed:
+        raise ManifestError("it has a compressed record")
+    if bad is not None:
+        raise DigestError(
+            f"record {bad!r} does not have its checksum; pass check_crc=False for what was saved "
+            "without checksums"
+        )
 
 
 def _pieces(found: StockMetadata) -> Iterator[tuple[str, StockPiece]]:
@@ -143,12 +143,6 @@ def whole_tensor(files: StockFiles, fqn: str, item: StockTensor) -> torch.Tensor
             box = box.narrow(dim, start, size)
         box.copy_(part)
     return torch.empty(item.shape, dtype=item.dtype, device="cpu") if whole is None else whole
-
-
-def pickle_in(archive: zipfile.ZipFile) -> bytes:
-    """The pickle of an archive of `torch.save`; nothing where there is none."""
-    names = [e.filename for e in archive.infolist() if e.filename.endswith("data.pkl")]
-    return archive.read(names[0]) if names else b""
 
 
 def refusal(fault: Exception) -> str:

@@ -1,7 +1,6 @@
-"""Reads the `.metadata` of a stock DCP checkpoint, and runs nothing that it names.
+"""The `.metadata` of a stock DCP checkpoint, a pickle, read without running what it names.
 
-The file is a pickle. `Machine` reads it into inert objects; from these come the records below, with
-every name, number and box checked. No torch class is made: what a reader needs is less.
+The records below are made of inert values, with every name, number and box checked.
 """
 
 from __future__ import annotations
@@ -9,14 +8,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torchrelay.dropin._pickles.fields import MAX_NUMBER, count, fields, made, size, typed
-from torchrelay.dropin._pickles.machine import Machine, Name, PickledCall, refuse
-from torchrelay.errors import ManifestError, RelayError, RemoteProtocolError, UnsupportedLeafError
+from torchrelay.dropin._pickles.fields import (
+    DTYPES,
+    MAX_NUMBER,
+    count,
+    fields,
+    properties,
+    size,
+    typed,
+)
+from torchrelay.dropin._pickles.unpickler import (
+    Global,
+    PickledCall,
+    PickledDict,
+    PickleRefusedError,
+    refuse,
+    unpickled,
+)
+from torchrelay.errors import ManifestError, RelayError, UnsupportedLeafError
 from torchrelay.geometry.boxes import Comparisons
 
 MAX_METADATA = 1 << 30
@@ -26,8 +39,6 @@ _DCP = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata."  # where torch before 2.3 had them
 _PROPERTIES = (_DCP + "TensorProperties", _OLD + "TensorProperties")
-_LAYOUT = "torch.serialization._get_layout"
-_DTYPES = {f"torch.{n}": d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
 
 # Every name the pickle may hold. The strings are only compared; nothing is looked up by them.
 _NAMES = frozenset(
@@ -38,17 +49,16 @@ _NAMES = frozenset(
         _OLD + "MEM_FORMAT_ENCODING",
         *_PROPERTIES,
         _STORAGE_INFO,
-        _LAYOUT,
+        "torch.serialization._get_layout",
         "torch.Size",
         # The checkpoint's own path, which is left unread.
         *(f"{m}.{n}" for m in ("pathlib", "pathlib._local") for n in ("PosixPath", "WindowsPath")),
-        *_DTYPES,
+        *DTYPES,
     ]
 )
 
 
-@dataclass(frozen=True)
-class StockPiece:
+class StockPiece(NamedTuple):
     """A byte range of one file that holds one `torch.save` archive."""
 
     file: str
@@ -56,8 +66,7 @@ class StockPiece:
     length: int
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, and where its values are."""
 
     offsets: tuple[int, ...]
@@ -65,8 +74,7 @@ class Chunk:
     piece: StockPiece
 
 
-@dataclass(frozen=True)
-class StockTensor:
+class StockTensor(NamedTuple):
     """A tensor whose chunks tile it: no hole, no overlap."""
 
     dtype: torch.dtype
@@ -74,15 +82,13 @@ class StockTensor:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True)
-class StockBytes:
-    """An object that is no tensor."""
+class StockBytes(NamedTuple):
+    """An object other than a tensor."""
 
     piece: StockPiece
 
 
-@dataclass(frozen=True)
-class StockMetadata:
+class StockMetadata(NamedTuple):
     """`items` by name, and the path of each in the nested state where the checkpoint tells it."""
 
     items: dict[str, StockTensor | StockBytes]
@@ -96,39 +102,29 @@ def decode(data: bytes) -> StockMetadata:
     torch's stream transforms, which only code from outside could undo.
     """
     try:
-        return _metadata(_Machine(data, _NAMES).run(), len(data))
-    except RemoteProtocolError as fault:
-        # The machine words its refusals for a peer; the reason stands behind the colon.
-        why = fault.message.partition(": ")[2]
-        raise ManifestError(f"a stock DCP .metadata was refused: {why}") from fault
+        return _metadata(unpickled(data, _find), len(data))
+    except PickleRefusedError as fault:
+        raise ManifestError(f"a stock DCP .metadata was refused: {fault}") from fault
     except RelayError:
         raise
     except Exception as fault:  # every way in which hostile bytes can fail has this one meaning
         raise ManifestError(f"a stock DCP .metadata is malformed: {fault!r:.200}") from fault
 
 
-class _Machine(Machine):
-    """The machine, for a pickle in which some dicts have records as keys."""
-
-    def update(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        # A `PickledCall` hashes by identity: no key can make hashing slow or run anything.
-        if type(target) is not dict or not all(
-            type(key) in (str, PickledCall) for key in items[::2]
-        ):
-            refuse("a dict has keys that are neither text nor records")
-        target.update(zip(items[::2], items[1::2], strict=True))
+def _find(module: str, name: str) -> Global | None:
+    full = f"{module}.{name}"
+    return Global(full) if full in _NAMES else None
 
 
 def _metadata(value: object, length: int) -> StockMetadata:
     f = fields(value, _DCP + "Metadata")
-    pieces = _pieces(typed(f.get("storage_data"), dict))
+    pieces = _pieces(typed(f.get("storage_data"), PickledDict))
     items: dict[str, StockTensor | StockBytes] = {}
     # A list that a short pickle shares among its records could make for endless work; a chunk of
     # its own takes more bytes than this.
     room = length // 16
     comparisons = Comparisons()
-    for fqn, record in typed(f["state_dict_metadata"], dict).items():
+    for fqn, record in typed(f["state_dict_metadata"], PickledDict).items():
         name = typed(fqn, str)
         if type(record) is PickledCall and record.name == _DCP + "BytesStorageMetadata":
             items[name] = StockBytes(_found(pieces, name, None))
@@ -141,9 +137,8 @@ def _metadata(value: object, length: int) -> StockMetadata:
     return StockMetadata(items, _paths(f.get("planner_data"), length))
 
 
-_Pieces = dict[
-    tuple[str, str], StockPiece
-]  # by name, and by offset as text, which has a secret hash
+# By name, and by offset as text, which has a secret hash.
+_Pieces = dict[tuple[str, str], StockPiece]
 
 
 def _pieces(stored: dict[Any, Any]) -> _Pieces:
@@ -186,8 +181,8 @@ def _plain_name(name: str) -> str:
 
 
 def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces, comparisons: Comparisons) -> StockTensor:
-    shape, dtype = tuple(size(f["size"])), _dtype(fqn, f["properties"])
-    if math.prod(shape) * dtype.itemsize >= MAX_NUMBER:
+    shape, kind = tuple(size(f["size"])), _dtype(fqn, f["properties"])
+    if math.prod(shape) * kind.itemsize >= MAX_NUMBER:
         refuse(f"{fqn!r:.200} has a malformed shape")
     chunks = []
     for box in f["chunks"]:
@@ -198,11 +193,11 @@ def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces, comparisons: Compariso
         if any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
             refuse(f"a chunk of {fqn!r:.200} reaches past it")
         piece = _found(pieces, fqn, offsets)
-        if math.prod(sizes) * dtype.itemsize > piece.length:
+        if math.prod(sizes) * kind.itemsize > piece.length:
             refuse(f"a chunk of {fqn!r:.200} is larger than the {piece.length} bytes it is in")
         chunks.append(Chunk(offsets, sizes, piece))
     _check_tiling(fqn, shape, chunks, comparisons)
-    return StockTensor(dtype, shape, tuple(chunks))
+    return StockTensor(kind, shape, tuple(chunks))
 
 
 def _check_tiling(
@@ -221,7 +216,7 @@ def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:
     if value is None:
         return {}
     found: dict[str, tuple[str | int, ...]] = {}
-    for fqn, path in typed(value, dict).items():
+    for fqn, path in typed(value, PickledDict).items():
         steps = typed(path, tuple)
         room -= len(steps)
         if room < 0 or not 0 < len(steps) <= _MAX_DEPTH or type(steps[0]) is not str:
@@ -231,10 +226,8 @@ def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:
 
 
 def _dtype(fqn: str, value: object) -> torch.dtype:
-    if type(value) is not PickledCall or value.name not in _PROPERTIES or value.args:
-        refuse("TensorProperties was expected")
     # The memory format and the rest are torch's deprecated fields, which its reader ignores too.
-    dtype, layout, *_ = typed(value.state, tuple)
-    if made(layout, _LAYOUT) != ("torch.strided",):
+    kind, layout = properties(value, *_PROPERTIES)
+    if layout != "torch.strided":
         raise UnsupportedLeafError("a stock DCP tensor is not strided", path=fqn)
-    return _DTYPES[typed(dtype, Name).name]
+    return kind

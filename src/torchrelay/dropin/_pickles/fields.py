@@ -1,4 +1,4 @@
-"""What a pickle tells of its records, looked at by type and bound before anything is made of it."""
+"""Fields of records in a pickle, each taken by its type and within its bounds, or refused."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from torchrelay.dropin._pickles.machine import PickledCall, refuse
+from torchrelay.dropin._pickles.unpickler import Global, PickledCall, PickledDict, refuse
 
 MAX_DIMS = 64
 MAX_NUMBER = 1 << 62
+DTYPES = {f"torch.{n}": d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
 
 
 def fields(value: object, name: str, *order: str) -> dict[str, Any]:
@@ -21,11 +22,11 @@ def fields(value: object, name: str, *order: str) -> dict[str, Any]:
         state = state[1]
     if type(state) is list:
         state = dict(zip(order, state, strict=False))
-    return dict(typed(state, dict))
+    return dict(state if type(state) is dict else typed(state, PickledDict))
 
 
 def made(value: object, name: str) -> tuple[Any, ...]:
-    """The arguments with which a `name` is to be made, when nothing else is set on it."""
+    """The arguments of a new `name` that has no state."""
     if type(value) is not PickledCall or value.name != name or value.state is not None:
         refuse(f"{name} was expected")
     return value.args
@@ -52,3 +53,23 @@ def counts(value: object, most: int | None = None) -> tuple[int, ...]:
 def size(value: object) -> torch.Size:
     (numbers,) = made(value, "torch.Size")
     return torch.Size(counts(numbers, MAX_DIMS))
+
+
+def dtype(value: object) -> torch.dtype:
+    return DTYPES[typed(value, Global).name]
+
+
+def device(value: object) -> torch.device:
+    args = made(value, "torch.device")
+    if not 1 <= len(args) <= 2:
+        refuse("a device is malformed")
+    return torch.device(typed(args[0], str), *(count(n, 1 << 15) for n in args[1:]))
+
+
+def properties(value: object, *names: str) -> tuple[torch.dtype, str]:
+    """The dtype and the layout of a `TensorProperties`. Its other fields are left unread."""
+    if type(value) is not PickledCall or value.name not in names or value.args:
+        refuse("TensorProperties was expected")
+    kind, layout, *_ = typed(value.state, tuple)
+    (layout_name,) = made(layout, "torch.serialization._get_layout")
+    return dtype(kind), typed(layout_name, str)

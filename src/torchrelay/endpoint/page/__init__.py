@@ -1,7 +1,7 @@
-"""A page to watch an endpoint or a place: one document, with its styles and program in it.
+"""A page to watch an endpoint or a directory: one document, with its styles and program in it.
 
-It holds nothing of a state, so it is given to whoever asks; what it shows it asks for with a token.
-Its policy lets nothing run or load that is not in the document itself. No torch.
+It holds nothing of a state, so every client gets it; it asks for what it shows with a token. Its
+policy lets nothing run or load that is not in the document itself. No torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ SCRIPTS = ("dom", "api", "overview", "graph", "list", "tree", "changes", "main")
 
 class WatchPage(NamedTuple):
     body: bytes
+    kind: str
     headers: dict[str, str]
 
 
@@ -42,13 +43,12 @@ def watch_page() -> WatchPage:
     }
     headers = {
         "Content-Security-Policy": "; ".join(f"{name} {what}" for name, what in policy.items()),
-        "Content-Type": "text/html; charset=utf-8",
         "Cache-Control": "no-store",
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
         "X-Frame-Options": "DENY",
     }
-    return WatchPage(text.encode(), headers)
+    return WatchPage(text.encode(), "text/html; charset=utf-8", headers)
 
 
 def _hash(text: str) -> str:

@@ -1,81 +1,77 @@
-"""What the page asks for, answered: the page itself, and JSON about the steps that it looks into.
+"""Answers to what the page asks for: the page itself, and JSON about the steps that it shows.
 
-Whoever has steps to show lets a request in by its own rules, and passes it on to here.
+A server admits a request by its own rules, and passes it on to here.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from torchrelay.endpoint.page import PAGE, watch_page
 from torchrelay.endpoint.page.data import WatchedSteps, changes, settle, tree, values
+from torchrelay.endpoint.server.http import Response
+from torchrelay.endpoint.server.requests import Request
 from torchrelay.errors import RelayError
 
+FRESH = {"Cache-Control": "no-store"}
 _STEP = re.compile(r"[0-9]{1,19}")
 
 
-class PageAnswer(NamedTuple):
-    status: int
-    body: bytes
-    headers: Mapping[str, str]
-
-
 class PageAnswers:
-    """Answers about one set of steps. One of them is worked out at a time, on a thread."""
+    """Answers about one set of steps. One of them is worked out at a time."""
 
     def __init__(self, watched: WatchedSteps) -> None:
         self._watched = watched
-        self._turn = asyncio.Semaphore(1)
-        self._acts: dict[str, Callable[[Mapping[str, str]], Any]] = {
-            "/page/steps.json": lambda query: {"steps": watched.steps()},
-            "/page/tree.json": lambda query: tree(watched.contents(_step(query, "step"))),
+        self._turn = threading.Lock()
+        self._acts: dict[str, Callable[[Request], Any]] = {
+            "/page/steps.json": lambda request: {"steps": watched.steps()},
+            "/page/tree.json": lambda request: tree(watched.contents(_step(request, "step"))),
             "/page/histogram.json": self._values,
             "/page/changes.json": self._changes,
         }
 
-    async def answer(self, path: str, query: Mapping[str, str]) -> PageAnswer:
+    def answer(self, request: Request) -> Response:
         """The answer to a GET of one of `PATHS`, or of the page."""
-        if path == PAGE:
-            return PageAnswer(200, *watch_page())
+        if request.path == PAGE:
+            page = watch_page()
+            return Response(200, page.body, page.kind, page.headers)
         try:
-            async with self._turn:
-                found = await asyncio.to_thread(self._acts[path], query)
+            with self._turn:
+                found = self._acts[request.path](request)
         except KeyError as missing:
-            return _said(404, f"{missing.args[0]} is not there (any more): choose another")
+            return _refused(404, f"{missing.args[0]} is not available (any more): choose another")
         except ValueError as fault:
-            return _said(400, str(fault))
+            return _refused(400, str(fault))
         except (RelayError, OSError) as fault:
-            return _said(503, str(fault))
-        headers = {"Content-Type": "application/json", "Cache-Control": "no-store"}
-        return PageAnswer(200, msgspec.json.encode(found), headers)
+            return _refused(503, str(fault))
+        return Response(200, msgspec.json.encode(found), "application/json", FRESH)
 
-    def _changes(self, query: Mapping[str, str]) -> dict[str, Any]:
-        steps = _step(query, "before"), _step(query, "after")
+    def _changes(self, request: Request) -> dict[str, Any]:
+        steps = _step(request, "before"), _step(request, "after")
         before, after = map(self._watched.contents, steps)
         found = changes(before, after)
-        # Bytes settle what digests leave open, as long as both steps can be read.
+        # Bytes decide what digests leave open, as long as both steps can be read.
         with suppress(KeyError):
             with self._watched.source(steps[0]) as one, self._watched.source(steps[1]) as other:
                 settle(found, one, other)
         return found
 
-    def _values(self, query: Mapping[str, str]) -> dict[str, Any]:
-        with self._watched.source(_step(query, "step")) as source:
-            return values(source, query.get("tensor", ""))
+    def _values(self, request: Request) -> dict[str, Any]:
+        with self._watched.source(_step(request, "step")) as source:
+            return values(source, request.field("tensor"))
 
 
-def _step(query: Mapping[str, str], name: str) -> int:
-    if not _STEP.fullmatch(query.get(name, "")):
-        raise ValueError(f"{name} is the number of a step")
-    return int(query[name])
+def _step(request: Request, name: str) -> int:
+    if not _STEP.fullmatch(request.field(name)):
+        raise ValueError(f"{name} must be the number of a step")
+    return int(request.field(name))
 
 
-def _said(status: int, text: str) -> PageAnswer:
-    headers = {"Content-Type": "text/plain; charset=utf-8", "Cache-Control": "no-store"}
-    return PageAnswer(status, f"{text[:500]}\n".encode(), headers)
+def _refused(status: int, text: str) -> Response:
+    return Response(status, f"{text[:500]}\n".encode(), headers=FRESH)

@@ -1,4 +1,4 @@
-"""What the page shows of states, as JSON: the tree, histograms, what changed. No torch."""
+"""States as the page shows them, in JSON: the tree, histograms, changes. No torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def values(source: StateReader, name: str) -> dict[str, Any]:
 
 
 def settle(found: dict[str, Any], one: StateReader, other: StateReader) -> None:
-    """Compare the bytes of tensors of which `changes` is not certain, as far as they are few."""
+    """Compare the bytes of tensors where `changes` is not certain, up to a limit."""
     before = {tensor.name: tensor for tensor in one.contents.tensors}
     after = {tensor.name: tensor for tensor in other.contents.tensors}
     left = SETTLED_BYTES

@@ -1,119 +1,105 @@
-"""Memory of a step handed to a process of the same user on this host, to be mapped there.
+"""Memory of a step lent to a process of the same user on this host, to be mapped there.
 
-A process asks over a Unix socket whose name it was told by the endpoint, and gets the descriptor of
-the arena. While it keeps that connection open, the arena is not written to again: the trainer takes
-new memory for its next step instead, and what was handed out ends with those who have it.
+A process asks over a Unix socket, whose name it has from `/local.json`, and gets descriptors of the
+memory. While it keeps that connection open, the memory is not written to again: the publisher takes
+new memory for its next step instead.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import secrets
-import selectors
 import socket
-import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 
-from torchrelay.endpoint.admission import user_of
+from torchrelay.endpoint.server.accepting import Acceptor, listen_by_name
+from torchrelay.endpoint.server.admission import user_of
 from torchrelay.endpoint.server.service import Service
-from torchrelay.endpoint.server.snapshots import Slot
-from torchrelay.endpoint.server.transfers import Transfer
-from torchrelay.sources.lease import MemoryLease, Wish
+from torchrelay.endpoint.server.snapshots import Part
+from torchrelay.sources.lent_memory import MAX_SLOTS, LeasedSlot, LeaseRequest, MemoryLease
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 
 ASK_SECONDS = 2.0
+REQUEST_BYTES = 4 << 10
 MAX_LEASES = 256
+BACKLOG = 64
 
-
-_wish = msgspec.msgpack.Decoder(Wish)
+_request = msgspec.msgpack.Decoder(LeaseRequest)
 
 
 class LocalMemory:
-    """Hands out arenas on a thread of its own."""
+    """Lends memory of a server until `close`."""
 
-    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
-        self._service, self._loop = service, loop
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._leases = 0
         self.name = f"torchrelay-{secrets.token_hex(16)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0{self.name}")  # of no file system, and gone with the process
-        self._listener.listen(16)
-        self._leases: dict[socket.socket, tuple[Slot, Transfer | None]] = {}
-        threading.Thread(target=self._run, name="torchrelay-map", daemon=True).start()
+        self._acceptor = Acceptor(listen_by_name(self.name, BACKLOG), self._serve)
+        self.close = self._acceptor.close
 
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self._listener, selectors.EVENT_READ)
-            while True:
-                for key, _ in waiting.select():
-                    if key.fileobj is self._listener:
-                        line, _ = self._listener.accept()
-                        if self._lend(line):
-                            waiting.register(line, selectors.EVENT_READ)
-                        else:
-                            line.close()
-                    else:  # it says nothing: it has closed its end
-                        waiting.unregister(key.fileobj)
-                        self._give_back(key.fileobj)  # type: ignore[arg-type]
+    def _serve(self, sock: socket.socket) -> None:
+        sock.settimeout(ASK_SECONDS)
+        why = ""
+        if user_of(sock) != os.getuid():
+            why = "the memory belongs to another user"
+        elif self._leases >= MAX_LEASES:
+            why = "too many processes have the memory"
+        else:
+            with suppress(msgspec.MsgspecError):
+                request = _request.decode(receive_frame(sock, REQUEST_BYTES))
+                with self._lent(request) as parts:
+                    if parts:
+                        self._send(sock, parts)
+                        sock.settimeout(None)
+                        while sock.recv(REQUEST_BYTES):
+                            pass
+                        return
+                why = "the step is gone"
+        send_frame(sock, msgspec.msgpack.encode(MemoryLease([], why)))
 
-    def _lend(self, line: socket.socket) -> bool:
-        """Answer a connection; whether it has memory from here on."""
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
-            line.settimeout(ASK_SECONDS)
-            user = user_of(line)
-            if user != os.getuid() or len(self._leases) >= MAX_LEASES:
-                why = "it belongs to another user" if user != os.getuid() else "too many have it"
-                send_frame(line, msgspec.msgpack.encode(MemoryLease(0, {}, why)))
-                return False
-            wish = _wish.decode(receive_frame(line))
-            act = asyncio.run_coroutine_threadsafe(self._take(wish), self._loop)
-            slot, lease, transfer = act.result()
-            send_frame(line, msgspec.msgpack.encode(lease))
-            if slot is None:
-                return False
-            self._leases[line] = slot, transfer
-            # Opened anew for reading alone: nobody writes to it by this descriptor.
-            fd = os.open(f"/proc/self/fd/{slot.file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                socket.send_fds(line, [b"m"], [fd])
-            finally:
-                os.close(fd)
-            return True
-        if line in self._leases:
-            self._give_back(line)
-        return False
-
-    async def _take(self, wish: Wish) -> tuple[Slot | None, MemoryLease, Transfer | None]:
-        """On the event loop, where steps come and go."""
+    @contextmanager
+    def _lent(self, request: LeaseRequest) -> Iterator[list[Part]]:
+        """Within: the memory of a step is in use. No parts where the step is not here."""
         service = self._service
-        snapshot = service.snapshots.by_id(wish.snapshot)
-        if snapshot is None:
-            return None, MemoryLease(0, {}, "the step is gone"), None
-        parts = list(snapshot.parts.values())
-        if not 0 <= wish.part < len(parts):
-            return None, MemoryLease(0, {}, "the step has no such part"), None
-        slot, held = parts[wish.part]
-        volumes = {name: (volume.start, volume.nbytes) for name, volume in held.items()}
-        slot.mapped += 1
-        service.ledger.mapped += 1
-        total = sum(nbytes for _, nbytes in volumes.values())
-        transfer = service.ledger.of(
-            wish.reader[:64], "this host", "mapped", snapshot, "mapped", total
-        )
-        if transfer is not None:
-            transfer.kind = "mapped"  # it asked for the record by HTTP
-            transfer.moved(total)
-        return slot, MemoryLease(slot.nbytes, volumes, parts=len(parts)), transfer
-
-    def _give_back(self, line: socket.socket) -> None:
-        slot, transfer = self._leases.pop(line)
-        line.close()
-
-        async def end() -> None:
-            slot.mapped -= 1
+        with service.lock:
+            snapshot = service.snapshots.by_id(request.snapshot)
+            parts = list(snapshot.parts.values()) if snapshot and snapshot.complete else []
+            if snapshot is None or not 0 < len(parts) <= MAX_SLOTS:
+                parts = []
+                transfer = None
+            else:
+                total = sum(one.nbytes for part in parts for one in part.volumes.values())
+                reader = (request.reader[:64], "this host", "mapped", snapshot, "mapped", total)
+                transfer = service.transfers.enter(*reader)
+                service.transfers.mapped += 1
             if transfer is not None:
-                self._service.ledger.end(transfer, "done")
+                transfer.kind, transfer.leases = "mapped", transfer.leases + 1
+            self._leases += 1
+            for part in parts:
+                part.slot.mapped += 1
+        try:
+            yield parts
+        finally:
+            with service.lock:
+                self._leases -= 1
+                for part in parts:
+                    part.slot.mapped -= 1
+                if transfer is not None:  # it reports how it ended, or is swept
+                    transfer.leases -= 1
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop)
+    def _send(self, sock: socket.socket, parts: list[Part]) -> None:
+        slots = [
+            LeasedSlot(slot.nbytes, {v.name: (v.start, v.nbytes) for v in volumes.values()})
+            for slot, volumes in parts
+        ]
+        send_frame(sock, msgspec.msgpack.encode(MemoryLease(slots)))
+        with ExitStack() as opened:
+            fds = []
+            for slot, _ in parts:  # opened again for reading alone
+                path = f"/proc/self/fd/{slot.file.fileno()}"
+                fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                opened.callback(os.close, fds[-1])
+            socket.send_fds(sock, [b"m"], fds)

@@ -1,4 +1,7 @@
-"""What a trainer and its server process say to each other, as records. No torch."""
+"""The messages between a process that publishes steps and the server that shows them. No torch.
+
+A publish takes four: `Reserve` memory, `StageSlot` the copy, `Show` it, and `FinishPublish`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import msgspec
 
 
 class Volume(msgspec.Struct, array_like=True, frozen=True):
-    """A run of bytes laid out as a `.safetensors` file. `start`: where it lies in its slot, or -1
+    """A run of bytes laid out as a `.safetensors` file. `start`: where it begins in its slot, or -1
     where another rank has it; `digests`: those of its chunks, as far as they are known."""
 
     name: str
@@ -15,26 +18,9 @@ class Volume(msgspec.Struct, array_like=True, frozen=True):
     chunk_bytes: int
     digests: bytes = b""
 
-
-class VolumeBox(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A box of a tensor: its elements, row-major, from byte `start` of a volume on."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    volume: int
-    start: int
-
-
-class VolumeTensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A tensor of the step. `kind` and `shown` are dtype and shape as a safetensors file has
-    them; `shape` is what the boxes are cut from, of elements of `itemsize` bytes."""
-
-    name: str
-    kind: str
-    shown: tuple[int, ...]
-    shape: tuple[int, ...]
-    itemsize: int
-    boxes: tuple[VolumeBox, ...]
+    @property
+    def chunks(self) -> int:
+        return -(-self.nbytes // self.chunk_bytes)
 
 
 class Listen(msgspec.Struct, tag="listen"):
@@ -43,35 +29,57 @@ class Listen(msgspec.Struct, tag="listen"):
     host: str
     port: int
     token: str | None
-    certfile: str | None
-    keyfile: str | None
     hold: float
     connections: int
     stall: float
     version: str
+    certfile: str | None = None
+    keyfile: str | None = None
+    cafile: str | None = None
 
 
-class AttachSlot(msgspec.Struct, tag="attach"):
-    """An arena of `nbytes` for a slot; its descriptor comes with this message."""
+class Listening(msgspec.Struct, tag="listening"):
+    port: int
+
+
+class Reserve(msgspec.Struct, tag="reserve"):
+    """Memory for a step, which readers of the newest step now wait for. `decision`: for keepers, a
+    `KeeperDecision`. Answered with `Reserved`."""
+
+    step: int
+    nbytes: int
+    decision: bytes = b""
+
+
+class Reserved(msgspec.Struct, tag="reserved"):
+    """A slot that may be written to, or `why` there is none. Memory of slots in `dropped` no longer
+    belongs to the client."""
+
+    slot: int
+    why: str = ""
+    dropped: list[int] = []
+
+
+class StageSlot(msgspec.Struct, tag="stage"):
+    """A slot has its bytes. With `attached`, a descriptor of its memory follows. Answered with
+    `SlotStaged`: the digests of each volume's chunks."""
 
     slot: int
     nbytes: int
-
-
-class Hash(msgspec.Struct, tag="hash"):
-    """Make the digests that volumes in a slot lack. Answered with `VolumeDigests`."""
-
-    slot: int
     volumes: list[Volume]
+    attached: bool
+
+
+class SlotStaged(msgspec.Struct, tag="staged"):
+    digests: list[bytes]
 
 
 class Show(msgspec.Struct, tag="show"):
-    """A step that is in a slot is there to be read from here on.
+    """A step can be read from here on.
 
-    A rank shows its own volumes, with no `record`. Who lists the step is also shown the record of
-    all volumes, in no slot (-1). `ranks`: the URL of each, and `places` the index in it for each
-    volume. `marks`: where in the slot there is a byte for each
-    chunk that says whether it is here; -1 where all of them are.
+    A rank shows its own volumes, in a slot, with no `record`. A server that lists the step also
+    gets the record of all volumes, in no slot (-1). `tensors`: how many the step has. `ranks`: the
+    URL of each, and `places` the index in it for each volume.
     """
 
     slot: int
@@ -79,69 +87,39 @@ class Show(msgspec.Struct, tag="show"):
     snapshot: str
     record: bytes
     volumes: list[Volume]
-    tensors: list[VolumeTensor] = []
+    tensors: int = 0
     ranks: list[str] = []
     places: list[int] = []
-    marks: int = -1
 
 
-class Reclaim(msgspec.Struct, tag="reclaim"):
-    """A slot is wanted for another step; `ask`: may it be had, without taking it. Answered with
-    `Reclaimed`."""
-
-    slot: int
-    ask: bool
-
-
-class Expect(msgspec.Struct, tag="expect"):
-    """A step is being staged (`pending`), or will not come after all: who asks for the newest
-    waits for it."""
-
-    pending: bool
-
-
-class Note(msgspec.Struct, tag="note"):
-    """How a publish went, for those who watch."""
+class FinishPublish(msgspec.Struct, tag="finish"):
+    """How a publish ended: shown, skipped or `failed`. `unused`: the slot that was reserved has not
+    been written to."""
 
     step: int
-    nbytes: int
-    stage_seconds: float
-    hash_seconds: float
-    skipped: str | None
+    nbytes: int = 0
+    stage_seconds: float = 0.0
+    hash_seconds: float = 0.0
+    skipped: str | None = None
+    failed: bool = False
+    unused: bool = False
 
 
 class Tell(msgspec.Struct, tag="tell"):
-    """What goes on. Answered with `Told`, whose text is that of `/status.json`."""
-
-
-class Obeyed(msgspec.Struct, tag="done"):
-    pass
-
-
-class Listening(msgspec.Struct, tag="listening"):
-    port: int
-
-
-class VolumeDigests(msgspec.Struct, tag="hashed"):
-    digests: list[bytes]
-
-
-class Reclaimed(msgspec.Struct, tag="reclaimed"):
-    """`free`: nobody reads from the slot any more. `mapped`: a process of this host has its memory
-    mapped, so that it must not be written to again. `why` says who reads."""
-
-    free: bool
-    mapped: bool = False
-    why: str = ""
+    """Answered with `StatusText`, the text of `/status.json`."""
 
 
 class StatusText(msgspec.Struct, tag="status"):
     text: bytes
 
 
+class Obeyed(msgspec.Struct, tag="done"):
+    pass
+
+
 class Refused(msgspec.Struct, tag="refused"):
     message: str
 
 
-ServerRequest = Listen | AttachSlot | Hash | Show | Reclaim | Expect | Note | Tell
-ServerAnswer = Obeyed | Listening | VolumeDigests | Reclaimed | StatusText | Refused
+ServerRequest = Listen | Reserve | StageSlot | Show | FinishPublish | Tell
+ServerAnswer = Listening | Reserved | SlotStaged | StatusText | Obeyed | Refused

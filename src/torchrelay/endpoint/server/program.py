@@ -1,90 +1,144 @@
 """The process that serves a staged state: HTTP and digests outside the trainer's interpreter.
 
 A trainer starts it with a socket (`stores.writer.launch`). It imports no torch, and ends when the
-trainer's end of the socket closes, however that came about.
+trainer's end of the socket closes, for whatever reason.
 """
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
 from torchrelay.endpoint.server import messages as m
-from torchrelay.endpoint.server.serving import Serving, obey
+from torchrelay.endpoint.server.service import Service
+from torchrelay.endpoint.server.snapshots import digests
+from torchrelay.endpoint.server.status import status
+from torchrelay.endpoint.server.step_server import StepServer
+from torchrelay.stores.writer.frames import receive_frame, send_frame
 from torchrelay.stores.writer.launch import trainer_at
 
 _request = msgspec.msgpack.Decoder(m.ServerRequest)
 
 
-class Program:
+def obey(link: socket.socket, act: Callable[[bytes], object]) -> None:
+    """Answer requests until the other end of a socket closes. A failure is an answer, too."""
+    with suppress(EOFError, OSError):
+        while True:
+            request = receive_frame(link)
+            try:
+                answer = act(request)
+            except Exception as fault:
+                text = fault.strerror if isinstance(fault, OSError) else None
+                answer = m.Refused(text or f"{type(fault).__name__}: {fault}")
+            send_frame(link, msgspec.msgpack.encode(answer))
+
+
+def descriptor_of(link: socket.socket, request: object) -> int:
+    """The descriptor that follows a request; -1 where none does."""
+    if not isinstance(request, m.StageSlot) or not request.attached:
+        return -1
+    _, (fd,), _, _ = socket.recv_fds(link, 1, 1)
+    return fd
+
+
+def stage(service: Service, fd: int, request: m.StageSlot) -> m.SlotStaged:
+    """Take the memory of a slot, if it is new, and make the digests that its volumes lack."""
+    if fd >= 0:
+        with service.lock:
+            service.snapshots.attach(request.slot, fd, request.nbytes)
+    return m.SlotStaged(digests(service.snapshots.slots[request.slot], request.volumes))
+
+
+class TwoSlots:
+    """The memory of an endpoint: the newest step is in one slot, the step before in the other, for
+    those who still read it. A step that readers get on with is not given up for `hold` seconds.
+    To be used with the service's lock held."""
+
+    def __init__(self, service: Service, hold: float) -> None:
+        self._service, self._hold = service, hold
+        self._newest = 1  # the slot that has the newest step
+        self._reserved = 0
+
+    def reserve(self) -> m.Reserved:
+        service = self._service
+        self._reserved = slot = 1 - self._newest
+        snapshot = service.snapshots.in_slot(slot)
+        if snapshot is None:
+            service.pending = True
+            return m.Reserved(slot)
+        now, readers = time.monotonic(), service.readers(snapshot)
+        since = now if snapshot.superseded is None else snapshot.superseded
+        if readers and now - since < self._hold:
+            who = ", ".join(sorted({one.address for one in readers})[:4])
+            return m.Reserved(-1, f"step {snapshot.step} is read by {who}")
+        service.pending = snapshot.suspended = True
+        # A process that has the memory mapped keeps it, and the trainer takes other memory.
+        mapped = service.snapshots.slots[slot].mapped > 0
+        service.cut_readers(snapshot)
+        return m.Reserved(slot, dropped=[slot] if mapped else [])
+
+    def take(self) -> None:
+        """The trainer has written to the slot: the step that was in it is gone."""
+        snapshot = self._service.snapshots.in_slot(self._reserved)
+        if snapshot is not None:
+            self._service.hide(snapshot, self._reserved)
+
+    def finish(self, ended: m.FinishPublish) -> None:
+        if not ended.failed and ended.skipped is None:
+            self._newest = self._reserved
+            return
+        snapshot = self._service.snapshots.in_slot(self._reserved)
+        if snapshot is not None and snapshot.suspended:
+            snapshot.suspended = False
+            if not ended.unused:
+                self._service.hide(snapshot, self._reserved)
+
+
+class EndpointProgram:
     """Carries out what the trainer asks for."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._serving = Serving()
-        self._hold = 0.0
-        self._over = asyncio.Event()
+        self._server: StepServer | None = None
+        self._slots: TwoSlots | None = None
 
-    async def run(self) -> None:
-        threading.Thread(target=self._obey, name="torchrelay-control", daemon=True).start()
-        await self._over.wait()
-        await self._serving.close()
-
-    def _obey(self) -> None:
+    def run(self) -> None:
         obey(self._link, self._do)
-        self._serving.call_soon(self._over.set)
+        if self._server is not None:
+            self._server.close()
 
     def _do(self, data: bytes) -> m.ServerAnswer:
-        request, serving = _request.decode(data), self._serving
+        request = _request.decode(data)
         if isinstance(request, m.Listen):
-            self._hold = request.hold
-            return serving.on_loop(serving.listen(request))
-        if isinstance(request, m.Hash):
-            return serving.hashed(request)
-        if isinstance(request, m.Reclaim):
-            return serving.on_loop(self._reclaim(request.slot, request.ask))
-        if isinstance(request, m.Tell):
-            return m.StatusText(msgspec.json.encode(serving.status()))
-        if isinstance(request, m.AttachSlot):
-            fd = serving.received(self._link)
-            serving.service.snapshots.attach(request.slot, fd, request.nbytes)
-        else:
-            serving.on_loop(serving.change(request))
+            self._server = StepServer(request)
+            self._slots = TwoSlots(self._server.service, request.hold)
+            return m.Listening(self._server.port)
+        if self._server is None or self._slots is None:
+            return m.Refused("nothing listens yet")
+        service, slots = self._server.service, self._slots
+        fd = descriptor_of(self._link, request)
+        with service.lock:
+            if isinstance(request, m.Reserve):
+                return slots.reserve()
+            if isinstance(request, m.Tell):
+                return m.StatusText(msgspec.json.encode(status(service)))
+            if isinstance(request, m.StageSlot):
+                slots.take()
+            elif isinstance(request, m.Show):
+                service.show(request)
+            else:
+                slots.finish(request)
+                service.finish(request)
+        if isinstance(request, m.StageSlot):
+            return stage(service, fd, request)
         return m.Obeyed()
-
-    async def _reclaim(self, number: int, ask: bool) -> m.Reclaimed:
-        """Whether somebody reads from a slot who gets on and may go on; else it is taken back,
-        unless that is all that was asked."""
-        service = self._serving.service
-        snapshot = service.snapshots.in_slot(number)
-        if snapshot is None:
-            return m.Reclaimed(free=True)
-        now = time.monotonic()
-        since = snapshot.superseded if snapshot.superseded is not None else now
-        if ask and now - since < self._hold:
-            # Who has the memory mapped keeps it, and the trainer takes other memory.
-            if alive := self._serving.readers(snapshot):
-                who = ", ".join(sorted({one.address for one in alive})[:4])
-                return m.Reclaimed(free=False, why=f"step {snapshot.step} is read by {who}")
-            if now < snapshot.wanted_until:
-                why = f"a download of step {snapshot.step} broke off and may be continued"
-                return m.Reclaimed(free=False, why=why)
-        if ask:
-            return m.Reclaimed(free=True)
-        mapped = service.snapshots.slots[number].mapped > 0
-        await self._serving.hide(snapshot, number)
-        return m.Reclaimed(free=True, mapped=mapped)
-
-
-async def _run(link: socket.socket) -> None:
-    await Program(link).run()
 
 
 def serve(link: int) -> None:
     """Serve, and answer on a socket, given by its descriptor, until its other end closes."""
     with trainer_at(link) as end:
-        asyncio.run(_run(end))
+        EndpointProgram(end).run()

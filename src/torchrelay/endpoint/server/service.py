@@ -1,47 +1,112 @@
-"""What a server has and what goes on in it: everything that requests are answered from."""
+"""The state of a server: its snapshots, their readers, its seeds. One lock guards all of it."""
 
 from __future__ import annotations
 
-import asyncio
+import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
-from torchrelay.endpoint.server.limits import LimitedServer
-from torchrelay.endpoint.server.snapshots import ServedSteps
-from torchrelay.endpoint.server.transfers import Ledger
+from torchrelay.endpoint.server.http import HttpServer
+from torchrelay.endpoint.server.messages import FinishPublish, Show
+from torchrelay.endpoint.server.snapshots import Arrivals, ServedSnapshot, Snapshots
+from torchrelay.endpoint.server.transfers import IDLE_SECONDS, Transfer, Transfers
+from torchrelay.sources.access import Access
 
-SEED_SECONDS = 10.0  # after which a seed that says nothing is taken to be gone
+SEED_SECONDS = 10.0  # after which a seed that does not announce itself again is taken to be gone
 MAX_SEEDS = 1024
+_CUT_SECONDS = 2.0
 
 
 class Service:
-    """Steps, transfers and counts of one server. All of it belongs to one event loop."""
+    """What requests are answered from; to be used with its `lock` held, unless a method takes it.
 
-    def __init__(self, *, stall: float, version: str) -> None:
-        self.stall, self.version = stall, version
-        self.snapshots = ServedSteps()
-        self.ledger = Ledger()
+    `access`: the token that readers send, and how other ranks' servers are read.
+    """
+
+    def __init__(self, *, access: Access, stall: float, version: str) -> None:
+        self.access, self.stall, self.version = access, stall, version
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self.snapshots = Snapshots()
+        self.transfers = Transfers()
         self.started = time.time()
         self.url = ""
         self.socket = ""  # the name of the Unix socket for processes of this host
-        self.seeds: dict[str, tuple[str, float]] = {}  # by URL: the snapshot, and when it was heard
-        self.pending = False  # whether a step is being published
-        self.changed = asyncio.Condition()
-        self.server: LimitedServer | None = None
+        self.pending = False  # whether a step is being published: readers of the newest wait for it
+        self.http: HttpServer | None = None
+        self.seed_announced: Callable[[str], None] = lambda url: None
+        self._seeds: dict[
+            str, tuple[str, float]
+        ] = {}  # by URL: the snapshot, and when it was heard
+
+    # Seeds: pullers that pass on what they have.
 
     @property
-    def connections(self) -> int:
-        return 0 if self.server is None else self.server.count
-
-    def seeds_of(self, snapshot: str) -> list[str]:
-        """Who else has some of a step, as far as they were heard of lately."""
+    def seeds(self) -> dict[str, str]:
+        """The snapshot of each seed that announced itself lately, by URL."""
         now = time.monotonic()
-        self.seeds = {u: (s, t) for u, (s, t) in self.seeds.items() if now - t < SEED_SECONDS}
-        return [url for url, (found, _) in self.seeds.items() if found == snapshot]
+        self._seeds = {u: (s, t) for u, (s, t) in self._seeds.items() if now - t < SEED_SECONDS}
+        return {url: snapshot for url, (snapshot, _) in self._seeds.items()}
 
-    async def until(self, holds: Callable[[], bool], seconds: float) -> None:
-        """Wait for a change of what is shown that makes something hold, for so long at most."""
-        with suppress(asyncio.TimeoutError):
-            async with self.changed:
-                await asyncio.wait_for(self.changed.wait_for(holds), seconds)
+    def announce(self, url: str, snapshot: str) -> list[str]:
+        """A seed says that it is there; returns the others of the same step."""
+        others = [one for one, found in self.seeds.items() if found == snapshot and one != url]
+        if url in self._seeds or len(self._seeds) < MAX_SEEDS:
+            self._seeds[url] = snapshot, time.monotonic()
+            self.seed_announced(url)
+        return others
+
+    # Steps that come and go. These methods take the lock.
+
+    def until(self, holds: Callable[[], bool], seconds: float) -> None:
+        """Wait for a change that makes something true, for that long at most."""
+        with self._changed:
+            self._changed.wait_for(holds, seconds)
+
+    def notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def show(self, shown: Show, arrivals: Arrivals | None = None) -> None:
+        with self._changed:
+            self.snapshots.show(shown, arrivals)
+            self.pending = self.pending and not shown.record
+            self._changed.notify_all()
+
+    def finish(self, ended: FinishPublish) -> None:
+        """A publish is over."""
+        with self._changed:
+            self.pending = False
+            if ended.skipped is None and not ended.failed:
+                self.snapshots.lead(ended.step)
+            if not ended.failed:
+                self.transfers.note_publish(ended)
+            self._changed.notify_all()
+
+    def readers(self, snapshot: ServedSnapshot) -> list[Transfer]:
+        """The readers of a step over TCP that make progress. Mapped memory has no readers here."""
+        now = time.monotonic()
+        with self.lock:
+            return [
+                one
+                for one in self.transfers.of(snapshot)
+                if one.kind != "mapped"
+                and now - one.seen < (self.stall if one.lines else IDLE_SECONDS)
+            ]
+
+    def hide(self, snapshot: ServedSnapshot, number: int) -> None:
+        """Take a slot back; those who still read from it are cut off."""
+        with self.lock:
+            self.snapshots.hide(snapshot, number)
+        self.cut_readers(snapshot)
+
+    def cut_readers(self, snapshot: ServedSnapshot) -> None:
+        """End transfers of a step over TCP. None of them reads its memory afterwards."""
+        with self.lock:
+            cut = [one for one in self.transfers.of(snapshot) if one.kind != "mapped"]
+            for one in cut:
+                one.cut = f"step {snapshot.step} was replaced before the reader had taken it"
+                for line in one.lines:
+                    line.cut()
+                self.transfers.end(one, "failed", one.cut)
+            self.until(lambda: not any(one.lines for one in cut), _CUT_SECONDS)

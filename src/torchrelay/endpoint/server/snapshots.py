@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
 import xxhash
 
+from torchrelay.endpoint.server.http import Span
 from torchrelay.endpoint.server.messages import Show, Volume
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
@@ -19,7 +21,7 @@ HASHERS = 2  # threads: the trainer's own go first
 
 
 class Slot:
-    """An arena that the trainer fills: mapped to be hashed, open to be sent from."""
+    """Memory that a publisher fills: mapped to be hashed, open to be sent from."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.file: BinaryIO = os.fdopen(fd, "rb", buffering=0)
@@ -36,54 +38,114 @@ class Slot:
         self.file.close()
 
 
+class Arrivals:
+    """Which chunks of a step that is still arriving are here. `expects`: whether a chunk is on its
+    way."""
+
+    def __init__(self, chunks: int, expects: Callable[[int], bool]) -> None:
+        self._here = bytearray(chunks)
+        self._expects = expects
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, int, threading.Event]] = []
+
+    def has(self, first: int, last: int) -> bool:
+        return all(self._here[first:last])
+
+    @property
+    def complete(self) -> bool:
+        return all(self._here)
+
+    def add(self, first: int, count: int) -> None:
+        with self._lock:
+            self._here[first : first + count] = b"\1" * count
+            for low, high, arrived in self._waiting:  # many wait for other chunks
+                if self.has(low, high):
+                    arrived.set()
+
+    def wait(self, first: int, last: int, seconds: float) -> bool:
+        """Whether chunks are here, after that long at most where they are on their way."""
+        waiting = first, last, threading.Event()
+        with self._lock:
+            if self.has(first, last):
+                return True
+            self._waiting.append(waiting)
+        if self._expects(first):
+            waiting[2].wait(seconds)
+        with self._lock:
+            self._waiting.remove(waiting)
+            return self.has(first, last)
+
+
 class Part(NamedTuple):
-    """What one slot has of a step: volumes by name."""
+    """The volumes of a step in one slot, by name."""
 
     slot: Slot
     volumes: dict[str, Volume]
 
 
-class ServedStep:
+class ServedSnapshot:
     """A step that is shown. Requests name it by `id`, so that no two are ever mixed.
 
-    It is in one slot, or in several that were shown one after the other: those of the ranks of a
-    host, and copies of others'.
+    It is in one slot or in several: those of the ranks of a host, and copies of other hosts' parts.
     """
 
-    def __init__(self, shown: Show) -> None:
-        self.step, self.id, self.record = shown.step, shown.snapshot, shown.record
+    def __init__(self, shown: Show, arrivals: Arrivals | None = None) -> None:
+        self.step, self.id = shown.step, shown.snapshot
+        self.record = b""
         self.order = shown.volumes
-        self.tensors = shown.tensors
-        self.ranks, self.places = shown.ranks, shown.places
+        self.tensors, self.ranks, self.places = shown.tensors, shown.ranks, shown.places
+        self.arrivals = arrivals  # of a step that is still arriving
         self.parts: dict[int, Part] = {}  # by the number of the slot
-        self._marks: tuple[Slot, int] | None = None
         self.shown = time.time()
         self.superseded: float | None = None  # by the monotonic clock
-        self.wanted_until = 0.0  # for a reader that broke off and may come back
         self.replaced = False  # by one with the same number or a lower one: for its readers alone
+        self.suspended = False  # another step may be about to be written to its memory
 
     def add(self, shown: Show, slot: Slot | None) -> None:
-        """A slot has some of its volumes; or here is the record of them all."""
+        """A slot has some of its volumes, or the record of all of them is here."""
         if slot is not None:
             here = {volume.name: volume for volume in shown.volumes if volume.start >= 0}
             self.parts[shown.slot] = Part(slot, here)
-            if shown.marks >= 0:
-                self._marks = slot, shown.marks
         if shown.record:
             self.record, self.order, self.tensors = shown.record, shown.volumes, shown.tensors
             self.ranks, self.places = shown.ranks, shown.places
 
     def place(self, name: str) -> tuple[Slot, Volume] | None:
-        """Where a volume lies in this process, if it does."""
-        for part in self.parts.values():
+        """The slot in which this process has a volume, if it does."""
+        for part in list(self.parts.values()):
             if name in part.volumes:
                 return part.slot, part.volumes[name]
         return None
 
+    def span(self, name: str, start: int, stop: int) -> Span | None:
+        """Bytes of a volume that is in this process."""
+        if (place := self.place(name)) is None:
+            return None
+        slot, volume = place
+        return Span(slot.file, slot.view, volume.start + start, stop - start)
+
+    def wait(self, name: str, start: int, stop: int, seconds: float) -> bool:
+        """Whether all chunks of a range are here, after that long at most."""
+        if self.arrivals is None:
+            return True
+        first = 0
+        for volume in self.order:
+            if volume.name == name:
+                size = volume.chunk_bytes
+                low, high = first + start // size, first - (-stop // size)
+                return self.arrivals.wait(low, high, seconds)
+            first += volume.chunks
+        return False
+
+    @property
+    def complete(self) -> bool:
+        return self.arrivals is None or self.arrivals.complete
+
     @property
     def here(self) -> list[str]:
-        """The volumes that this process has."""
-        return list(dict.fromkeys(name for part in self.parts.values() for name in part.volumes))
+        """The volumes that this process has, whole."""
+        parts = self.parts.values() if self.complete else ()
+        return list(dict.fromkeys(name for part in parts for name in part.volumes))
 
     @property
     def nbytes(self) -> int:
@@ -93,34 +155,13 @@ class ServedStep:
     def etag(self) -> str:
         return f"{self.step}-{self.id}"
 
-    def marks(self) -> bytes:
-        """A byte for each chunk of all volumes: whether it is here."""
-        count = sum(-(-volume.nbytes // volume.chunk_bytes) for volume in self.order)
-        if self._marks is None:
-            return b"\1" * count
-        slot, at = self._marks
-        return bytes(slot.view[at : at + count])
-
-    def has(self, wanted: Volume, start: int, stop: int) -> bool:
-        """Whether all chunks of a range are here."""
-        if self._marks is None:
-            return True
-        first = 0
-        for volume in self.order:
-            if volume.name == wanted.name:
-                break
-            first += -(-volume.nbytes // volume.chunk_bytes)
-        low, high = start // wanted.chunk_bytes, -(-stop // wanted.chunk_bytes)
-        slot, at = self._marks
-        return all(slot.view[at + first + low : at + first + high])
-
     def facts(self) -> dict[str, object]:
         return {
             "step": self.step,
             "snapshot": self.id,
             "bytes": self.nbytes,
             "record_bytes": len(self.record),
-            "tensors": len(self.tensors),
+            "tensors": self.tensors,
             "world": max(1, len(self.ranks)),
             "shown": self.shown,
             "volumes": len(self.order),
@@ -128,39 +169,36 @@ class ServedStep:
         }
 
 
-class ServedSteps:
-    """Slots by number, and what is shown of them, the newest last."""
+class Snapshots:
+    """Slots by number, and the steps shown from them, the newest last."""
 
     def __init__(self) -> None:
         self.slots: dict[int, Slot] = {}
-        self.shown: list[ServedStep] = []
+        self.shown: list[ServedSnapshot] = []
 
     def attach(self, number: int, fd: int, nbytes: int) -> None:
-        before = self.slots.pop(number, None)
+        self.detach(number)
         self.slots[number] = Slot(fd, nbytes)
-        if before is not None:
-            before.close()
 
     def detach(self, number: int) -> None:
         slot = self.slots.pop(number, None)
         if slot is not None:
             slot.close()
 
-    def show(self, shown: Show) -> ServedStep:
-        slot = self.slots[shown.slot] if shown.slot >= 0 else None
+    def show(self, shown: Show, arrivals: Arrivals | None = None) -> ServedSnapshot:
         snapshot = self.by_id(shown.snapshot)
         if snapshot is None:
-            snapshot = ServedStep(shown)
+            snapshot = ServedSnapshot(shown, arrivals)
             for other in self.shown:
                 if other.superseded is None:
                     other.superseded = time.monotonic()
             self.shown.append(snapshot)
-        snapshot.add(shown, slot)
+        snapshot.add(shown, self.slots[shown.slot] if shown.slot >= 0 else None)
         return snapshot
 
     def lead(self, step: int) -> None:
         """A step was published. Those with its number or a higher one are listed no more: the job
-        has gone back, and nobody is to take them for the newest."""
+        has gone back, and readers must not take them for the newest."""
         found = self.by_step(step)
         if found is None:
             return
@@ -170,39 +208,43 @@ class ServedSteps:
         self.shown.remove(found)
         self.shown.append(found)
 
-    def hide(self, snapshot: ServedStep, number: int) -> None:
+    def hide(self, snapshot: ServedSnapshot, number: int) -> None:
         """A slot has nothing of a step any more."""
         snapshot.parts.pop(number)
         if not snapshot.parts:
             self.shown.remove(snapshot)
 
+    def _reversed(self) -> Iterator[ServedSnapshot]:
+        return (one for one in reversed(self.shown) if not one.suspended)
+
     @property
-    def listed(self) -> Iterator[ServedStep]:
+    def listed(self) -> list[ServedSnapshot]:
         """Steps that have a record here, the newest last."""
-        return (one for one in self.shown if one.record and not one.replaced)
+        return [one for one in self._reversed() if one.record and not one.replaced][::-1]
 
     @property
-    def newest(self) -> ServedStep | None:
-        return next(reversed(list(self.listed)), None)
+    def newest(self) -> ServedSnapshot | None:
+        listed = self.listed
+        return listed[-1] if listed else None
 
-    def by_step(self, step: int) -> ServedStep | None:
-        return next((one for one in reversed(self.shown) if one.step == step and one.record), None)
+    def by_step(self, step: int) -> ServedSnapshot | None:
+        return next((one for one in self._reversed() if one.step == step and one.record), None)
 
-    def by_id(self, snapshot: str) -> ServedStep | None:
-        return next((one for one in reversed(self.shown) if one.id == snapshot), None)
+    def by_id(self, snapshot: str) -> ServedSnapshot | None:
+        return next((one for one in self._reversed() if one.id == snapshot), None)
 
-    def in_slot(self, number: int) -> ServedStep | None:
+    def in_slot(self, number: int) -> ServedSnapshot | None:
         return next((one for one in self.shown if number in one.parts), None)
 
 
 def digests(slot: Slot, volumes: list[Volume]) -> list[bytes]:
     """The digests of each volume's chunks; those that are known stay as they are."""
-    found = [bytearray(v.digests or DIGEST_BYTES * -(-v.nbytes // v.chunk_bytes)) for v in volumes]
+    found = [bytearray(one.digests or DIGEST_BYTES * one.chunks) for one in volumes]
     unknown = bytes(DIGEST_BYTES)
 
     def tasks() -> Iterator[tuple[int, int]]:
         for index, volume in enumerate(volumes):
-            for chunk in range(-(-volume.nbytes // volume.chunk_bytes)):
+            for chunk in range(volume.chunks):
                 at = chunk * DIGEST_BYTES
                 if found[index][at : at + DIGEST_BYTES] == unknown:
                     yield index, chunk

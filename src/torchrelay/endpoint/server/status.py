@@ -1,4 +1,4 @@
-"""What goes on, as JSON for a page and as numbers for Prometheus."""
+"""The status of a server, as JSON for a page and as numbers for Prometheus."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torchrelay.endpoint.server.service import Service
 
 
 def status(service: Service) -> dict[str, object]:
-    ledger = service.ledger
+    """`/status.json`; to be called with the lock held."""
+    transfers = service.transfers
     newest = service.snapshots.newest
     return {
         "version": service.version,
@@ -17,48 +18,47 @@ def status(service: Service) -> dict[str, object]:
         "started": service.started,
         "step": None if newest is None else newest.step,
         "steps": [
-            {**one.facts(), "readers": len(list(ledger.on(one)))} for one in service.snapshots.shown
+            {**one.facts(), "readers": len(list(transfers.of(one)))}
+            for one in service.snapshots.shown
         ],
-        "publishes": list(ledger.publishes),
-        "transfers": [{**one.facts(), "rate": one.rate} for one in ledger.active.values()],
-        "finished": list(ledger.finished),
-        "readers": len(ledger.active),
-        "seeds": [
-            {"url": url, "snapshot": snapshot} for url, (snapshot, _) in service.seeds.items()
-        ],
+        "publishes": list(transfers.publishes),
+        "transfers": [{**one.facts(), "rate": one.rate} for one in transfers.active.values()],
+        "finished": list(transfers.finished),
+        "readers": len(transfers.active),
+        "seeds": [{"url": url, "snapshot": snapshot} for url, snapshot in service.seeds.items()],
         "ranks": (newest.ranks if newest is not None else []) or [service.url],
-        "connections": service.connections,
-        "sent_bytes": ledger.sent_bytes,
-        "failures": ledger.outcomes["failed"],
+        "connections": 0 if service.http is None else service.http.count,
+        "sent_bytes": transfers.sent_bytes,
+        "failures": transfers.outcomes["failed"],
     }
 
 
 def metrics(service: Service) -> str:
     """The text format of Prometheus."""
-    ledger = service.ledger
+    transfers = service.transfers
     newest = service.snapshots.newest
-    last = ledger.publishes[-1] if ledger.publishes else {}
+    last = transfers.publishes[-1] if transfers.publishes else {}
     rows: list[tuple[str, str, str, object]] = [
         ("step", "gauge", "", -1 if newest is None else newest.step),
         ("steps_held", "gauge", "", len(service.snapshots.shown)),
         ("state_bytes", "gauge", "", 0 if newest is None else newest.nbytes),
-        ("sent_bytes_total", "counter", "", ledger.sent_bytes),
-        ("mapped_total", "counter", "", ledger.mapped),
-        ("readers", "gauge", "", len(ledger.active)),
+        ("sent_bytes_total", "counter", "", transfers.sent_bytes),
+        ("mapped_total", "counter", "", transfers.mapped),
+        ("readers", "gauge", "", len(transfers.active)),
         ("seeds", "gauge", "", len(service.seeds)),
-        ("connections", "gauge", "", service.connections),
-        ("publishes_total", "counter", "", ledger.published),
-        ("publishes_skipped_total", "counter", "", ledger.skipped),
+        ("connections", "gauge", "", 0 if service.http is None else service.http.count),
+        ("publishes_total", "counter", "", transfers.published),
+        ("publishes_skipped_total", "counter", "", transfers.skipped),
         ("publish_seconds", "gauge", "", last.get("stage_seconds", 0.0)),
     ]
-    for outcome, count in ledger.outcomes.items():
+    for outcome, count in transfers.outcomes.items():
         rows.append(("transfers_total", "counter", f'{{outcome="{outcome}"}}', count))
-    turned_away = 0 if service.server is None else service.server.turned_away
-    dawdlers = 0 if service.server is None else service.server.dawdlers
-    beside = {"limit": turned_away, "slow": dawdlers}
-    for reason, count in ledger.refused.items():
-        total = count + beside.get(reason, 0)
-        rows.append(("refused_total", "counter", f'{{reason="{reason}"}}', total))
+    refused = dict(transfers.refused)
+    if service.http is not None:
+        refused["limit"] += service.http.turned_away
+        refused["slow"] += service.http.slow
+    for reason, count in refused.items():
+        rows.append(("refused_total", "counter", f'{{reason="{reason}"}}', count))
     lines = []
     for name, kind, labels, value in rows:
         head = f"# TYPE torchrelay_{name} {kind}"

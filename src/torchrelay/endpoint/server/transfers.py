@@ -1,43 +1,46 @@
-"""Who reads what: transfers in progress, those that are over, and what was sent to whom."""
+"""Transfers to readers: those in progress, those that are over, and counts."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchrelay.endpoint.server.snapshots import ServedStep
+from torchrelay.endpoint.server.http import HttpConnection
+from torchrelay.endpoint.server.messages import FinishPublish
+from torchrelay.endpoint.server.snapshots import ServedSnapshot
 
-IDLE_SECONDS = 10.0  # after which a reader that says nothing is taken to be gone
+IDLE_SECONDS = 10.0  # after which a reader that asks for nothing is taken to be gone
 RATE_SECONDS = 3.0
 FINISHED = 100
 PUBLISHES = 200
-HISTORY = 10_000  # downloads that are remembered, to be continued
-STEPS_REMEMBERED = 256  # of which an address got bytes: with more, it has to say the step
-IN_FLIGHT_BYTES = 64 << 20  # that the kernels of both ends may have taken and never delivered
 MAX_READERS = 1024
+ONE_REQUEST = "request"  # the name of a reader without one begins so
 
 
 @dataclass
 class Transfer:
-    """What one reader takes of one step: one request, or all requests under one name."""
+    """One reader's share of one step: one request, or all requests under one name."""
 
     reader: str
     address: str
     agent: str
-    snapshot: ServedStep
+    snapshot: ServedSnapshot
     kind: str
     total: int
     begun: float = field(default_factory=time.time)
     bytes: int = 0
     seen: float = field(default_factory=time.monotonic)  # when it last asked, or bytes went out
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # answers on their way
+    lines: set[HttpConnection] = field(default_factory=set)  # that answers are on their way by
+    leases: int = 0  # of memory that it has mapped
     cut: str = ""  # why its answers were ended
-    fault: str = ""  # what went wrong with the last of them
+    fault: str = ""  # why the last of them failed
     samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
+
+    @property
+    def is_one_request(self) -> bool:
+        return self.reader.startswith(ONE_REQUEST)
 
     def moved(self, nbytes: int) -> None:
         self.bytes += nbytes
@@ -47,10 +50,9 @@ class Transfer:
 
     @property
     def rate(self) -> float:
-        """Bytes a second, of late."""
+        """Bytes a second, of the last seconds."""
         now = time.monotonic()
-        samples = list(self.samples)  # in one go: threads that send add to them
-        recent = [(at, done) for at, done in samples if now - at <= RATE_SECONDS]
+        recent = [(at, done) for at, done in self.samples if now - at <= RATE_SECONDS]
         if not recent:
             return 0.0
         at, done = recent[0]
@@ -69,8 +71,8 @@ class Transfer:
         }
 
 
-class Ledger:
-    """All transfers of a server, and counts of what was."""
+class Transfers:
+    """All transfers of a server."""
 
     def __init__(self) -> None:
         self.active: dict[tuple[str, str], Transfer] = {}
@@ -79,15 +81,11 @@ class Ledger:
         self.outcomes = {"done": 0, "failed": 0}
         self.refused = {"token": 0, "limit": 0, "slow": 0, "range": 0}
         self.sent_bytes = self.published = self.skipped = self.mapped = 0
-        # Bytes of downloads that were begun, by address and patterns: a later request for the
-        # rest does not say which step it has begun with.
-        self._sent: OrderedDict[tuple[str, str], dict[str, tuple[int, bool]]] = OrderedDict()
-        self._moving = threading.Lock()
 
-    def of(
-        self, reader: str, address: str, agent: str, snapshot: ServedStep, kind: str, total: int
+    def enter(
+        self, reader: str, address: str, agent: str, snapshot: ServedSnapshot, kind: str, total: int
     ) -> Transfer | None:
-        """The transfer that a request belongs to; None if there are too many."""
+        """The transfer that a request belongs to; None where there are too many."""
         key = reader, snapshot.id
         found = self.active.get(key)
         if found is None:
@@ -99,10 +97,8 @@ class Ledger:
         return found
 
     def moved(self, transfer: Transfer, nbytes: int) -> None:
-        """Bytes went out; for threads that send as well as for the event loop."""
-        with self._moving:
-            transfer.moved(nbytes)
-            self.sent_bytes += nbytes
+        transfer.moved(nbytes)
+        self.sent_bytes += nbytes
 
     def end(self, transfer: Transfer, outcome: str, reason: str = "") -> None:
         if self.active.pop((transfer.reader, transfer.snapshot.id), None) is None:
@@ -111,58 +107,29 @@ class Ledger:
         over = {"ended": time.time(), "outcome": outcome, "reason": reason[:300]}
         self.finished.append({**transfer.facts(), **over})
 
-    def on(self, snapshot: ServedStep) -> Iterator[Transfer]:
+    def of(self, snapshot: ServedSnapshot) -> Iterator[Transfer]:
         return (one for one in list(self.active.values()) if one.snapshot is snapshot)
 
+    def by_reader(self, reader: str) -> list[Transfer]:
+        return [one for one in self.active.values() if one.reader == reader]
+
     def sweep(self) -> None:
-        """End transfers of readers that went away without a word."""
+        """End transfers of readers that went away without a message."""
         now = time.monotonic()
         for one in list(self.active.values()):
-            idle = not one.tasks and one.kind != "mapped"
-            if idle and now - one.seen > IDLE_SECONDS:
-                self.end(one, "failed", one.fault or "the reader went away without a word")
+            if not one.lines and not one.leases and now - one.seen > IDLE_SECONDS:
+                self.end(one, "failed", one.fault or "the reader went away without a message")
 
-    # Downloads that may be continued.
-
-    def note_sent(
-        self, address: str, patterns: str, snapshot: ServedStep, end: int, *, whole: bool
-    ) -> None:
-        """Bytes of a file up to `end`, or all of them, were sent to an address."""
-        sent = self._sent.setdefault((address, patterns), {})
-        before, done = sent.get(snapshot.id, (0, True))
-        sent[snapshot.id] = max(end, before), whole and done
-        self._sent.move_to_end((address, patterns))
-        while len(self._sent) > HISTORY:
-            self._sent.popitem(last=False)
-
-    def begun_with(self, address: str, patterns: str, start: int) -> set[str]:
-        """The snapshots that the first `start` bytes which an address has may be of.
-
-        What was sent to its end is not among them, unless the rest may have been lost on the way.
-        """
-        sent = self._sent.get((address, patterns), {})
-        if len(sent) > STEPS_REMEMBERED:
-            return set(sent)
-        return {
-            snapshot
-            for snapshot, (end, whole) in sent.items()
-            if end >= start and not (whole and start + IN_FLIGHT_BYTES <= end)
-        }
-
-    def note_publish(
-        self, step: int, nbytes: int, stage: float, hashing: float, skipped: str | None
-    ) -> None:
+    def note_publish(self, ended: FinishPublish) -> None:
         self.publishes.append(
             {
-                "step": step,
+                "step": ended.step,
                 "time": time.time(),
-                "bytes": nbytes,
-                "stage_seconds": stage,
-                "hash_seconds": hashing,
-                "skipped": skipped,
+                "bytes": ended.nbytes,
+                "stage_seconds": ended.stage_seconds,
+                "hash_seconds": ended.hash_seconds,
+                "skipped": ended.skipped,
             }
         )
-        if skipped is None:
-            self.published += 1
-        else:
-            self.skipped += 1
+        self.published += ended.skipped is None
+        self.skipped += ended.skipped is not None

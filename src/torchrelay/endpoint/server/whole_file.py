@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from math import prod
 from typing import NamedTuple
 
-import msgspec
+from torchrelay.patterns import matches
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor
+from torchrelay.record.dtypes import itemsize
+from torchrelay.stores.safetensors import HeaderEntry, described, header
 
-from torchrelay.endpoint.server.messages import VolumeBox, VolumeTensor
-
-HEADER_ALIGN = 8
 BAND_BYTES = 4 << 20
 
 
@@ -32,25 +31,25 @@ class Run(NamedTuple):
 class Band(NamedTuple):
     """Rows [first, last) of a tensor whose boxes do not lie one behind the other."""
 
-    tensor: VolumeTensor
+    tensor: StoredTensor
     first: int
     last: int
 
-    def runs(self) -> Iterator[tuple[Run, VolumeBox]]:
-        """What has to be read of each box that has some of the rows."""
-        for box in self.tensor.boxes:
+    def runs(self) -> Iterator[tuple[Run, Shard]]:
+        """The run to read of each box that has some of the rows."""
+        for box in self.tensor.shards:
             low = max(self.first, box.offsets[0])
             high = min(self.last, box.offsets[0] + box.sizes[0])
             if low < high and 0 not in box.sizes:
-                row = prod(box.sizes[1:]) * self.tensor.itemsize
+                row = prod(box.sizes[1:]) * itemsize(self.tensor.dtype)
                 start = box.start + (low - box.offsets[0]) * row
-                yield Run(box.volume, start, start + (high - low) * row), box
+                yield Run(box.file, start, start + (high - low) * row), box
 
-    def put_together(self, parts: Iterable[tuple[VolumeBox, bytes | memoryview]]) -> bytes:
+    def put_together(self, parts: Iterable[tuple[Shard, bytes | memoryview]]) -> bytes:
         """The rows, of the bytes of each run."""
         import numpy as np  # 8 MB, which a keeper does without unless somebody asks for such a file
 
-        element = np.dtype((np.void, self.tensor.itemsize))
+        element = np.dtype((np.void, itemsize(self.tensor.dtype)))
         rows = np.empty((self.last - self.first, *self.tensor.shape[1:]), element)
         for box, data in parts:
             low = max(self.first, box.offsets[0])
@@ -66,35 +65,33 @@ class Band(NamedTuple):
 class WholeFile:
     """The bytes of a file in order: the header, then runs and bands."""
 
-    def __init__(self, tensors: Sequence[VolumeTensor], metadata: dict[str, str]) -> None:
-        ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)  # aligned without holes
-        header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
-        end = 0
-        for tensor in ordered:
-            begin, end = end, end + prod(tensor.shape) * tensor.itemsize
-            header[tensor.name] = {
-                "dtype": tensor.kind,
-                "shape": tensor.shown,
-                "data_offsets": (begin, end),
-            }
-        text = msgspec.json.encode(header)
-        text += b" " * (-(8 + len(text)) % HEADER_ALIGN)
-        self.header = len(text).to_bytes(8, "little") + text
-        self.nbytes = len(self.header) + end
+    def __init__(self, tensors: Sequence[StoredTensor], metadata: dict[str, str]) -> None:
+        # In descending order of item size each is aligned without holes.
+        ordered = sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
+        entries = [
+            HeaderEntry(
+                tensor.name,
+                *described(tensor.dtype, tensor.shape),
+                prod(tensor.shape) * itemsize(tensor.dtype),
+            )
+            for tensor in ordered
+        ]
+        self.header = header(entries, metadata)
+        self.nbytes = len(self.header) + sum(entry.nbytes for entry in entries)
         self._pieces: list[Run | Band] = []
         self._starts: list[int] = []
         self._end = len(self.header)
         for tensor in ordered:
             self._add(tensor)
 
-    def _add(self, tensor: VolumeTensor) -> None:
-        boxes = sorted(tensor.boxes, key=lambda box: box.offsets)
+    def _add(self, tensor: StoredTensor) -> None:
+        boxes = sorted(tensor.shards, key=lambda box: box.offsets)
         if all(box.sizes[1:] == tensor.shape[1:] for box in boxes):
             for box in boxes:
-                nbytes = prod(box.sizes) * tensor.itemsize
-                self._append(Run(box.volume, box.start, box.start + nbytes), nbytes)
+                nbytes = prod(box.sizes) * itemsize(tensor.dtype)
+                self._append(Run(box.file, box.start, box.start + nbytes), nbytes)
             return
-        row = prod(tensor.shape[1:]) * tensor.itemsize
+        row = prod(tensor.shape[1:]) * itemsize(tensor.dtype)
         rows = max(1, BAND_BYTES // row)
         for first in range(0, tensor.shape[0], rows):
             band = Band(tensor, first, min(first + rows, tensor.shape[0]))
@@ -133,8 +130,8 @@ class WholeFile:
             start, place = begin + high, place + 1
 
 
-def chosen(tensors: Sequence[VolumeTensor], patterns: Sequence[str]) -> list[VolumeTensor]:
+def chosen(tensors: Iterable[StoredTensor], patterns: Sequence[str]) -> list[StoredTensor]:
     """Tensors whose names match one of the patterns; all, where there is none."""
     if not patterns:
         return list(tensors)
-    return [one for one in tensors if any(fnmatchcase(one.name, p) for p in patterns)]
+    return [one for one in tensors if matches(one.name, patterns)]

@@ -1,4 +1,4 @@
-"""What workers and their keeper say to each other, beside what a server process is asked."""
+"""The messages between workers and their keeper, in addition to those of a server process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TAKEN = "taken"  # the answer to `BeginKeeping` where another keeper has the nam
 
 
 class BeginKeeping(msgspec.Struct, tag="begin"):
-    """The first word to a keeper that was launched: the name by which it is found."""
+    """The first message to a keeper that was launched: the name by which it is found."""
 
     name: str
 
@@ -19,9 +19,8 @@ class JoinKeeper(msgspec.Struct, tag="join"):
     """A worker is here. The first one says where the keeper listens. Answered with `Joined`.
 
     `token`: the job's, where the worker knows it. `memory`: bytes at most, 0 for any number.
-    `steps`: how many steps the keeper has of its workers at most. `certfile`, `keyfile`: what the
-    keeper serves TLS by; `cafile`: what those of other keepers are signed by. `begins`: it is no
-    worker, and a keeper that has been joined before goes on by what it was told then.
+    `steps`: how many steps of its workers the keeper has at most. `begins`: the sender is not a
+    worker, and a keeper that was joined before keeps its settings.
     """
 
     host: str
@@ -39,9 +38,8 @@ class JoinKeeper(msgspec.Struct, tag="join"):
 
 
 class Joined(msgspec.Struct, tag="joined"):
-    """`members`: the URLs of the job's keepers as far as this one knows them."""
+    """`members`: the URLs of the job's keepers, as far as this one knows them."""
 
-    host: str
     port: int
     token: str
     members: list[str]
@@ -49,79 +47,55 @@ class Joined(msgspec.Struct, tag="joined"):
 
 
 class Members(msgspec.Struct, tag="members"):
-    """The keepers of the job from here on, in the order of their ring, and their token."""
+    """The keepers of the job from here on, and their token."""
 
     urls: list[str]
     own: str
     token: str
 
 
-class RoomWanted(msgspec.Struct, tag="room"):
-    """Memory for a rank's part of a step. Answered with `RoomGiven`."""
-
-    nbytes: int
-    step: int
-
-
-class RoomGiven(msgspec.Struct, tag="given"):
-    """A slot that may be written to, or why there is none. Slots in `gone` are the worker's no
-    more."""
-
-    slot: int
-    why: str = ""
-    gone: list[int] = []
+class AskReport(msgspec.Struct, tag="report"):
+    """Answered with `KeeperReport`."""
 
 
 class HeldStep(msgspec.Struct, array_like=True, frozen=True):
-    """A step that a keeper has something of. `whole`: it heard that every rank had staged it.
+    """A step that a keeper has something of.
 
-    `volumes`: how many the step has, 0 where its record is not here. `here`: a number whose bits
-    say which of them are here, as bytes from the lowest on.
+    `volumes`: how many the step has, 0 where its record is not here. `here`: a bit for each that
+    the keeper has, as a little-endian number. `copied`: it has all that it has to copy.
     """
 
+    step: int
     snapshot: str
-    whole: bool
     volumes: int
     here: bytes
+    copied: bool
+
+
+class KeeperReport(msgspec.Struct, tag="reported"):
+    """The steps of a keeper, oldest first, and the one that it is copying. `failed`: how many
+    copies in a row went wrong. `full`: why it has no memory for another step while it copies."""
+
+    steps: list[HeldStep]
+    copying: str
+    failed: int
+    full: str
+
+
+class KeeperDecision(msgspec.Struct, array_like=True):
+    """What all keepers do next. `keep`: steps that must not be lost, of those that were reported.
+    `copy`: whether they copy the step that is being staged or, where it is skipped, the newest."""
+
+    keep: list[str]
+    copy: bool
+    known: list[str]
 
 
 class HoldSlot(msgspec.Struct, tag="hold"):
-    """A slot of the worker is read, and is not to be written to; or (`held` is false) no more."""
+    """A slot of the worker is read, and must not be written to; or (`held` is false) no longer."""
 
     slot: int
     held: bool
-
-
-class TellCopies(msgspec.Struct, tag="copies"):
-    """What the keeper has, and how far it is with its copies. Answered with `CopiesTold`."""
-
-
-class CopiesTold(msgspec.Struct, tag="copied"):
-    """`copied`: the step of which it has the copies that it is to have. `idle`: it is at none.
-    `failed`: how often in a row copies went wrong. `full`: why it has no room for another step as
-    long as it is at this copy."""
-
-    copied: str
-    idle: bool
-    failed: int
-    full: str
-    steps: list[HeldStep]
-
-
-class CopyNext(msgspec.Struct, tag="copy"):
-    """What all keepers said adds up to.
-
-    `safe`: the step that all of them have their copies of, if there is one. `begin`: they copy the
-    step that is being staged or, where it has to be skipped, the newest. `alone`: copies went wrong
-    too often, and steps are no longer kept for them. `whole` and `void`: steps of which the keepers
-    have all parts, and of which they do not.
-    """
-
-    safe: str
-    begin: bool
-    alone: bool
-    whole: list[str]
-    void: list[str]
 
 
 class End(msgspec.Struct, tag="end"):
@@ -131,18 +105,15 @@ class End(msgspec.Struct, tag="end"):
 KeeperRequest = (
     JoinKeeper
     | Members
-    | RoomWanted
+    | AskReport
     | HoldSlot
-    | TellCopies
-    | CopyNext
     | End
-    | m.AttachSlot
-    | m.Hash
+    | m.Reserve
+    | m.StageSlot
     | m.Show
-    | m.Expect
-    | m.Note
+    | m.FinishPublish
     | m.Tell
 )
 KeeperAnswer = (
-    Joined | RoomGiven | CopiesTold | m.Obeyed | m.VolumeDigests | m.StatusText | m.Refused
+    Joined | KeeperReport | m.Reserved | m.SlotStaged | m.StatusText | m.Obeyed | m.Refused
 )

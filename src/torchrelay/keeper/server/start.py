@@ -12,7 +12,7 @@ import os
 def serve(link: int) -> None:
     """Run a keeper, and say on a socket, given by its descriptor, whether it is there."""
     if os.fork():
-        os._exit(0)  # the child of a process that has ended belongs to nobody who waits for it
+        os._exit(0)  # no process that the launcher knows waits for the child
     os.chdir("/")  # it keeps no file system from being unmounted
     # Imported in the child, which is then the only one that has had threads.
     from torchrelay.keeper.server.program import run

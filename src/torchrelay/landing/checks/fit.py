@@ -171,7 +171,7 @@ def _check_mesh(leaf: m.DTensorLeaf, like: t.DTensor) -> None:
 
 
 def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Iterable[object]) -> t.DeviceMesh | None:
-    """The mesh for a leaf that is made anew and belongs to `like`; None if it is not distributed.
+    """The mesh for a new leaf that belongs to `like`; None if it is not distributed.
 
     `MismatchError` where one of the two is distributed and the other is not, or otherwise.
     """
@@ -182,7 +182,7 @@ def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Iterable[object]) -> t.Devic
                 return None
             _check_mesh(leaf, like)
             return t.dtensor_parts(like)[1].mesh
-        # A scalar, such as a count of steps, is nobody's shard.
+        # A scalar, such as a count of steps, is not a shard.
         shape = leaf.shape if isinstance(leaf, m.TensorLeaf) else ()
         if shape and t.is_dtensor(like) and shape == tuple(like.shape):
             _differ("kind", "a strided tensor", _describe(like), WHOLE_TO_SHARDED)
@@ -225,7 +225,7 @@ def _fit_quantized(leaf: m.QuantizedLeaf, into: torch.Tensor) -> Iterator[Fit]:
     if not leaf.scalars or leaf.dtype:
         raise MismatchError(
             "quantized tensors with a scale a channel, or with several elements in a byte, cannot "
-            "be filled: receive them anew"
+            "be filled: receive them as new tensors"
         )
     _same("quantizer", tuple(map(decode_value, leaf.scalars)), (scale, point))
     yield from _fit_plain(leaf.raw, into)

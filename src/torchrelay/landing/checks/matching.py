@@ -1,4 +1,4 @@
-"""An offered tree beside that of a destination with objects in it: which slots go together."""
+"""An offered tree next to that of a destination with objects in it: which slots go together."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torchrelay.state.matching import Comparison, Matched, ends_of, listed, refu
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import grafted, show, slots, subtree
 
-Told = dict[Path, m.Node]
+Branches = dict[Path, m.Node]  # by object, its offered state
 
 
 def match(
     offered: m.Node, here: m.Node, roots: Sequence[Path], choice: Selection, *, strict: bool
-) -> tuple[Matched, Told]:
-    """The slots that both trees have and `choice` takes, and what is offered for the objects at
-    `roots`, of which no slot is paired. With `strict`, the two differ in nothing that is chosen."""
-    told = _told(offered, roots, choice)
+) -> tuple[Matched, Branches]:
+    """The slots that both trees have and `choice` takes, and the offered state of the objects at
+    `roots`, whose slots are not paired. With `strict`, the two differ in nothing that is chosen."""
+    branches = _branches(offered, roots, choice)
     stubs = {path: -1 - number for number, path in enumerate(roots)}
     found = Comparison(grafted(offered, stubs), grafted(here, stubs))
     if strict:
@@ -27,35 +27,40 @@ def match(
         if choice.guessed:  # planners take tuples of tensors for lists
             kinds = [kind for kind in kinds if (kind.offered, kind.here) != ("a list", "a tuple")]
         refuse_differences(
-            _missing(found, told, choice) if choice.exact else (),
-            _extra(found, told, choice),
+            _missing(found, branches, choice) if choice.exact else (),
+            _extra(found, branches, choice),
             () if choice.patterns else kinds,
         )
     pairs = [pair for pair in found.pairs if pair[0] >= 0]
     if choice.patterns:
         pairs = [pair for pair in pairs if choice.takes(pair[1])]
-    missing, extra = listed(_missing(found, told, choice)), listed(_extra(found, told, choice))
+    missing, extra = (
+        listed(_missing(found, branches, choice)),
+        listed(_extra(found, branches, choice)),
+    )
     paired = {path for index, path, _ in found.pairs if index < 0}
-    return Matched(pairs, missing, extra), {p: told[p] for p in told if p in paired}
+    return Matched(pairs, missing, extra), {p: branches[p] for p in branches if p in paired}
 
 
-def _missing(found: Comparison, told: Mapping[Path, m.Node], choice: Selection) -> Iterator[Path]:
+def _missing(
+    found: Comparison, branches: Mapping[Path, m.Node], choice: Selection
+) -> Iterator[Path]:
     for path, node in ends_of(found.missing):
-        if path in told if _is_stub(node) else choice.takes(path):
+        if path in branches if _is_stub(node) else choice.takes(path):
             yield path
 
 
-def _extra(found: Comparison, told: Mapping[Path, m.Node], choice: Selection) -> Iterator[Path]:
+def _extra(found: Comparison, branches: Mapping[Path, m.Node], choice: Selection) -> Iterator[Path]:
     for path, node in ends_of(found.extra):
         if choice.guessed and not isinstance(node, int):
             continue  # planners drop empty containers
-        if path in told or not choice.patterns if _is_stub(node) else choice.takes(path):
+        if path in branches or not choice.patterns if _is_stub(node) else choice.takes(path):
             yield path
 
 
-def _told(offered: m.Node, roots: Sequence[Path], choice: Selection) -> Told:
-    """What is offered for each of these objects; one takes all of its state, or none."""
-    found: Told = {}
+def _branches(offered: m.Node, roots: Sequence[Path], choice: Selection) -> Branches:
+    """The offered state of each of these objects; one takes all of its state, or none."""
+    found: Branches = {}
     for root in roots:
         branch = subtree(offered, root)
         if branch is None:
@@ -76,5 +81,5 @@ def _told(offered: m.Node, roots: Sequence[Path], choice: Selection) -> Told:
 
 
 def _is_stub(node: m.Node) -> bool:
-    """Whether a node stands for an object that is told its state."""
+    """Whether a node stands for an object that takes its state."""
     return isinstance(node, int) and node < 0

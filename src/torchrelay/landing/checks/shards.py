@@ -26,7 +26,7 @@ def check_choice(shards: str) -> Shards:
 
 
 def check_shards(leaf: m.Leaf, path: Iterable[object], shards: Shards) -> None:
-    """`MismatchError` for a distributed leaf of which the sender's part is not this rank's own."""
+    """`MismatchError` for a distributed leaf whose part at the sender is not this rank's own."""
     if shards == "as_sent" or not isinstance(leaf, _DISTRIBUTED):
         return
     rank = t.global_rank()

@@ -57,7 +57,7 @@ class Renewal:
         if held is None:
             return self._visit(value, node, path)
         if held.in_module:
-            return value  # put there when it is told
+            return value  # put there when the module takes it
         if held.in_place:
             outside, self._changes = self._changes, []
             self._visit(held.state, node, path)

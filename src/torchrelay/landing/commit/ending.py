@@ -1,7 +1,7 @@
 """How every landing ends, whoever brought its bytes: one rank, several of them, or a store.
 
-Objects are told what is new for them, the caller's tensors are written, and the rest is handed
-over. Up to the first write there is a way back; after it the state is new, or said to be torn.
+Objects take their new state, the caller's tensors are written, and the rest is handed over. Up to
+the first write there is a way back; after it the state is new, or said to be torn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _nothing() -> None:
 class LandingEnd(ABC):
     """The end of a landing: `make`, then `end`; `commit` does both."""
 
-    anew = False  # nothing in it is the caller's
+    all_new = False  # nothing in it is the caller's
     torn = False  # the caller's tensors have been written to, but not all of them
     _finishing = False
 
@@ -44,13 +44,13 @@ class LandingEnd(ABC):
         """Work everything out that can fail. Nothing of the caller's has changed by then."""
 
     @abstractmethod
-    def tell(self) -> None:
-        """Tell objects their new state. `MismatchError` where one refuses; then all have their
+    def give(self) -> None:
+        """Give objects their new state. `MismatchError` where one refuses; then all have their
         old one."""
 
     @abstractmethod
     def take_back(self) -> list[Path]:
-        """Undo `tell`; returns the objects for which that failed."""
+        """Undo `give`; returns the objects for which that failed."""
 
     @abstractmethod
     def finish(self) -> Landed:
@@ -59,7 +59,7 @@ class LandingEnd(ABC):
     @property
     def touched(self) -> bool:
         """Whether anything of the caller's has been written to, but for objects."""
-        return not self.anew and (self._finishing or self.torn)
+        return not self.all_new and (self._finishing or self.torn)
 
     def commit(self) -> Landed:
         """All bytes have arrived and hold: make them the state."""
@@ -91,7 +91,7 @@ class LandingEnd(ABC):
                 raise TornStateError(f"{TORN}: {fault!r}", phase="land") from fault
 
         try:
-            together("tell", self.tell)
+            together("give", self.give)
             together("land", write)
         except BaseException:
             if not self.touched:
@@ -100,12 +100,12 @@ class LandingEnd(ABC):
         return landed[0]
 
     def _put_back(self) -> None:
-        """Undo `tell`, while no tensor has been written: objects get their old state again, or are
+        """Undo `give`, while no tensor has been written: objects get their old state again, or are
         named by a `TornStateError`."""
         lost = self.take_back()
         if lost:
             raise TornStateError(
                 f"not every object took its old state back: {', '.join(map(show, lost))} may be "
-                "part new, the rest is old; land a state in it again, or make it anew",
-                phase="tell",
+                "part new, the rest is old; land a state in it again, or make a new one",
+                phase="give",
             )

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +136,7 @@ class Tables:
             self._kept = [*others, found][-TABLES_KEPT:]
             return found[2]
 
-    def clear(self) -> None:
+    def close(self) -> None:
         with self._lock:
             self._kept.clear()
 
@@ -268,20 +268,29 @@ def digest_of(data: torch.Tensor, *, cells: bool) -> bytes:
 
 
 def digests_of(
-    memory: Runs, starts: Sequence[int], sizes: Sequence[int], device: int
+    memory: Runs,
+    starts: Sequence[int],
+    sizes: Sequence[int],
+    device: int,
+    to: Runs | None = None,
+    tables: Tables | None = None,
 ) -> list[bytes]:
     """`record.digest.digest`, with cells, of chunks in the order of the stream, none of them empty:
-    made by the device that their bytes lie on. What is not in memory is zeros."""
+    made by the device that their bytes lie on. What is not in memory is zeros. With `to`, the same
+    bytes are copied there first, and hashed where they have come to lie. `tables` keeps what the
+    device needs to know of the memory, for the next time."""
+    if not len(starts):
+        return []
     counts = [-(-size // CELL_BYTES) for size in sizes]
     begin = np.concatenate(
         [np.arange(at, at + size, CELL_BYTES) for at, size in zip(starts, sizes, strict=True)]
     ).astype(np.uint64)
     ends = np.repeat(np.add(starts, sizes), counts).astype(np.uint64)
-    table = ChunkTable.of(memory, begin, np.minimum(begin + np.uint64(CELL_BYTES), ends))
+    table = ChunkTable.of(memory, begin, np.minimum(begin + np.uint64(CELL_BYTES), ends), to)
     with torch.cuda.device(device), side_stream():
-        rows = digests(table, device, Tables()).cpu().numpy()
-    cells = iter([row.tobytes() for row in rows])
-    return [joined(list(islice(cells, count))) for count in counts]
+        cells = digests(table, device, tables or Tables()).cpu().numpy().tobytes()
+    ends = (DIGEST_BYTES * np.cumsum(counts)).tolist()
+    return [joined(cells[low:high]) for low, high in pairwise([0, *ends])]
 
 
 def _copy_segments(hashed: ChunkTable, device: int) -> None:

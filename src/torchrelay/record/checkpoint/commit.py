@@ -1,4 +1,4 @@
-"""Records as bytes: JSON at rest, MessagePack between live ranks. One schema, and one validator.
+"""Records of steps as bytes.
 
 At rest, in `manifest.json`, a record is one JSON object of two fields: `checkpoint`, the record,
 and `digest`, the xxh3-128 of the bytes of that field as they stand in the file. Columns of numbers
@@ -11,7 +11,6 @@ import msgspec
 import xxhash
 
 from torchrelay.errors import FormatError, ManifestError
-from torchrelay.record.checkpoint import first_format
 from torchrelay.record.checkpoint.consistency import check
 from torchrelay.record.checkpoint.schema import FORMAT, Checkpoint
 from torchrelay.record.manifest import MAX_RECORD_BYTES
@@ -30,7 +29,6 @@ class _StepVersion(msgspec.Struct):
 _envelope = msgspec.json.Decoder(_Envelope)
 _version = msgspec.json.Decoder(_StepVersion)
 _checkpoint = msgspec.json.Decoder(Checkpoint)
-_part = msgspec.msgpack.Decoder(Checkpoint)
 # What a decoder raises for bytes that are no record, and a check for numbers that cannot be.
 _FAULTS = (msgspec.MsgspecError, RecursionError, ValueError, OverflowError)
 
@@ -47,8 +45,8 @@ def content_digest(checkpoint: Checkpoint) -> str:
 
 
 def decode(data: bytes) -> Checkpoint:
-    """The record in `data`, its digest and every number in it checked, or `ManifestError`. One of
-    an earlier format is given as if it were of this one; `FormatError` for one that is unknown."""
+    """The record in `data`, its digest and every number in it checked, or `ManifestError`;
+    `FormatError` for a format that this version does not know."""
     if len(data) > MAX_RECORD_BYTES:
         raise ManifestError(f"commit record of {len(data)} bytes, the cap is {MAX_RECORD_BYTES}")
     with gc_paused():
@@ -56,24 +54,6 @@ def decode(data: bytes) -> Checkpoint:
             return _decode(_body(data))
         except _FAULTS as fault:
             raise ManifestError(f"not a commit record: {fault}") from None
-
-
-def encode_part(checkpoint: Checkpoint) -> bytes:
-    """What a live rank has of a state, as it tells another."""
-    return msgspec.msgpack.encode(checkpoint)
-
-
-def decode_part(data: bytes) -> Checkpoint:
-    """The record in `data` of a part of a state, every number checked, or `ManifestError`."""
-    with gc_paused():
-        try:
-            checkpoint = _part.decode(data)
-            if checkpoint.format != FORMAT:
-                raise ManifestError(f"a record of format {checkpoint.format}, ours is {FORMAT}")
-            check(checkpoint, part=True)
-        except _FAULTS as fault:
-            raise ManifestError(f"not a record: {fault}") from None
-    return checkpoint
 
 
 def _body(data: bytes) -> bytes:
@@ -89,11 +69,10 @@ def _body(data: bytes) -> bytes:
 
 def _decode(body: bytes) -> Checkpoint:
     major, minor = _version.decode(body).format
-    if major not in (first_format.MAJOR, FORMAT[0]):
+    if major != FORMAT[0]:
         raise _unknown(major, minor)
     try:
-        decoder = first_format.decode if major == first_format.MAJOR else _checkpoint.decode
-        checkpoint = decoder(body)
+        checkpoint = _checkpoint.decode(body)
         check(checkpoint)
     except (ManifestError, *_FAULTS):
         if (major, minor) > FORMAT:  # it has its digest, so it may have kinds that are new
@@ -104,6 +83,6 @@ def _decode(body: bytes) -> Checkpoint:
 
 def _unknown(major: int, minor: int) -> FormatError:
     return FormatError(
-        f"a checkpoint of format {major}.{minor}, this version knows formats up to "
-        f"{FORMAT[0]}.{FORMAT[1]}: read it with the torchrelay that wrote it"
+        f"a checkpoint of format {major}.{minor}, this version reads format {FORMAT[0]}: read it "
+        "with the torchrelay that wrote it"
     )

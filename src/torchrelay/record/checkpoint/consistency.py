@@ -15,7 +15,7 @@ from torchrelay.record.checkpoint.schema import Checkpoint, DataFile, Outline, O
 from torchrelay.record.checkpoint.stored import Tensors
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.manifest import parts
-from torchrelay.record.validation import check_leaves, check_outline, last_byte
+from torchrelay.record.validation import check_filled, check_outline, last_byte, reach_of
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -109,24 +109,26 @@ def _check_own(checkpoint: Checkpoint, named: _Named) -> None:
         shared = checkpoint.outlines[number]
         _check_indices([index for index, _ in own.leaves], len(shared.leaves), "own leaves")
         _check_indices([index for index, _ in own.names], len(shared.names), "own names")
-        if own.names and number not in needs:
+        named.check(name for _, name in own.names)
+        for index, name in own.names:
+            if index in shared.layouts:
+                _check_strides(named.shapes[name], shared.layouts[index])
+        if number not in needs and (own.names or own.leaves):
             needs[number] = _needs(shared)
-        _check_own_names(own, shared, needs.get(number, {}), named)
-        sizes = _OwnSizes(shared.names, dict(own.names), named.sizes)
-        check_leaves([leaf for _, leaf in own.leaves], sizes)
+        _check_own_leaves(own, shared, needs.get(number, {}), named)
 
 
-def _check_own_names(own: Own, shared: Outline, needs: _Needs, named: _Named) -> None:
-    named.check(name for _, name in own.names)
-    leaves = {index for index, _ in own.leaves}
-    for index, name in own.names:
-        if index in shared.layouts:
-            _check_strides(named.shapes[name], shared.layouts[index])
-        for last, at in needs.get(index, ()):
-            if at not in leaves:
-                if last > named.sizes[name]:
-                    raise ManifestError(f"a leaf reaches past {name[:80]!r}")
-                break
+def _check_own_leaves(own: Own, shared: Outline, needs: _Needs, named: _Named) -> None:
+    """Leaves of a rank fill the tensors that they lie in, together with those that it shares."""
+    sizes = _OwnSizes(shared.names, dict(own.names), named.sizes)
+    reach = dict(reach_of([leaf for _, leaf in own.leaves], sizes))
+    replaced = {index for index, _ in own.leaves}
+    changed = {part.storage for at in replaced for part in parts(shared.leaves[at])} - {-1}
+    for index in changed.union(reach, (index for index, _ in own.names)):
+        last = next((end for end, at in needs.get(index, ()) if at not in replaced), 0)
+        end = max(last, reach.get(index, 0))
+        if end:
+            check_filled(index, end, sizes[index])
 
 
 class _OwnSizes(Sequence[int]):

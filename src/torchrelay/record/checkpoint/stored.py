@@ -19,7 +19,6 @@ import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Box, Numbers
-from torchrelay.record.columns import RecordSequence
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.numbers import pack_narrow, unpack_narrow
 
@@ -132,8 +131,8 @@ class Tiling(msgspec.Struct, array_like=True, frozen=True, dict=True):
         return found
 
 
-class Shards(RecordSequence[Shard]):
-    """The boxes of one tensor."""
+class Shards(Sequence[Shard]):
+    """The boxes of one tensor. Equal to a tuple of the same."""
 
     __slots__ = ("_files", "_starts", "tiling")
 
@@ -148,9 +147,17 @@ class Shards(RecordSequence[Shard]):
         places = zip(self.tiling.boxes, self._files.tolist(), self._starts.tolist(), strict=True)
         return (Shard(*box, file, start) for box, file, start in places)
 
-    def _record(self, index: int) -> Shard:
-        box = self.tiling.boxes[index]
-        return Shard(*box, int(self._files[index]), int(self._starts[index]))
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, (tuple, Shards)) else False
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        offsets, sizes = self.tiling.boxes[index]
+        return Shard(offsets, sizes, int(self._files[index]), int(self._starts[index]))
 
 
 class Tensors(msgspec.Struct, array_like=True, frozen=True, dict=True):

@@ -108,19 +108,19 @@ class Files:
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[BinaryIO]:
-    """Within: a file to write to. It takes the name `path`, also of a file that has it, when all of
-    it is durable; nothing is left of it where the block fails."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Within: a file to write to. It gets the name `path`, in place of an older file, when all of
+    it is durable; nothing of it remains if the block fails."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with beside.open("xb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
         Files().sync_dir(str(path.parent))
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def open_plain(path: str, within: int | None, more: int = 0) -> int:

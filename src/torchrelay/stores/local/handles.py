@@ -1,4 +1,4 @@
-"""Files that stay open between uses, at most so many at a time."""
+"""Files that stay open between uses, up to a maximum number."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import errno
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 OPEN_FILES = 128
-SHARE = 4  # of the files that this process may open, one in so many is ours: others need some too
+SHARE = 4  # we open at most a quarter of the files that this process may open
 
 _FULL = (errno.EMFILE, errno.ENFILE)
 
@@ -23,8 +24,8 @@ File = TypeVar("File", bound=Closable)
 
 
 class Handles(Generic[File]):
-    """Open files by key. Whichever was used least recently is closed to make room; who uses it
-    next opens it again."""
+    """Open files by key. The one that was used least recently is closed for a new one, and opened
+    again at its next use."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Hashable, File] = OrderedDict()
@@ -35,11 +36,18 @@ class Handles(Generic[File]):
         if may_open != resource.RLIM_INFINITY:
             self._most = max(1, min(OPEN_FILES, may_open // SHARE))
 
-    def lent(self, key: Hashable, open_: Callable[[], File]) -> _Lent[File]:
+    @contextmanager
+    def lent(self, key: Hashable, open_: Callable[[], File]) -> Iterator[File]:
         """Within: the file of a key, which stays open."""
-        return _Lent(self, key, open_)
+        file = self._take(key, open_)
+        try:
+            yield file
+        finally:
+            with self._lock:
+                if key in self._users:  # it was not dropped meanwhile
+                    self._users[key] -= 1
 
-    def take(self, key: Hashable, open_: Callable[[], File]) -> File:
+    def _take(self, key: Hashable, open_: Callable[[], File]) -> File:
         with self._lock:
             file = self._files.get(key)
             if file is None:
@@ -57,13 +65,8 @@ class Handles(Generic[File]):
             self._users[key] = self._users.get(key, 0) + 1
             return file
 
-    def give(self, key: Hashable) -> None:
-        with self._lock:
-            if key in self._users:  # it was not dropped meanwhile
-                self._users[key] -= 1
-
     def _close_idle(self, most: int) -> None:
-        """Close files that nobody uses, until so many are left."""
+        """Close files that are not in use, until at most `most` are open."""
         for key in [key for key in self._files if not self._users[key]]:
             if len(self._files) <= most:
                 return
@@ -79,16 +82,3 @@ class Handles(Generic[File]):
     def close(self) -> None:
         with self._lock:
             self._close_idle(0)
-
-
-class _Lent(Generic[File]):
-    def __init__(self, handles: Handles[File], key: Hashable, open_: Callable[[], File]) -> None:
-        self._handles = handles
-        self._key = key
-        self._open = open_
-
-    def __enter__(self) -> File:
-        return self._handles.take(self._key, self._open)
-
-    def __exit__(self, *_: object) -> None:
-        self._handles.give(self._key)

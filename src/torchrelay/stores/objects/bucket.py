@@ -21,8 +21,8 @@ _ANSWER = re.compile(r"(<\?xml[^>]*>\s*)?<Error>.*</Error>", re.DOTALL)
 _SAID = re.compile(r"<(?:Code|Message)>([^<]*)<")
 CHUNK_BYTES = 8 << 20  # taken over from the library at once
 
-# Where each service's environment names an endpoint; obstore reads these by itself, but turns a
-# plain http:// one down unless it is told to allow it.
+# Where each service's environment names an endpoint; obstore reads these, but turns a
+# plain http:// one down unless an option allows it.
 ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
@@ -96,13 +96,13 @@ class Bucket:
             raise PermissionError(errno.EACCES, _reason(error), name) from error
         except (self._errors.BaseError, OSError) as error:
             code = error.errno if isinstance(error, OSError) else _refusal(error)
+            if "InvalidMetadata" in str(error):  # the object is damaged, and stays so
+                code = errno.EINVAL
             raise OSError(code or errno.EIO, _reason(error), name) from error
 
-    def put(
-        self, path: str, content: bytes, attributes: Mapping[str, str], *, create: bool
-    ) -> None:
-        """Put a small object in one atomic request; `create`: `FileExistsError` if it is there."""
-        given = {"attributes": dict(attributes), "use_multipart": False}
+    def put(self, path: str, content: bytes, *, create: bool) -> None:
+        """Put a JSON object in one atomic request; `create`: `FileExistsError` if it exists."""
+        given = {"attributes": {"Content-Type": "application/json"}, "use_multipart": False}
         with self.named(path):
             try:
                 mode = "create" if create else "overwrite"
@@ -122,6 +122,9 @@ class Bucket:
             self.nbytes(path)
         except FileNotFoundError:
             return False
+        except OSError as fault:
+            if fault.errno != errno.EINVAL:  # else it is there, with metadata that no one can read
+                raise
         return True
 
     def writer(self, path: str, part_bytes: int, concurrency: int) -> Any:
@@ -132,14 +135,13 @@ class Bucket:
                 self._store, path, buffer_size=part_bytes, max_concurrency=concurrency
             )
 
-    def get(self, path: str, most: int) -> tuple[bytes, dict[str, str]]:
-        """An object's bytes and attributes, which belong together; at most so many bytes."""
+    def get(self, path: str, most: int) -> bytes:
+        """The bytes of an object; `OSError` if there are more than `most`."""
         with self.named(path):
-            result = self._obs.get(self._store, path)
-            return self._taken(path, result, most), dict(result.attributes)
+            return self._taken(path, self._obs.get(self._store, path), most)
 
     def _taken(self, path: str, result: Any, most: int) -> bytes:
-        """What an answer holds. Memory is taken as bytes arrive, not by the length it announces."""
+        """An answer in full. Memory is taken as bytes arrive, not by the length it announces."""
         parts: list[bytes] = []
         left = most - (result.range[1] - result.range[0])
         if left >= 0:
@@ -154,16 +156,12 @@ class Bucket:
             raise OSError(errno.EFBIG, reason, self.name(path))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def attributes(self, path: str) -> dict[str, str]:
-        with self.named(path):
-            return dict(self._obs.get(self._store, path, options={"head": True}).attributes)
-
     def nbytes(self, path: str) -> int:
         with self.named(path):
             return int(self._obs.head(self._store, path)["size"])
 
     def read_range(self, path: str, start: int, nbytes: int) -> bytes:
-        """At most so many bytes; fewer where the object ends."""
+        """At most that many bytes; fewer where the object ends."""
         with self.named(path):
             options = {"range": (start, start + nbytes)}
             return self._taken(path, self._obs.get(self._store, path, options=options), nbytes)
@@ -185,7 +183,7 @@ class Bucket:
             return [ObjectInfo(*info) for info in infos]
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Remove objects; one that is gone already is no failure."""
+        """Remove objects; an object that is gone already is not an error."""
         if not paths:
             return
         with self.named(paths[0]):
@@ -198,8 +196,8 @@ class Bucket:
 
 
 def client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the environment says of the HTTP client. Options given to obstore replace those that it
-    would take from there, so they are handed on."""
+    """Settings of the HTTP client in the environment. Options given to obstore replace the ones
+    that it would take from there, so they are passed on."""
     names = {key: f"{VENDORS[scheme]}_{key.upper()}" for key in CLIENT_KEYS}
     options: dict[str, Any] = {key: environ[n] for key, n in names.items() if n in environ}
     endpoint = next((environ[name] for name in ENDPOINTS[scheme] if environ.get(name)), "")

@@ -1,1 +1,1 @@
-"""What a rank writes of a step: which boxes, to which files, and the record of it."""
+"""One rank's share of a step: its boxes, its files, and the record of them."""

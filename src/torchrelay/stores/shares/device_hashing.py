@@ -21,7 +21,7 @@ from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.stream import Stream
-from torchrelay.stores.writer.ranges import FileSpec
+from torchrelay.stores.writer.file_writer import FileSpec
 
 _Marks = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -102,7 +102,7 @@ class _Line:
         return found
 
     def digests(self) -> list[bytes]:
-        """Those of each file's chunks; zeros for chunks that no GPU has alone."""
+        """The digests of each file's chunks; zeros for chunks that no GPU has alone."""
         count = sum(map(len, self._starts))
         found = np.zeros((count, DIGEST_BYTES), np.uint8)
         for device, chosen, beside, table in self._by_device:

@@ -1,7 +1,6 @@
 """Which tensors go into which `.safetensors` file, and where in it. Pure: sizes in, plan out.
 
-A file is the format of the safetensors library: eight bytes with the length of a JSON header, the
-header, the data. Entries stand in descending order of item size, so each is aligned without holes.
+Tensors without elements are in the header alone.
 """
 
 from __future__ import annotations
@@ -14,37 +13,14 @@ from typing import NamedTuple
 import msgspec
 
 from torchrelay.record.dtypes import itemsize
+from torchrelay.stores.safetensors import METADATA, HeaderEntry, described, header
 
 FILE_BYTES = 1 << 30  # a group of tensors larger than this is split
 CHUNK_BYTES = (4 << 10, 1 << 20)  # the least, and what files of a usual size have
 CHUNKS = (1 << 8, 1 << 12)  # of a file: smaller chunks say better what is damaged, but are more
-HEADER_ALIGN = 8
-METADATA = "__metadata__"  # the one key of a header that is no tensor
 TOP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _RANKED = re.compile(r"\.rank-(\d+)-of-\d+")
-LOOSE = "0"  # the file of tensors in no group of their own; no key of a group starts like it
-
-# Dtypes that safetensors has a name for. Others are kept as bytes, with a last dimension of their
-# item size; the commit record has their true dtype.
-DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-    "complex64": "C64",
-}
+LOOSE = "0"  # the file of tensors that are in no group; no key of a group begins like this
 
 
 class Entry(NamedTuple):
@@ -63,7 +39,8 @@ class Entry(NamedTuple):
 
 
 class FileLayout(NamedTuple):
-    """A file to be: name, first bytes, and (start, index of the entry) in ascending order.
+    """A file to be: name, first bytes, and (start, index of each entry that has bytes) in ascending
+    order.
 
     `keys`: what the entries are called in the file.
     """
@@ -146,29 +123,24 @@ def _split(sizes: Sequence[int], file_bytes: int | None) -> list[list[int]]:
 
 def _file(name: str, group: str, members: list[int], entries: Sequence[Entry]) -> FileLayout:
     ordered = sorted(members, key=lambda index: -itemsize(entries[index].dtype))
-    header: dict[str, object] = {METADATA: {"format": "pt"}}
-    begin = 0
-    starts = []
+    keys: dict[str, int] = {METADATA: -1}
     for index in ordered:
-        entry = entries[index]
-        end = begin + entry.nbytes
-        known = DTYPES.get(entry.dtype)
-        shape = entry.sizes if known else (*entry.sizes, itemsize(entry.dtype))
-        key = _key(entry, group)
-        count = 1
-        while key in header:
+        key, count = _key(entries[index], group), 1
+        while key in keys:
             count += 1
-            key = f"{_key(entry, group)}~{count}"
-        header[key] = {"dtype": known or "U8", "shape": shape, "data_offsets": (begin, end)}
-        starts.append(begin)
-        begin = end
-    text = msgspec.json.encode(header)
-    text += b" " * (-(8 + len(text)) % HEADER_ALIGN)
-    head = len(text).to_bytes(8, "little") + text
-    nbytes = len(head) + begin
-    placed = tuple((len(head) + start, index) for start, index in zip(starts, ordered, strict=True))
-    keys = tuple(key for key in header if key != METADATA)
-    return FileLayout(name, head, placed, nbytes, _chunk_bytes(nbytes), keys)
+            key = f"{_key(entries[index], group)}~{count}"
+        keys[key] = index
+    del keys[METADATA]
+    head = header(
+        HeaderEntry(key, *described(entry.dtype, entry.sizes), entry.nbytes)
+        for key, entry in ((key, entries[index]) for key, index in keys.items())
+    )
+    placed, end = [], len(head)
+    for index in ordered:
+        if nbytes := entries[index].nbytes:
+            placed.append((end, index))
+            end += nbytes
+    return FileLayout(name, head, tuple(placed), end, _chunk_bytes(end), tuple(keys))
 
 
 def _chunk_bytes(nbytes: int) -> int:
@@ -183,7 +155,7 @@ def _chunk_bytes(nbytes: int) -> int:
 
 
 def _key(entry: Entry, group: str) -> str:
-    """What an entry is called in its file: its name below the group, and its box if it has one."""
+    """The key of an entry in its file: its name below the group, and its box if it has one."""
     name = entry.name
     if group == entry.top and name.startswith(group + "."):
         name = name[len(group) + 1 :]

@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class HeldTensor(NamedTuple):
-    """What a plan must know of a tensor that this rank has, or has a part of.
+    """A tensor that this rank has, or has a part of, as a plan sees it.
 
     The rank is number `replica` of the `replicas` ranks that have these elements. `team` is the
     same on all of them, and for all tensors that the same ranks share in this way.
@@ -60,7 +60,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Statement(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank says first: digests of what it has."""
+    """The first message of a rank: digests of its tensors and leaves."""
 
     shape: bytes  # of its outline but for the leaves
     leaves: _Digests
@@ -68,7 +68,7 @@ class Statement(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int  # that it writes if all ranks have the same
 
 
-class Question(msgspec.Struct, array_like=True, frozen=True):
+class Question(msgspec.Struct, array_like=True, frozen=True, tag="question"):
     """The coordinator's answer where ranks differ: the buckets whose rows it must see."""
 
     tensors: _Buckets
@@ -77,7 +77,7 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Details(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank says to a question."""
+    """The answer of a rank to a question."""
 
     tensors: list[Row]
     leaves: list[tuple[int, Leaf]]
@@ -85,8 +85,8 @@ class Details(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int  # that it writes of tensors that are the same everywhere
 
 
-class Ruling(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank is to know beside the rule. In these buckets it writes what it has, by these
+class Ruling(msgspec.Struct, array_like=True, frozen=True, tag="ruling"):
+    """The exceptions of a rank from the rule. In these buckets it writes what it has, by these
     names, but for what is left to another rank."""
 
     buckets: _Buckets = ()
@@ -166,7 +166,7 @@ def differing(all_digests: Sequence[bytes]) -> tuple[int, ...]:
 
 
 def questions(said: Sequence[Statement]) -> list[Question] | None:
-    """What the coordinator, rank 0, must ask each rank; None if all have the same."""
+    """The questions of the coordinator, rank 0, to each rank; None if all have the same."""
     tensors = differing([one.tensors for one in said])
     shapes: defaultdict[bytes, list[int]] = defaultdict(list)
     for rank, one in enumerate(said):
@@ -184,7 +184,7 @@ def questions(said: Sequence[Statement]) -> list[Question] | None:
 def rulings(
     details: Sequence[Details], asked: Sequence[int], names: Collection[str]
 ) -> list[Ruling]:
-    """Who writes what of the buckets that were asked for. `names` are those of the coordinator."""
+    """The ruling for each rank about the buckets in question. `names`: of the coordinator."""
     holders: defaultdict[str, list[tuple[int, Row]]] = defaultdict(list)
     taken = set(names)
     for rank, one in enumerate(details):

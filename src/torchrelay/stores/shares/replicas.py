@@ -14,7 +14,7 @@ from torchrelay.plan.outline import Named
 from torchrelay.plan.region import Region
 from torchrelay.record.digest import digest
 from torchrelay.state import tensors as t
-from torchrelay.stores.writer.ranges import host_view
+from torchrelay.stores.writer.file_writer import host_view
 
 SMALL_BYTES = 64 << 10  # of a tensor that is compared between ranks
 SAMPLES = 4

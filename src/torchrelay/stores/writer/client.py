@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
+from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.stores.writer import process as p
-from torchrelay.stores.writer.companion import END_SECONDS, Companion
-from torchrelay.stores.writer.ranges import FileSpec
+from torchrelay.stores.writer.child_process import END_SECONDS, ChildProcess
+from torchrelay.stores.writer.file_writer import FileSpec
 
 _START_SECONDS = 60.0
 
@@ -20,15 +21,14 @@ _START_SECONDS = 60.0
 class WriterProcess:
     """A writer process, started when it is first needed and again if it was lost.
 
-    One save at a time uses it; the caller sees to that. Every request has a deadline, in seconds
-    from now; a writer that does not keep it is ended.
+    One save at a time uses it. Every request has a deadline; a writer that misses it is ended.
     """
 
     def __init__(self) -> None:
-        self._writer = Companion("torchrelay.stores.writer.process")
+        self._writer = ChildProcess("torchrelay.stores.writer.process")
         self._lock = threading.Lock()
         self._attached = (0, -1)  # which of its processes has which arena
-        self._save = 0
+        self._saves = 0
 
     @property
     def pid(self) -> int | None:
@@ -40,7 +40,7 @@ class WriterProcess:
     def attach(
         self, fds: Sequence[int], each: int, nbytes: int, timeout: float = _START_SECONDS
     ) -> None:
-        """Show the writer an arena, unless it is the one it has."""
+        """Give the writer an arena, unless it is the one it has."""
         self.start()
         arena = self._writer.generation, os.fstat(fds[0]).st_ino
         if self._attached == arena:
@@ -51,35 +51,21 @@ class WriterProcess:
 
     def begin(
         self, url: str, step: int, token: str, files: Sequence[FileSpec], timeout: float
-    ) -> int:
-        """Open the files of a save. Returns a number that stands for this save from here on."""
+    ) -> WriterSave:
+        """Open the files of a save, in a draft that exists."""
         records = [tuple(file) for file in files]
         with self._lock:
-            self._save += 1
+            self._saves += 1
             self._ask(p.Begin(url, step, token, timeout, records), timeout, "open")  # type: ignore[arg-type]
-            return self._save
+            return WriterSave(self, self._saves)
 
-    def write(self, save: int, ranges: list[tuple[int, int, int, int]], timeout: float) -> None:
-        with self._current(save, "write"):
-            self._ask(p.Write(ranges), timeout, "write")
-
-    def finish(self, save: int, timeout: float) -> list[bytes]:
-        with self._current(save, "sync"):
-            return self._ask(p.Finish(), timeout, "sync").digests
-
-    def abort(self, save: int) -> None:
-        """Give up the files of a save, if it is still the one under way; never raises."""
-        with suppress(CheckpointError), self._current(save, "abort"):
-            self._ask(p.Abandon(), END_SECONDS, "abort")
-
-    @contextmanager
-    def _current(self, save: int, phase: str) -> Iterator[None]:
-        """Within: the writer is at this save. A save that was given up may still have a thread
-        that would go on with it, in the files of the next one."""
+    def ask(self, save: int, request: p.Request, timeout: float, phase: str) -> p.Finished:
+        """A request of a save. A thread of a save that was given up may still run, and must not
+        write to the files of the next one."""
         with self._lock:
-            if save != self._save:
+            if save != self._saves:
                 raise CheckpointError("this save was given up", phase=phase)
-            yield
+            return self._ask(request, timeout, phase)
 
     def _ask(
         self, request: p.Request, timeout: float, phase: str, fds: Sequence[int] = ()
@@ -91,11 +77,12 @@ class WriterProcess:
             self._writer.drop()
             if isinstance(fault, TimeoutError):
                 raise StorageTimeoutError(
-                    "the writer did not finish in time", phase=phase
+                    "the writer did not finish in time: give a longer timeout", phase=phase
                 ) from None
             if isinstance(fault, (EOFError, OSError)):
                 raise CheckpointError(
-                    f"the writer process was lost ({fault or 'closed'}; exit status {code})",
+                    f"the writer process was lost ({fault or 'closed'}; exit status {code}): the "
+                    "next save starts another",
                     phase=phase,
                 ) from None
             raise
@@ -104,10 +91,30 @@ class WriterProcess:
             raise CheckpointError(answer.message, phase=answer.phase or phase, file=answer.file)
         return answer
 
-    def forsake(self) -> None:
-        """In a child of a fork: let go of what is the parent's, which stays as it is."""
-        self._writer.forsake()
+    def detach_after_fork(self) -> None:
+        """In a child of a fork: forget the process, which stays the parent's."""
+        self._writer.detach_after_fork()
 
     def close(self) -> None:
-        """End the process; it is idle, or its work is given up."""
+        """End the process; it is idle, or its work was given up."""
         self._writer.close()
+
+
+class WriterSave:
+    """The files of one save in the writer process."""
+
+    def __init__(self, process: WriterProcess, number: int) -> None:
+        self._process, self._number = process, number
+
+    def write(self, placed: list[tuple[int, int, int, int]], deadline: Deadline) -> None:
+        """Write (file, start, stop, position in the arena) of staged bytes."""
+        self._process.ask(self._number, p.Write(placed), deadline.left(), "write")
+
+    def finish(self, deadline: Deadline) -> list[bytes]:
+        """Make the files durable; returns the digests of their chunks."""
+        return self._process.ask(self._number, p.Finish(), deadline.left(), "sync").digests
+
+    def abort(self) -> None:
+        """Give up the files, if this is still the current save; never raises."""
+        with suppress(CheckpointError):
+            self._process.ask(self._number, p.Abandon(), END_SECONDS, "abort")

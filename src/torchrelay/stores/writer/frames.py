@@ -6,19 +6,19 @@ import socket
 import struct
 from collections.abc import Sequence
 
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
 MAX_FRAME = 1 << 30
 
 
 def send_frame(link: socket.socket, data: bytes) -> None:
-    link.sendall(_LENGTH.pack(len(data)) + data)
+    link.sendall(LENGTH.pack(len(data)) + data)
 
 
-def receive_frame(link: socket.socket) -> bytes:
-    """The next message. `EOFError` if the other end is gone, `TimeoutError` by the socket's
-    timeout."""
-    (length,) = _LENGTH.unpack(_exactly(link, _LENGTH.size))
-    if length > MAX_FRAME:
+def receive_frame(link: socket.socket, most: int = MAX_FRAME) -> bytes:
+    """The next message. `EOFError` if the other end is gone or it has more than `most` bytes,
+    `TimeoutError` by the socket's timeout."""
+    (length,) = LENGTH.unpack(_exactly(link, LENGTH.size))
+    if length > most:
         raise EOFError(f"a message of {length} bytes")
     return _exactly(link, length)
 

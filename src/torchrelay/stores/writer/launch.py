@@ -1,4 +1,4 @@
-"""Launches a process without torch beside the trainer, with a socket between the two."""
+"""Launches a child process without torch, with a socket between it and the trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trainer_at(link: int) -> Iterator[socket.socket]:
 def launch(program: str, *, mute: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Run `serve` of a module of this package in an isolated interpreter; our end of the socket.
 
-    `mute`: it has no output, so that nobody who waits for the end of this process's waits for it.
+    `mute`: it has no output, so that a reader of this process's output does not wait for it.
     """
     output = subprocess.DEVNULL if mute else None
     ours, theirs = socket.socketpair()

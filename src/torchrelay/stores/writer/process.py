@@ -17,9 +17,9 @@ import msgspec
 from torchrelay.errors import CheckpointError
 from torchrelay.memory.pages import address_of, side_by_side
 from torchrelay.stores.locate import open_store
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range, Staged
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 from torchrelay.stores.writer.launch import trainer_at
-from torchrelay.stores.writer.ranges import FileSpec, Range, Staged, Writing
 
 
 class Attach(msgspec.Struct, tag="attach"):
@@ -80,7 +80,7 @@ class _Writer:
         self._link = link
         self._arena: mmap.mmap | None = None
         self._base = 0
-        self._writing: Writing | None = None
+        self._writing: FileWriter | None = None
 
     def serve(self) -> None:
         with contextlib.suppress(EOFError, ConnectionError):
@@ -102,7 +102,7 @@ class _Writer:
             draft = open_store(request.url, timeout=request.timeout).draft(
                 request.step, request.token
             )
-            self._writing = Writing(draft, [FileSpec(*file) for file in request.files])
+            self._writing = FileWriter(draft, [FileSpec(*file) for file in request.files])
         elif isinstance(request, Write):
             assert self._writing is not None
             self._writing.write(

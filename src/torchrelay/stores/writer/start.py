@@ -1,11 +1,11 @@
-"""Starts a process beside the trainer. An interpreter in isolated mode runs this file:
+"""Starts a child process of the trainer. An interpreter in isolated mode runs this file:
 
     python -I start.py SOCKET PACKAGE PROGRAM PATH...
 
-So nothing in the working directory or beside the trainer's script can pass for a module of the
-standard library. The package is taken from where the trainer has it; what else the trainer can
-import is looked for where it would find it, after the interpreter's own places. PROGRAM is a
-module of the package; its `serve` gets the socket's descriptor.
+So nothing in the working directory or next to the trainer's script can pass for a module of the
+standard library. The package is imported from the trainer's copy; other modules are looked for in
+the trainer's paths, after those of the interpreter. PROGRAM is a module of the package; its `serve`
+gets the descriptor of the socket.
 """
 
 from __future__ import annotations

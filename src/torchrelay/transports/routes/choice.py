@@ -1,6 +1,6 @@
 """The list of routes, and which of them a receiver takes.
 
-The first that works is taken; why those before it were not goes into the report.
+The first that works is taken. Why those before it were not goes into the report.
 """
 
 from __future__ import annotations
@@ -9,71 +9,67 @@ from importlib import import_module
 from typing import NamedTuple
 
 from torchrelay.errors import RouteError, UsageError
-from torchrelay.transports.routes.seam import Incoming, Mover, Outgoing, Route, Server, Unavailable
+from torchrelay.transports.routes.route import (
+    Incoming,
+    Receiver,
+    Route,
+    RouteFetch,
+    RouteService,
+    Unavailable,
+)
 
 # The files of routes, from fast to slow. The last one always works.
-FILES = (
-    "cuda_ipc",
-    "host",
-    "connections",
-    "nixl",
-    "messages",
-)
+FILES = ("cuda_ipc", "memory", "group", "nixl", "tcp")
 ROUTES: tuple[Route, ...] = tuple(import_module(f"{__package__}.{name}").ROUTE for name in FILES)
 BY_NAME = {route.name: route for route in ROUTES}
-GROUP = ROUTES[-1]
+_NOT_OFFERED = "the sender does not offer it: ask for it on both sides"
 
 
 class Choice(NamedTuple):
     route: Route
-    mover: Mover
+    fetch: RouteFetch
     instead: dict[str, str]  # faster routes: why each was not taken
 
 
 def check_route(route: str | None) -> str | None:
-    asked = list(dict.fromkeys(one.asked_as for one in ROUTES))
-    if route is not None and route not in asked:
-        raise UsageError(f"route is one of {', '.join(asked)} or None, not {route!r}")
+    if route is not None and route not in BY_NAME:
+        raise UsageError(f"route is one of {', '.join(BY_NAME)} or None, not {route!r}")
     return route
 
 
-def compares(route: str, verify: bool | None) -> bool:
-    """Whether what comes by a route, as callers call it, is compared with what was sent."""
-    return all(one.compares(verify) for one in ROUTES if one.asked_as == route)
-
-
-def servers(outgoing: Outgoing) -> dict[str, Server]:
-    """The sender's ends of the routes that it offers, by name."""
-    return {
-        route.name: route.server(outgoing)
-        for route in ROUTES
-        if _open(route, outgoing.options.route)
-    }
+def services(receiver: Receiver, only: str | None) -> dict[str, RouteService]:
+    """The sender's ends of the routes that it offers to a receiver, by name."""
+    return {route.name: route.service(receiver) for route in ROUTES if _open(route, only)}
 
 
 def _open(route: Route, only: str | None) -> bool:
-    """Whether a route may be taken where one is asked for, or none is."""
-    return route.asked_as == only if only is not None else not route.by_request
+    """Whether a route may be taken: the one that was asked for, or any that need not be."""
+    return route.name == only if only is not None else not route.by_request
 
 
 def choose(incoming: Incoming, wanted: str | None) -> Choice:
-    """The fastest route that works. `RouteError` where the only one that either side takes does
-    not."""
+    """The fastest route that works. `RouteError` if one side takes one route alone, and it does
+    not work."""
     offered = incoming.offer.route
     if wanted and offered and wanted != offered:
         raise RouteError(f"the sender takes route {offered!r} alone, this side {wanted!r}")
     only = wanted or offered
-    if only is not None and only not in {route.asked_as for route in ROUTES}:
+    if only is not None and only not in BY_NAME:
         raise RouteError(f"the sender takes route {only!r} alone, which is not known here")
     instead: dict[str, str] = {}
     for route in ROUTES:
         if not _open(route, only):
-            if not route.by_request and route.name == route.asked_as:
+            if not route.by_request:
                 instead[route.name] = "not asked for"
             continue
-        found = route.accept(incoming.offer.routes.get(route.name), incoming)
+        facts = incoming.offer.routes.get(route.name)
+        found: RouteFetch | Unavailable
+        if facts is None:
+            found = Unavailable(incoming.offer.unavailable.get(route.name, _NOT_OFFERED))
+        else:
+            found = route.fetch(facts, incoming)
         if not isinstance(found, Unavailable):
             return Choice(route, found, instead)
         if found.because:
             instead[route.name] = found.because
-    raise RouteError(f"route {only!r} was asked for, but: {instead.get(only or '', '')}")
+    raise RouteError(f"route {only!r} was asked for, but: {instead.get(only or '', 'none works')}")

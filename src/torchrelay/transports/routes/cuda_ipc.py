@@ -1,232 +1,205 @@
 """Route "cuda_ipc": the receiver opens the sender's GPU memory and copies it itself.
 
-What of a state is not in GPU memory at both ends comes as on route "host".
+Bytes that are not in GPU memory at both ends come as on route "memory".
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated
 
 import msgspec
+import torch
 from msgspec import Meta
 
-from torchrelay.geometry.runs import Runs
-from torchrelay.memory.gpu.kernels import by_device
-from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes.host import (
-    HostPull,
-    HostServer,
-    Memory,
-    Ways,
-    find_ways,
-    reach,
-)
-from torchrelay.transports.routes.nearby import device_digests, place
-from torchrelay.transports.routes.nearby.chunk_ways import stretches
-from torchrelay.transports.routes.nearby.device_digests import DeviceDigests, Sources
-from torchrelay.transports.routes.nearby.ipc_handles import (
+from torchrelay.errors import RemoteProtocolError
+from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.landing.seam import Landing
+from torchrelay.memory.gpu import kernels
+from torchrelay.memory.gpu.side import side_stream
+from torchrelay.transports.routes import route as r
+from torchrelay.transports.routes.cuda.handles import (
     Export,
     Exported,
     Exports,
     IpcError,
     Openings,
+    Sources,
 )
-from torchrelay.transports.routes.seam import (
-    Incoming,
-    Line,
-    Mover,
-    Outgoing,
-    Route,
-    Server,
-    Unavailable,
+from torchrelay.transports.routes.host import place
+from torchrelay.transports.routes.memory import (
+    MemoryFacts,
+    MemoryFetch,
+    MemoryService,
+    MemoryTable,
+    Reachable,
+    reach,
 )
+from torchrelay.transports.wire import messages as m
 
-WHICH = b"digests"  # what a receiver says that wants to know them one by one
-
-
-class DeviceMemory(msgspec.Struct, array_like=True, frozen=True):
-    """Device memory of the sender, and what of the state lies elsewhere."""
-
-    memory: Memory  # without its table
-    digests: bool = False  # of device memory come with the trailer
-    strays: wire.Stretches = ()  # chunks that have bytes elsewhere which no export reaches
-    no_exports: wire.Text = ""  # why there are none
+_NONE = "no contiguous tensor of the state is on a GPU"
 
 
-class DeviceTables(msgspec.Struct, array_like=True, frozen=True):
-    """The fixed part of the offer: what lies where."""
+class DeviceFacts(msgspec.Struct, array_like=True, frozen=True):
+    """Where the sender's process is, and whether its device memory can be opened."""
 
-    host: wire.Blob = b""  # as of `Memory`
-    device: wire.Blob = b""  # `ipc_handles.pack`
+    memory: MemoryFacts
+    digests: bool = False  # of device memory are compared
+    no_exports: m.Text = ""  # why it cannot be opened
+
+
+class DeviceTable(msgspec.Struct, array_like=True, frozen=True):
+    """What lies where."""
+
+    memory: MemoryTable
+    device: m.Blob = b""  # `handles.pack`
     exports: Annotated[tuple[Export, ...], Meta(max_length=1 << 20)] = ()
+    strays: m.ChunkRanges = ()  # chunks that have bytes which no export reaches
 
 
-class CudaServer(HostServer):
-    """Exports device memory, and hashes it beside everything else."""
+class CudaService(MemoryService):
+    """Exports device memory. The sender's devices hash it while the receiver copies it."""
 
-    name = "cuda_ipc"
+    _exported: tuple[r.Outgoing, Exported] | None = None
 
-    def __init__(self, outgoing: Outgoing) -> None:
-        super().__init__(outgoing)
-        self._exports = outgoing.resources.of(Exports)
-        self._hash_devices = outgoing.options.verify is not False
-        self._hash_early = False  # a receiver that has a GPU was told of this one
-        self._digests: DeviceDigests | None = None
-        self._exported: Exported | str | None = None
-
-    def get_ready(self) -> None:
-        if self._exports.taken and isinstance(self._export(), Exported):
-            # It will be asked for again; and the device has nothing else to do before it is.
-            self._start_digests()
-
-    def _export(self) -> Exported | str:
-        """Device memory for receivers to open, or why there is none."""
-        if self._exported is None:
-            try:
-                device = self._layout.device
-                found = self._exports.of(device) if len(device.starts) else None
-                self._exported = found or "no contiguous tensor of the state is on a GPU"
-            except IpcError as fault:
-                self._exported = str(fault)
-        return self._exported
-
-    def offer(self, join: wire.Join, line: Line) -> wire.RouteOffer | Unavailable:
-        memory = Memory(self._here)
-        if place.apart(self._here, join.place) or not join.nonce:
-            return wire.RouteOffer(msgspec.msgpack.encode(DeviceMemory(memory)))
-        found = self._export()
-        if isinstance(found, Exported):
-            # A handle opens memory without asking the kernel who it is that does.
-            receiver = place.Process(join.place.pid, join.fd, 0)
-            claim = place.claim(join.nonce, line.peer, line.group.rank(), line.transfer)
-            if place.cannot_open(receiver, claim):
-                found = "the sender cannot make sure that this process is of its user"
-        if isinstance(found, str):
-            told = DeviceMemory(memory, no_exports=found)
-            return wire.RouteOffer(msgspec.msgpack.encode(told))
-        self._hash_early = self._hash_early or bool(join.place.devices)
-        memory = self.memory(join, line)
-        tables = DeviceTables(memory.host, found.device, found.exports)
-        memory = msgspec.structs.replace(memory, host=b"")
-        told = DeviceMemory(memory, self._hash_devices, stretches(self._layout.strays))
-        return wire.RouteOffer(msgspec.msgpack.encode(told), msgspec.msgpack.encode(tables))
-
-    def offered(self) -> None:
-        if self._hash_early:
-            self._start_digests()
-
-    def begin(self, rank: int) -> bytes | Unavailable:
-        self._start_digests()
-        return super().begin(rank)
-
-    def trailer(self, rank: int) -> bytes:
-        """The digests of all that receivers have opened, as one; waits for the device."""
-        self._exports.taken = True
-        return b"" if self._digests is None else device_digests.summary(self._digests.packed())
-
-    def hear(self, line: Line, word: bytes) -> str:
-        if word != WHICH:
-            return super().hear(line, word)
-        if self._digests is None:
-            return "asked for digests that there are not"
-        line.send(wire.Word(self._digests.packed()))
-        return ""
-
-    def _start_digests(self) -> None:
-        if self._hash_devices and self._digests is None:
-            self._digests = self._exports.grid.digests(self._layout.device, self._stream_bytes)
-
-
-class CudaPull(HostPull):
-    """Copies device memory to device memory by itself; the rest comes as on route "host"."""
-
-    def __init__(
-        self,
-        incoming: Incoming,
-        memory: Memory,
-        ways: Ways,
-        opened: Sources,
-        *,
-        digests: bool,
-    ) -> None:
-        super().__init__(incoming, memory, ways)
-        self._opened, self._device_digests = opened, digests
-        self.verified = memory.verify or digests
-        self._copied: device_digests.Copied | None = None
-        self._told: bytes | None = None  # the sender's digests, where they were asked for
-
-    def _begin(self, go: wire.Go) -> None:
-        super()._begin(go)
-        self._copy_device_memory()
-
-    def _copy_device_memory(self) -> None:
-        """Returns when all of it is in its place."""
-        self._copied = self._incoming.resources.of(Openings).copier.copy(
-            self._opened,
-            by_device(self._ways.places.device),
-            self._chunks.stream_bytes,
-            digests=self._device_digests,
-        )
-        self.messages += self._copied.pieces
-        self._count(self._copied.nbytes)
-
-    def _hear(self, word: bytes) -> None:
-        if self._asked or self._outstanding:
-            super()._hear(word)
-        else:
-            self._told = word
-
-    def _use_wait(self) -> None:
-        super()._use_wait()
-        if self._copied is not None and self._device_digests:
-            self._copied.summary  # noqa: B018
-
-    def _check(self, word: bytes) -> None:
-        if self._copied is None or not self._device_digests or self._copied.summary == word:
-            return
-        self._line.send(wire.Word(WHICH))
-        while self._told is None:
-            self._handle(self._next())
-        if (at := self._copied.differs(self._told)) is not None:
-            total = self._chunks.stream_bytes
-            end = min(at + device_digests.cell_bytes(total), total)
-            raise self._differs(f"device memory with {self._incoming.named(at, end)}")
-
-
-class CudaIpcRoute(Route):
-    name = "cuda_ipc"
-    pulls = True
-
-    def server(self, outgoing: Outgoing) -> Server:
-        return CudaServer(outgoing)
-
-    def accept(self, offer: wire.RouteOffer | None, incoming: Incoming) -> Mover | Unavailable:
-        if offer is None:
-            return Unavailable("the sender does not say where its memory is")
-        device = wire.read_as(DeviceMemory, offer.fresh)
-        if why := place.apart(place.here(), device.memory.place) or device.no_exports:
-            return Unavailable(why)
-        if not incoming.landing.on_device:
-            return Unavailable("the destination is in host memory")
-        tables = wire.read_as(DeviceTables, offer.fixed)
-        found = reach(msgspec.structs.replace(device.memory, host=tables.host), incoming)
-        if isinstance(found, Unavailable):
-            return found
-        exported = Exported(tables.exports, tables.device)
+    def offer(self, outgoing: r.Outgoing) -> bytes | r.Unavailable:
+        here, receiver = MemoryFacts(place.here()), self._receiver
+        if place.apart(here.place, receiver.join.place) or not receiver.join.nonce:
+            return m.write(DeviceFacts(here))
+        if not outgoing.from_gpu:
+            return m.write(DeviceFacts(here, no_exports=_NONE))
+        # A handle opens memory without asking the kernel whose process does: so this side asks.
+        process = place.Process(receiver.join.place.pid, receiver.join.fd, 0)
+        claim = place.claim(receiver.join.nonce, receiver.rank, receiver.me, bytes(16))
+        if place.cannot_open(process, claim):
+            why = "the sender cannot make sure that this process is of its user"
+            return m.write(DeviceFacts(here, no_exports=why))
         try:
-            openings = incoming.resources.of(Openings)
-            total = incoming.landing.chunks.stream_bytes
-            opened = openings.sources(incoming.line.peer, exported, total)
+            self._exported = outgoing, _export(outgoing)
         except IpcError as fault:
-            return Unavailable(str(fault))
-        ways = find_ways(
-            incoming,
-            found.memory,
-            reads=found.reads,
-            exported=Runs.merged(*(runs.stretches for runs in opened.values())),
-            strays=device.strays,
-        )
-        return CudaPull(incoming, found.memory, ways, opened, digests=device.digests)
+            return m.write(DeviceFacts(here, no_exports=str(fault)))
+        facts = DeviceFacts(self.facts(outgoing), outgoing.verify is not False)
+        self.is_likely = bool(receiver.join.place.devices)
+        return m.write(facts)
+
+    def begin(self, outgoing: r.Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
+        self._outgoing = outgoing
+        known = self._exported
+        try:
+            exported = known[1] if known and known[0] is outgoing else _export(outgoing)
+        except IpcError as fault:
+            raise r.RouteFault(str(fault)) from fault
+        strays = m.to_ranges(list(outgoing.layout.strays))
+        table = self.table(outgoing)
+        return m.write(DeviceTable(table, exported.device, exported.exports, strays))
+
+
+def _export(outgoing: r.Outgoing) -> Exported:
+    device = outgoing.layout.device
+    if not len(device.starts):
+        raise IpcError(_NONE)
+    return outgoing.resources.of(Exports).of(device)
+
+
+class CudaFetch(MemoryFetch):
+    """Copies device memory to device memory itself; the rest comes as on route "memory"."""
+
+    def __init__(self, incoming: r.Incoming, reachable: Reachable, *, digests: bool) -> None:
+        super().__init__(incoming, reachable)
+        self._digests = digests
+        self.verified = self._verify or digests
+        self._open = ExitStack()  # the sender's memory
+        self._opened: Sources = {}
+
+    def run(self, go: bytes, landing: Landing, patience: float) -> None:
+        table = m.read_as(DeviceTable, go)
+        openings = self._incoming.resources.of(Openings)
+        exported = Exported(table.exports, table.device)
+        try:
+            opening = openings.borrowed(self._talk.sender, exported, landing.chunks.stream_bytes)
+            self._opened = self._open.enter_context(opening)
+        except IpcError as fault:
+            raise RemoteProtocolError(str(fault), rank=self._talk.sender, phase="data") from fault
+        stretches = Runs.merged(*(runs.stretches for runs in self._opened.values()))
+        self._on_gpu = r.on_gpu(self._incoming, landing)
+        hashed = frozenset(self._on_gpu) if self._digests else None
+        self._plan(table.memory, landing, stretches, table.strays, hashed)
+        super(MemoryFetch, self).run(go, landing, patience)
+
+    def _compared(self) -> list[int]:
+        return [*super()._compared(), *(self._paths.opened if self._digests else ())]
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._copy_device_memory(sorted(self._paths.opened))
+
+    def _read_again(self, chunks: list[int]) -> None:
+        super()._read_again([chunk for chunk in chunks if chunk not in self._paths.opened])
+        self._copy_device_memory([chunk for chunk in chunks if chunk in self._paths.opened])
+
+    def _copy_device_memory(self, chunks: list[int]) -> None:
+        """Returns when all of it is in its place, and hashed if it should be."""
+        for here, ours in kernels.by_device(self._of(self._places.device, chunks)).items():
+            mine = sorted(self._on_gpu.on(here).intersection(chunks))
+            near = self._opened.get(here)
+            with torch.cuda.device(here), side_stream() as stream:
+                both = None if near is None else moves(near, ours)
+                if self._digests and both is not None and len(self._opened) == 1:
+                    hashed = self._copied_and_hashed(both, mine, here)
+                else:
+                    hashed = False
+                    for there, theirs in self._opened.items():
+                        _copy(moves(theirs, ours), there, here)
+                stream.synchronize()
+            if self._digests and not hashed:
+                self._mine |= self._on_gpu.digests(mine)
+            self.messages += len(ours.starts)
+            self._count(int((ours.stops - ours.starts).sum()))
+
+    def _copied_and_hashed(self, both: Moves, chunks: list[int], device: int) -> bool:
+        """Copy within a device and hash on the way, if that is faster than one after the other."""
+        if not kernels.in_words(both):
+            kernels.copy(both, device, self._incoming.resources.of(kernels.Tables))
+            return False
+        offsets, sizes = self._chunks.offsets, self._chunks.sizes
+        starts, lengths = [offsets[i] for i in chunks], [sizes[i] for i in chunks]
+        sources = Runs(both.positions, both.sources, both.nbytes)
+        to = Runs(both.positions, both.destinations, both.nbytes)
+        tables = self._incoming.resources.of(kernels.Tables)
+        made = kernels.digests_of(sources, starts, lengths, device, to, tables)
+        self._mine.update(zip(chunks, made, strict=True))
+        return True
+
+    def close(self) -> None:
+        super().close()
+        self._open.close()
+
+
+def _copy(both: Moves, there: int, here: int) -> None:
+    """From one GPU to another that can reach it, or within one."""
+    columns = (both.sources, both.destinations, both.nbytes)
+    for source, to, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        target = kernels.device_bytes(to, nbytes, here)
+        target.copy_(kernels.device_bytes(source, nbytes, there))
+
+
+class CudaIpcRoute(r.Route):
+    name = "cuda_ipc"
+    reads = True
+
+    def service(self, receiver: r.Receiver) -> r.RouteService:
+        return CudaService(receiver)
+
+    def fetch(self, facts: bytes, incoming: r.Incoming) -> r.RouteFetch | r.Unavailable:
+        device = m.read_as(DeviceFacts, facts)
+        if why := place.apart(place.here(), device.memory.place) or device.no_exports:
+            return r.Unavailable(why)
+        if not incoming.on_device:
+            return r.Unavailable("the destination is in host memory")
+        found = reach(device.memory, incoming)
+        if isinstance(found, r.Unavailable):
+            return found
+        return CudaFetch(incoming, found, digests=device.digests)
 
 
 ROUTE = CudaIpcRoute()

@@ -15,34 +15,37 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from torchrelay.errors import PeerLostError, RemoteProtocolError
+from torchrelay.errors import RemoteProtocolError
 from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.landing.seam import Landing
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.host import host_block
-from torchrelay.transports.protocol import wire
-from torchrelay.transports.routes.seam import (
+from torchrelay.transports.routes.reading import ReadDone, ReadingFetch
+from torchrelay.transports.routes.route import (
+    Hop,
     Incoming,
-    Line,
-    Mover,
     Outgoing,
+    Receiver,
     Route,
-    Server,
+    RouteFault,
+    RouteFetch,
+    RouteService,
     Unavailable,
 )
-from torchrelay.transports.transfer.pull import Did, Pull
+from torchrelay.transports.wire import messages
+from torchrelay.transports.wire.messages import Accept, Blob, read_as
 
 BACKEND = "UCX"
-NOTHING = b"nothing"  # what the offer of a state without bytes says
 PROGRESS_SECONDS = 0.001
 POLL_SECONDS = (0.0001, 0.002)  # between looks at a read that is under way: first, and last
 
@@ -76,7 +79,7 @@ class Agent:
         )
         self._agent = library.nixl_agent(f"torchrelay-{secrets.token_hex(8)}", config)
         self._users: dict[str, int] = {}  # of the agents of peers that are known here
-        self._abandoned: list[object] = []  # memory that may still be written to
+        self._abandoned: dict[int, tuple[object, ...]] = {}  # by read: may still be written to
 
     def call(self, name: str, *args: Any) -> Any:
         """A method of NIXL's agent; `NixlError` for whatever it raises."""
@@ -108,9 +111,16 @@ class Agent:
                 del self._users[name]
                 self.call("remove_remote_agent", name)
 
-    def abandon(self, *things: object) -> None:
-        """Keep what a read that was given up may still touch: nobody knows for how long."""
-        self._abandoned.append(things)
+    def abandon(self, handle: Any, *memory: object) -> None:
+        """Keep the memory of a read that was given up, until NIXL says that the read is over."""
+        for number, (other, *_) in list(self._abandoned.items()):
+            with suppress(NixlError):
+                if self.call("check_xfer_state", other) == "PROC":
+                    continue
+                self.call("release_xfer_handle", other)
+            self._abandoned.pop(number, None)
+        if handle is not None:
+            self._abandoned[id(handle)] = (handle, *memory)
 
 
 _agents: dict[int, Agent | Unavailable] = {}  # by process: one that was forked has its own
@@ -134,52 +144,50 @@ def _rows(memory: Runs) -> np.ndarray[Any, Any]:
     return np.stack([memory.addresses, sizes, np.zeros_like(sizes)], axis=1).astype(np.uint64)
 
 
-def _told_why(because: str) -> wire.RouteOffer:
-    """An offer that cannot be taken, and why."""
-    return wire.RouteOffer(b"", because.encode()[: wire.MAX_TEXT])
+class NixlTable(msgspec.Struct, array_like=True, frozen=True):
+    """How to reach the sender's memory, and where in it the bytes are."""
+
+    agent: Blob = b""  # NIXL's description of the sender's agent; empty: there are no bytes
+    memory: Blob = b""  # `geometry.runs.Runs.pack`
 
 
-class NixlServer(Server):
+class NixlService(RouteService):
     """Registers the memory of a state, and says where it is."""
 
-    def __init__(self, outgoing: Outgoing) -> None:
-        self._outgoing = outgoing
-        self.hashes = outgoing.options.verify is not False
+    def __init__(self, receiver: Receiver) -> None:
         self._registered: tuple[Agent, Any] | None = None
         self._staged: torch.Tensor | None = None
-        self._told: wire.RouteOffer | Unavailable | None = None
         self._closed = threading.Event()
         self._progress: threads.Running | None = None
 
-    def offer(self, join: wire.Join, line: Line) -> wire.RouteOffer | Unavailable:
-        if self._told is None:
-            self._told = self._register()
-        return self._told
+    def offer(self, outgoing: Outgoing) -> bytes | Unavailable:
+        agent = agent_here()
+        return agent if isinstance(agent, Unavailable) else b""
 
-    def _register(self) -> wire.RouteOffer | Unavailable:
-        agent, memory = agent_here(), self._memory()
+    def begin(self, outgoing: Outgoing, accept: Accept, hop: Hop) -> bytes:
+        agent, memory = agent_here(), self._memory(outgoing)
         if isinstance(agent, Unavailable):
-            return _told_why(agent.because)
+            raise RouteFault(agent.because)
         if not len(memory.starts):
-            return wire.RouteOffer(NOTHING)
+            return messages.write(NixlTable())
         try:
             registered = agent.register(_rows(memory))
             self._registered = agent, registered
-            self._progress = threads.run(partial(self._make_progress, agent), "nixl")
+            self._progress = threads.run(partial(self._make_progress, agent), "worker")
             told = agent.call("get_partial_agent_metadata", registered, True, [BACKEND])
         except NixlError as fault:
-            return _told_why(str(fault))
-        return wire.RouteOffer(told, memory.pack())
+            raise RouteFault(str(fault)) from fault
+        return messages.write(NixlTable(told, memory.pack()))
 
     def _make_progress(self, agent: Agent) -> None:
-        """Have NIXL answer receivers, where the link does not do so by itself."""
+        """Have NIXL answer receivers, where the link does not do so alone."""
         with suppress(NixlError):  # then they find out for themselves
             while not self._closed.wait(PROGRESS_SECONDS):
                 agent.call("get_new_notifs")
 
-    def _memory(self) -> Runs:
+    def _memory(self, outgoing: Outgoing) -> Runs:
         """Where the bytes of each chunk are: in tensors, or in the staged block."""
-        snapshot, layout = self._outgoing.snapshot, self._outgoing.layout
+        snapshot, layout = outgoing.snapshot, outgoing.layout
         chunks, apart = snapshot.chunks, set(layout.apart)
         inside = [index for index in range(len(chunks)) if index not in apart]
         found = snapshot.stream.host.only(
@@ -208,25 +216,37 @@ class NixlServer(Server):
         self._registered = self._staged = None
 
 
-class NixlPull(Pull):
+class NixlFetch(ReadingFetch):
     """Reads chunk by chunk into a registered buffer for each thread, and lands it from there."""
 
-    def __init__(self, incoming: Incoming, agent: Agent, peer: str, sources: Runs) -> None:
+    _sources: Runs
+
+    def __init__(self, incoming: Incoming, agent: Agent) -> None:
         super().__init__(incoming, verify=incoming.offer.verify)
-        self._agent, self._peer, self._sources = agent, peer, sources
+        self._agent, self._peer = agent, ""
         self._stopped = False
         self._idle: list[tuple[torch.Tensor, Any]] = []  # buffers that are registered
-        if self.verified:
-            self.hashed = tuple(range(len(self._chunks)))
 
-    def _begin(self, go: wire.Go) -> None:
-        self._read_again(range(len(self._chunks)))
+    def run(self, go: bytes, landing: Landing, patience: float) -> None:
+        table = read_as(NixlTable, go)
+        landing.places().host  # noqa: B018  # made here, not by the threads that write to it
+        try:
+            self._sources = Runs.unpack(table.memory, landing.chunks.stream_bytes)
+            self._peer = self._agent.meet(table.agent) if len(self._sources.starts) else ""
+        except ValueError as fault:
+            raise RemoteProtocolError(str(fault), rank=self._talk.sender, phase="data") from None
+        except NixlError as fault:
+            raise self._lost(fault) from fault
+        super().run(go, landing, patience)
 
-    def _read_again(self, chunks: Iterable[int]) -> None:
+    def _begin(self) -> None:
+        self._read_again(list(range(len(self._chunks))))
+
+    def _read_again(self, chunks: list[int]) -> None:
         for chunk in chunks:
             self._submit(partial(self._read_chunk, chunk))
 
-    def _read_chunk(self, chunk: int) -> Did:
+    def _read_chunk(self, chunk: int) -> ReadDone:
         begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
         try:
             buffer, registered = self._idle.pop()
@@ -240,7 +260,7 @@ class NixlPull(Pull):
             self._read(found, buffer, registered)
         self._land(chunk, data)
         self._idle.append((buffer, registered))
-        return Did(size)
+        return ReadDone(size)
 
     def _make_buffer(self) -> tuple[torch.Tensor, Any]:
         buffer = host_block(max(self._chunks.sizes))
@@ -277,13 +297,11 @@ class NixlPull(Pull):
     def _lost(self, fault: Exception) -> Exception:
         if not isinstance(fault, NixlError):
             return fault
-        return PeerLostError(
-            f"{fault}; {self.done}", rank=self._sender, step=self._incoming.step, phase="data"
-        )
+        return self._talk.lost(str(fault))
 
-    def close(self, *, keep: bool) -> None:
+    def close(self) -> None:
         self._stopped = True
-        super().close(keep=keep)
+        super().close()
         peer, self._peer = self._peer, ""
         with suppress(NixlError):  # of a peer that is gone
             for _, registered in self._idle:
@@ -295,29 +313,15 @@ class NixlPull(Pull):
 
 class NixlRoute(Route):
     name = "nixl"
-    pulls = True
+    reads = True
     by_request = True
 
-    def server(self, outgoing: Outgoing) -> Server:
-        return NixlServer(outgoing)
+    def service(self, receiver: Receiver) -> RouteService:
+        return NixlService(receiver)
 
-    def accept(self, offer: wire.RouteOffer | None, incoming: Incoming) -> Mover | Unavailable:
-        if offer is None:
-            return Unavailable("the sender does not offer it: ask for it on both sides")
-        if not offer.fresh:
-            return Unavailable(f"the sender says: {offer.fixed.decode(errors='replace')}")
+    def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
         agent = agent_here()
-        if isinstance(agent, Unavailable):
-            return agent
-        try:
-            sources = Runs.unpack(offer.fixed, incoming.landing.chunks.stream_bytes)
-            peer = agent.meet(offer.fresh) if len(sources.starts) else ""
-        except ValueError as fault:
-            rank = incoming.line.peer
-            raise RemoteProtocolError(str(fault), rank=rank, phase="join") from None
-        except NixlError as fault:
-            return Unavailable(str(fault))
-        return NixlPull(incoming, agent, peer, sources)
+        return agent if isinstance(agent, Unavailable) else NixlFetch(incoming, agent)
 
 
 ROUTE = NixlRoute()

@@ -1,0 +1,328 @@
+"""A save, from the caller's state to a committed step.
+
+    begin    the ranks wait for the save before; the coordinator creates a draft
+    plan     the ranks compare what they have, and each knows what it writes
+    write    each rank copies its share if it must, then hashes, writes and syncs its files
+    commit   the coordinator writes the commit record and puts the step in place
+
+A rank that fails makes every rank fail, and the draft is removed; `step_draft` says how a commit
+may end. Of an asynchronous save the caller waits for the plan and the copy.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from torchrelay.checkpointer.catalog import Catalog
+from torchrelay.checkpointer.pending import Pending, Saved, logger
+from torchrelay.checkpointer.share_writer import ShareWriter, StagedShare
+from torchrelay.checkpointer.step_draft import GRACE, Save, StepDraft
+from torchrelay.coordination.call import Call
+from torchrelay.coordination.coordinator import Coordinator
+from torchrelay.coordination.messages import decoded
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
+from torchrelay.memory.bounded import bounded
+from torchrelay.progress import ProgressCallback
+from torchrelay.stores.local.root import token
+from torchrelay.stores.shares.commit_record import commit_record
+from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
+from torchrelay.stores.shares.share import Share, Written
+from torchrelay.stores.shares.space import Space
+
+
+class SaveRequest(NamedTuple):
+    """The arguments of a save."""
+
+    step: int
+    overwrite: bool
+    deadline: Deadline
+    progress: ProgressCallback | None
+
+
+class _Begun(msgspec.Struct, array_like=True):
+    """The draft of a save, as the coordinator has it."""
+
+    token: str
+    id: str
+    place: str
+
+
+_begun = msgspec.msgpack.Decoder(_Begun)
+_written = msgspec.msgpack.Decoder(Written)
+_encode = msgspec.msgpack.Encoder().encode
+
+_Outcome = queue.SimpleQueue[tuple[PlannedShare, StagedShare] | BaseException]
+
+
+class Saver:
+    """Saves states of one `Checkpointer`, one at a time."""
+
+    def __init__(
+        self, ranks: Coordinator, catalog: Catalog, writer: ShareWriter, file_bytes: int | None
+    ) -> None:
+        self._ranks = ranks
+        self._catalog = catalog
+        self.writer = writer
+        self._planner = SharePlanner(ranks.rank, ranks.world, file_bytes, ranks.members)
+        self.failures = 0  # of asynchronous saves
+        self.pending: Pending | None = None  # the last asynchronous save
+
+    def save(self, request: SaveRequest, state: object) -> Saved:
+        """Write a state and return when it is committed."""
+        save = self._save(request)
+        try:
+            space = self._begin(save)
+            planned = self._plan(save, state, space)
+            with save.watch("write"):
+                written = self.writer.write(save, planned.share)
+        except BaseException as fault:
+            self._give_up(save, fault)
+            raise
+        return self._commit(save, planned, written)
+
+    def save_async(
+        self, request: SaveRequest, state: object, owner: object, *, skip: bool, quiet: bool
+    ) -> Pending:
+        """Stage a state and return; the `Pending` ends when it is committed, or is not.
+
+        A thread brings the save to its end, with or without success. It is started first, and waits
+        for what was staged, or for the failure that kept it from being staged. It keeps `owner`
+        alive, which is closed at the end of the process and waits for the save.
+        """
+        save = self._save(request)
+        if skip and self._is_busy(save):
+            return Pending(save.step, skipped=True)
+        pending = Pending(save.step, quiet=quiet)
+        outcome: _Outcome = queue.SimpleQueue()
+        end = partial(self._complete, save, outcome, pending, owner)
+        thread = threading.Thread(target=end, name="torchrelay-commit", daemon=True)
+        try:
+            space = self._begin(save)
+            self.pending = pending
+            thread.start()
+            planned = self._plan(save, state, space)
+            with save.watch("stage"):
+                staged = self.writer.stage(save, planned)
+            outcome.put((planned, staged))
+        except BaseException as fault:
+            outcome.put(fault)
+            if thread.ident is None:  # there is no other thread
+                end()
+            if not pending.takes(fault):
+                if self.pending is pending:
+                    pending.exception()
+                raise
+            self.pending = pending
+        return pending
+
+    def prepare(self, deadline: Deadline, state: object) -> int:
+        """Have memory and process ready for states like this one; returns the bytes of this rank's
+        share."""
+        call = self._ranks.call("prepare")
+        self._settle(call, deadline)
+        share = self._planner.plan(state, call, deadline).share
+        self.writer.prepare(share)
+        return share.nbytes
+
+    def rollback(self, step: int, deadline: Deadline) -> list[int]:
+        """Delete every step above one; returns them."""
+        call = self._ranks.call("rollback")
+
+        def mine() -> bytes:
+            self._wait(deadline)
+            return _encode(step)
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            steps = sorted({msgspec.msgpack.decode(data, type=int) for data in said})
+            if len(steps) > 1:
+                raise UsageError(f"ranks name different steps: {steps}; name the same on all")
+            act = partial(self._catalog.rollback, step)
+            newer = bounded(act, deadline.early(), "delete steps", file=self._catalog.url)
+            return [_encode(newer)] * len(said)
+
+        return msgspec.msgpack.decode(call.round("begin", mine, decide, deadline), type=list[int])
+
+    # Begin.
+
+    def _save(self, request: SaveRequest) -> Save:
+        step, overwrite, deadline, progress = request
+        return Save(step, overwrite, self._ranks.call("save", step), deadline, progress)
+
+    def _is_busy(self, save: Save) -> bool:
+        """Whether any rank still writes; all ranks get the same answer."""
+        busy = self.pending is not None and not self.pending.done()
+        heard = save.call.round(
+            "begin",
+            lambda: b"busy" if busy else b"",
+            lambda said: [max(said)] * len(said),
+            save.deadline,
+        )
+        return heard == b"busy"
+
+    def _wait(self, deadline: Deadline) -> None:
+        """Wait for the save before; raises its failure if no caller has seen it."""
+        if self.pending is not None:
+            self.pending.wait(deadline.left())
+
+    def _settle(self, call: Call, deadline: Deadline) -> None:
+        """Wait on all ranks for the save before."""
+
+        def mine() -> bytes:
+            self._wait(deadline)
+            return b""
+
+        call.round("begin", mine, lambda said: said, deadline)
+
+    def _begin(self, save: Save) -> Space | None:
+        """Wait for the save before; create the draft of this one. Returns the space that it has, on
+        the coordinator."""
+        spaces: list[Space] = []
+        store, deadline = self._catalog.store, save.deadline
+
+        def mine() -> bytes:
+            self._wait(deadline)
+            return b""
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            def look() -> Space:
+                self._catalog.check_order(save.step, overwrite=save.overwrite)
+                return self._catalog.space()
+
+            spaces.append(bounded(look, deadline.early(), "list the steps", file=store.url))
+            draft = StepDraft(store, save.step, token(), deadline, overwrite=save.overwrite)
+            draft.begin()
+            save.draft = draft
+            return [_encode(_Begun(draft.token, draft.id, draft.files.place))] * len(said)
+
+        save.call.at("waiting for the save before")
+        begun = decoded(_begun, save.call.round("begin", mine, decide, deadline), rank=0)
+        if save.draft is None:
+            draft = StepDraft(store, save.step, begun.token, deadline, overwrite=save.overwrite)
+            draft.id = begun.id
+            draft.check_visible(self._ranks.rank, begun.place)
+            save.draft = draft
+        return spaces[0] if spaces else None
+
+    def _plan(self, save: Save, state: object, space: Space | None) -> PlannedShare:
+        with save.watch("plan"):
+            save.call.at("planning")
+            return self._planner.plan(state, save.call, save.deadline, space)
+
+    # Commit.
+
+    def _complete(self, save: Save, outcome: _Outcome, pending: Pending, owner: object) -> None:
+        saved, fault = self._ended(save, outcome, pending)
+        # The state is released by now: a caller that waits may count on its memory.
+        pending.end(saved, fault)
+
+    def _ended(
+        self, save: Save, outcome: _Outcome, pending: Pending
+    ) -> tuple[Saved | None, BaseException | None]:
+        found = outcome.get()
+        if isinstance(found, BaseException):
+            self._give_up(save, found)
+            kept = pending.takes(found)  # otherwise the caller raises it, and has no `Pending`
+            self.failures += kept
+            return None, found if kept else None
+        planned, staged = found
+        try:
+            try:
+                return self._commit(save, planned, self._written(save, staged)), None
+            finally:
+                staged.release()
+        except BaseException as fault:
+            self.failures += 1
+            return None, fault
+
+    def _written(self, save: Save, staged: StagedShare) -> Written:
+        share: Share = staged.share
+        try:
+            save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
+            with save.watch("write"):
+                return share.written(staged.finish())
+        except BaseException as fault:
+            self._give_up(save, fault)
+            raise
+
+    def _commit(self, save: Save, planned: PlannedShare, written: Written) -> Saved:
+        """The last round: the coordinator commits what all ranks have written."""
+        sizes: dict[str, int] = {}
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            shares = [decoded(_written, data, rank) for rank, data in enumerate(said)]
+            assert planned.outlines is not None and save.draft is not None
+            record = commit_record(save.step, shares, planned.outlines)
+            save.draft.commit(record)
+            sizes.update((file.name, file.nbytes) for file in record.files)
+            return [b""] * len(said)
+
+        with save.watch("commit"):
+            try:
+                payload = _encode(written)
+                save.call.round("write", lambda: payload, decide, save.deadline)
+            except BaseException as fault:
+                if save.call.answered or not isinstance(fault, CheckpointError):
+                    self._discard(save)
+                    raise
+                self._look(save, fault)
+            finally:
+                save.call.drain()
+        if self._ranks.coordinates:
+            self._prune(save, sizes)
+        url = f"{self._catalog.url}/step-{save.step}"
+        return Saved(save.step, url, planned.share.nbytes, dict(save.watch.seconds))
+
+    def _look(self, save: Save, silence: CheckpointError) -> None:
+        """This rank does not know how the commit ended. Returns if the step is in place."""
+        assert save.draft is not None
+        if self._ranks.coordinates and save.draft.files.revoke():
+            self._discard(save)
+            raise silence
+        save.draft.look(silence)
+
+    def _prune(self, save: Save, sizes: dict[str, int]) -> None:
+        """Remove old steps. The step is committed by now: nothing here fails the save."""
+        seconds = max(GRACE, save.deadline.left())
+        try:
+            act = partial(self._catalog.prune, save.step, sizes)
+            bounded(act, seconds, "remove old steps", file=self._catalog.url)
+        except StorageTimeoutError as late:
+            logger.warning("%s", late)
+
+    def _give_up(self, save: Save, fault: BaseException) -> None:
+        """This rank failed before the last round: report it to the others, then clean up."""
+        if save.call.awaited:
+            try:
+                save.call.round("write", fault, lambda said: said, save.deadline)
+            except BaseException as raised:  # the caller raises the failure itself
+                logger.debug("step %d given up: %s", save.step, raised)
+        self._discard(save)
+
+    def _discard(self, save: Save) -> None:
+        if self._ranks.coordinates and save.draft is not None:
+            save.draft.discard()
+
+    # The end.
+
+    def raise_unseen(self) -> None:
+        """Raise the failure of an asynchronous save that no caller has seen."""
+        if self.pending is not None:
+            self.pending.raise_unseen()
+
+    def detach_after_fork(self) -> None:
+        """In a child of a fork: forget memory and process, which stay the parent's."""
+        self.writer.detach_after_fork()
+
+    def close(self, seconds: float) -> None:
+        """Wait for the save in progress, and free memory and process."""
+        try:
+            if self.pending is not None:
+                self.pending.wait(seconds)
+        finally:
+            self.writer.close()

@@ -1,0 +1,234 @@
+"""One rank's share of a step, written: from its own memory, or from a copy that is staged first.
+
+A copy is staged in a keeper, which outlives this process, in the memory of a GPU, or in an arena of
+this process; the writer process writes what is staged on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from torchrelay.checkpointer.pending import logger
+from torchrelay.checkpointer.step_draft import Save
+from torchrelay.errors import CheckpointError, EndpointError, StorageTimeoutError
+from torchrelay.memory.arena import Arena
+from torchrelay.memory.bounded import bounded
+from torchrelay.memory.gpu.side import settle
+from torchrelay.memory.gpu.spare import DeviceCopy
+from torchrelay.memory.pages import PAGE
+from torchrelay.memory.pool import cores
+from torchrelay.progress import Bar
+from torchrelay.stores.seam import Store
+from torchrelay.stores.shares.planner import PlannedShare
+from torchrelay.stores.shares.share import Share, ShareContents, Written
+from torchrelay.stores.shares.staging import (
+    Pipeline,
+    Target,
+    ThreadTarget,
+    arena_bytes,
+    in_parts,
+    write_staged,
+)
+from torchrelay.stores.writer.client import WriterProcess, WriterSave
+from torchrelay.stores.writer.file_writer import WORKERS, FileWriter
+
+if TYPE_CHECKING:
+    from torchrelay.keeper.front import Keeper
+
+BLOCKING_ARENA = 1 << 30  # bytes that a blocking save stages through, where it must stage
+
+
+class StagedShare(NamedTuple):
+    """A share that was copied; `finish` writes it and returns the digests of its files' chunks.
+    `release` is called in the end, with or without success."""
+
+    share: Share
+    finish: Callable[[], list[bytes]]
+    release: Callable[[], None] = lambda: None
+
+
+class ShareWriter:
+    """Writes shares of one `Checkpointer`, one at a time. Keeps the arena, the copy on the GPU and
+    the writer process between them."""
+
+    def __init__(
+        self, store: Store, memory_budget: int | None, stage_on: str, keeper: Keeper | None
+    ) -> None:
+        self._store = store
+        self._budget = memory_budget
+        self._stage_on = stage_on
+        self._keeper = keeper
+        self._arena: Arena | None = None
+        self.process = WriterProcess()
+        self._spare = DeviceCopy()
+
+    def prepare(self, share: Share) -> None:
+        """Have memory and process ready for shares like this one."""
+        if self._keeper is not None:  # staging allocates its memory
+            self.process.start()
+            return
+        budget = self._budget
+        if self._copy_on_device(share) is not None:
+            self._spare.wait()
+            budget = budget or BLOCKING_ARENA
+        arena = self._take_arena(share, budget)
+        self.process.start()
+        self.process.attach(arena.fds, arena.each, arena.nbytes)
+        self._arena = arena
+
+    # From this process, while the caller waits.
+
+    def write(self, save: Save, share: Share) -> Written:
+        """Write a share; gives up at the deadline."""
+        writers: list[FileWriter] = []
+
+        def work() -> list[bytes]:
+            try:
+                return self._write(save, share, writers)
+            except BaseException:
+                for writer in writers:
+                    writer.abort()
+                raise
+
+        save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
+        settle()
+        try:
+            return share.written(bounded(work, save.deadline.early(), "write the step"))
+        except StorageTimeoutError as late:
+            late.phase = late.phase or "write"
+            late.file = late.file or (writers[0].current if writers else None)
+            raise
+
+    def _write(self, save: Save, share: Share, writers: list[FileWriter]) -> list[bytes]:
+        assert save.draft is not None
+        bar = Bar(save.progress, share.nbytes)
+        if not share.on_host:
+            share.hash_on_devices()
+        writers.append(writer := FileWriter(save.draft.files, share.files))
+        if share.on_host:
+            whole = share.ranges()
+            placed = [(part.file, part.start, part.stop, 0) for part in whole]
+            for parts in in_parts(placed, share.files, bar):
+                writer.write([whole[f]._replace(start=a, stop=b) for f, a, b, _ in parts])
+            digests = writer.finish()
+            share.check_unchanged()
+            return digests
+        arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
+        target = ThreadTarget(writer, arena.address)
+        return self._staged(save, share, arena, target, bar).finish()
+
+    def _take_arena(self, share: Share, budget: int | None) -> Arena:
+        """The arena, enlarged if it is too small: for all of a share, or at most a budget.
+
+        The caller puts it back when nothing uses it any more. A save that fails does not: a thread
+        that it left behind may still read it, or write to it.
+        """
+        whole = arena_bytes(share.files)
+        need = max(PAGE, whole if budget is None else min(whole, budget))
+        pinned = any(stream.devices for stream in share.streams)
+        arena, self._arena = self._arena, None
+        if arena is not None and (arena.nbytes < need or (pinned and not arena.pinned)):
+            arena.close()
+            arena = None
+        return arena or Arena(need, pinned=pinned, parts=cores())
+
+    # Staged, and written in the background.
+
+    def stage(self, save: Save, planned: PlannedShare) -> StagedShare:
+        """Copy a share; its `finish` is called from another thread."""
+        save.call.at("staging")
+        share = planned.share
+        copied = self._copy_on_device(share)
+        if copied is None:
+            settle()
+            return self._stage_in_keeper(save, planned) or self._stage_here(save, share)
+        contents = share.contents
+        spare = Share(ShareContents(contents.entries, copied, contents.objects), share.layouts)
+
+        def finish() -> list[bytes]:
+            self._spare.wait()
+            return self._stage_here(save, spare, self._budget or BLOCKING_ARENA).finish()
+
+        return StagedShare(share, finish)
+
+    def _copy_on_device(self, share: Share) -> list[torch.Tensor] | None:
+        """A copy of the tensors on their GPUs; None if the host should have it."""
+        tensors, wanted = share.contents.tensors, self._stage_on == "device"
+        if not wanted and not (self._stage_on == "auto" and self._spare.fits(tensors)):
+            return None
+        try:
+            return self._spare.take(tensors)
+        except torch.cuda.OutOfMemoryError:
+            if wanted:
+                raise
+            return None
+
+    def _stage_in_keeper(self, save: Save, planned: PlannedShare) -> StagedShare | None:
+        """Stage a share in memory that outlives this process; None if there is no keeper, or if it
+        has no memory for it now."""
+        share = planned.share
+        whole = self._budget is None or self._budget >= arena_bytes(share.files)
+        if self._keeper is None or not whole:
+            return None
+        try:
+            lent = self._keeper._lend(save.step, share, planned.outlines, save.deadline.left())
+        except (EndpointError, CheckpointError, TimeoutError) as fault:
+            logger.warning("step %d is saved without its keeper: %s", save.step, fault)
+            return None
+        if lent is None:
+            return None
+
+        def finish() -> list[bytes]:
+            placed = [
+                (index, 0, file.nbytes, start)
+                for index, (file, start) in enumerate(zip(share.files, lent.starts, strict=True))
+            ]
+            self.process.attach(lent.fds, lent.each, lent.nbytes, save.deadline.left())
+            bar = Bar(save.progress, share.nbytes)
+            return write_staged(self._target(save, share), placed, share.files, save.deadline, bar)
+
+        return StagedShare(share, finish, lent.release)
+
+    def _stage_here(self, save: Save, share: Share, budget: int | None = None) -> StagedShare:
+        share.hash_on_devices()
+        arena = self._take_arena(share, budget or self._budget)
+        self.process.attach(arena.fds, arena.each, arena.nbytes, save.deadline.left())
+        bar = Bar(save.progress, share.nbytes)
+        return self._staged(save, share, arena, self._target(save, share), bar)
+
+    def _staged(
+        self, save: Save, share: Share, arena: Arena, target: Target, bar: Bar
+    ) -> StagedShare:
+        """Copy a share through an arena, which is put back when everything is written."""
+        pipeline = Pipeline(share, arena, target, save.deadline, bar)
+        pipeline.stage(WORKERS)
+        share.check_unchanged()
+
+        def finish() -> list[bytes]:
+            digests = pipeline.finish()
+            self._arena = arena
+            return digests
+
+        return StagedShare(share, finish)
+
+    def _target(self, save: Save, share: Share) -> WriterSave:
+        assert save.draft is not None
+        draft = (self._store.url, save.step, save.draft.token)
+        return self.process.begin(*draft, share.files, save.deadline.left())
+
+    def detach_after_fork(self) -> None:
+        """In a child of a fork: forget memory and process, which stay the parent's."""
+        self.process.detach_after_fork()
+        if self._arena is not None:
+            self._arena.forsake()
+            self._arena = None
+
+    def close(self) -> None:
+        self.process.close()
+        self._spare.free()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None

@@ -1,0 +1,151 @@
+"""A step being written, as a save sees it: within the save's deadline, with errors that say where.
+
+A save ends in one of three ways, which is decided here:
+
+    committed        `commit` returned, or `look` found the step in place
+    not committed    any error but `CommitUnknownError`; a commit that was left behind is revoked
+    unknown          `CommitUnknownError`: the commit was begun, and its outcome is not known
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torchrelay.checkpointer.pending import logger
+from torchrelay.coordination.call import Call
+from torchrelay.deadlines import Deadline, Stopwatch
+from torchrelay.errors import CheckpointError, RelayError, StepExistsError, StorageTimeoutError
+from torchrelay.memory.bounded import bounded
+from torchrelay.progress import ProgressCallback
+from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.stores.commit_point import commit_unknown
+from torchrelay.stores.seam import Draft, Store
+from torchrelay.stores.shares.commit_record import check_files, sealed
+
+GRACE = 0.5  # seconds past the deadline for a look, or for cleaning up
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Save:
+    """One save in progress on this rank."""
+
+    step: int
+    overwrite: bool
+    call: Call
+    deadline: Deadline
+    progress: ProgressCallback | None = None
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    draft: StepDraft | None = None
+
+
+class StepDraft:
+    """Every rank has one. The coordinator calls `begin`, and `commit` or `discard`; the others know
+    the draft by its token, its id and its path or URL on the coordinator."""
+
+    def __init__(
+        self, store: Store, step: int, token: str, deadline: Deadline, *, overwrite: bool
+    ) -> None:
+        self._store = store
+        self._step = step
+        self._deadline = deadline
+        self.token = token
+        self.files: Draft = store.draft(step, token, overwrite=overwrite)
+        self.id = ""
+
+    def begin(self) -> None:
+        """Create it, unless the step exists and may not be replaced."""
+        given_up = threading.Event()
+
+        def act() -> None:
+            self.files.begin()
+            if given_up.is_set():
+                self.files.discard()
+
+        exists = f"step {self._step} is committed: pass overwrite=True to replace it"
+        with self._faults("plan", "begin a step", exists):
+            try:
+                self._bounded("begin a step", act)
+            except StorageTimeoutError:
+                given_up.set()
+                raise
+        self.id = self.files.id
+
+    def check_visible(self, rank: int, place: str) -> None:
+        """`CheckpointError` unless this rank sees the draft; the coordinator has it at `place`."""
+        try:
+            self._bounded("look for the draft", self.files.check_visible)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"rank {rank} does not see {place}, which rank 0 created: is it on a shared file "
+                f"system? Rank {rank} has {self._store.url}",
+                rank=rank,
+                step=self._step,
+                phase="plan",
+                file=self.files.place,
+            ) from None
+
+    def commit(self, record: Checkpoint) -> None:
+        """Make it the step, if it has what the record says."""
+        manifest = sealed(record)
+
+        def act() -> None:
+            check_files(self.files, record)
+            self.files.commit(manifest)
+
+        exists = f"another writer committed step {self._step} meanwhile: give each job its root"
+        with self._faults("commit", "commit", exists):
+            try:
+                self._bounded("commit", act)
+            except StorageTimeoutError as late:
+                if self.files.revoke():
+                    raise
+                raise self._unknown("the storage did not answer in time") from late
+
+    def look(self, silence: CheckpointError) -> None:
+        """This rank does not know how the commit ended. Returns if the step is in place; otherwise
+        its outcome is unknown."""
+        found = None
+        with suppress(OSError, RelayError):
+            found = bounded(lambda: self._store.draft_id(self._step), GRACE, "look for the step")
+        if found != self.id:
+            fault = self._unknown(silence.message)
+            fault.rank = silence.rank
+            raise fault from silence
+
+    def _unknown(self, why: str) -> CheckpointError:
+        return commit_unknown(self._step, why, f"{self._store.url}/step-{self._step}")
+
+    def discard(self) -> None:
+        """Remove what was written; never raises. If the storage does not answer, the draft stays
+        until a process cleans up."""
+        try:
+            bounded(self.files.discard, max(GRACE, self._deadline.left()), "remove the draft")
+        except StorageTimeoutError as late:
+            logger.warning("the draft of step %d stays: %s", self._step, late.message)
+
+    def _bounded(self, what: str, act: Callable[[], Result]) -> Result:
+        return bounded(act, self._deadline.early(), what, file=self._store.url)
+
+    @contextmanager
+    def _faults(self, phase: str, what: str, exists: str) -> Iterator[None]:
+        """Failures of the medium as errors with step, phase and file."""
+        try:
+            yield
+        except RelayError as fault:
+            fault.step, fault.phase = self._step, phase
+            raise
+        except OSError as fault:
+            taken = isinstance(fault, FileExistsError)
+            kind = StepExistsError if taken else CheckpointError
+            raise kind(
+                exists if taken else f"cannot {what}: {fault.strerror or fault}",
+                step=self._step,
+                phase=phase,
+                file=str(fault.filename or self._store.url),
+            ) from fault

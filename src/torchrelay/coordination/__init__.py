@@ -1,0 +1,1 @@
+"""Ranks that decide together through the store of their process group."""

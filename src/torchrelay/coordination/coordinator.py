@@ -1,0 +1,91 @@
+"""Ranks that act together: each reports, the coordinator (rank 0) decides, all get its answer.
+
+In the first round of a call each rank leaves its message under the one key that it has for that,
+and says which call it makes. Calls are matched by name: a rank that missed a call, or made one
+alone, takes part in the next one. Later rounds have keys of their own, so several calls may be in
+progress.
+
+The group's store serves every backend, and a rank that hangs or dies does not break it for others.
+So each rank learns within its deadline what went wrong where.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+import xxhash
+
+from torchrelay.coordination.call import Call, CallChannel
+from torchrelay.coordination.group_store import GroupStore, StoreLost
+from torchrelay.coordination.groups import check_group, default_group, members_of
+from torchrelay.coordination.messages import CallName, RankMessage
+
+COORDINATOR = 0
+
+_channels: weakref.WeakKeyDictionary[Any, dict[str, dict[str, CallChannel]]]
+_channels = weakref.WeakKeyDictionary()  # of this process, by group, purpose and name
+_lock = threading.Lock()
+
+
+class Coordinator:
+    """The ranks of a group, or one process alone (`group` is None).
+
+    Coordinators of one purpose and one name are matched with each other. Without a name they are
+    matched in the order in which each rank makes them. `name` also tells them apart in messages.
+    """
+
+    def __init__(self, group: Any, purpose: str, name: str = "") -> None:
+        if group is not None:
+            check_group(group)
+        self.rank: int = 0 if group is None else group.rank()
+        self.world: int = 1 if group is None else group.size()
+        self.members = None if group is None else members_of(group)
+        self._subject = f" of the {purpose} {name}" if name else ""
+        self.channel: CallChannel | None = None  # where several ranks meet
+        if self.world > 1:
+            store = GroupStore(group.get_group_store(), f"torchrelay/{purpose}/")
+            # Counted in the store, which lives as long as the group, unlike a process.
+            self._number = store.add(f"made/{self.rank}/{name}", 1)
+            self.channel = _channel(group, store, purpose, name or str(self._number))
+
+    @classmethod
+    def of(cls, group: Any, purpose: str, name: str = "") -> Coordinator:
+        """Of the ranks that a caller names: by default all, where torch.distributed is initialized;
+        `False` is this process alone."""
+        return cls(default_group(group), purpose, name)
+
+    @property
+    def coordinates(self) -> bool:
+        return self.rank == COORDINATOR
+
+    def call(self, verb: str, step: int | None = None) -> Call:
+        """A call of all ranks; `step` for calls that each rank makes in ascending order."""
+        number = 0 if self.channel is None else self._number
+        name = CallName(verb, step)
+        return Call(name, self.rank, self.world, self._subject, self.channel, number)
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Within: this rank gets ready to take part. If it fails, every call of the other ranks
+        raises the reason, and no rank waits for this one."""
+        try:
+            yield
+        except BaseException as fault:
+            if self.channel is not None:
+                reason = msgspec.msgpack.encode(RankMessage.failure(fault, "open", self.rank))
+                with suppress(StoreLost):
+                    self.channel.store.put(self.channel.refusal(self._number), reason)
+            raise
+
+
+def _channel(group: Any, store: GroupStore, purpose: str, name: str) -> CallChannel:
+    """One for each name in this process: its calls take turns there."""
+    key = xxhash.xxh64_hexdigest(name.encode("utf-8", "surrogatepass"))
+    with _lock:
+        known = _channels.setdefault(group, {}).setdefault(purpose, {})
+        return known.setdefault(key, CallChannel(store, key, known))

@@ -1,0 +1,134 @@
+"""The key-value store of a process group, for values of any length.
+
+A `TCPStore` closes every connection for good when a value exceeds 8 MiB. So a long value is stored
+in pieces: the key itself holds the first piece and the number of the others, and is written last.
+A rank that finds the key finds the whole value.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torchrelay.errors import CheckpointError
+
+PIECE_BYTES = 1 << 20
+POLL = (0.0005, 0.02)  # seconds between two looks at the store: first, and after a long wait
+LOOK = 0.1  # seconds between two looks at anything else meanwhile
+_COUNT_BYTES = 4
+_MISSING = "torchrelay: no such key"
+
+Result = TypeVar("Result")
+
+
+class StoreLost(CheckpointError):
+    """The store cannot be reached any more."""
+
+
+class GroupStore:
+    """Keys below a prefix. `StoreLost` where the process that holds the store is gone."""
+
+    def __init__(self, store: Any, prefix: str = "") -> None:
+        self._store, self._prefix = store, prefix
+
+    def below(self, prefix: str) -> GroupStore:
+        return GroupStore(self._store, f"{self._prefix}{prefix}/")
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write a value. If it cannot be written whole, nothing of it stays."""
+        pieces = range(PIECE_BYTES, len(data), PIECE_BYTES)
+        written = []
+        try:
+            for number, start in enumerate(pieces, 1):
+                written.append(f"{key}/{number}")
+                self._ask("set", written[-1], data[start : start + PIECE_BYTES])
+            self._ask("set", key, len(pieces).to_bytes(_COUNT_BYTES, "big") + data[:PIECE_BYTES])
+        except BaseException:
+            with suppress(StoreLost):
+                for piece in written:
+                    self._ask("delete_key", piece)
+            raise
+
+    def read(self, key: str) -> bytes | None:
+        """A value that stays; None if it is missing. Never waits, unlike the store's own `get`."""
+        head = self._peek(key)
+        if head is None:
+            return None
+        data = bytearray(head[_COUNT_BYTES:])
+        for name in _pieces(key, head):
+            piece = self._peek(name)
+            if piece is None:
+                return None  # it is being removed
+            data += piece
+        return bytes(data)
+
+    def take(self, key: str) -> bytes | None:
+        """Read a value and remove it; None if it is missing."""
+        data = self.read(key)
+        return data if data is not None and self.drop(key) else None
+
+    def drop(self, key: str) -> bool:
+        """Remove a value. Returns True if it existed and no one else removed it."""
+        head = self._peek(key)
+        if head is None:
+            return False
+        for name in _pieces(key, head):
+            self._ask("delete_key", name)
+        return bool(self._ask("delete_key", key))  # last: it has the number of the pieces
+
+    def has(self, *keys: str) -> bool:
+        """Whether all of the keys exist."""
+        return bool(self._ask("check", [self._prefix + key for key in keys], whole=True))
+
+    def wait_for(
+        self, keys: list[str], seconds: float, look: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Whether all of the keys exist in time; calls `look` now and then.
+
+        The store's own wait would block every other user of the store.
+        """
+        now = next_look = time.monotonic()
+        end = now + seconds
+        pause, longest = POLL
+        while not self.has(*keys):
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + LOOK
+                look()
+            if now > end:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.3, longest)
+        return True
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which starts at 0; returns the sum."""
+        return int(self._ask("add", key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Replace a text if it is the expected one ("" if the key is missing); returns the text
+        that the key has then."""
+        return bytes(self._ask("compare_set", key, expected, desired))
+
+    def _peek(self, key: str) -> bytes | None:
+        found = self.compare_set(key, _MISSING, _MISSING)
+        return None if found == _MISSING.encode() else found
+
+    def _ask(self, method: str, key: Any, *values: Any, whole: bool = False) -> Any:
+        try:
+            name = key if whole else self._prefix + key
+            return getattr(self._store, method)(name, *values)
+        except dist.DistError as fault:
+            raise StoreLost(
+                "the store of the process group is gone, and with it the process that holds it "
+                f"(usually rank 0): start the job again: {str(fault).splitlines()[0]}"
+            ) from fault
+
+
+def _pieces(key: str, head: bytes) -> list[str]:
+    count = int.from_bytes(head[:_COUNT_BYTES], "big")
+    return [f"{key}/{number}" for number in range(1, count + 1)]

@@ -1,0 +1,59 @@
+"""Process groups: how the workers of torchrun form one, and which one a caller means."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from torchrelay.deadlines import Timeout, seconds_of
+from torchrelay.errors import UsageError
+
+
+def init_process_group(backend: str | None = None, *, timeout: Timeout | None = None) -> None:
+    """`torch.distributed.init_process_group` for workers that torchrun may start again.
+
+    Each start gets a rendezvous of its own. With torch's own function, workers of the second start
+    may find the addresses of the first in the store of torchrun, and fail to connect. Outside of
+    torchrun it is torch's own function.
+    """
+    options: dict[str, Any] = {}
+    if timeout is not None:
+        options["timeout"] = timedelta(seconds=seconds_of(timeout))
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if restarts is not None:
+        rank, world, port = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        c10d: Any = dist
+        store = c10d.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+        # The number of workers may change without a restart being counted.
+        start = c10d.PrefixStore(f"torchrelay/start-{restarts}-{world}", store)
+        options.update(store=start, rank=rank, world_size=world)
+    dist.init_process_group(backend, **options)
+
+
+def default_group(group: Any) -> Any:
+    """The group that a caller names: by default the one of all ranks, if torch.distributed is
+    initialized; None for a process alone (`False`)."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return None if group is False else group
+
+
+def check_group(group: Any) -> None:
+    """`UsageError` unless it is a process group that this rank is in."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this rank is not in the group that it was given")
+    if not callable(getattr(group, "rank", None)) or not callable(getattr(group, "size", None)):
+        hint = ": its get_group() is one" if hasattr(group, "get_group") else ""
+        raise UsageError(f"group is a process group, not {type(group).__name__}{hint}")
+
+
+def members_of(group: Any) -> frozenset[int] | None:
+    """The ranks of a group as the default group counts them; None for a group that torch does not
+    know, as libraries make them."""
+    with suppress(KeyError, ValueError, RuntimeError):
+        return frozenset(dist.get_process_group_ranks(group))
+    return None

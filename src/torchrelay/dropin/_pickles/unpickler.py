@@ -1,0 +1,180 @@
+"""Pickles read into inert values: nothing is imported, called or set.
+
+The standard library's unpickler in Python does the work, with a closed set of opcodes. In place of
+an import it makes a `Global`, in place of an object a `PickledCall`: both are only looked at.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+SCALARS = (type(None), bool, int, float, str, bytes)
+_MOST_ODD_KEYS = 1024  # that may collide in one dict: each is compared with all before it
+_MOST_SETS = 1 << 18  # one byte of a pickle asks for one, which takes over 200
+_SMALL = 1 << 20
+
+
+class PickleRefusedError(Exception):
+    """The pickle holds something that its reader does not take."""
+
+
+def refuse(why: str) -> NoReturn:
+    raise PickleRefusedError(why)
+
+
+class Global:
+    """A name that the pickle would import. `kind` is what it stands for, where that is known."""
+
+    __slots__ = ("kind", "name")
+
+    def __init__(self, name: str, kind: type | None = None) -> None:
+        self.name, self.kind = name, kind
+
+
+class PickledCall:
+    """An object that the pickle would make: its type's name, its arguments and its state."""
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+        self.name, self.args = name, args
+        self.state: Any = None
+
+
+class PickledDict(dict[Any, Any]):
+    """A dict whose keys cannot make it slow: text, which has a secret hash, and records."""
+
+    __slots__ = ()
+
+    def __setitem__(self, key: object, value: object) -> None:
+        if type(key) is not str and type(key) is not PickledCall:
+            refuse("a dict has keys other than field names and records")
+        super().__setitem__(key, value)
+
+
+class _Unpickler(pickle._Unpickler):
+    find: Callable[[str, str], Global | None]
+    sets = 0
+    # Of the base class:
+    stack: list[Any]
+    append: Callable[[object], None]
+    read: Callable[[int], bytes]
+    pop_mark: Callable[[], list[Any]]
+
+    def find_class(self, module: str, name: str) -> Global:
+        found = self.find(module, name)
+        if found is None:
+            refuse(f"{f'{module}.{name}'!r:.200} is not in the closed list of names")
+        return found
+
+    def call(self) -> None:
+        args, what = self.stack.pop(), self.stack.pop()
+        if type(args) is not tuple or type(what) is not Global:
+            refuse("something other than a listed name is called")
+        self.append(PickledCall(what.name, args))
+
+    def build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if type(made) is not PickledCall or made.state is not None:
+            refuse("state is set on something other than a new object")
+        made.state = state
+
+    def items(self) -> list[Any]:
+        items = self.pop_mark()
+        if not all(type(item) in SCALARS for item in items):
+            refuse("a set holds something other than plain values")
+        check_keys(items)
+        return items
+
+    def new_set(self) -> None:
+        self.sets += 1
+        if self.sets > _MOST_SETS:
+            refuse(f"it makes over {_MOST_SETS} sets")
+        self.append(set())
+
+    def new_frozenset(self) -> None:
+        items = self.items()
+        self.append(frozenset(items))
+
+    def add_items(self) -> None:
+        items, target = self.items(), self.stack[-1]
+        if type(target) is not set or target:
+            refuse("items are added to something other than a new set")
+        target.update(items)
+
+    def bytearray8(self) -> None:
+        (length,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(length)))
+
+    dispatch = {
+        code[0]: pickle._Unpickler.dispatch[code[0]]
+        for code in (
+            *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE),
+            *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1),
+            *(pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT),
+            *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
+            *(pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8),
+            *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
+            *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS),
+            *(pickle.BINGET, pickle.LONG_BINGET, pickle.STACK_GLOBAL),
+        )
+    } | {
+        pickle.REDUCE[0]: call,
+        pickle.NEWOBJ[0]: call,
+        pickle.BUILD[0]: build,
+        pickle.BYTEARRAY8[0]: bytearray8,
+        pickle.EMPTY_DICT[0]: lambda self: self.append(PickledDict()),
+        pickle.EMPTY_SET[0]: new_set,
+        pickle.ADDITEMS[0]: add_items,
+        pickle.FROZENSET[0]: new_frozenset,
+    }
+
+
+class _WholeReads(io.BytesIO):
+    """Gives as many bytes as it is asked for, or none."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if size is not None and len(data) < size:
+            raise EOFError
+        return data
+
+
+def unpickled(data: bytes, find: Callable[[str, str], Global | None]) -> Any:
+    """The value that `data` pickles, inert. `find` gives the globals that a pickle may name.
+
+    `PickleRefusedError` says why it was refused; other exceptions mean that it is malformed.
+    """
+    file = _WholeReads(data)
+    reader = _Unpickler(file)
+    reader.find = find
+    try:
+        value = reader.load()
+    except EOFError:
+        refuse("its record is cut short")
+    except KeyError as fault:
+        (code,) = fault.args
+        refuse(f"opcode {bytes([code])!r} is not one that torch's records need")
+    if file.tell() != len(data):
+        refuse(f"{len(data) - file.tell()} bytes follow its record")
+    return value
+
+
+def check_keys(keys: Sequence[object]) -> None:
+    """Refuse keys of a dict, or items of a set, if too many of them could have one hash: looking
+    them up would take far longer than reading them."""
+    if sum(not _is_even(key) for key in keys) > _MOST_ODD_KEYS:
+        refuse(f"over {_MOST_ODD_KEYS} keys or items whose hashes may collide")
+
+
+def _is_even(key: object) -> bool:
+    """Whether keys of this kind spread over a table: text, small numbers, tuples of those."""
+    if type(key) is tuple:
+        return all(type(part) is not tuple and _is_even(part) for part in key)
+    if type(key) is int:
+        return 0 <= key < _SMALL
+    return type(key) in (str, bytes, bool, type(None), float)

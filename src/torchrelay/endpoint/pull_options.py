@@ -1,0 +1,54 @@
+"""The options that `pull` and `recover` share: which parts of a state land, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+import torch
+
+from torchrelay.checkpointer.loader import LoadRequest
+from torchrelay.progress import ProgressCallback
+
+
+class PullOptions(TypedDict, total=False):
+    """Keyword arguments.
+
+    - `strict=True`: refuse a state that has missing or unexpected paths.
+    - `key`: the state below this key, a dotted path; `into` is then its destination.
+    - `include`: patterns of dotted paths, and nothing else. `model` means all below it, as
+      `model.*` does.
+    - `atomic=True`: nothing of `into` is written before every digest was compared. `False` writes
+      as bytes arrive, and raises `TornStateError` if it cannot finish.
+    - `device`: where new tensors are made, without `into`.
+    - `verify=True`: compare digests also of memory that is mapped on this host.
+    - `progress`: a function that receives a `Progress`.
+    """
+
+    strict: bool
+    key: str | None
+    include: str | Iterable[str]
+    atomic: bool
+    device: torch.device | str | None
+    verify: bool
+    progress: ProgressCallback | None
+
+
+def check_options(options: PullOptions) -> None:
+    """`TypeError` for an argument that does not exist, as Python raises it."""
+    for name in options.keys() - PullOptions.__annotations__.keys():
+        raise TypeError(f"unexpected keyword argument {name!r}: see `PullOptions` for the names")
+
+
+def load_request(into: object, step: int | None, options: PullOptions) -> LoadRequest:
+    """The request for a loader."""
+    return LoadRequest.of(
+        into,
+        step,
+        strict=options.get("strict", True),
+        key=options.get("key"),
+        include=options.get("include", ()),
+        atomic=options.get("atomic", True),
+        device=options.get("device"),
+        progress=options.get("progress"),
+    )

@@ -1,0 +1,259 @@
+"""The HTTP server: connections within limits, requests in, answers out.
+
+Each connection has a thread, and each of its waits has an end. Clients cannot keep others out: if
+all connections are taken, a new one replaces one that was not admitted, is idle, or takes nothing.
+Nothing that a client sends is ever printed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from typing import BinaryIO, NamedTuple
+
+from torchrelay.endpoint.server.admission import is_own_user
+from torchrelay.endpoint.server.requests import HEAD_BYTES, Refusal, Request
+from torchrelay.sources.http_head import END
+
+logger = logging.getLogger("torchrelay")
+
+IDLE_SECONDS = 75.0  # that a connection may stay open between requests
+STUCK_SECONDS = 2.0  # without a piece, after which another client may take its place
+PIECE_BYTES = 2 << 20  # for which a reader has a limited time
+COPY_BYTES = 1 << 18  # copied and sent at once where the kernel cannot send from memory itself
+_NOW = struct.pack("ii", 1, 0)  # SO_LINGER: what the kernel has not delivered is thrown away
+
+
+class Response(NamedTuple):
+    """A small answer."""
+
+    status: int = 200
+    body: bytes = b""
+    kind: str = "text/plain; charset=utf-8"
+    headers: Mapping[str, str] = {}
+
+
+class Span(NamedTuple):
+    """Bytes of a file of memory, to be sent from where they are."""
+
+    file: BinaryIO
+    view: memoryview
+    start: int
+    nbytes: int
+
+    def copy(self) -> bytes:
+        return bytes(self.view[self.start : self.start + self.nbytes])
+
+
+class SlowReader(TimeoutError):
+    """A client takes too long to take what it asked for."""
+
+
+class HttpConnection:
+    """A connection, as those who answer its requests see it."""
+
+    def __init__(self, sock: socket.socket, stall: float) -> None:
+        self._sock, self._stall = sock, stall
+        self._ahead = bytearray()  # bytes of the next request
+        self._is_own: bool | None = None
+        self.remote = str(sock.getpeername()[0])
+        self.since = time.monotonic()  # that it waits, or has taken nothing
+        self.admitted = False  # whether it has asked for something that it may have
+        self.busy = False
+
+    def is_own(self) -> bool:
+        """Whether the other end belongs to this user. The kernel is asked once: its table is
+        long."""
+        if self._is_own is None:
+            self._is_own = is_own_user(self._sock)
+        return self._is_own
+
+    def start(self, context: ssl.SSLContext | None) -> None:
+        self._sock.settimeout(self._stall)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if context is not None:
+            self._sock = context.wrap_socket(self._sock, server_side=True)
+
+    def cut(self) -> None:
+        """End the connection at once, from any thread, whatever was sent and not taken."""
+        with suppress(OSError):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW)
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def request(self, idle: float) -> Request | None:
+        """The next request, which begins within `idle` seconds; None where the client closes."""
+        if not self._ahead and not self._receive(time.monotonic() + idle):
+            return None
+        end = time.monotonic() + self._stall
+        if not self._ahead[:1].isupper():  # a client that begins with TLS gets an answer
+            raise Refusal(400, "not a request of HTTP/1.1")
+        while (at := self._ahead.find(END)) < 0 and len(self._ahead) <= HEAD_BYTES:
+            if not self._receive(end):
+                return None
+        if not 0 <= at <= HEAD_BYTES:
+            raise Refusal(431, f"a request has at most {HEAD_BYTES} bytes of headers")
+        found = Request.parse(bytes(self._ahead[:at]))
+        del self._ahead[: at + len(END)]
+        while len(self._ahead) < found.length:
+            if not self._receive(end):
+                return None
+        body = bytes(self._ahead[: found.length])
+        del self._ahead[: found.length]
+        return found._replace(body=body)
+
+    def _receive(self, end: float) -> bool:
+        self._sock.settimeout(max(end - time.monotonic(), 0.001))
+        data = self._sock.recv(HEAD_BYTES)
+        self._ahead += data
+        return bool(data)
+
+    def send_head(self, status: int, length: int, headers: Mapping[str, str]) -> None:
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {length}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.send("\r\n".join([*lines, "\r\n"]).encode("latin-1"))
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Send bytes; `SlowReader` where the client does not take them in time."""
+        self._sock.settimeout(self._stall)
+        try:
+            self._sock.sendall(data)
+        except TimeoutError:
+            raise SlowReader("the client takes nothing") from None
+
+    def stream(self, pieces: Iterable[bytes | Span], moved: Callable[[int], None]) -> None:
+        """Send pieces; `moved` is called with bytes as they go."""
+        for piece in pieces:
+            if not isinstance(piece, Span):
+                self.send(piece)
+                self.since = time.monotonic()
+                moved(len(piece))
+                continue
+            direct = not isinstance(self._sock, ssl.SSLSocket)
+            size = PIECE_BYTES if direct else COPY_BYTES
+            stop = piece.start + piece.nbytes
+            for at in range(piece.start, stop, size):
+                part = piece._replace(start=at, nbytes=min(size, stop - at))
+                if direct:
+                    self._send_file(part)
+                else:
+                    self.send(part.copy())
+                self.since = time.monotonic()
+                moved(part.nbytes)
+
+    def _send_file(self, span: Span) -> None:
+        """The kernel sends the pages of memory themselves."""
+        ready = select.poll()
+        ready.register(self._sock, select.POLLOUT)
+        self._sock.settimeout(self._stall)
+        end = time.monotonic() + self._stall
+        at, stop = span.start, span.start + span.nbytes
+        while at < stop:
+            try:
+                done = os.sendfile(self._sock.fileno(), span.file.fileno(), at, stop - at)
+            except BlockingIOError:
+                left = end - time.monotonic()
+                if left <= 0 or not ready.poll(1000 * left):
+                    raise SlowReader("the client takes nothing") from None
+                continue
+            if not done:
+                raise ConnectionResetError("the memory has ended")
+            at += done
+
+
+Handler = Callable[[Request, HttpConnection], Response | None]
+
+
+class HttpServer:
+    """Serves at most `connections` at a time. Each has `stall` seconds for a request, and for each
+    piece that it is sent."""
+
+    def __init__(
+        self, answer: Handler, *, connections: int, stall: float, context: ssl.SSLContext | None
+    ) -> None:
+        self._answer, self._most, self._stall, self._context = answer, connections, stall, context
+        self._lock = threading.Lock()
+        self._open: set[HttpConnection] = set()
+        self.turned_away = 0
+        self.slow = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._open)
+
+    def serve(self, sock: socket.socket) -> None:
+        """Answer the requests of one connection, until it is over."""
+        line = HttpConnection(sock, self._stall)
+        with self._lock:
+            if len(self._open) >= self._most and not self._make_room():
+                self.turned_away += 1
+                return
+            self._open.add(line)
+        try:
+            line.start(self._context)
+            idle = self._stall
+            while self._serve_one(line, idle):
+                idle = IDLE_SECONDS
+                line.busy, line.since = False, time.monotonic()
+        except TimeoutError:
+            self.slow += 1
+            line.cut()
+        except (OSError, EOFError):
+            raise
+        except Exception as fault:  # its text may be the client's
+            logger.error("a request failed by %s", type(fault).__name__)
+            line.cut()
+        finally:
+            with self._lock:
+                self._open.discard(line)
+            line.close()
+
+    def _serve_one(self, line: HttpConnection, idle: float) -> bool:
+        """Whether the connection continues after the next request."""
+        request: Request | None = None
+        try:
+            request = line.request(idle)
+            if request is None:
+                return False
+            line.busy, line.since = True, time.monotonic()
+            answer, keeps = self._answer(request, line), request.keeps
+        except Refusal as refused:
+            more = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
+            answer = Response(refused.status, f"{refused}\n".encode(), headers=more)
+            # The connection of a client that was never admitted is closed.
+            keeps = request is not None and request.keeps and line.admitted
+        if answer is not None:
+            headers = {"Content-Type": answer.kind, **answer.headers}
+            if not keeps:
+                headers["Connection"] = "close"
+            line.send_head(answer.status, len(answer.body), headers)
+            if request is None or request.method != "HEAD":
+                line.send(answer.body)
+        return keeps
+
+    def _make_room(self) -> bool:
+        """Cut the connection that has the least claim to its place."""
+        oldest = min(self._open, key=lambda line: (line.admitted, line.busy, line.since))
+        claim = oldest.admitted and oldest.busy
+        if claim and time.monotonic() - oldest.since < STUCK_SECONDS:
+            return False
+        self._open.discard(oldest)
+        oldest.cut()
+        return True
+
+    def close(self) -> None:
+        """Cut all connections."""
+        with self._lock:
+            for line in self._open:
+                line.cut()

@@ -1,0 +1,270 @@
+"""Copies of other hosts' parts of a step, fetched from their keepers in the background. No torch.
+
+Keepers form a ring, and each copies from the ones before it. All copy the same step, which the
+ranks choose when no keeper is copying (`KeeperDecision`). Chunks that are the same in the copy
+before are taken from there. A copy counts when all of its digests match.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import xxhash
+
+from torchrelay.deadlines import Deadline
+from torchrelay.endpoint.server.messages import Show, Volume
+from torchrelay.endpoint.server.service import Service
+from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
+from torchrelay.errors import RelayError
+from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.keeper.choice import KeeperRing
+from torchrelay.keeper.server.messages import HeldStep, KeeperReport
+from torchrelay.keeper.server.retention import OWN, Retention
+from torchrelay.memory.pages import PAGE, paged, reserve, sealed_memory
+from torchrelay.sources.access import Access
+from torchrelay.sources.connection import Host
+from torchrelay.sources.remote_step import RemoteReader
+from torchrelay.sources.suppliers import HttpGiver, Supplier, Suppliers
+
+PIECE_BYTES = 1 << 20  # fetched at once, between looks at the rate
+LEAST_SECONDS = 60.0  # that a copy may take, and
+SLACK = 8  # times as long as it would take at its rate
+END_SECONDS = 1.0  # to tell the other keeper that it is over
+
+
+class WantedCopy(NamedTuple):
+    """The volumes of a step to be copied, each with the keeper that has it."""
+
+    step: ServedSnapshot
+    volumes: list[Volume]
+    urls: list[str]
+    nbytes: int
+
+    @classmethod
+    def of(cls, step: ServedSnapshot, sources: list[str]) -> WantedCopy:
+        volumes, urls, end = [], [], 0
+        for volume, place in zip(step.order, step.places, strict=True):
+            if step.ranks and step.ranks[place] in sources:
+                facts = (volume.nbytes, volume.chunk_bytes, volume.digests)
+                volumes.append(Volume(volume.name, end, *facts))
+                urls.append(step.ranks[place])
+                end += paged(volume.nbytes)
+        return cls(step, volumes, urls, max(PAGE, end))
+
+
+class Replication:
+    """The copies of one keeper; each has a thread. To be used with the keeper's lock and the
+    service's lock held."""
+
+    def __init__(self, service: Service, retention: Retention, lock: threading.RLock) -> None:
+        self._service, self._retention, self._lock = service, retention, lock
+        self._ring = KeeperRing([], "")
+        self.rate, self.copies = 1.0, 0
+        self.due = False  # whether to copy the next step that is complete
+        self._copying: CopyThread | None = None
+        self._failed = 0  # copies in a row
+        self._why = ""
+        self._fetched = 0  # bytes, of all copies
+
+    def meet(self, ring: KeeperRing) -> None:
+        """The keepers of the job from here on: with others, other copies are made."""
+        if ring != self._ring:
+            self._failed = self._retention.reserved = 0
+            if self._copying is not None:  # from a keeper that may be gone
+                self._copying.stop()
+        self._ring = ring
+
+    def report(self) -> KeeperReport:
+        busy = self._copying is not None and self._copying.ring == self._ring
+        copying = self._copying.wanted.step.id if self._copying is not None and busy else ""
+        held = [self._held(one) for one in self._service.snapshots.shown]
+        return KeeperReport(held, copying, self._failed, self._retention.full())
+
+    def _held(self, step: ServedSnapshot) -> HeldStep:
+        there = set(step.here)
+        order = step.order if step.record else []
+        bits = sum(1 << at for at, volume in enumerate(order) if volume.name in there)
+        wanted = WantedCopy.of(step, self._ring.sources(self.copies)) if step.record else None
+        copied = wanted is not None and all(one.name in there for one in wanted.volumes)
+        here = bits.to_bytes(-(-len(order) // 8), "little")
+        return HeldStep(step.step, step.id, len(order), here, copied)
+
+    def copy(self, step: ServedSnapshot | None) -> None:
+        """All ranks have staged a step, or another was skipped and it is the newest: copy it, if
+        that was decided."""
+        if step is None:
+            return
+        wanted = WantedCopy.of(step, self._ring.sources(self.copies))
+        keeper = self._retention
+        keeper.reserved = max(keeper.reserved, 2 * wanted.nbytes) if wanted.volumes else 0
+        missing = any(step.place(volume.name) is None for volume in wanted.volumes)
+        if not self.due or self._copying is not None or not missing:
+            return
+        self.due = False
+        older = self._before(step)
+        keeper.copying = {one.id for one in (step, older) if one is not None}
+        room = keeper.reserve(OWN, wanted.nbytes)
+        try:
+            if room.why:
+                raise MemoryError(room.why)
+            self._attach(room.slot, wanted.nbytes)
+        except (OSError, MemoryError) as fault:
+            self._why = f"nothing is copied: {fault}"
+            self._failed += 1
+            keeper.copying = set()
+            return
+        keeper.filled = room.slot
+        slot = self._service.snapshots.slots[room.slot]
+        self._copying = CopyThread(
+            *(wanted, room.slot, slot, older, self._ring, self._service.access, self.rate),
+            done=self._finished,
+        )
+
+    def _attach(self, number: int, nbytes: int) -> None:
+        if number in self._service.snapshots.slots:
+            return
+        fd = sealed_memory(nbytes)
+        try:
+            reserve(fd, nbytes)
+        except MemoryError:
+            os.close(fd)
+            raise
+        self._service.snapshots.attach(number, fd, nbytes)
+
+    def _before(self, step: ServedSnapshot) -> ServedSnapshot | None:
+        """The newest other step that this keeper has copies of."""
+        for one in reversed(self._service.snapshots.shown):
+            if one is not step and any(self._retention.has(OWN, slot) for slot in one.parts):
+                return one
+        return None
+
+    def _finished(self, copy: CopyThread) -> None:
+        with self._lock, self._service.lock:
+            self._note_end(copy)
+
+    def _note_end(self, copy: CopyThread) -> None:
+        self._copying, self._why = None, copy.why
+        self._fetched += copy.fetched
+        self._failed = self._failed + 1 if copy.why and copy.ring == self._ring else 0
+        step, snapshots = copy.wanted.step, self._service.snapshots
+        if not copy.why and step in snapshots.shown:
+            snapshots.show(Show(copy.number, step.step, step.id, b"", copy.wanted.volumes))
+        self._retention.copying, self._retention.filled = set(), None
+
+    def facts(self) -> dict[str, object]:
+        """For those who watch."""
+        copied = [one for one in self._service.snapshots.shown if self._held(one).copied]
+        return {
+            "from": self._ring.sources(self.copies),
+            "step": copied[-1].step if copied else None,
+            "copying": None if self._copying is None else self._copying.wanted.step.step,
+            "fetched_bytes": self._fetched,
+            "why": self._why or None,
+        }
+
+
+class CopyThread:
+    """One copy on its way, on a thread of its own. `why` says what went wrong."""
+
+    def __init__(
+        self,
+        wanted: WantedCopy,
+        number: int,
+        slot: Slot,
+        older: ServedSnapshot | None,
+        ring: KeeperRing,
+        access: Access,
+        rate: float,
+        *,
+        done: Callable[[CopyThread], object],
+    ) -> None:
+        self.wanted, self.number, self.ring, self.why = wanted, number, ring, ""
+        self.fetched = 0  # bytes that came from others
+        # Looked up here, with the lock held: steps come and go while the thread copies.
+        self._older = {} if older is None else {v.name: older.place(v.name) for v in wanted.volumes}
+        self._access, self._rate, self._done = access, rate, done
+        self._stopped = threading.Event()
+        self._map = mmap.mmap(slot.file.fileno(), slot.nbytes)
+        self._view = memoryview(self._map)
+        threading.Thread(target=self._run, name="torchrelay-copy", daemon=True).start()
+
+    def stop(self) -> None:
+        """Give it up; `done` is called all the same."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        hosts: dict[str, HttpGiver] = {}
+        deadline = Deadline(max(LEAST_SECONDS, SLACK * self.wanted.nbytes / self._rate))
+        token, context = self._access.token, self._access.client_context()
+        try:
+            for url in dict.fromkeys(self.wanted.urls):
+                reader = os.urandom(16).hex()
+                host = Host(url, token=token, context=context, reader=reader)
+                hosts[url] = HttpGiver(host, self.wanted.step.id)
+            begun = time.monotonic()
+            for volume, url in zip(self.wanted.volumes, self.wanted.urls, strict=True):
+                self._copy(volume, hosts[url], deadline, begun)
+        except (RelayError, OSError, ValueError) as fault:
+            self.why = getattr(fault, "message", "") or str(fault) or type(fault).__name__
+        except BaseException as fault:  # whatever it is, the keeper must know that this is over
+            self.why = f"{type(fault).__name__}: {fault}"
+            raise
+        finally:
+            for giver in hosts.values():
+                giver.host.report_end(self.why, 0, seconds=END_SECONDS)
+                giver.close()
+            # A failure may have left views of the memory behind: it is unmapped with the last.
+            del self._view, self._map
+            self._done(self)
+
+    def _copy(self, volume: Volume, giver: HttpGiver, deadline: Deadline, begun: float) -> None:
+        what = f"step {self.wanted.step.step}"
+        suppliers = Suppliers({volume.name: [Supplier(giver)]}, deadline, what)
+        suppliers.stopped = self._stopped
+        reader = RemoteReader(volume, suppliers, deadline)
+        for start, stop in self._missing(volume):
+            for at in range(start, stop, max(PIECE_BYTES, volume.chunk_bytes)):
+                end = min(at + max(PIECE_BYTES, volume.chunk_bytes), stop)
+                if self._stopped.wait(
+                    max(0.0, begun + self.fetched / self._rate - time.monotonic())
+                ):
+                    raise ValueError("it was given up")
+                reader.read_into(at, [self._view[volume.start + at : volume.start + end]])
+                self.fetched += end - at
+
+    def _missing(self, volume: Volume) -> Iterator[tuple[int, int]]:
+        """Ranges of whole chunks that have to be fetched; the others are filled from the copy
+        before."""
+        size = volume.chunk_bytes
+        start: int | None = None
+        for at in range(0, volume.nbytes, size):
+            if self._unchanged(volume, at, min(at + size, volume.nbytes)):
+                if start is not None:
+                    yield start, at
+                start = None
+            elif start is None:
+                start = at
+        if start is not None:
+            yield start, volume.nbytes
+
+    def _unchanged(self, volume: Volume, start: int, stop: int) -> bool:
+        """Whether a chunk is as it was in the copy before; then it is in its place."""
+        place = self._older.get(volume.name)
+        if place is None:
+            return False
+        slot, before = place
+        at = start // volume.chunk_bytes * DIGEST_BYTES
+        wanted = volume.digests[at : at + DIGEST_BYTES]
+        if (before.nbytes, before.chunk_bytes) != (
+            volume.nbytes,
+            volume.chunk_bytes,
+        ) or before.digests[at : at + DIGEST_BYTES] != wanted:
+            return False
+        here = self._view[volume.start + start : volume.start + stop]
+        here[:] = slot.view[before.start + start : before.start + stop]
+        return bool(xxhash.xxh3_128_digest(here) == wanted)

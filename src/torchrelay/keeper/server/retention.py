@@ -1,0 +1,179 @@
+"""Which staged steps a keeper has, which of them it must not lose, and how much memory they take.
+
+A worker stages into slots of its own. When it is gone, its steps stay as long as they are needed:
+those that the ranks decided to keep (`KeeperDecision`), and those that were staged since.
+"""
+
+from __future__ import annotations
+
+from torchrelay.endpoint.server import messages as m
+from torchrelay.endpoint.server.service import Service
+from torchrelay.endpoint.server.snapshots import ServedSnapshot, Snapshots
+from torchrelay.keeper.server.messages import KeeperDecision
+
+OWN = 0  # in place of a worker's number: the keeper itself
+
+
+class Retention:
+    """Slots by worker, and the steps in them. To be used with the keeper's lock and the service's
+    lock held."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.memory = 0  # bytes at most, 0 for any number
+        self.steps = 2  # of workers, at most
+        self.reserved = 0  # bytes that copies take, or will
+        self.most = 0  # bytes that there ever were
+        self.copying: set[str] = set()  # steps that a copy is made of, or from
+        self.filled: int | None = None  # the slot that a copy is being written to
+        self._decided = KeeperDecision([], False, [])
+        self._owners: dict[int, int] = {}  # by slot, the number of its worker
+        self._sizes: dict[int, int] = {}  # by slot, bytes
+        self._held: set[int] = set()  # slots that their workers have written to disk
+        self._holders: set[int] = set()  # workers that ever did
+        self._live: set[int] = {OWN}
+        self._numbers = 0
+
+    @property
+    def _snapshots(self) -> Snapshots:
+        return self._service.snapshots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, also of those that are not filled yet."""
+        return sum(self._sizes.values())
+
+    def decide(self, decision: KeeperDecision) -> None:
+        self._decided = decision
+
+    # Workers.
+
+    def enter(self, worker: int) -> None:
+        self._live.add(worker)
+
+    def leave(self, worker: int) -> None:
+        """A worker is gone, and what it has not shown goes with it."""
+        self._live.discard(worker)
+        self._holders.discard(worker)
+        self._held -= self._of(worker)
+        for slot in self._of(worker):
+            if self._snapshots.in_slot(slot) is None:
+                self._free(slot)
+        self.tidy()
+
+    def _of(self, worker: int) -> set[int]:
+        return {slot for slot, owner in self._owners.items() if owner == worker}
+
+    def has(self, worker: int, slot: int) -> bool:
+        return self._owners.get(slot) == worker
+
+    def hold(self, worker: int, slot: int, held: bool) -> None:
+        """A worker reads from a slot of its own, or does so no longer."""
+        if self.has(worker, slot) and held:
+            self._held.add(slot)
+            self._holders.add(worker)
+        elif self.has(worker, slot):
+            self._held.discard(slot)
+
+    # Memory for steps.
+
+    def reserve(self, worker: int, nbytes: int) -> m.Reserved:
+        """A slot of a worker that it may write a step to; the step in it is shown no more."""
+        self.tidy()
+        why = "" if worker == OWN else self.full()
+        return m.Reserved(-1, why) if why else self._reserve(worker, nbytes)
+
+    def full(self) -> str:
+        """Why workers get no memory for another step, whatever its size."""
+        copies = self._of(OWN)
+        needed = [one for one in self._snapshots.shown if self._is_needed(one)]
+        needed = [one for one in needed if not copies >= one.parts.keys()]
+        if len(needed) < self.steps:
+            return ""
+        steps = ", ".join(str(one.step) for one in needed)
+        return (
+            f"the keeper has steps {steps} until the last of them is copied, and room for no more"
+        )
+
+    def _reserve(self, worker: int, nbytes: int) -> m.Reserved:
+        idle = sorted(
+            (slot for slot in self._of(worker) if self._is_idle(slot)),
+            key=lambda slot: (
+                self._snapshots.in_slot(slot) is not None,
+                self._sizes[slot] < nbytes,
+            ),
+        )
+        chosen = idle[0] if idle else None
+        most = self.steps + (worker in self._holders)  # one that is held does not count
+        spare = len(self._of(worker)) > most or not self._fits(worker, chosen, nbytes)
+        dropped = [slot for slot in idle if slot != chosen] if spare else []
+        for slot in dropped:
+            self._clear(slot)
+        if not self._fits(worker, chosen, nbytes):  # copies of steps that are not needed
+            for slot in self._of(OWN):
+                if slot != chosen and self._is_idle(slot):
+                    self._clear(slot)
+        if not self._fits(worker, chosen, nbytes):
+            used = self.nbytes - (0 if chosen is None else self._sizes[chosen])
+            why = f"{nbytes} bytes more than {used} would be over the budget of {self.memory}"
+            why += "; copies take a part of it" if self.reserved else ""
+            return m.Reserved(-1, why, dropped)
+        if chosen is None:
+            self._numbers += 1
+            chosen = self._numbers
+            self._owners[chosen] = worker
+        elif (before := self._snapshots.in_slot(chosen)) is not None:
+            self._service.hide(before, chosen)
+        if self._sizes.get(chosen, 0) < nbytes:
+            self._snapshots.detach(chosen)  # the worker takes other memory for it
+            self.attached(chosen, nbytes)
+        return m.Reserved(chosen, dropped=dropped)
+
+    def attached(self, slot: int, nbytes: int) -> None:
+        self._sizes[slot] = nbytes
+        self.most = max(self.most, self.nbytes)
+
+    def _fits(self, worker: int, slot: int | None, nbytes: int) -> bool:
+        """Whether a slot may take that many bytes. Workers leave as many as copies need."""
+        had = 0 if slot is None else self._sizes[slot]
+        copies = sum(self._sizes[one] for one in self._of(OWN))
+        left = 0 if worker == OWN else max(0, self.reserved - copies)
+        return not self.memory or self.nbytes + max(0, nbytes - had) + left <= self.memory
+
+    def _is_idle(self, slot: int) -> bool:
+        """Whether nothing in a slot is needed, and no one reads it."""
+        mapped = slot in self._snapshots.slots and self._snapshots.slots[slot].mapped
+        if mapped or slot == self.filled or slot in self._held:
+            return False
+        step = self._snapshots.in_slot(slot)
+        if step is None:
+            return True
+        needed = self._is_needed(step) and not _is_elsewhere(step, slot)
+        return not (needed or self._service.readers(step))
+
+    def _is_needed(self, step: ServedSnapshot) -> bool:
+        decided = self._decided
+        return step.id in decided.keep or step.id not in decided.known or step.id in self.copying
+
+    def tidy(self) -> None:
+        """Free what is not needed of workers that are gone."""
+        for slot in [slot for slot, owner in self._owners.items() if owner not in self._live]:
+            if self._is_idle(slot):
+                self._clear(slot)
+
+    def _clear(self, slot: int) -> None:
+        if (step := self._snapshots.in_slot(slot)) is not None:
+            self._service.hide(step, slot)
+        self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        self._owners.pop(slot)
+        self._sizes.pop(slot)
+        self._held.discard(slot)
+        self._snapshots.detach(slot)
+
+
+def _is_elsewhere(step: ServedSnapshot, slot: int) -> bool:
+    """Whether a later slot has all that this one has: the step was staged twice."""
+    here = step.parts[slot].volumes.keys()
+    return any(number > slot and part.volumes.keys() >= here for number, part in step.parts.items())

@@ -1,0 +1,285 @@
+"""A state put together of what several ranks have: one landing, and the parts that fill it.
+
+`plan_gather` works everything out that depends on the records and the destination. Each part is a
+stream of its own: a transport asks its rank for `asked`, and writes what comes to the part as to
+any landing. When all parts have arrived and hold, `commit` makes them the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.chunks import MAX_CHUNK_BYTES, chunk_size, stream_bytes
+from torchrelay.geometry.runs import Runs, holding
+from torchrelay.geometry.strides import contiguous_strides
+from torchrelay.landing.options import LandingOptions
+from torchrelay.landing.places import Landed, Places
+from torchrelay.landing.seam import StateLanding, land_share
+from torchrelay.landing.workspace import PlainWorkspace, Workspace, allocate
+from torchrelay.plan.gather import GatherShare, Twins
+from torchrelay.plan.gather_reads import SCATTERED, GatherReads, RankReads
+from torchrelay.plan.region import copy_boxes
+from torchrelay.plan.union import Union
+from torchrelay.record.dtypes import itemsize
+from torchrelay.record.pause import gc_paused
+from torchrelay.record.reads import Reads
+from torchrelay.record.schema import Record
+from torchrelay.state import tensors as t
+from torchrelay.state.local_parts import cut
+
+
+def plan_gather(
+    records: Mapping[int, Record],
+    into: object = None,
+    options: LandingOptions | None = None,
+    workspace: Workspace | None = None,
+    *,
+    chunk_bytes: int | None = None,
+) -> GatherPlan:
+    """Plan what is read of ranks, whose records these are, and where it goes.
+
+    Values and plain tensors are those of the first rank that has them. Distributed tensors are put
+    together of the boxes that ranks have, each taken from one of them. `into` and `options` are as
+    for `land`, but that the state is always staged, and new tensors go to the host by default.
+    `MismatchError` where the ranks do not have all of a tensor, do not agree on what it is, or the
+    destination does not fit.
+    """
+    options = options or LandingOptions()
+    device = options.device or torch.device("cpu")
+    options = replace(options, device=device, atomic=True, unstaged=False)
+    with gc_paused():
+        return GatherPlan(records, into, options, workspace or PlainWorkspace(), chunk_bytes)
+
+
+class GatherPlan:
+    """`parts` are fetched from their ranks, by rank; all of them go to one landing.
+
+    Parts may be filled at the same time, on several threads; `without` and `commit` come after.
+    """
+
+    def __init__(
+        self,
+        records: Mapping[int, Record],
+        into: object,
+        options: LandingOptions,
+        workspace: Workspace,
+        chunk_bytes: int | None,
+    ) -> None:
+        self._records, self._into = records, into
+        self._options, self._workspace = options, workspace
+        self._chunk_bytes = chunk_bytes
+        self._share = GatherShare(Union(records))
+        self._landing = land_share(self._share, into, options, workspace)
+        self._memory = _GatherMemory(self._landing, self._share.twins)
+        self._lost: set[int] = set()
+        self._all: list[PartLanding] = []
+        self.parts = self._asked()
+
+    def part_of(self, rank: int) -> PartLanding:
+        """The part of a rank; an empty one if nothing is read of it."""
+        return self.parts.get(rank) or self._part(rank, RankReads.none())
+
+    def _part(self, rank: int, reads: RankReads) -> PartLanding:
+        size = self._chunk_bytes or chunk_size(stream_bytes(reads.nbytes), 1)
+        size = min(size, MAX_CHUNK_BYTES)
+        return PartLanding(rank, self._records[rank], reads, self._memory, self._workspace, size)
+
+    def _asked(self, only: Numbers | None = None) -> dict[int, PartLanding]:
+        ranks = self._share.union.joined.ranks
+        lost = [ranks.index(rank) for rank in self._lost]
+        wanted = self._memory.placed if only is None else only
+        found = GatherReads(self._share, self._landing.record, wanted, lost)
+        known = {one for part in self._all for one in part.reads.filled()} if self._lost else set()
+        parts = {}
+        for place, reads in found.by_rank.items():
+            if known:  # what other ranks give already is not asked for again
+                rows = [n for n, one in enumerate(reads.filled()) if one not in known]
+                reads = reads.some(np.array(rows, np.int64))
+            if len(reads.images):
+                parts[ranks[place]] = self._part(ranks[place], reads)
+        self._all += parts.values()
+        return parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements that are fetched in all."""
+        return sum(part.chunks.nbytes for part in self._all)
+
+    @property
+    def touched(self) -> bool:
+        """Whether anything of the caller's has been written to."""
+        return self._landing.touched
+
+    def without(self, ranks: Iterable[int]) -> GatherPlan:
+        """The plan after some ranks were lost: its `parts` replace theirs, and come from the
+        others. Whatever a lost rank gave does not count. Parts of the others stay as they were,
+        unless values or plain tensors were those of a lost rank: then the state is planned again
+        from the ranks that are left.
+
+        `MismatchError` where they do not have all of it.
+        """
+        lost = {rank for rank in ranks if rank in self._records}
+        left = {rank: one for rank, one in self._records.items() if rank not in lost}
+        if not left:
+            raise MismatchError("no rank is left that has the state")
+        joined = self._share.union.joined
+        homes = {joined.ranks[home.members[0]] for home in joined.homes}
+        if lost & homes:
+            with gc_paused():
+                return GatherPlan(
+                    left, self._into, self._options, self._workspace, self._chunk_bytes
+                )
+        gone = [part for part in self._all if part.rank in lost]
+        self._all = [part for part in self._all if part.rank not in lost]
+        self._records, self._lost = left, self._lost | lost
+        shares = [part.reads.share for part in gone]
+        only = np.unique(np.concatenate(shares)) if shares else np.zeros(0, np.int64)
+        self.parts = self._asked(only)
+        return self
+
+    def commit(self) -> Landed:
+        """All parts have arrived and hold: make them the state."""
+        for part in self._all:
+            part.put_boxes()
+        for first, second, path in self._share.twins:
+            if not torch.equal(self._memory.bytes(first), self._memory.bytes(second)):
+                raise MismatchError(
+                    "tied to another tensor here, and another value is offered for it", path=path
+                )
+        self._landing.arrived()
+        return self._landing.commit()
+
+
+class _GatherMemory:
+    """Where the images of a share go: memory of its landing, and spare memory for images that are
+    only compared with others."""
+
+    def __init__(self, landing: StateLanding, twins: Iterable[Twins]) -> None:
+        self.landing, self.record, self.chunks = landing, landing.record, landing.chunks
+        self._spare: dict[int, torch.Tensor] = {}
+        for image in {image for one in twins for image in one[:2]}:
+            if landing.memory_of(image) is None:
+                self._spare[image] = allocate(self.chunks.size_of(image))
+        places = landing.places()
+        spare = [(self.chunks.start_of(n), x.data_ptr(), x.nbytes) for n, x in self._spare.items()]
+        self.host = Runs.merged(places.host, Runs.of(spare)) if spare else places.host
+        self.device = places.device
+        # Images that the landing has no use for are not read.
+        starts = self.chunks.places
+        there = (holding(self.host, starts) >= 0) | (holding(self.device, starts) >= 0)
+        self.placed: Numbers = np.flatnonzero(there & (self.record.box_bytes > 0))
+
+    def _memory(self, image: int) -> tuple[torch.UntypedStorage, int]:
+        if image in self._spare:
+            return self._spare[image].untyped_storage(), 0
+        found = self.landing.memory_of(image)
+        assert found is not None
+        return found.storage, found.offset
+
+    def bytes(self, image: int) -> torch.Tensor:
+        return t.flat_bytes(*self._memory(image), self.chunks.size_of(image)).cpu()
+
+    def elements(self, image: int) -> torch.Tensor:
+        """The elements of an image that is a box of a tensor, as whole numbers."""
+        kind = self.record.image_kinds[int(self.record.image_kind[image])]
+        sizes = kind.boxes[0][1]
+        storage, offset = self._memory(image)
+        return t.raw(storage, offset, itemsize(kind.dtype), sizes, contiguous_strides(sizes))
+
+
+class PartLanding:
+    """The reads of one rank, and where they go: for a transport, a landing like any other.
+
+    The rank is asked for `asked`; the chunks are those of the reads' own stream.
+    """
+
+    torn = False
+
+    def __init__(
+        self,
+        rank: int,
+        record: Record,
+        reads: RankReads,
+        memory: _GatherMemory,
+        workspace: Workspace,
+        chunk_bytes: int,
+    ) -> None:
+        self.rank, self.reads, self._memory = rank, reads, memory
+        self._put = partial(workspace.copy, alone=False)
+        self.asked: Reads = reads.asked(chunk_bytes)
+        self.chunks = self.asked.layout(record)
+        sizes = reads.nbytes
+        scattered = reads.at == SCATTERED
+        goes = memory.chunks.places[reads.share] + np.maximum(reads.at, 0).astype(np.uint64)
+        there = holding(memory.host, goes)
+        here = (there >= 0) & ~scattered
+        addresses = np.zeros(len(goes), np.uint64)
+        starts, bases = memory.host.starts, memory.host.addresses
+        addresses[here] = bases[there[here]] + (goes[here] - starts[there[here]])
+        # Elements that do not lie together where they go wait in memory of their own.
+        rooms = self.chunks.rooms[scattered]
+        self._waiting = workspace.stage(int(rooms.sum()))
+        self._waits_at = np.cumsum(rooms) - rooms
+        addresses[scattered] = np.uint64(self._waiting.data_ptr()) + self._waits_at
+        on_host = here | scattered
+        columns = (self.chunks.places, addresses, sizes.astype(np.uint64))
+        self._host = Runs(*(column[on_host] for column in columns))
+        # The rest goes to memory of devices.
+        self._goes, self._far = goes, np.flatnonzero(~on_host)
+        self.on_device = bool(len(self._far))
+
+    def places(self) -> Places:
+        if not self.on_device:
+            return Places([self._host], Runs([], [], []))
+        device, goes = self._memory.device, self._goes[self._far]
+        there = holding(device, goes)
+        addresses = device.addresses[there] + (goes - device.starts[there])
+        sizes = self.chunks.image_bytes[self._far].astype(np.uint64)
+        far = Runs(self.chunks.places[self._far], addresses, sizes)
+        return Places([self._host], far)
+
+    def write(self, index: int, data: torch.Tensor) -> None:
+        begin = self.chunks.offsets[index]
+        self.put(begin, begin + self.chunks.sizes[index], data)
+
+    def put(self, start: int, stop: int, data: torch.Tensor) -> None:
+        """Take bytes [start, stop) of the reads' stream."""
+        if self._host.reaches(start, stop):
+            self._host.scatter(start, stop, data.cpu().data_ptr(), self._put)
+        if self.on_device:
+            far = set(self._far.tolist())
+            for read, first, last, at in self.chunks.within(start, stop):
+                if read in far:
+                    goes = int(self._goes[read])
+                    some = data[at : at + last - first]
+                    self._memory.landing.put(goes + first, goes + last, some)
+
+    def arrived(self) -> None:
+        """Nothing can be done before the other parts are here."""
+
+    def commit(self) -> Landed:
+        """The part is here; what it is part of is made by `GatherPlan.commit`."""
+        return Landed(None, [], [])
+
+    def put_boxes(self) -> None:
+        """Put the elements that waited in their places."""
+        reads = self.reads
+        pairs = []
+        waiting = np.flatnonzero(reads.at == SCATTERED)
+        for read, at in zip(waiting.tolist(), self._waits_at.tolist(), strict=True):
+            whole = self._memory.elements(int(reads.share[read]))
+            offsets, sizes = reads.targets[int(reads.box[read])]
+            storage, size = self._waiting.untyped_storage(), whole.element_size()
+            # Elements of 16 bytes are two numbers each.
+            more = whole.shape[len(sizes) :]
+            shape = (*sizes, *more)
+            source = t.raw(storage, at, size, shape, contiguous_strides(shape))
+            pairs.append((cut(whole, (*offsets, *(0 for _ in more)), shape), source))
+        copy_boxes(pairs)

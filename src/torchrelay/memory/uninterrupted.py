@@ -1,0 +1,76 @@
+"""Work that an interrupt must not break in two, such as writing new weights over old ones.
+
+Python raises `KeyboardInterrupt`, and whatever else a signal handler raises, between any two lines
+of the main thread. So the work is done on another thread, where no handler runs. An exception that
+comes up here meanwhile is raised when the work is over.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+
+from torchrelay.deadlines import wait_until_set
+from torchrelay.memory import threads
+from torchrelay.memory.gpu.side import in_use
+
+T = TypeVar("T")
+
+
+def uninterrupted(act: Callable[[], T], hurry: Callable[[], None] = lambda: None) -> T:
+    """Return or raise what `act` does, on another thread in the modes of this one. `hurry` is
+    called if an exception comes up here meanwhile."""
+    results: list[T] = []
+    faults: list[BaseException] = []
+    claim = threading.Lock()  # taken by the thread that acts, or by a caller that gave up before
+    over = threading.Event()
+    modes, context = _modes_here(), contextvars.copy_context()
+
+    def run() -> None:
+        if not claim.acquire(blocking=False):
+            return
+        try:
+            with modes():
+                results.append(context.run(act))
+        except BaseException as fault:
+            faults.append(fault)
+        over.set()
+
+    try:
+        threads.run(run, "worker")
+        wait_until_set(over)
+    except BaseException:
+        _wait_out(claim, over, hurry)
+        raise
+    if faults:
+        raise faults.pop()
+    return results.pop()
+
+
+def _wait_out(claim: threading.Lock, over: threading.Event, hurry: Callable[[], None]) -> None:
+    """Return when the work is over, or will never begin. Another exception does not change that."""
+    try:
+        hurry()
+        if not claim.acquire(blocking=False):
+            wait_until_set(over)
+    except BaseException:
+        _wait_out(claim, over, hurry)
+
+
+def _modes_here() -> Callable[[], AbstractContextManager[None]]:
+    """What torch keeps for each thread and a commit depends on, as it is for this one."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    device = torch.cuda.current_device() if in_use() else None
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        on_device = nullcontext() if device is None else torch.cuda.device(device)
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad), on_device:
+            yield
+
+    return modes

@@ -1,0 +1,171 @@
+"""The distributed tensors of a state, each as the one tensor that it has in this process.
+
+The tensors of a job are distributed in few ways, so each way is worked out once. A tensor that has
+several local shards, or whose elements here are not a box of it, is left to the general path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from torchrelay.errors import UnsupportedLeafError
+from torchrelay.geometry.boxes import Box
+from torchrelay.geometry.strides import contiguous_strides
+from torchrelay.record import manifest as m
+from torchrelay.record.meshes import local_box
+from torchrelay.record.schema import ImageKind
+from torchrelay.state import tensors as t
+from torchrelay.state.meshes import mesh_record
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ShardedKind(NamedTuple):
+    """What distributed tensors have in common: dtype, shape, strides and flags of the whole, how it
+    is distributed, and the box of it that is here. A DTensor has a mesh, a ShardedTensor `boxes`
+    on all ranks."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    flags: int
+    box: Box
+    mesh: m.Mesh | None
+    placements: tuple[m.Placement, ...] = ()
+    coordinate: tuple[int, ...] | None = None
+    boxes: tuple[m.Box, ...] = ()
+    pinned: bool = False
+
+    @property
+    def image(self) -> ImageKind:
+        """The kind of image that its part here is."""
+        return ImageKind.of_boxes(self.dtype, self.shape, [self.box])
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it has values that are yet to be reduced."""
+        return any(placement.kind == "partial" for placement in self.placements)
+
+
+class ShardedLeaves:
+    """The distributed tensors among some leaves: by leaf, the local tensor and its kind."""
+
+    def __init__(self) -> None:
+        self.nothing_else = False  # whether all leaves are tensors and parameters of torch itself
+        self.locals: dict[int, torch.Tensor] = {}
+        self.numbers: dict[int, int] = {}
+        self.kinds: list[ShardedKind] = []
+        self._known: dict[Hashable, int] = {}  # -1: not of one box
+
+    def local_leaves(self, leaves: Sequence[object]) -> Sequence[object]:
+        """The leaves, with the local tensors of distributed ones in their places."""
+        if not self.locals:
+            return leaves
+        found = list(leaves)
+        for leaf, local in self.locals.items():
+            found[leaf] = local
+        return found
+
+    def locals_of(self, leaves: Sequence[Any]) -> Sequence[object]:
+        """The leaves, with the tensors that distributed ones have here now in their places."""
+        if not self.locals:
+            return leaves
+        found = list(leaves)
+        for leaf in self.locals:
+            tensor = found[leaf]
+            if isinstance(tensor, t.ShardedTensor):
+                found[leaf] = t.sharded_parts(tensor)[0][0]
+            else:
+                found[leaf] = t.dtensor_parts(tensor)[0]
+        return found
+
+    def _add(self, leaf: int, local: torch.Tensor, number: int) -> None:
+        """Note a tensor, unless what it has here is not what its kind says."""
+        if number >= 0:
+            kind = self.kinds[number]
+            if local.size() == kind.box[1] and local.dtype is t.DTYPES[kind.dtype]:
+                self.locals[leaf], self.numbers[leaf] = local, number
+
+    def _add_dtensor(self, leaf: int, tensor: Any) -> None:
+        local, spec = t.dtensor_parts(tensor)
+        key = (spec, tensor.requires_grad, t.is_parameter(tensor))
+        number = self._known.get(key)
+        if number is None:
+            kind = _dtensor_kind(tensor, spec)
+            number = self._known[key] = -1 if kind is None else len(self.kinds)
+            if kind is not None:
+                self.kinds.append(kind)
+        self._add(leaf, local, number)
+
+    def _add_sharded(self, leaf: int, tensor: t.ShardedTensor) -> None:
+        try:
+            locals_, boxes, all_boxes, properties = t.sharded_parts(tensor)
+        except UnsupportedLeafError:
+            return  # refused by the general path, by its name
+        if len(locals_) != 1 or boxes[0] not in all_boxes:
+            return
+        kind = ShardedKind(
+            t.NAMES[properties.dtype],
+            tuple(tensor.size()),
+            None,
+            m.REQUIRES_GRAD if properties.requires_grad else 0,
+            (boxes[0].offsets, boxes[0].sizes),
+            None,
+            boxes=all_boxes,
+            pinned=properties.pin_memory,
+        )
+        number = self._known.setdefault(_encode(kind), len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append(kind)
+        self._add(leaf, locals_[0].detach(), number)
+
+
+def find_sharded(leaves: Sequence[object]) -> ShardedLeaves:
+    """Find the distributed tensors among leaves."""
+    found = ShardedLeaves()
+    found.nothing_else = _PLAIN.issuperset(map(type, leaves))
+    if found.nothing_else:
+        return found
+    types = {kind for kind in set(map(type, leaves)) if issubclass(kind, torch.Tensor)}
+    dtensors = {kind for kind in types if t.is_dtensor_type(kind)}
+    sharded = {kind for kind in types if issubclass(kind, t.ShardedTensor)}
+    if not dtensors and not sharded:
+        return found
+    for index, leaf in enumerate(leaves):
+        if type(leaf) in dtensors:
+            found._add_dtensor(index, leaf)
+        elif type(leaf) in sharded:
+            assert isinstance(leaf, t.ShardedTensor)
+            found._add_sharded(index, leaf)
+    return found
+
+
+def _dtensor_kind(tensor: Any, spec: Any) -> ShardedKind | None:
+    coordinate = spec.mesh.get_coordinate()
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    if coordinate is None or len(shape) > m.MAX_DIMS:
+        return None
+    mesh = mesh_record(spec.mesh)
+    try:
+        placements = tuple(map(t.placement_record, spec.placements))
+    except UnsupportedLeafError:
+        return None  # refused by the general path, by its name
+    box = local_box(shape, mesh.shape, tuple(coordinate), placements)
+    if box is None:
+        return None
+    return ShardedKind(
+        t.NAMES[tensor.dtype],
+        shape,
+        None if strides == contiguous_strides(shape) else strides,
+        (m.REQUIRES_GRAD if tensor.requires_grad else 0)
+        | (m.PARAMETER if t.is_parameter(tensor) else 0),
+        box,
+        mesh,
+        placements,
+        tuple(coordinate),
+    )

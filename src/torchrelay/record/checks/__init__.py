@@ -1,0 +1,1 @@
+"""Which records are valid. Everything that later steps rely on is checked here, once."""

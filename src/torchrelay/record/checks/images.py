@@ -1,0 +1,176 @@
+"""Whether images are cut into boxes that lie inside of them, and boxes lie inside of volumes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import prod
+from typing import Literal
+
+import numpy as np
+
+from torchrelay.errors import ManifestError
+from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.geometry.boxes import Comparisons, Numbers, is_grid
+from torchrelay.geometry.chunks import ALIGN, MAX_CHUNK_BYTES
+from torchrelay.geometry.strides import extent, packed
+from torchrelay.record.checks.leaves import MAX_SIZE
+from torchrelay.record.dtypes import itemsize
+from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES
+from torchrelay.record.schema import Column, ImageKind, Record, VolumeRecord
+
+Mode = Literal["stream", "part", "whole"]
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+MAX_DEVICES = 64
+FILE_ALIGN = 8  # of a box's first byte in a file, or its item size if that is less
+
+
+def check_column(column: Column, count: int, stop: int, what: str) -> None:
+    """Raise `ManifestError` unless a column has `count` numbers below `stop`; None has zeros."""
+    if column is None:
+        if count and stop < 1:
+            raise ManifestError(f"{what}: there is none")
+    elif len(column) != count:
+        raise ManifestError(f"{what}: {len(column)} numbers for {count}")
+    elif count and int(column.max()) >= stop:
+        raise ManifestError(f"{what}: {int(column.max())} of {stop}")
+
+
+def check_images(record: Record, mode: Mode) -> None:
+    """Raise `ManifestError` unless images, boxes and volumes agree. `images` is a number that may
+    be allocated for."""
+    sizes = kind_bytes(record.image_kinds)
+    comparisons = Comparisons() if mode == "whole" else None
+    for kind in record.image_kinds:
+        if not kind.is_whole or kind.strides is not None:
+            _check_kind(kind, mode, comparisons)
+    check_column(record.kind_of, record.images, len(sizes), "kinds of images")
+    check_column(record.device_of, record.images, len(record.devices), "devices of images")
+    if len(record.devices) > MAX_DEVICES:
+        raise ManifestError(f"{len(record.devices)} kinds of devices")
+    for device in record.devices:
+        if not (device.isascii() and device.isidentifier()):
+            raise ManifestError(f"device type {device[:40]!r}")
+    if mode == "stream":
+        _check_stream(record)
+    else:
+        check_files(record.volumes, hashed=mode == "whole")
+        _check_places(record)
+
+
+def kind_bytes(kinds: Sequence[ImageKind]) -> Numbers:
+    """The bytes of an image of each kind, all of it; `ManifestError` for one out of range."""
+    found: Numbers = np.zeros(len(kinds), np.int64)
+    by_dims: dict[int, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        by_dims.setdefault(len(kind.shape), []).append(number)
+    for dims, numbers in by_dims.items():
+        if dims > MAX_DIMS:
+            raise ManifestError(f"{dims} dimensions, the cap is {MAX_DIMS}")
+        shapes = np.array([kinds[n].shape for n in numbers], np.int64).reshape(len(numbers), dims)
+        if shapes.size and not 0 <= int(shapes.min()) <= int(shapes.max()) < MAX_SIZE:
+            raise ManifestError("an image with a dimension out of range")
+        items = np.array([itemsize(kinds[n].dtype) for n in numbers], np.int64)
+        # Products as floats do not overflow: those far too large end here, the others are exact.
+        if (np.maximum(shapes, 1).astype(np.float64).prod(1) * items > MAX_SIZE / 2).any():
+            raise ManifestError("an image with too many elements")
+        found[numbers] = shapes.prod(1) * items
+    return found
+
+
+def _check_kind(kind: ImageKind, mode: Mode, comparisons: Comparisons | None) -> None:
+    """An image that is cut, or not row-major. Its shape is in range."""
+    shape, count = kind.shape, kind.count
+    if not kind.is_whole:
+        if kind.offsets is None or kind.sizes is None:
+            if count or mode != "part" or kind.offsets is not kind.sizes:
+                raise ManifestError(f"an image of shape {shape[:8]} in {count} boxes")
+            return
+        if count < 1 or not shape or (mode == "stream" and count > 1):
+            raise ManifestError(f"an image of shape {shape[:8]} in {count} boxes")
+        if not len(kind.offsets) == len(kind.sizes) == count * len(shape):
+            raise ManifestError("a box has other dimensions than its image")
+        offsets, sizes = kind.columns
+        # Numbers larger than the shape cannot be added without a thought.
+        lengths = np.array(shape, np.int64)
+        if not ((sizes <= lengths) & (offsets <= lengths - sizes)).all():
+            raise ManifestError(f"a box reaches out of its image of shape {shape[:8]}")
+        if comparisons is not None and not (sizes.all() and is_grid(offsets, sizes, shape)):
+            covered = sum(prod(sizes) for _, sizes in kind.boxes)
+            if covered != prod(shape) or comparisons.overlap(kind.boxes):
+                raise ManifestError(f"boxes do not cover an image of shape {shape[:8]} once")
+    if kind.strides is not None:
+        _check_layout(kind.boxes[0][1] if count == 1 else shape, kind.strides)
+
+
+def _check_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Strides are those of a tensor without holes: they take no more memory than its elements."""
+    if len(strides) == len(shape) and all(0 <= stride < MAX_SIZE for stride in strides):
+        layout = packed(shape, strides)
+        if layout is not None and (
+            0 in shape or layout.numel == extent(shape, strides) == prod(shape)
+        ):
+            return
+    raise ManifestError(f"strides {strides[:8]} of an image of shape {shape[:8]}")
+
+
+def _check_stream(record: Record) -> None:
+    """Boxes stand one after the other in the one volume, and fill it."""
+    (volume,) = record.volumes
+    # As a float, which does not overflow: what is far too much, and then exactly.
+    if float(record.box_bytes.sum(dtype=np.float64)) > MAX_STREAM_BYTES:
+        raise ManifestError(f"a stream of more than the cap of {MAX_STREAM_BYTES} bytes")
+    total = int(((record.box_bytes + (ALIGN - 1)) & -ALIGN).sum())
+    if volume.name or volume.chunk_bytes or volume.digests or volume.nbytes != total:
+        raise ManifestError(f"a volume of {volume.nbytes} bytes for a stream of {total}")
+    cuts = volume.cuts if volume.cuts is not None else np.zeros(0, np.int64)
+    if len(cuts) and not 0 < int(cuts.min()) <= int(cuts.max()) <= MAX_CHUNK_BYTES:
+        raise ManifestError("a chunk of a size out of range")
+    if (cuts % ALIGN).any() or int(cuts.sum()) != total:
+        raise ManifestError(f"chunks of {int(cuts.sum())} bytes for a stream of {total}")
+    if record.storage_of is not None:
+        check_column(record.storage_of, record.images, record.images, "storages of images")
+        steps = np.diff(record.storage_of, prepend=0)
+        if steps[:1].any() or not ((steps == 0) | (steps == 1)).all():
+            raise ManifestError("storages of images are out of order")
+
+
+def check_files(volumes: Sequence[VolumeRecord], *, hashed: bool) -> None:
+    """Raise `ManifestError` unless these can be files of one step, each with its digests; or
+    without, where they need not be `hashed`."""
+    names = set()
+    for volume in volumes:
+        if not FILE_NAME.fullmatch(volume.name) or volume.name in names:
+            raise ManifestError(f"file name {volume.name[:80]!r}")
+        names.add(volume.name)
+        if not 0 < volume.nbytes < MAX_SIZE or volume.chunk_bytes < 1 or volume.cuts is not None:
+            raise ManifestError(
+                f"{volume.name}: {volume.nbytes} bytes in chunks of {volume.chunk_bytes}"
+            )
+        if volume.chunk_bytes % FILE_ALIGN and volume.chunks > 1:
+            raise ManifestError(f"{volume.name}: chunks of {volume.chunk_bytes} bytes cut elements")
+        if len(volume.digests) != DIGEST_BYTES * volume.chunks and (hashed or volume.digests):
+            raise ManifestError(f"{volume.name}: {len(volume.digests)} bytes of digests")
+
+
+def _check_places(record: Record) -> None:
+    """Every box lies in its file. All boxes of all images at once."""
+    boxes = int(record.box_counts[record.image_kind].sum()) if record.images else 0
+    if boxes != (0 if record.starts is None else len(record.starts)):
+        raise ManifestError(f"{boxes} boxes, and not as many places of them")
+    check_column(record.volume_of, boxes, len(record.volumes), "volumes of boxes")
+    if record.storage_of is not None:
+        raise ManifestError("storages of images at rest")
+    if not boxes:
+        return
+    nbytes, starts = record.box_bytes, record.box_starts
+    room = np.array([volume.nbytes for volume in record.volumes], np.int64)[record.box_volumes]
+    step = [min(itemsize(kind.dtype), FILE_ALIGN) for kind in record.image_kinds]
+    steps = np.repeat(np.array(step, np.int64)[record.image_kind], np.diff(record.first_boxes))
+    wrong = np.flatnonzero((starts > room - nbytes) | (starts % steps != 0))
+    for box in wrong[:1].tolist():
+        image = int(np.searchsorted(record.first_boxes, box, "right")) - 1
+        raise ManifestError(
+            f"image {image}: {nbytes[box]} bytes from byte {starts[box]} on are not in volume "
+            f"{record.box_volumes[box]}, or are elements at odd bytes of it"
+        )

@@ -1,0 +1,116 @@
+"""The leaves of a live rank's record, as a sequence of leaf records made when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.strides import contiguous_strides
+from torchrelay.record import manifest as m
+from torchrelay.record.schema import BoxSharding, LeafKind, Record
+
+Marks = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class LeafRows(Sequence[m.Leaf]):
+    """Leaves of a valid record of a stream. Tensors are rows: `leaves` has the leaf that each is,
+    `kinds` its kind, `images` and `offsets` where it lies. `others` has the rest, by leaf.
+
+    A record that is made of a row has the strides of its image in memory.
+    """
+
+    def __init__(self, record: Record) -> None:
+        (found,) = record.outlines
+        self.record = record
+        self.tree = found.tree
+        self._count = found.leaves
+        self.leaves: Numbers = found.row_leaves
+        self.kinds: Numbers = found.row_kinds
+        self.images: Numbers = found.row_images
+        self.offsets: Numbers = found.row_offsets
+        pairs = zip(found.other_leaves.tolist(), found.others, strict=True)
+        self.others: dict[int, m.Leaf] = dict(pairs)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def is_image(self) -> Marks:
+        """Whether each row is all of its image; else it is a view of one of bytes."""
+        shapes, image_shapes = self.record.shapes
+        if not len(self.kinds):
+            return np.zeros(0, bool)
+        strided = np.array(
+            [kind.strides is not None and kind.sharding < 0 for kind in self.record.kinds], bool
+        )
+        same = shapes[self.kinds] == image_shapes[self.record.image_kind[self.images]]
+        found: Marks = same & ~strided[self.kinds] & (self.offsets == 0)
+        return found
+
+    @cached_property
+    def is_sharded(self) -> Marks:
+        """Whether each row is a distributed tensor."""
+        marks = np.array([kind.sharding >= 0 for kind in self.record.kinds], bool)
+        return marks[self.kinds] if len(marks) else np.zeros(0, bool)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        if index in self.others:
+            return self.others[index]
+        return self.row(int(np.searchsorted(self.leaves, index)))
+
+    def __iter__(self) -> Iterator[m.Leaf]:
+        found: list[Any] = [None] * len(self)
+        for index, leaf in self.others.items():
+            found[index] = leaf
+        for row, index in enumerate(self.leaves.tolist()):
+            found[index] = self.row(row)
+        return iter(found)
+
+    def row(self, row: int) -> m.Leaf:
+        record = self.record
+        kind = record.kinds[int(self.kinds[row])]
+        image, offset = int(self.images[row]), int(self.offsets[row])
+        there = record.image_kinds[int(record.image_kind[image])]
+        flags, device = kind.flags, record.devices[int(record.image_devices[image])]
+        if not record.box_bytes[image]:
+            image = -1
+            flags |= 0 if device == "cpu" else m.ON_DEVICE
+        if kind.sharding >= 0:
+            return self._sharded(kind, there.boxes[0], there.strides, image, flags & m.ON_DEVICE)
+        strides = kind.strides
+        if strides is None and not offset and there.shape == kind.shape:
+            strides = there.strides
+        return m.TensorLeaf(kind.dtype, kind.shape, strides, image, offset, flags)
+
+    def _sharded(
+        self,
+        kind: LeafKind,
+        box: tuple[tuple[int, ...], tuple[int, ...]],
+        strides: tuple[int, ...] | None,
+        image: int,
+        flags: int,
+    ) -> m.Leaf:
+        local = m.TensorLeaf(kind.dtype, box[1], strides, image, 0, flags)
+        how = self.record.shardings[kind.sharding]
+        if isinstance(how, BoxSharding):
+            mine = next(one for one in how.boxes if (one.offsets, one.sizes) == box)
+            facts = (kind.shape, kind.dtype, kind.flags, how.pinned)
+            return m.ShardedLeaf((local,), (mine,), how.boxes, *facts)
+        return m.DTensorLeaf(
+            local,
+            self.record.meshes[how.mesh],
+            how.placements,
+            kind.shape,
+            contiguous_strides(kind.shape) if kind.strides is None else kind.strides,
+            how.coordinate,
+            kind.flags,
+        )

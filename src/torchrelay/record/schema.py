@@ -1,0 +1,344 @@
+"""The record of a state: everything about it but its bytes, in columns.
+
+One schema describes three things:
+
+- a *stream*: the state of one live rank, whose memory is the only volume;
+- a *part*: what one rank has of a state, in some boxes of its tensors;
+- the *whole*: a state at rest, with every element of every tensor once.
+
+The bytes of a state are *images*: an image is one tensor, or the memory that several different
+views share. An image is cut into *boxes*, and each box lies in a *volume*. Leaves that are tensors
+are rows of columns: each row has a kind, an image and an offset in it. All other leaves are records
+of their own. The encoded record is a contract: docs/wire-format.md and docs/checkpoint-format.md
+describe it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import prod
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from torchrelay.geometry.boxes import Box as Bounds
+from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.chunks import ALIGN
+from torchrelay.record.dtypes import itemsize
+from torchrelay.record.manifest import Box, Leaf, Mesh, Node, Placement
+
+VERSION = (3, 0)
+ON_HOST = ("cpu",)  # the devices of a state that lies in host memory alone
+
+_encode = msgspec.msgpack.Encoder().encode
+# Whole numbers from 0 on. None stands for the value that the field's comment names.
+Column = Numbers | None
+
+
+class _RowRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Small records are arrays: the order of fields is part of the format."""
+
+
+class LeafKind(_RowRecord, frozen=True):
+    """What tensor leaves have in common apart from where they lie.
+
+    `strides`, in elements, are those of a view of an image of bytes; None is row-major. `shape` and
+    `strides` of a distributed tensor are those of the whole. `sharding`: -1 if it is not one.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    flags: int = 0
+    sharding: int = -1
+
+
+class MeshSharding(_RowRecord, tag="m", frozen=True):
+    """How a DTensor is distributed. `coordinate`: of the live rank that describes its part."""
+
+    mesh: int
+    placements: tuple[Placement, ...]
+    coordinate: tuple[int, ...] | None = None
+
+
+class BoxSharding(_RowRecord, tag="b", frozen=True):
+    """How a ShardedTensor is distributed: its boxes on all ranks."""
+
+    boxes: tuple[Box, ...]
+    pinned: bool = False
+
+
+Sharding = MeshSharding | BoxSharding
+
+
+class ImageKind(msgspec.Struct, array_like=True, frozen=True, dict=True):
+    """What images have in common: a dtype, a shape, and the `count` boxes they are cut into.
+
+    `offsets` and `sizes` have a number for each dimension of each box; both are None where the one
+    box is all of the image. `strides` is the layout in memory, where it is not row-major: of the
+    box, if there is one, else of the whole. In a stream the bytes lie so; elements of boxes in
+    files are row-major, and the strides are those of a tensor that is made of them.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    count: int = 1
+    offsets: Column = None
+    sizes: Column = None
+
+    @classmethod
+    def of_boxes(
+        cls,
+        dtype: str,
+        shape: tuple[int, ...],
+        boxes: Sequence[Bounds],
+        strides: tuple[int, ...] | None = None,
+    ) -> ImageKind:
+        if len(boxes) == 1 and boxes[0] == ((0,) * len(shape), shape):
+            return cls(dtype, shape, strides)
+        columns = (np.array([box[n] for box in boxes], np.int64).reshape(-1) for n in (0, 1))
+        return cls(dtype, shape, strides, len(boxes), *columns)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its one box is all of the image."""
+        return self.count == 1 and self.offsets is None and self.sizes is None
+
+    @cached_property
+    def columns(self) -> tuple[Numbers, Numbers]:
+        """Offsets and sizes, a row for each box."""
+        dims = len(self.shape)
+        if self.offsets is None or self.sizes is None:
+            whole = np.array(self.shape, np.int64).reshape(1, dims)[: self.count]
+            return np.zeros_like(whole), whole
+        return self.offsets.reshape(self.count, dims), self.sizes.reshape(self.count, dims)
+
+    @cached_property
+    def boxes(self) -> list[Bounds]:
+        if self.is_whole:
+            return [((0,) * len(self.shape), self.shape)]
+        rows = (map(tuple, column.tolist()) for column in self.columns)
+        return list(zip(*rows, strict=True))
+
+    @cached_property
+    def nbytes(self) -> Numbers:
+        """Bytes of each box."""
+        if self.is_whole:
+            return np.array([prod(self.shape) * itemsize(self.dtype)], np.int64)
+        found: Numbers = self.columns[1].prod(1) * itemsize(self.dtype)
+        return found
+
+
+class _MapRecord(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
+    """Large records are maps: fields by name, those with their default left out."""
+
+
+class StateOutline(_MapRecord, frozen=True):
+    """The tree of a rank's state and its leaves: `others` as records, the rest as rows."""
+
+    tree: Node
+    leaves: int
+    others: tuple[Leaf, ...] = ()
+    others_at: Column = None  # the leaf that each of the others is; None: 0
+    kinds: Column = None  # of each row; None: the first
+    images: Column = None  # of each row; None: row n is of image n. Tied leaves have one image
+    offsets: Column = None  # of each row, bytes in its image; None: 0
+
+    @property
+    def rows(self) -> int:
+        return self.leaves - len(self.others)
+
+    @cached_property
+    def row_leaves(self) -> Numbers:
+        """The leaf that each row is."""
+        if not self.others:
+            return np.arange(self.leaves)
+        is_row = np.ones(self.leaves, bool)
+        is_row[self.other_leaves] = False
+        return np.flatnonzero(is_row)
+
+    @property
+    def other_leaves(self) -> Numbers:
+        return zeros_or(self.others_at, len(self.others))
+
+    @cached_property
+    def row_kinds(self) -> Numbers:
+        return zeros_or(self.kinds, self.rows)
+
+    @cached_property
+    def row_images(self) -> Numbers:
+        return np.arange(self.rows) if self.images is None else self.images
+
+    @cached_property
+    def row_offsets(self) -> Numbers:
+        return zeros_or(self.offsets, self.rows)
+
+
+class RankDifference(_RowRecord, frozen=True):
+    """Where a rank differs from the outline that it shares: other leaves, and other images of rows,
+    by their numbers in ascending order."""
+
+    rank: int
+    leaves: tuple[tuple[int, Leaf], ...] = ()
+    images: tuple[tuple[int, int], ...] = ()
+
+
+class VolumeRecord(_RowRecord, frozen=True):
+    """A run of bytes: a file, or the stream of a live rank, which has no name.
+
+    Chunks have `chunk_bytes` each, but for the last, or the bytes in `cuts`. `digests` has the
+    XXH3-128 of each chunk, one after the other, if they are known.
+    """
+
+    name: str
+    nbytes: int
+    chunk_bytes: int = 0
+    cuts: Column = None
+    digests: bytes = b""
+
+    @property
+    def chunks(self) -> int:
+        if self.cuts is not None:
+            return len(self.cuts)
+        return -(-self.nbytes // self.chunk_bytes) if self.chunk_bytes > 0 else 0
+
+
+class ObjectBytes(_RowRecord, frozen=True):
+    """Bytes of an object that a planner of torch's gave: `kind` says how to read them back."""
+
+    name: str
+    kind: str
+    volume: int
+    start: int
+    nbytes: int
+
+
+class Origin(_MapRecord, frozen=True):
+    """The program and time of a save. `save_id`: the name that a writer of torch's DCP gave it."""
+
+    time: str
+    torch: str
+    torchrelay: str
+    save_id: str | None = None
+
+
+class Record(_MapRecord, frozen=True, kw_only=True):
+    """A recorded state. `ranks` has the outline of each rank that has a part of it."""
+
+    version: tuple[int, int]
+    step: int | None = None
+    outlines: tuple[StateOutline, ...]
+    kinds: tuple[LeafKind, ...] = ()
+    images: int = 0
+    image_kinds: tuple[ImageKind, ...] = ()
+    kind_of: Column = None  # of each image; None: the first
+    volumes: tuple[VolumeRecord, ...] = ()
+    volume_of: Column = None  # of each box; None: the first
+    starts: Column = None  # of each box; None: one after the other, at multiples of ALIGN
+    devices: tuple[str, ...] = ON_HOST
+    device_of: Column = None  # of each image; None: the first
+    storage_of: Column = None  # of each image; None: each has a storage of its own
+    meshes: tuple[Mesh, ...] = ()
+    shardings: tuple[Sharding, ...] = ()
+    ranks: tuple[int, ...] = (0,)
+    differences: tuple[RankDifference, ...] = ()
+    names: tuple[tuple[int, str], ...] = ()  # images that are not named by their first path
+    objects: tuple[ObjectBytes, ...] = ()
+    origin: Origin | None = None
+
+    @cached_property
+    def image_kind(self) -> Numbers:
+        """The kind of each image."""
+        return zeros_or(self.kind_of, self.images)
+
+    @cached_property
+    def box_counts(self) -> Numbers:
+        """The boxes of each kind of image."""
+        return np.array([kind.count for kind in self.image_kinds], np.int64)
+
+    @cached_property
+    def first_boxes(self) -> Numbers:
+        """The first box of each image; and the number of all boxes."""
+        counts = self.box_counts[self.image_kind] if self.images else self.image_kind
+        return np.concatenate([[0], np.cumsum(counts)])
+
+    @property
+    def boxes(self) -> int:
+        return int(self.first_boxes[-1])
+
+    @cached_property
+    def box_bytes(self) -> Numbers:
+        if not self.images:
+            return np.zeros(0, np.int64)
+        nbytes = np.concatenate([kind.nbytes for kind in self.image_kinds])
+        if (self.box_counts == 1).all():
+            return nbytes[self.image_kind]
+        begins = np.cumsum(self.box_counts) - self.box_counts
+        shift = begins[self.image_kind] - self.first_boxes[:-1]
+        box = np.arange(self.boxes) + np.repeat(shift, self.box_counts[self.image_kind])
+        found: Numbers = nbytes[box]
+        return found
+
+    @cached_property
+    def box_starts(self) -> Numbers:
+        if self.starts is not None:
+            return self.starts
+        rooms = (self.box_bytes + (ALIGN - 1)) & -ALIGN
+        found: Numbers = np.cumsum(rooms) - rooms
+        return found
+
+    @cached_property
+    def box_volumes(self) -> Numbers:
+        return zeros_or(self.volume_of, self.boxes)
+
+    @cached_property
+    def image_devices(self) -> Numbers:
+        """The device of each image, by its number in `devices`."""
+        return zeros_or(self.device_of, self.images)
+
+    @cached_property
+    def shapes(self) -> tuple[Numbers, Numbers]:
+        """A number for the item size and shape of each kind of leaf, and of each kind of image:
+        equal where those are."""
+        known: dict[bytes, int] = {}  # by their encoding: a peer's numbers may hash alike
+        found = [
+            [
+                known.setdefault(_encode((itemsize(kind.dtype), kind.shape)), len(known))
+                for kind in kinds
+            ]
+            for kinds in (self.kinds, self.image_kinds)
+        ]
+        return np.array(found[0], np.int64), np.array(found[1], np.int64)
+
+    @property
+    def used_devices(self) -> set[str]:
+        """The kinds of devices that images come from."""
+        return {self.devices[n] for n in np.unique(self.image_devices).tolist()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all boxes, without padding."""
+        return int(self.box_bytes.sum())
+
+
+def zeros_or(column: Column, count: int) -> Numbers:
+    return np.zeros(count, np.int64) if column is None else column
+
+
+def column_of(numbers: Numbers) -> Column:
+    """A column; None where all numbers are 0."""
+    return numbers if numbers.any() else None
+
+
+Kind = TypeVar("Kind", LeafKind, ImageKind)
+
+
+def numbered(kinds: Sequence[Kind]) -> tuple[list[Kind], Numbers]:
+    """The different ones of some kinds that have no boxes, and the number of each."""
+    known: dict[bytes, int] = {}  # by their encoding: a peer's numbers may hash alike
+    numbers = [known.setdefault(_encode(kind), len(known)) for kind in kinds]
+    firsts = dict(zip(reversed(numbers), reversed(kinds), strict=True))
+    return [firsts[number] for number in range(len(known))], np.array(numbers, np.int64)

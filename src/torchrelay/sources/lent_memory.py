@@ -1,0 +1,155 @@
+"""Memory that a server lends to readers on its host: requested, mapped and read. No torch.
+
+The connection over which the descriptors came stays open while a step is read. Meanwhile the memory
+is not written to, whatever is published: everything that is read belongs to one step.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
+
+from torchrelay.machine import machine
+from torchrelay.memory.mapped_range import MappedRange
+from torchrelay.stores.local.files import through
+from torchrelay.stores.writer.frames import receive_frame, send_frame
+
+ASK_SECONDS = 5.0
+MAX_SLOTS = 250  # descriptors that fit into one message
+LEASE_BYTES = 64 << 20  # of a frame: a step may have many volumes
+_PIECE_BYTES = 1 << 18  # copied at once: they stay in the processor's cache
+_LONG = 64 << 10  # bytes from which a memcpy of its own is faster than the kernel's copy of many
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class LeaseRequest(msgspec.Struct, array_like=True):
+    snapshot: str
+    reader: str
+
+
+class LeasedSlot(msgspec.Struct, array_like=True):
+    """A piece of memory: its size, and start and size of each volume in it."""
+
+    nbytes: Count
+    volumes: dict[str, tuple[Count, Count]]
+
+
+class MemoryLease(msgspec.Struct, array_like=True):
+    """The answer, followed by a descriptor for each slot. `why`: the reason why nothing is lent."""
+
+    slots: Annotated[list[LeasedSlot], msgspec.Meta(max_length=MAX_SLOTS)]
+    why: str = ""
+
+
+class LocalFacts(msgspec.Struct):
+    """`/local.json`: the machine that a server runs on, and the name of its Unix socket there."""
+
+    machine: str
+    socket: str
+
+
+_lease = msgspec.msgpack.Decoder(MemoryLease)
+
+
+class LentMemory:
+    """The volumes of a step in memory of this host, until `close`. `OSError` where none is lent."""
+
+    def __init__(self, facts: LocalFacts, snapshot: str, reader: str) -> None:
+        if not facts.socket:
+            raise OSError("the server lends no memory")
+        if facts.machine != machine() or not facts.machine:
+            raise OSError("the server is on another machine")
+        self._fds: list[int] = []
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._line.settimeout(ASK_SECONDS)
+            self._line.connect(f"\0{facts.socket}")
+            with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
+                send_frame(self._line, msgspec.msgpack.encode(LeaseRequest(snapshot, reader)))
+            lease = _lease.decode(receive_frame(self._line, LEASE_BYTES))
+            if lease.why:
+                raise OSError(lease.why)
+            _, self._fds, _, _ = socket.recv_fds(self._line, 1, MAX_SLOTS)
+            if len(self._fds) != len(lease.slots):
+                raise OSError("the server sent too few descriptors")
+            self.readers = dict(self._volumes(lease))
+        except BaseException as fault:
+            self.close()
+            if isinstance(fault, (EOFError, msgspec.MsgspecError)):
+                raise OSError(f"the server's Unix socket answers otherwise: {fault}") from None
+            raise
+
+    def _volumes(self, lease: MemoryLease) -> Iterator[tuple[str, MappedReader]]:
+        """The volumes by name. The memory is as large as the lease says, and stays so."""
+        for fd, slot in zip(self._fds, lease.slots, strict=True):
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(fd).st_size < slot.nbytes:
+                raise OSError("the descriptor is not of sealed memory of that size")
+            for name, (start, nbytes) in slot.volumes.items():
+                if start + nbytes > slot.nbytes:
+                    raise OSError("a volume reaches out of the memory")
+                yield name, MappedReader(fd, start, nbytes)
+
+    def close(self) -> None:
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
+        self._line.close()
+
+
+class MappedReader:
+    """A volume in a file of memory. Copies let other threads run. See `stores.seam.DataReader`."""
+
+    cold = batched = False
+
+    def __init__(self, fd: int, start: int, nbytes: int) -> None:
+        self._fd, self._start, self.nbytes = fd, start, nbytes
+        self._lock = threading.Lock()
+        self._range: MappedRange | None = None
+
+    @property
+    def _mapped(self) -> MappedRange:
+        with self._lock:
+            if self._range is None:
+                self._range = MappedRange(self._fd, self._start, self.nbytes)
+            return self._range
+
+    def memory(self, position: int, nbytes: int) -> memoryview | None:
+        """See `stores.seam.MappableReader`."""
+        return self._mapped.view(position, nbytes)
+
+    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        views = [view for view in buffers if len(view)]
+        if views and sum(map(len, views)) >= len(views) * _LONG:
+            self._mapped.copy_to(position, views)
+        elif not through(os.preadv, self._fd, views, self._start + position):
+            raise EOFError(f"the memory ends before byte {position + sum(map(len, views))}")
+
+    def pieces(self, position: int, buffers: Sequence[memoryview]) -> Iterator[int]:
+        """The same, a piece at a time: yields how many bytes were copied."""
+        for view in buffers:
+            for low in range(0, len(view), _PIECE_BYTES):
+                piece = view[low : low + _PIECE_BYTES]
+                self.read_into(position, [piece])
+                position += len(piece)
+                yield len(piece)
+
+    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
+        with suppress(OSError, EOFError):
+            self.read_into(position, buffers)
+            return True
+        return False
+
+    def unchanged(self) -> bool:
+        return True  # the server does not write to it while it is lent
+
+    def close(self) -> None:
+        """Nothing: its step gives the memory back."""

@@ -1,0 +1,223 @@
+"""A step that is being written to a directory, and its data files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from torchrelay.stores.commit_point import CommitPoint, commit_unknown
+from torchrelay.stores.local.files import Files, lock, named
+from torchrelay.stores.local.handles import Handles
+from torchrelay.stores.local.removal import closing, remove_directory
+from torchrelay.stores.local.root import StepRoot, directory_id, is_committed
+from torchrelay.stores.local.step import data_sizes
+from torchrelay.stores.seam import MANIFEST, Buffer
+
+WRITE_OUT_BYTES = 8 << 20
+VISIBLE_SECONDS = 2.0  # that a network file system may take to show another host's directory
+_TRIES = 100
+
+
+class LocalDraft:
+    """See `seam.Draft`. The process that calls `begin` holds the draft's lock until it ends."""
+
+    def __init__(
+        self, root: StepRoot, step: int, token: str, overwrite: bool, files: Files
+    ) -> None:
+        self._root = root
+        self._step = step
+        self._token = token
+        self._overwrite = overwrite
+        self._files = files
+        self._lock: int | None = None
+        self._commit_point = CommitPoint()
+        self.id = ""
+        self._handles: Handles[_WrittenFile] = Handles()
+        self.place = f"{root.of(step)}.tmp-{token}"
+
+    def begin(self) -> None:
+        existing = self._root.existing(self._step)
+        if existing.exists() and not self._overwrite:
+            if not is_committed(existing):
+                reason = f"it exists and is not a step, for it has no {MANIFEST}: move it away"
+                raise OSError(errno.ENOTEMPTY, reason, str(existing))
+            raise FileExistsError(errno.EEXIST, "the step is committed", str(existing))
+        self._root.make()
+        for _ in range(_TRIES):
+            with suppress(FileExistsError):
+                self._files.make_dir(self.place)
+            if self._locked():
+                self.id = directory_id(Path(self.place))
+                return
+            time.sleep(0.001)
+        raise OSError(errno.EBUSY, "another process has locked the draft", self.place)
+
+    def _locked(self) -> bool:
+        """Hold the draft. False if a process that just started found it unheld and removes it."""
+        try:
+            held = lock(self.place)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True  # a file system without locks
+        if held is None:
+            return False
+        with suppress(FileNotFoundError):
+            if Path(self.place).stat().st_ino == os.fstat(held).st_ino:
+                self._lock = held
+                return True
+        os.close(held)
+        return False
+
+    def check_visible(self) -> None:
+        end = time.monotonic() + VISIBLE_SECONDS
+        while not Path(self.place).is_dir():
+            if time.monotonic() > end:
+                raise FileNotFoundError(errno.ENOENT, "no such directory", self.place)
+            time.sleep(0.02)
+
+    def open(self, name: str, nbytes: int) -> LocalSink:
+        return LocalSink(f"{self.place}/{name}", self._files, nbytes, self._handles)
+
+    def sizes(self) -> dict[str, int]:
+        return data_sizes(self.place)
+
+    def commit(self, manifest: bytes) -> None:
+        path = f"{self.place}/{MANIFEST}"
+        with named(path):
+            fd = self._files.create(path)
+            try:
+                self._files.write(fd, [manifest], 0)
+                self._files.sync(fd)
+            finally:
+                os.close(fd)
+            self._files.sync_dir(self.place)
+        with self._commit_point.passing():
+            replaced = self._put_in_place()
+            try:
+                self._files.sync_dir(str(self._root.path))
+            except OSError as fault:
+                # The lock stays: the step that was replaced must not be removed, it may come back.
+                why = f"it is in place, but may not outlast a power cut ({fault.strerror or fault})"
+                raise commit_unknown(self._step, why, str(self._root.of(self._step))) from fault
+        if replaced is not None:
+            with suppress(OSError):  # the rest of the old one is cleaned up by the next start
+                remove_directory(replaced, self._files)
+        self._release()
+
+    def _put_in_place(self) -> str | None:
+        """Give the draft the step's name; returns where the directory is that had it."""
+        target = str(self._root.of(self._step))
+        if not Path(target).exists():
+            self._files.rename(self.place, target)
+            return None
+        if not self._overwrite:
+            raise FileExistsError(errno.EEXIST, "the step was committed meanwhile", target)
+        if self._files.exchange(self.place, target):
+            return self.place
+        replaced = f"{target}.old-{self._token}"
+        with _held(target):  # so that no other process moves it back meanwhile
+            self._files.rename(target, replaced)
+            try:
+                self._files.rename(self.place, target)
+            except OSError:
+                with suppress(OSError):  # it counts as the step where it is, too
+                    self._files.rename(replaced, target)
+                raise
+        return replaced
+
+    def revoke(self) -> bool:
+        return self._commit_point.revoke()
+
+    def discard(self) -> None:
+        if not self.revoke():
+            return
+        with suppress(OSError):
+            remove_directory(self.place, self._files)
+        self._release()
+
+    def _release(self) -> None:
+        held, self._lock = self._lock, None  # forgotten first: no descriptor is closed twice
+        if held is not None:
+            os.close(held)
+
+
+@contextmanager
+def _held(path: str) -> Iterator[None]:
+    """Within: the directory is locked, where the file system has locks."""
+    held = None
+    with suppress(OSError):
+        held = lock(path)
+    with nullcontext() if held is None else closing(held):
+        yield
+
+
+class _WrittenFile:
+    """The descriptor of a data file. Its bytes are durable when it is closed."""
+
+    def __init__(self, fd: int, path: str, files: Files) -> None:
+        self.fd = fd
+        self._path = path
+        self._files = files
+
+    def close(self) -> None:
+        try:
+            with named(self._path):
+                self._files.sync(self.fd)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        fd, self.fd = self.fd, -1  # forgotten first: no descriptor is closed twice
+        if fd >= 0:
+            os.close(fd)
+
+
+class LocalSink:
+    """A data file being written, by any number of threads. If a draft has many of them it is closed
+    meanwhile, and opened again by its name."""
+
+    ordered = False
+
+    def __init__(
+        self, path: str, files: Files, nbytes: int, handles: Handles[_WrittenFile] | None = None
+    ) -> None:
+        self._path = path
+        self._files = files
+        self._nbytes = nbytes
+        self._handles: Handles[_WrittenFile] = Handles() if handles is None else handles
+        self._ended = False
+        with named(path), self._handles.lent(path, lambda: self._opened(files.create)):
+            pass
+
+    def _opened(self, open_: Callable[[str], int]) -> _WrittenFile:
+        return _WrittenFile(open_(self._path), self._path, self._files)
+
+    def _lent(self) -> AbstractContextManager[_WrittenFile]:
+        assert not self._ended
+        return self._handles.lent(self._path, lambda: self._opened(self._files.reopen))
+
+    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+        with named(self._path), self._lent() as file:
+            self._files.write(file.fd, buffers, position)
+            end = position + sum(map(len, buffers))
+            if end // WRITE_OUT_BYTES > position // WRITE_OUT_BYTES:
+                begin = position // WRITE_OUT_BYTES * WRITE_OUT_BYTES
+                self._files.write_out(file.fd, begin, WRITE_OUT_BYTES)
+
+    def finish(self) -> None:
+        with named(self._path), self._lent() as file:
+            self._files.sync(file.fd)
+            size = os.fstat(file.fd).st_size
+            if size != self._nbytes:
+                raise OSError(errno.EIO, f"{size} bytes on the medium, {self._nbytes} were written")
+        self.abort()
+
+    def abort(self) -> None:
+        self._ended = True
+        if (file := self._handles.drop(self._path)) is not None:
+            file.abort()

@@ -1,0 +1,135 @@
+"""The directory that holds steps: names of what is in it, and where each step lies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from torchrelay.steps import MAX_STEP
+from torchrelay.stores.local.files import Files
+from torchrelay.stores.seam import MANIFEST
+
+STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+REPLACED = re.compile(r"step-(0|[1-9][0-9]{0,18})\.old-.+-\d+-[0-9a-f]+")
+
+
+def token() -> str:
+    """A name that no other draft has; it says whose draft it is."""
+    return f"{host_name()}-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+def host_name() -> str:
+    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:60] or "host"
+
+
+class StepRoot:
+    """A directory, which need not exist yet. A link named like a replaced step is not ours."""
+
+    def __init__(self, path: str | os.PathLike[str], files: Files) -> None:
+        self.path = Path(path).absolute()
+        self._files = files
+        self._made = False
+
+    def make(self) -> None:
+        """Create it and its parents; the first time, make their names durable."""
+        if self._made and self.path.exists():
+            return
+        above = [place for place in self.path.parents if not place.exists()]
+        for place in (*reversed(above), self.path):
+            if not place.exists():
+                with suppress(FileExistsError):  # another process is as fast
+                    self._files.make_dir(str(place))
+            self._files.sync_dir(str(place.parent))
+        self._made = True
+
+    def names(self) -> list[str]:
+        try:
+            with os.scandir(self.path) as entries:
+                return [entry.name for entry in entries]
+        except (FileNotFoundError, NotADirectoryError):
+            _check_root(self.path)
+            return []
+
+    def folders(self) -> list[tuple[int, str]]:
+        """The directories that may be steps, by number."""
+        matches = [match for name in self.names() if (match := _match(name))]
+        found = [(int(match[1]), match[0]) for match in matches if self._is_ours(match)]
+        return sorted(place for place in found if place[0] <= MAX_STEP)
+
+    def listing(self) -> dict[int, str]:
+        """The same in one look at the directory: its name and number for each step."""
+        found: dict[int, str] = {}
+        try:
+            with os.scandir(self.path) as entries:
+                shown = [(_match(entry.name), entry.inode()) for entry in entries]
+        except (FileNotFoundError, NotADirectoryError):
+            _check_root(self.path)
+            return found
+        for match, number in shown:
+            if match and int(match[1]) <= MAX_STEP and self._is_ours(match):
+                step, text = int(match[1]), f"{match[0]} {number}"
+                # The directory of the step itself counts before one that was moved away.
+                found[step] = min(text, found.get(step, text), key=len)
+        return found
+
+    def _is_ours(self, match: re.Match[str]) -> bool:
+        return match.re is STEP or not (self.path / match[0]).is_symlink()
+
+    def of(self, step: int) -> Path:
+        """Where a step belongs."""
+        return self.path / f"step-{step}"
+
+    def existing(self, step: int) -> Path:
+        """Where a step lies: where it belongs, or where it was moved to for a successor that has
+        not come yet, or never came."""
+        place = self.of(step)
+        return place if place.exists() else next(iter(self.replaced(step)), place)
+
+    def replaced(self, step: int) -> list[Path]:
+        """Directories of a step that were moved away for its successor."""
+        names = [name for name in self.names() if name.startswith(f"step-{step}.old-")]
+        matches = [match for match in map(REPLACED.fullmatch, names) if match]
+        return [self.path / match[0] for match in matches if self._is_ours(match)]
+
+
+def _match(name: str) -> re.Match[str] | None:
+    return STEP.fullmatch(name) or REPLACED.fullmatch(name)
+
+
+def is_committed(directory: Path) -> bool:
+    """Whether a directory has a commit record, or no one can tell: opening the step says why."""
+    try:
+        return (directory / MANIFEST).exists()
+    except PermissionError:
+        return True
+
+
+def directory_id(directory: Path) -> str:
+    """A directory keeps its number when it is renamed; a new one has another."""
+    return str(directory.stat().st_ino)
+
+
+def _check_root(root: Path) -> None:
+    """Raise `NotADirectoryError` if a root cannot have steps: it, or one of its parents, is a file,
+    or a link to a missing directory, such as a disk that is not mounted. A job that took it for an
+    empty root would start from scratch."""
+    for place in (root, *root.parents):
+        try:
+            mode = place.stat().st_mode  # one look: another process may be making it
+        except OSError as fault:
+            if fault.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
+            if not place.is_symlink():
+                continue
+            mode = 0
+        if stat.S_ISDIR(mode):
+            return
+        reason = "it is a file, and steps are kept in a directory: name another one"
+        if place.is_symlink():
+            reason = f"it is a link to {place.readlink()}, which is not a directory: is it mounted?"
+        raise NotADirectoryError(errno.ENOTDIR, reason, str(place))

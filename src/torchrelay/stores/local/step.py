@@ -1,0 +1,266 @@
+"""A committed step in a directory, as it was when it was opened, and reads of its data files.
+
+The directory stays open, and files are opened by their names in it: a step that is replaced or
+removed meanwhile is never mixed with its successor. A bounded number of files is open at a time; a
+file that was closed to make room is opened again only if it is still the same one.
+
+Bytes that are on the medium alone and are read once are read past the page cache, which would have
+to find room for them page by page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+
+from torchrelay.memory.pages import address_of
+from torchrelay.stores.local.files import named, open_plain, through
+from torchrelay.stores.local.handles import Handles
+from torchrelay.stores.retry import ONCE, Retry
+from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES
+
+PAGE = 4096  # alignment of reads past the page cache
+PROBES = 16  # positions of a file that are looked for in the page cache
+_LARGE = 8 << 20
+_NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
+_TMPFS = 0x01021994
+
+_Stamp = tuple[int, int, int, int]
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class LocalStep:
+    """See `seam.OpenStep`."""
+
+    costly_reads = False  # the second time comes from the page cache
+    trusted = False
+
+    def __init__(self, path: str, patience: Retry = ONCE) -> None:
+        self.url = path
+        self._directory = patience(lambda: _Directory(path, patience))
+        self._readers: dict[tuple[str, bool], LocalReader] = {}
+
+    def manifest(self) -> bytes:
+        return self._directory.patience(self._manifest)
+
+    def _manifest(self) -> bytes:
+        path = f"{self.url}/{MANIFEST}"
+        with named(path), _File(open_plain(path, self._directory.fd)) as file:
+            nbytes = os.fstat(file.fd).st_size
+            if nbytes > MAX_MANIFEST_BYTES:
+                raise OSError(errno.EFBIG, f"{nbytes} bytes are too many for a manifest", path)
+            data = bytearray(nbytes)
+            _read_whole(file.fd, path, 0, [memoryview(data)])
+            return bytes(data)
+
+    def sizes(self) -> dict[str, int]:
+        return self._directory.patience(lambda: data_sizes(self._directory.fd))
+
+    def reader(self, name: str, *, once: bool = True) -> LocalReader:
+        key = (name, once)
+        if key not in self._readers:
+            self._readers[key] = LocalReader(self._directory, f"{self.url}/{name}", once)
+        return self._readers[key]
+
+    def close(self) -> None:
+        self._directory.close()
+
+
+class LocalReader:
+    """A data file of a step that is open. It is as long as it was when it was first opened."""
+
+    def __init__(self, directory: _Directory, path: str, once: bool) -> None:
+        self._directory = directory
+        self._path = path
+        self._once = once
+        self._stamp: _Stamp | None = None
+        self._in_memory = False
+        self._kept = threading.local()
+        self.nbytes = 0
+        self.cold = self.batched = False
+        directory.patience(self._look)
+
+    def _look(self) -> None:
+        with self._lent() as file:
+            self.batched = file.direct is not None
+
+    def _lent(self) -> AbstractContextManager[_File]:
+        return self._directory.files.lent((self._path, self._once), self._open)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            with suppress(OSError):  # each read tries again, and says what is wrong
+                self._kept.file = stack.enter_context(self._lent())
+            try:
+                yield
+            finally:
+                self._kept.file = None
+
+    def _open(self) -> _File:
+        file = _File(open_plain(self._path, self._directory.fd))
+        try:
+            stamp = _stamp(file.fd)
+            if self._stamp is None:
+                self.nbytes = stamp[2]
+                self._in_memory = _is_tmpfs(file.fd)
+                self.cold = self.nbytes >= _LARGE and self._is_out_of_cache(file.fd)
+                self._stamp = stamp
+            elif stamp != self._stamp:
+                raise OSError(errno.EINVAL, "another file took its place", self._path)
+            if self.cold and self._once:
+                file.open_direct(self._path, self._directory.fd, stamp)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _is_out_of_cache(self, fd: int) -> bool:
+        """Whether most of the file is not in the page cache."""
+        misses = 0
+        for probe in range(PROBES):
+            try:
+                os.preadv(fd, [bytearray(1)], self.nbytes * probe // PROBES, _NO_WAIT)
+            except BlockingIOError:
+                misses += 1
+            except OSError:  # a file system that does not tell
+                return False
+        return misses > PROBES // 2
+
+    def unchanged(self) -> bool:
+        with self._lent() as file:
+            return _stamp(file.fd) == self._stamp
+
+    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
+        flags = 0 if self._in_memory else _NO_WAIT
+        if not flags and not self._in_memory:
+            return False
+        file = getattr(self._kept, "file", None)
+        try:
+            if file is not None:
+                done = os.preadv(file.fd, buffers, position, flags)
+            else:
+                with self._lent() as file:
+                    done = os.preadv(file.fd, buffers, position, flags)
+        except OSError:
+            return False
+        return done == sum(map(len, buffers))
+
+    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        file = getattr(self._kept, "file", None)
+        if file is not None and len(buffers) == 1 and not self.batched:  # many small ones
+            try:
+                if os.preadv(file.fd, buffers, position) == len(buffers[0]):
+                    return
+            except OSError:
+                pass  # the general path tries again, and says which file it is
+        self._directory.patience(lambda: self._read_into(position, buffers))
+
+    def _read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        views = [view for view in buffers if len(view)]
+        with named(self._path), self._lent() as file:
+            if file.direct is not None and len(views) == 1:
+                position, views = _read_direct(file.direct, position, views[0])
+            _read_whole(file.fd, self._path, position, views)
+
+    def close(self) -> None:
+        """Nothing: its step closes the file."""
+
+
+class _File:
+    """The descriptors of an open file."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.direct: int | None = None
+
+    def open_direct(self, path: str, directory: int, stamp: _Stamp) -> None:
+        """Open it past the page cache too, where the file system can."""
+        try:
+            self.direct = open_plain(path, directory, os.O_DIRECT)
+            if _stamp(self.direct) != stamp:
+                raise OSError(errno.EINVAL, "another file took its place", path)
+        except OSError as fault:
+            if self.direct is not None or fault.errno != errno.EINVAL:
+                raise
+
+    def close(self) -> None:
+        fds, self.fd, self.direct = (self.fd, self.direct), -1, None
+        for fd in fds:
+            if fd is not None and fd >= 0:
+                os.close(fd)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Directory:
+    """An open directory, and the files in it that are open."""
+
+    def __init__(self, path: str, patience: Retry) -> None:
+        self.patience = patience
+        self.files: Handles[_File] = Handles()
+        self.fd: int = -1
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        self.files.close()
+        fd, self.fd = self.fd, -1  # forgotten first: no descriptor is closed twice
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def data_sizes(directory: int | str) -> dict[str, int]:
+    """Bytes of the data files of a step or a draft, by name."""
+    sizes = {}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # a link to nothing, or removed meanwhile
+                if entry.name != MANIFEST and entry.is_file():
+                    sizes[entry.name] = entry.stat().st_size
+    return sizes
+
+
+def _stamp(fd: int) -> _Stamp:
+    """Facts of a file that change when it is written to."""
+    facts = os.fstat(fd)
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def _is_tmpfs(fd: int) -> bool:
+    """Whether a file is in memory: on /dev/shm, for example."""
+    facts = (ctypes.c_long * 64)()
+    return _libc.fstatfs(fd, facts) == 0 and facts[0] == _TMPFS
+
+
+def _read_whole(fd: int, path: str, position: int, views: Sequence[memoryview]) -> None:
+    if not through(os.preadv, fd, views, position):
+        raise EOFError(f"{path} ends before byte {position + sum(map(len, views))}")
+
+
+def _read_direct(fd: int, position: int, view: memoryview) -> tuple[int, list[memoryview]]:
+    """Read the aligned part of a range; returns what is left to read."""
+    address = address_of(view)
+    whole = len(view) // PAGE * PAGE
+    if position % PAGE or address % PAGE:
+        whole = 0
+    done = 0
+    while done < whole:
+        try:
+            count = os.preadv(fd, [view[done:whole]], position + done)
+        except OSError:
+            break  # the usual path may work, or says what is wrong
+        if count % PAGE or not count:
+            break
+        done += count
+    return position + done, [view[done:]] if done < len(view) else []

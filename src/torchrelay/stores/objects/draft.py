@@ -1,0 +1,243 @@
+"""A step that is being written to object storage, and its data objects."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from math import ceil
+from weakref import WeakSet
+
+from torchrelay.errors import UsageError
+from torchrelay.stores.commit_point import CommitPoint, commit_unknown
+from torchrelay.stores.local.removal import ownership
+from torchrelay.stores.objects.bucket import Bucket
+from torchrelay.stores.objects.step import (
+    HEAD_BYTES,
+    check_name,
+    manifest_path,
+    split_folder,
+    with_folder,
+)
+from torchrelay.stores.seam import MAX_MANIFEST_BYTES, Buffer
+
+MAX_PARTS = 10_000  # of one object, on S3 and GCS
+
+# Drafts of this process that may still be committed: `clean` spares them, whatever their age.
+_live: WeakSet[ObjectDraft] = WeakSet()
+_live_lock = threading.Lock()
+
+
+def is_live(url: str, step: int, token: str) -> bool:
+    """Whether this process may still commit a draft."""
+    with _live_lock:
+        return any(draft.key == (url, step, token) for draft in _live)
+
+
+def folder_of(bucket: Bucket, step: int) -> str:
+    """The folder with the data of a step; "" if its manifest names none."""
+    return split_folder(bucket.read_range(manifest_path(step), 0, HEAD_BYTES))[0]
+
+
+def remove_own(bucket: Bucket, folder: str, record: bytes | None = None) -> None:
+    """Remove the objects of a step with this record, or of a draft; others stay."""
+    own = ownership(record)
+    found = [one.path for one in bucket.objects(folder)]
+    names = [(path, path.removeprefix(f"{folder}/")) for path in found]
+    bucket.remove([path for path, name in names if "/" not in name and own(name)])
+
+
+class ObjectDraft:
+    """See `seam.Draft`. `begin` writes nothing: a draft exists with its first data object."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        step: int,
+        token: str,
+        overwrite: bool,
+        part_bytes: int,
+        concurrency: int,
+    ) -> None:
+        self._bucket = bucket
+        self._step = step
+        self._token = self.id = token
+        self._overwrite = overwrite
+        self._part_bytes, self._concurrency = part_bytes, concurrency
+        self._folder = f"step-{step}/{token}"
+        self._commit_point = CommitPoint()
+        self.place = bucket.name(self._folder)
+        self.key = (bucket.url, step, token)
+
+    def begin(self) -> None:
+        name = self._bucket.name(manifest_path(self._step))
+        with suppress(FileNotFoundError):
+            committed = folder_of(self._bucket, self._step)
+            if not self._overwrite:
+                raise FileExistsError(errno.EEXIST, "the step is committed", name)
+            if committed == self._token:
+                raise UsageError(f"{name} was committed with token {self._token}: take a new one")
+        self._set_live(True)
+
+    def check_visible(self) -> None:
+        """Nothing: a URL is the same bucket everywhere."""
+
+    def open(self, name: str, nbytes: int) -> ObjectSink:
+        check_name(name)
+        self._set_live(True)
+        part_bytes = max(self._part_bytes, ceil(nbytes / MAX_PARTS))
+        path = f"{self._folder}/{name}"
+        return ObjectSink(self, self._bucket, path, nbytes, part_bytes, self._concurrency)
+
+    def sizes(self) -> dict[str, int]:
+        found = self._bucket.objects(self._folder)
+        names = {one.path.removeprefix(f"{self._folder}/"): one.nbytes for one in found}
+        return {name: size for name, size in names.items() if "/" not in name}
+
+    def commit(self, manifest: bytes) -> None:
+        path, content = manifest_path(self._step), with_folder(manifest, self._token)
+        replaced, before = "", b""
+        if self._overwrite:
+            with suppress(FileNotFoundError):
+                replaced, before = split_folder(self._bucket.get(path, MAX_MANIFEST_BYTES))
+        with self._commit_point.passing():
+            try:
+                self._bucket.put(path, content, create=not self._overwrite)
+            except OSError as fault:
+                self._decide(fault, content)
+        self._set_live(False)
+        if replaced and replaced != self._token:
+            with suppress(OSError):  # the step is committed; `clean` removes what is left
+                remove_own(self._bucket, f"step-{self._step}/{replaced}", before)
+
+    def _decide(self, fault: OSError, content: bytes) -> None:
+        """Raise what a failed put means. A lost answer, or the retry after one, looks like a
+        failure: the object decides. Unless the service refused it, it may still arrive."""
+        there = self._is_in_place(content)
+        if there:
+            return
+        if isinstance(fault, PermissionError):
+            raise fault
+        if isinstance(fault, FileExistsError) and there is not None:
+            raise fault
+        name = self._bucket.name(manifest_path(self._step))
+        raise commit_unknown(self._step, fault.strerror or str(fault), name) from fault
+
+    def _is_in_place(self, content: bytes) -> bool | None:
+        """Whether this draft is the step; None if no one can tell."""
+        try:
+            return self._bucket.get(manifest_path(self._step), MAX_MANIFEST_BYTES) == content
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
+
+    def revoke(self) -> bool:
+        return self._commit_point.revoke()
+
+    def discard(self) -> None:
+        if not self.revoke():
+            return
+        self._set_live(False)
+        with suppress(OSError):
+            committed: str | None = None
+            with suppress(FileNotFoundError):
+                # A commit that seemed to fail may have arrived: its data stay.
+                committed = folder_of(self._bucket, self._step)
+            if committed not in (self._token, ""):
+                remove_own(self._bucket, self._folder)
+
+    def _set_live(self, live: bool) -> None:
+        with _live_lock:
+            (_live.add if live else _live.discard)(self)
+
+
+class ObjectSink:
+    """One object being uploaded: in parts, several at a time, if it is larger than one part."""
+
+    ordered = True
+
+    def __init__(
+        self,
+        draft: ObjectDraft,
+        bucket: Bucket,
+        path: str,
+        nbytes: int,
+        part_bytes: int,
+        concurrency: int,
+    ) -> None:
+        self._draft = draft  # keeps it live
+        self._bucket = bucket
+        self._path = path
+        self._nbytes = nbytes
+        self._part_bytes = part_bytes
+        self._part = bytearray()  # handed over when it is full; the writer makes no copy
+        self._written = 0
+        self._open = True
+        self._begun = False
+        self._writer = bucket.writer(path, part_bytes, concurrency)
+
+    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+        self._check_open()
+        if position != self._written:
+            raise UsageError(f"{self._path}: byte {self._written} is next, not {position}")
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        if position + sum(map(len, views)) > self._nbytes:
+            raise UsageError(f"{self._path}: more than the {self._nbytes} bytes it was opened for")
+        for view in views:
+            while len(view):
+                piece = view[: self._part_bytes - len(self._part)]
+                self._part += piece
+                self._written += len(piece)
+                view = view[len(piece) :]
+                if len(self._part) == self._part_bytes:
+                    self._hand_over()
+                    self._begun = True
+
+    def _hand_over(self) -> None:
+        part, self._part = self._part, bytearray()
+        try:
+            with self._bucket.named(self._path):
+                self._writer.write(part)
+        except BaseException:
+            self._stop()
+            raise
+
+    def finish(self) -> None:
+        self._check_open()
+        name = self._bucket.name(self._path)
+        if self._written != self._nbytes:
+            reason = f"{self._written} of {self._nbytes} bytes were written"
+            raise OSError(errno.EIO, reason, name)
+        if self._part:
+            self._hand_over()
+        self._open = False
+        with self._bucket.named(self._path):
+            self._writer.close()
+        if (there := self._bucket.nbytes(self._path)) != self._nbytes:
+            reason = f"{there} bytes are in the object, {self._nbytes} were written"
+            raise OSError(errno.EIO, reason, name)
+
+    def abort(self) -> None:
+        self._stop()
+        with suppress(OSError):
+            self._bucket.remove([self._path])
+
+    def _stop(self) -> None:
+        """Let go of the upload, so that the service keeps no parts of it.
+
+        obstore has no call for that: closing completes a sound upload (its object is removed after)
+        and gives up a broken one. But a writer that has not begun its upload, which it does with
+        the first whole part, must not be closed: it would put an object, and after a failed begin
+        under a wrong name.
+        """
+        if self._open and self._begun:
+            with suppress(OSError), self._bucket.named(self._path):
+                self._writer.close()
+        self._open = False
+        self._part = bytearray()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UsageError(f"{self._path}: the file is finished, aborted or failed")

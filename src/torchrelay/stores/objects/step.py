@@ -1,0 +1,147 @@
+"""A committed step in object storage, and reads of its data objects."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator, Sequence
+
+from torchrelay.errors import UsageError
+from torchrelay.memory.crew import Crew
+from torchrelay.stores.objects.bucket import Bucket
+from torchrelay.stores.retry import Retry
+from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES
+
+RANGE_BYTES = 8 << 20  # of one request of a large read
+HEAD_BYTES = 256  # of a manifest, which name its folder
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_FOLDER = re.compile(rb'\{"folder":"([A-Za-z0-9_][A-Za-z0-9._-]*)"(?:,|(?=\}))')
+
+
+def manifest_path(step: int) -> str:
+    return f"step-{step}/{MANIFEST}"
+
+
+def with_folder(record: bytes, token: str) -> bytes:
+    """A commit record, which is a JSON object, with the name of the folder of its data."""
+    if not record.startswith(b"{"):
+        raise UsageError("a commit record is a JSON object")
+    comma = b"" if record.startswith(b"{}") else b","
+    return b'{"folder":"%b"%b%b' % (token.encode(), comma, record[1:])
+
+
+def split_folder(manifest: bytes) -> tuple[str, bytes]:
+    """The folder and the commit record; "" for a manifest that names no folder."""
+    match = _FOLDER.match(manifest)
+    if match is None:
+        return "", manifest
+    return match[1].decode(), b"{" + manifest[match.end() :]
+
+
+class ObjectStep:
+    """See `seam.OpenStep`. One request brings the record and the name of its folder."""
+
+    costly_reads = True
+    trusted = False
+
+    def __init__(self, bucket: Bucket, crew: Crew, step: int, patience: Retry) -> None:
+        self._bucket = bucket
+        self._crew = crew
+        self._patience = patience
+        self._step = step
+        self.url = bucket.name(f"step-{step}")
+        content = patience(lambda: bucket.get(manifest_path(step), MAX_MANIFEST_BYTES))
+        self._token, self._record = split_folder(content)
+
+    def manifest(self) -> bytes:
+        return self._record
+
+    @property
+    def _folder(self) -> str:
+        if not self._token:
+            reason = "the manifest names no folder with its data"
+            raise OSError(errno.EINVAL, reason, self._bucket.name(manifest_path(self._step)))
+        return f"step-{self._step}/{self._token}"
+
+    def sizes(self) -> dict[str, int]:
+        folder = self._folder
+        found = self._patience(lambda: self._bucket.objects(folder))
+        names = {one.path.removeprefix(f"{folder}/"): one.nbytes for one in found}
+        return {name: size for name, size in names.items() if "/" not in name}
+
+    def reader(self, name: str, *, once: bool = True) -> ObjectReader:
+        check_name(name)
+        return ObjectReader(self._bucket, self._crew, f"{self._folder}/{name}", self._patience)
+
+    def close(self) -> None:
+        pass
+
+
+class ObjectReader:
+    """One data object. Large reads are split into ranges that are fetched in parallel."""
+
+    cold = batched = True
+
+    def __init__(self, bucket: Bucket, crew: Crew, path: str, patience: Retry) -> None:
+        self._bucket = bucket
+        self._crew = crew
+        self._path = path
+        self._patience = patience
+        self.nbytes = patience(lambda: bucket.nbytes(path))
+
+    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        end = position + sum(map(len, views))
+        if end > self.nbytes:
+            name = self._bucket.name(self._path)
+            raise EOFError(f"{name} has {self.nbytes} bytes, the read ends at {end}")
+        pieces = list(_cut(views, RANGE_BYTES))
+        if len(pieces) == 1:
+            self._fetch(position, pieces[0])
+            return
+        starts = range(position, end, RANGE_BYTES)
+        # After a failure too, nothing writes into the caller's buffers once this returns.
+        self._crew.each(lambda job: self._fetch(*job), zip(starts, pieces, strict=True))
+
+    def _fetch(self, start: int, views: Sequence[memoryview]) -> None:
+        nbytes = sum(map(len, views))
+        fetched = self._patience(lambda: self._bucket.read_range(self._path, start, nbytes))
+        if len(fetched) != nbytes:
+            name = self._bucket.name(self._path)
+            raise EOFError(f"{name} gave {len(fetched)} of {nbytes} bytes at byte {start}")
+        at = 0
+        whole = memoryview(fetched)
+        for view in views:
+            view[:] = whole[at : at + len(view)]
+            at += len(view)
+
+    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
+        return False
+
+    def unchanged(self) -> bool:
+        return True  # no object is ever written twice
+
+    def close(self) -> None:
+        pass
+
+
+def check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot be the name of a data file: letters, digits and ._-")
+
+
+def _cut(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The bytes of the views, in order, in groups of `size` bytes; the last may be smaller."""
+    group: list[memoryview] = []
+    room = size
+    for view in views:
+        while len(view):
+            group.append(view[:room])
+            view, room = view[room:], room - len(group[-1])
+            if not room:
+                yield group
+                group, room = [], size
+    if group:
+        yield group

@@ -1,0 +1,216 @@
+"""From stored tensors and their destinations to byte ranges of files and the memory they go to.
+
+A box of a shard that is one run of bytes goes straight to its place. Any other box, and one whose
+destination has another dtype, takes a detour: the rows it lies in are read to a buffer, and the
+box is copied out of it. Detours are taken in waves, so that their buffers stay small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from torchrelay.errors import MismatchError
+from torchrelay.geometry.strides import contiguous_strides, packed
+from torchrelay.memory.crew import share_out
+from torchrelay.memory.host import host_block
+from torchrelay.plan.reads import BoxRead
+from torchrelay.plan.region import Region
+from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor
+from torchrelay.state import tensors as t
+from torchrelay.stores.reading.device_fetch import DeviceFetch, device_of
+from torchrelay.stores.reading.fetch import Fetch, Placed
+from torchrelay.stores.writer.file_writer import WORKERS
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import ReadItem
+
+WAVE_BYTES = 256 << 20
+
+
+class ShardRead(NamedTuple):
+    """A run of a file, as it is, to a run of memory."""
+
+    file: int
+    start: int
+    region: Region
+
+
+@dataclass
+class Wave:
+    """Reads that are done together: places by file, and what is left to do once they hold:
+    `moves`, in any order, and then `after`."""
+
+    wanted: dict[int, list[Placed]] = field(default_factory=dict)
+    moves: list[Callable[[], None]] = field(default_factory=list)
+    after: list[Callable[[], None]] = field(default_factory=list)
+    arrived: bool = False  # whether the bytes are here
+    device: int | None = None  # the GPU that all of its places are on
+    fetch: Fetch | DeviceFetch | None = None  # what reads it, from its check on
+
+    def by_device(self) -> list[Wave]:
+        """The same reads, apart for each GPU."""
+        found: dict[int | None, Wave] = {}
+        for file, placed in self.wanted.items():
+            for start, region in placed:
+                device = device_of(region)
+                wave = found.get(device)
+                if wave is None:
+                    wave = found[device] = Wave(device=device)
+                wave.wanted.setdefault(file, []).append((start, region))
+        if self.after:  # what was read to the host goes on from there
+            found.setdefault(None, Wave()).after += self.after
+        return list(found.values())
+
+    def finish(self) -> None:
+        """Everything has arrived: take it where it belongs."""
+        share_out(self.moves, lambda: lambda move: move(), WORKERS)
+        for copy in self.after:
+            copy()
+
+
+def waves(wishes: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[Wave]:
+    """Plan the reads. `MismatchError` for a destination that cannot be written to."""
+    direct = list(shards)
+    detours: list[BoxRead] = []
+    for wish in wishes:
+        if not prod(wish.sizes):
+            continue
+        if wish.destination.dtype == t.dtype_named(wish.tensor.dtype) and _is_run(wish):
+            direct.append(ShardRead(wish.shard.file, _start(wish), _region(wish.destination)))
+        else:
+            detours.append(wish)
+    planned = _Waves()
+    for file, start, region in sorted(direct, key=itemgetter(0, 1)):
+        planned.add(file, start, region)
+    for wish in sorted(detours, key=lambda wish: (wish.shard.file, _start(wish))):
+        region, copy = _detour(wish)
+        planned.add(wish.shard.file, _start(wish), region, copy)
+    return [part for wave in planned.waves for part in wave.by_device()]
+
+
+def arrived(wishes: Iterable[BoxRead], take: Callable[[BoxRead], torch.Tensor]) -> Wave:
+    """Boxes whose elements are here: `take` gives them, and they are only copied.
+
+    `MismatchError` for a destination that cannot be written to.
+    """
+    wave = Wave(arrived=True)
+    for wish in wishes:
+        if prod(wish.sizes):
+            _region(wish.destination)
+            wave.moves.append(partial(_fill, wish.destination, take(wish)))
+    return wave
+
+
+def _fill(destination: torch.Tensor, box: torch.Tensor) -> None:
+    if destination.dtype == box.dtype:
+        t.raw_of(destination).copy_(t.raw_of(box))
+    else:
+        destination.copy_(box)
+
+
+class _Waves:
+    """Reads come in the order of their files: no byte of a file is wanted twice in one wave."""
+
+    def __init__(self) -> None:
+        self.waves: list[Wave] = []
+        self._ends: list[dict[int, int]] = []
+        self._detours: list[int] = []  # bytes of buffers
+
+    def add(
+        self, file: int, start: int, region: Region, after: Callable[[], None] | None = None
+    ) -> None:
+        buffer = region.nbytes if after is not None else 0
+        for place, end in enumerate(self._ends):
+            full = buffer and self._detours[place] and self._detours[place] + buffer > WAVE_BYTES
+            if end.get(file, 0) <= start and not full:
+                break
+        else:
+            place = len(self.waves)
+            self.waves.append(Wave())
+            self._ends.append({})
+            self._detours.append(0)
+        self._ends[place][file] = start + region.nbytes
+        self._detours[place] += buffer
+        self.waves[place].wanted.setdefault(file, []).append((start, region))
+        if after is not None:
+            self.waves[place].after.append(after)
+
+
+def _is_run(wish: BoxRead) -> bool:
+    """Whether a box is one run of its shard's elements."""
+    if wish.sizes == wish.shard.sizes:
+        return True
+    inner = False
+    for size, whole in zip(wish.sizes, wish.shard.sizes, strict=True):
+        if inner and size != whole:
+            return False
+        inner = inner or size > 1
+    return True
+
+
+def _start(wish: BoxRead) -> int:
+    """Where in the file the first element of the box lies."""
+    if not any(wish.offsets):
+        return wish.shard.start
+    strides = contiguous_strides(wish.shard.sizes)
+    first = sum(offset * stride for offset, stride in zip(wish.offsets, strides, strict=True))
+    return wish.shard.start + first * t.dtype_named(wish.tensor.dtype).itemsize
+
+
+def _region(destination: torch.Tensor) -> Region:
+    if not destination.is_contiguous():
+        shape, strides = tuple(destination.shape), tuple(destination.stride())
+        layout = packed(shape, strides)
+        if layout is None or layout.numel != prod(shape):
+            raise MismatchError("the destination's elements overlap each other")
+    return Region.row_major(destination)
+
+
+def _detour(wish: BoxRead) -> tuple[Region, Callable[[], None]]:
+    """Room for the rows that the box lies in, and how the box is copied out of it.
+
+    The room is memory that nothing has touched, so it costs nothing before its wave is read.
+    """
+    dtype = t.dtype_named(wish.tensor.dtype)
+    strides = contiguous_strides(wish.shard.sizes)
+    reach = sum((size - 1) * stride for size, stride in zip(wish.sizes, strides, strict=True)) + 1
+    rows = host_block(reach * dtype.itemsize)
+    box = t.raw(rows.untyped_storage(), 0, dtype.itemsize, wish.sizes, strides)
+
+    def copy() -> None:
+        if wish.destination.dtype == dtype:
+            t.raw_of(wish.destination).copy_(box)
+        else:
+            wish.destination.copy_(rows.view(dtype).as_strided(wish.sizes, strides))
+
+    return Region.row_major(rows), copy
+
+
+def asked_for(item: ReadItem, stored: StoredTensor, place: torch.Tensor) -> BoxRead:
+    """The read that a planner of torch asks for."""
+    index = item.storage_index
+    shard = _shard_at(stored, index.offset or (), index.index)
+    return BoxRead(stored, shard, tuple(item.storage_offsets), tuple(item.lengths), place)
+
+
+def _shard_at(tensor: StoredTensor, offsets: Sequence[int], hint: int | None) -> Shard:
+    """The shard that starts at these offsets; `hint` is where it probably stands."""
+    wanted = tuple(offsets)
+    if hint is not None and hint < len(tensor.shards) and tensor.shards[hint].offsets == wanted:
+        return tensor.shards[hint]
+    for shard in tensor.shards:
+        if shard.offsets == wanted:
+            return shard
+    raise MismatchError(f"{tensor.name} has no shard at {wanted}")
+
+
+def by_name(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    return {tensor.name: tensor for tensor in checkpoint.tensors}

@@ -1,0 +1,117 @@
+"""Ranges of the files of a step: how they are cut, opened, and named in errors."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torchrelay.errors import CheckpointError, DamagedError
+from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
+from torchrelay.stores.retry import is_wrong
+from torchrelay.stores.seam import DataReader, OpenStep
+
+TASK_BYTES = 8 << 20  # what a thread takes on at once
+PIECE_BYTES = 512 << 10  # read and hashed at once: they stay in the processor's cache
+COSTLY_WORKERS = 8  # most of them wait for an answer
+COLD_WORKERS = 4  # some wait for the medium while others hash
+
+
+class Task(NamedTuple):
+    """Bytes [start, stop) of a file."""
+
+    file: int
+    start: int
+    stop: int
+
+
+def opened(step: OpenStep, record: Checkpoint, file: int, *, once: bool = False) -> DataReader:
+    """A file of a step; `DamagedError` unless it exists and has its recorded size."""
+    expected = record.files[file]
+    whole = Task(file, 0, expected.nbytes)
+    try:
+        reader = step.reader(expected.name, once=once)
+    except OSError as fault:
+        raise unread(step, record, whole, fault) from fault
+    if reader.nbytes != expected.nbytes:
+        reader.close()
+        problem = f"has {reader.nbytes} bytes, {expected.nbytes} were written"
+        lost = whole._replace(start=min(reader.nbytes, expected.nbytes))
+        raise damaged(step, record, lost, problem)
+    return reader
+
+
+def workers_for(step: OpenStep, readers: Iterable[DataReader], workers: int) -> int:
+    """On how many threads files are read: `workers`, or more where some of them wait."""
+    if step.costly_reads:
+        return max(workers, COSTLY_WORKERS)
+    return max(workers, COLD_WORKERS) if any(reader.cold for reader in readers) else workers
+
+
+def unread(
+    step: OpenStep, record: Checkpoint, task: Task, fault: OSError | EOFError
+) -> CheckpointError:
+    """The error of a read that failed. It is damage only if the file itself was found wrong; a
+    medium that does not give its bytes may give them later."""
+    if isinstance(fault, EOFError) or is_wrong(fault):
+        return damaged(step, record, task, f"cannot be read: {fault}")
+    return CheckpointError(
+        f"cannot be read: {fault.strerror or fault}; its bytes may be intact, so try again when "
+        "the storage works",
+        step=record.step,
+        phase="read",
+        file=f"{step.url}/{record.files[task.file].name}",
+    )
+
+
+def damaged(step: OpenStep, record: Checkpoint, task: Task, problem: str) -> DamagedError:
+    """The error of a range that is not what was written; it names the tensors in it."""
+    file = record.files[task.file]
+    names = tensors_in(record, task)
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return DamagedError(
+        f"{file.name} {problem}",
+        file=f"{step.url}/{file.name}",
+        step=record.step,
+        phase="verify",
+        path=shown or None,
+        offset=task.start,
+    )
+
+
+def tensors_in(record: Checkpoint, task: Task) -> list[str]:
+    """Names of the tensors that have bytes in a range of a file."""
+    placed = sorted(
+        (shard.start, tensor.name)
+        for tensor in record.tensors
+        for shard in tensor.shards
+        if shard.file == task.file
+    )
+    starts = [at for at, _ in placed]
+    first = max(0, bisect_left(starts, task.start + 1) - 1)
+    return [name for at, name in placed[first:] if at < max(task.stop, task.start + 1)]
+
+
+def whole_chunks(
+    file: DataFile, spans: Iterable[tuple[int, int]], most: int
+) -> Iterator[tuple[int, int]]:
+    """The chunks of a file that spans of it touch, each once, in ranges of about `most` bytes."""
+    size = file.chunk_bytes
+    several = max(1, most // size)
+    last = 0
+    for start, stop in spans:
+        first, end = max(start // size, last), -(-stop // size)
+        for chunk in range(first, end, several):
+            yield chunk * size, min(min(chunk + several, end) * size, file.nbytes)
+        last = max(last, end)
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans in ascending order, those that touch each other as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        elif stop > start:
+            found.append((start, stop))
+    return found

@@ -1,0 +1,352 @@
+"""Planning a save: what this rank writes of its state, and to which files.
+
+A rule says which rank writes a tensor that several ranks have (`ownership`). The ranks compare what
+they have in one round, and only where they differ they send details in a second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+import xxhash
+
+from torchrelay.coordination.call import Call
+from torchrelay.coordination.messages import decoded
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import UnsupportedLeafError
+from torchrelay.plan.outline import Named, outline
+from torchrelay.record.checkpoint.schema import Outline
+from torchrelay.record.pause import gc_paused
+from torchrelay.state import tensors as t
+from torchrelay.state.local_parts import local_parts
+from torchrelay.state.meshes import mesh_record
+from torchrelay.state.paths import empty_tensors
+from torchrelay.stores.shares import ownership
+from torchrelay.stores.shares.layout import Entry, FileLayout, arrange
+from torchrelay.stores.shares.outlines import Outlines, RankOutline, merge, shape_of
+from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling, Statement
+from torchrelay.stores.shares.replicas import facts_of
+from torchrelay.stores.shares.share import Share, ShareContents
+from torchrelay.stores.shares.space import Space
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Signature = list[tuple[object, ...]]
+
+_encode = msgspec.msgpack.Encoder().encode
+_statement = msgspec.msgpack.Decoder(Statement)
+_details = msgspec.msgpack.Decoder(Details)
+_answer = msgspec.msgpack.Decoder(Question | Ruling)
+
+
+class PlannedShare(NamedTuple):
+    """The share of this rank; on the coordinator, also the outlines of all ranks."""
+
+    share: Share
+    outlines: Outlines | None
+
+
+class SharePlanner:
+    """Plans the shares of one rank. It keeps the last plan, which the next save of such a state
+    uses again, and no tensor."""
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        file_bytes: int | None,
+        members: Collection[int] | None = None,
+    ) -> None:
+        """`members`: the ranks that take part as meshes count them, where that is known. Replicas
+        of other ranks do not count."""
+        self.rank, self.world, self.file_bytes = rank, world, file_bytes
+        self.members = members
+        self.known: _KnownPlan | None = None
+
+    def plan(
+        self, state: object, call: Call, deadline: Deadline, space: Space | None = None
+    ) -> PlannedShare:
+        """All ranks call it together. Every rank raises what any of them raises: a leaf that
+        cannot be saved, ranks that contradict each other, too little space."""
+        with gc_paused():
+            plan = SavePlan(self, state, space)
+            answer = decoded(
+                _answer, call.round("plan", plan.statement, plan.compare, deadline), rank=0
+            )
+            if isinstance(answer, Question):
+                question = answer
+                data = call.round("plan", lambda: plan.details(question), plan.rule, deadline)
+                answer = decoded(_answer, data, rank=0)
+            assert isinstance(answer, Ruling)
+            return PlannedShare(plan.share(answer), plan.outlines)
+
+
+class _KnownPlan(NamedTuple):
+    """All that follows from a state but for its memory."""
+
+    signature: Signature
+    ruling: Ruling
+    entries: list[Entry]
+    parts: list[tuple[str, int]]  # for each entry, the tensor and which of its parts
+    layouts: list[FileLayout]
+
+
+class SavePlan:
+    """One save that is being planned, on this rank."""
+
+    def __init__(self, planner: SharePlanner, state: object, space: Space | None) -> None:
+        self._planner, self._state, self._space = planner, state, space
+        self._held: list[HeldTensor] = []
+        self._statements: list[Statement] = []
+        self.outlines: Outlines | None = None  # the coordinator's: of all ranks
+        self.nbytes = 0  # the coordinator's: of all ranks
+
+    # On every rank.
+
+    def statement(self) -> bytes:
+        """The first message of this rank: digests of its state."""
+        planner = self._planner
+        self._named: Named = outline(self._state)
+        self._signature = _signature(self._named)
+        tensors = self._named.tensors.items()
+        if planner.world == 1:
+            for name, tensor in tensors:
+                _check_whole(name, tensor)
+            return b""
+        teams = _Teams(planner.members)
+        self._held = [_held(name, tensor, teams, planner) for name, tensor in tensors]
+        return _encode(
+            Statement(
+                shape_of(self._named.outline),
+                ownership.digests_of_leaves(self._named.outline.leaves),
+                ownership.digests_of_tensors(self._held),
+                _bytes_by_rule(self._held),
+            )
+        )
+
+    def details(self, question: Question) -> bytes:
+        """The second message of this rank, where ranks differ."""
+        buckets = set(question.tensors)
+        rows, same = [], []
+        for one in self._held:
+            if ownership.bucket_of(one.name) in buckets:
+                rows.append(_row(one, self._named.tensors[one.name]))
+            else:
+                same.append(one)
+        leaves = self._named.outline.leaves
+        places = ownership.buckets_of_leaves(leaves) if question.leaves else []
+        return _encode(
+            Details(
+                rows,
+                [(index, leaves[index]) for bucket in question.leaves for index in places[bucket]],
+                self._named.outline if question.outline else None,
+                _bytes_by_rule(same),
+            )
+        )
+
+    def share(self, ruling: Ruling) -> Share:
+        """The boxes that this rank writes, and their files."""
+        known = self._planner.known
+        if known is None or (known.signature, known.ruling) != (self._signature, ruling):
+            known = self._made(ruling)
+        tensors = self._named.tensors
+        found = [_part(tensors[name], number) for name, number in known.parts]
+        self._planner.known = known
+        return Share(ShareContents(known.entries, found, {}), known.layouts)
+
+    def _made(self, ruling: Ruling) -> _KnownPlan:
+        planner = self._planner
+        mine = None if planner.world == 1 else self._mine(ruling)
+        entries, parts = [], []
+        for name, tensor in self._named.tensors.items():
+            if mine is not None and name not in mine:
+                continue
+            dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.size())
+            called, top = ruling.renamed.get(name, name), self._named.tops[name]
+            for number, part in enumerate(local_parts(tensor)):
+                if part.tensor.numel():
+                    entries.append(Entry(called, dtype, shape, *part.box, top))
+                    parts.append((name, number))
+        # Tensors without elements are in the headers of the first rank's files, and nowhere else.
+        empty = _empty(self._named) if planner.rank == 0 else []
+        layouts = arrange([*entries, *empty], planner.rank, planner.world, planner.file_bytes)
+        return _KnownPlan(self._signature, ruling, entries, parts, layouts)
+
+    def _mine(self, ruling: Ruling) -> set[str]:
+        """The names of tensors that this rank writes."""
+        buckets, left = set(ruling.buckets), set(ruling.left)
+        ruled = [one for one in self._held if ownership.bucket_of(one.name) in buckets]
+        mine = {
+            one.name
+            for one in ruled
+            if one.name not in left and (not one.mesh or ownership.written_by_name(one))
+        }
+        names = {one.name for one in ruled}
+        return mine | ownership.written_by_rule(one for one in self._held if one.name not in names)
+
+    # On the coordinator.
+
+    def compare(self, said: list[bytes]) -> list[bytes]:
+        """A question to each rank where they differ, else the ruling that needs none."""
+        mine, tensors = self._named.outline, self._named.tensors.values()
+        nbytes = _bytes_of_all(tensors)
+        if self._planner.world > 1:
+            self._statements = [decoded(_statement, data, rank) for rank, data in enumerate(said)]
+            asked = ownership.questions(self._statements)
+            if asked is not None:
+                return [_encode(question) for question in asked]
+            nbytes = sum(statement.nbytes for statement in self._statements)
+            ownership.check_all_there(nbytes, _bytes_of_all(tensors))
+        self._end(Outlines((mine,), (0,) * len(said), ()), nbytes)
+        return [_encode(Ruling())] * len(said)
+
+    def rule(self, said: list[bytes]) -> list[bytes]:
+        """The ruling for each rank."""
+        details = [decoded(_details, data, rank) for rank, data in enumerate(said)]
+        asked = ownership.differing([one.tensors for one in self._statements])
+        tensors = self._named.tensors
+        ruled = ownership.rulings(details, asked, tensors)
+        same = [one for name, one in tensors.items() if ownership.bucket_of(name) not in asked]
+        ownership.check_all_there(sum(one.nbytes for one in details), _bytes_of_all(same))
+        outlines: list[Outline | None] = [
+            self._named.outline,
+            *(one.outline for one in details[1:]),
+        ]
+        merged = merge(
+            RankOutline(statement.shape, mine, one.leaves, ruling.renamed)
+            for statement, mine, one, ruling in zip(
+                self._statements, outlines, details, ruled, strict=True
+            )
+        )
+        self._end(merged, ownership.bytes_ruled(details, ruled))
+        return [_encode(ruling) for ruling in ruled]
+
+    def _end(self, outlines: Outlines, nbytes: int) -> None:
+        if self._space is not None:
+            self._space.check(nbytes)
+        self.outlines, self.nbytes = outlines, nbytes
+
+
+class _Teams:
+    """Which ranks that take part have the same elements as this one, for each kind of tensor."""
+
+    def __init__(self, members: Collection[int] | None) -> None:
+        self._members = members
+        self._places: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, int]] = {}
+
+    def place(self, mesh: DeviceMesh, copies: tuple[int, ...]) -> tuple[int, int]:
+        """This rank's number among the ranks that have replicas along `copies`, and their
+        number."""
+        found = self._places.get((mesh, copies))
+        if found is None:
+            here: Any = mesh.get_coordinate()
+            along = tuple(slice(None) if dim in copies else at for dim, at in enumerate(here))
+            alike = mesh.mesh[along].flatten().tolist()
+            team = [rank for rank in alike if self._members is None or rank in self._members]
+            found = team.index(int(mesh.mesh[tuple(here)])), len(team)
+            self._places[mesh, copies] = found
+        return found
+
+
+def _held(name: str, tensor: torch.Tensor, teams: _Teams, planner: SharePlanner) -> HeldTensor:
+    if type(tensor) is torch.Tensor:
+        facts = facts_of(tensor)
+        return HeldTensor(name, facts, tensor.nbytes, planner.rank, planner.world, b"")
+    if t.is_dtensor(tensor):
+        return _held_dtensor(name, tensor, teams)
+    locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
+    nbytes = sum(local.nbytes for local in locals_)
+    boxes = [(box.offsets, box.sizes) for box in all_boxes]
+    fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), boxes))
+    where = _digest([box.placement for box in all_boxes])
+    return HeldTensor(name, fact, nbytes, 0, 1, b"", where)
+
+
+def _held_dtensor(name: str, tensor: t.DTensor, teams: _Teams) -> HeldTensor:
+    local, spec = t.dtensor_parts(tensor)
+    mesh = mesh_record(spec.mesh)
+    placements = tuple(t.placement_record(placement) for placement in spec.placements)
+    copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
+    nbytes, replica, replicas = 0, 0, 1
+    if spec.mesh.get_coordinate() is not None:
+        nbytes = local.nbytes
+        replica, replicas = teams.place(spec.mesh, copies)
+    where = _digest(mesh)
+    fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.shape), placements, mesh.shape))
+    return HeldTensor(name, fact, nbytes, replica, replicas, _digest((where, copies)), where)
+
+
+def _empty(named: Named) -> list[Entry]:
+    return [
+        Entry(name, dtype, shape, (0,) * len(shape), shape, str(path[0]) if path[1:] else None)
+        for name, dtype, shape, path in empty_tensors(named.outline.tree, named.outline.leaves)
+        if name not in named.tensors
+    ]
+
+
+def _check_whole(name: str, tensor: torch.Tensor) -> None:
+    """`UnsupportedLeafError` if a process without a group has only a part of a tensor."""
+    if type(tensor) is torch.Tensor:
+        return
+    if t.is_dtensor(tensor):
+        here = t.dtensor_parts(tensor)[0].numel()
+    else:
+        here = sum(local.numel() for local in t.sharded_parts(tensor)[0])  # type: ignore[arg-type, misc]
+    if here < prod(tensor.size()):
+        raise UnsupportedLeafError(
+            f"this process has {here} of the {prod(tensor.size())} elements of a tensor that is "
+            "sharded over ranks: call it on all of them, with their group",
+            path=name,
+        )
+
+
+def _bytes_of_all(wholes: Iterable[torch.Tensor]) -> int:
+    return sum(prod(whole.size()) * whole.dtype.itemsize for whole in wholes)
+
+
+def _bytes_by_rule(held: Sequence[HeldTensor]) -> int:
+    mine = ownership.written_by_rule(held)
+    return sum(one.nbytes for one in held if one.name in mine)
+
+
+def _row(one: HeldTensor, tensor: torch.Tensor) -> Row:
+    if not one.mesh:
+        return Row(one.name, one.fact, one.nbytes)
+    parts = [part for part in local_parts(tensor) if part.tensor.numel()]
+    boxes = _digest([part.box for part in parts])
+    values = _digest([facts_of(part.tensor) for part in parts])
+    nbytes = one.nbytes if ownership.written_by_name(one) else 0
+    part = (boxes, values) if parts else (b"", b"")
+    return Row(one.name, one.fact, nbytes, one.mesh, part, _bytes_of_all([tensor]))
+
+
+def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    if type(tensor) is torch.Tensor:
+        return tensor  # which is the outline's own
+    if t.is_dtensor(tensor):
+        return t.dtensor_parts(tensor)[0].detach()
+    return t.sharded_parts(tensor)[0][number].detach()  # type: ignore[arg-type]
+
+
+def _digest(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(_encode(value))
+
+
+def _signature(named: Named) -> Signature:
+    """The facts that a plan depends on: names, dtypes, shapes and how tensors are distributed."""
+    found: Signature = [tuple(entry) for entry in _empty(named)]
+    for name, tensor in named.tensors.items():
+        if type(tensor) is torch.Tensor:
+            found.append((name, tensor.dtype, tensor.shape, named.tops[name]))
+        elif t.is_dtensor(tensor):
+            _, spec = t.dtensor_parts(tensor)
+            found.append((name, tensor.dtype, tensor.shape, spec.mesh, spec.placements))
+        else:
+            _, boxes, all_boxes, properties = t.sharded_parts(tensor)  # type: ignore[arg-type]
+            found.append((name, properties.dtype, tensor.size(), boxes, all_boxes))
+    return found

@@ -1,0 +1,168 @@
+"""One rank's share of a step: which files it writes from which memory, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from torchrelay.errors import CheckpointError
+from torchrelay.plan.region import Region
+from torchrelay.plan.stream import Stream
+from torchrelay.record.checkpoint.schema import Blob, DataFile, Outline
+from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
+from torchrelay.state.tensors import versions_of
+from torchrelay.stores.seam import DataFiles
+from torchrelay.stores.shares.device_hashing import DeviceHashing
+from torchrelay.stores.shares.layout import Entry, FileLayout
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range, Staged
+
+PASS_BYTES = 64 << 20
+
+
+class ShareContents(NamedTuple):
+    """Boxes to write with the memory they are in; and objects as kind and bytes, by name, which
+    only the planners of torch make."""
+
+    entries: list[Entry]
+    tensors: list[torch.Tensor]
+    objects: dict[str, tuple[str, bytes]]
+
+    def all_entries(self) -> list[Entry]:
+        """The boxes of tensors, and after them the objects as boxes of bytes."""
+        objects = []
+        for name, (_, data) in self.objects.items():
+            size = (max(1, len(data)),)
+            objects.append(Entry(name, "uint8", size, (0,), size, "objects"))
+        return [*self.entries, *objects]
+
+
+class Written(msgspec.Struct, array_like=True, frozen=True):
+    """A rank's report of what it wrote. The coordinator builds the commit record from these."""
+
+    files: list[DataFile]
+    tensors: Tensors  # in these files
+    blobs: list[Blob]
+    values: dict[str, Outline] = {}  # objects that are plain values, by name
+
+
+class Share:
+    """The files of one rank, ready to be written."""
+
+    def __init__(self, contents: ShareContents, layouts: Sequence[FileLayout]) -> None:
+        entries, tensors = contents.all_entries(), list(contents.tensors)
+        for _, data in contents.objects.values():
+            tensors.append(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
+        plain = len(contents.entries)
+        self.layouts = layouts
+        self.contents = contents
+        self._versions = versions_of(contents.tensors)
+        self.files = [FileSpec(file.name, file.nbytes, file.chunk_bytes) for file in layouts]
+        self.streams: list[Stream] = []
+        self._own = tensors[plain:]  # memory that is not of a tensor: objects and headers
+        self._blobs: list[Blob] = []
+        self._hashing: DeviceHashing | None = None
+        for number, layout in enumerate(layouts):
+            head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+            placed = [(0, Region.row_major(head))]
+            for start, index in layout.placed:
+                entry = entries[index]
+                placed.append((start, Region.row_major(tensors[index])))
+                if index >= plain:
+                    kind, data = contents.objects[entry.name]
+                    self._blobs.append(Blob(entry.name, kind, number, start, len(data)))
+            self._own.append(head)
+            self.streams.append(Stream.of(placed, layout.nbytes))
+
+    def _tensors(self) -> Tensors:
+        """Where each tensor lies. Built when all is written: a trainer waits for what is done
+        before."""
+        entries = self.contents.entries
+        boxes: dict[str, tuple[Entry, list[Shard]]] = {}
+        for number, layout in enumerate(self.layouts):
+            for start, index in layout.placed:
+                if index < len(entries):
+                    entry = entries[index]
+                    shard = Shard(entry.offsets, entry.sizes, number, start)
+                    boxes.setdefault(entry.name, (entry, []))[1].append(shard)
+        return Tensors.of(
+            StoredTensor(entry.name, entry.dtype, entry.shape, shards)
+            for entry, shards in boxes.values()
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether everything can be written without a copy to the host."""
+        return all(stream.on_host for stream in self.streams)
+
+    def ranges(self) -> list[Range]:
+        """Everything in its own memory; for shares that are `on_host`."""
+        return [
+            Range(index, 0, file.nbytes, stream.host)
+            for index, (file, stream) in enumerate(zip(self.files, self.streams, strict=True))
+        ]
+
+    def hash_on_devices(self) -> None:
+        """Have GPUs compute the digests that they can: the writer does not hash those chunks."""
+        self._hashing = DeviceHashing(self.files, self.streams)
+        self.files = self._hashing.hashed()
+
+    def check_unchanged(self) -> None:
+        """Called when everything has been copied: `CheckpointError` if a tensor was written to
+        meanwhile, as far as autograd knows, or if memory of a GPU no longer has its digests."""
+        entries, tensors = self.contents.entries, self.contents.tensors
+        for entry, old, new in zip(entries, self._versions, versions_of(tensors), strict=True):
+            if old != new:
+                raise _changed(path=entry.name)
+        if self._hashing is None or not any(file.digests for file in self.files):
+            return
+        for before, now in zip(self.files, self._hashing.hashed(), strict=True):
+            if before.digests != now.digests:
+                raise _changed(file=before.name)
+
+    def write_to(self, draft: DataFiles) -> list[bytes]:
+        """Write all files from this process; returns the digests of their chunks."""
+        writer = FileWriter(draft, self.files)
+        try:
+            for ranges in self._passes():
+                writer.write(ranges)
+            return writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+
+    def _passes(self) -> Iterator[list[Range]]:
+        """Everything, in as many passes as it takes to copy device memory to the host."""
+        if self.on_host:
+            yield self.ranges()
+            return
+        for index, (file, stream) in enumerate(zip(self.files, self.streams, strict=True)):
+            size = -(-PASS_BYTES // file.chunk_bytes) * file.chunk_bytes
+            buffer = torch.empty(min(size, file.nbytes), dtype=torch.uint8, device="cpu")
+            for start in range(0, file.nbytes, size):
+                stop = min(start + size, file.nbytes)
+                stream.read(start, stop, buffer)
+                yield [Range(index, start, stop, Staged(start, buffer.data_ptr()))]
+
+    def written(self, digests: Sequence[bytes]) -> Written:
+        files = [
+            DataFile(file.name, file.nbytes, file.chunk_bytes, known)
+            for file, known in zip(self.files, digests, strict=True)
+        ]
+        return Written(files, self._tensors(), self._blobs)
+
+
+def _changed(*, path: str | None = None, file: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        "the state was changed while it was saved, so the step was not committed: save it again, "
+        "and do not change it until the save returns",
+        phase="stage",
+        path=path,
+        file=file,
+    )

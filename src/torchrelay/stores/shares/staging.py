@@ -1,0 +1,204 @@
+"""From a rank's share of a step to its files, through copies in an arena.
+
+A share is staged through *slots* of the arena: one as large as the share, or several small ones
+that are filled and written in turn (`memory_budget`). The trainer waits while slots are filled.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Protocol
+
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import CheckpointError, StorageTimeoutError
+from torchrelay.memory.arena import Arena
+from torchrelay.memory.pages import paged
+from torchrelay.memory.staging import Copy, stage
+from torchrelay.progress import Bar
+from torchrelay.stores.shares.share import Share
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range, Staged
+
+SLOTS = 4  # of an arena smaller than the share
+PART_BYTES = 64 << 20  # after which progress is reported
+
+Placed = tuple[int, int, int, int]  # file, start and stop in it, position in the arena
+
+
+class Target(Protocol):
+    """What writes staged bytes: threads of this process, or the writer process (`WriterSave`)."""
+
+    def write(self, placed: list[Placed], deadline: Deadline) -> None: ...
+    def finish(self, deadline: Deadline) -> list[bytes]: ...
+    def abort(self) -> None: ...
+
+
+class ThreadTarget:
+    """Threads of this process; `base` is the address of the arena."""
+
+    def __init__(self, writer: FileWriter, base: int) -> None:
+        self._writer, self._base = writer, base
+        self.abort = writer.abort
+
+    def write(self, placed: list[Placed], deadline: Deadline) -> None:
+        self._writer.write(
+            [
+                Range(file, start, stop, Staged(start, self._base + at))
+                for file, start, stop, at in placed
+            ]
+        )
+
+    def finish(self, deadline: Deadline) -> list[bytes]:
+        return self._writer.finish()
+
+
+def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
+    """Cut files into slots. A slot has some of each unfinished file, so that threads can write
+    different files; the pieces of each file come in order and are cut at its chunks."""
+    at = [0] * len(files)
+    while left := [i for i, file in enumerate(files) if at[i] < file.nbytes]:
+        slot: list[Placed] = []
+        used = 0
+        fits = sum(paged(files[i].nbytes - at[i]) for i in left) <= slot_bytes
+        for place, index in enumerate(left):
+            file = files[index]
+            room = (slot_bytes - used) // (1 if fits else len(left) - place)
+            stop = min(file.nbytes, at[index] + room // file.chunk_bytes * file.chunk_bytes)
+            if file.nbytes - at[index] <= room:
+                stop = file.nbytes
+            if stop > at[index]:
+                slot.append((index, at[index], stop, used))
+                used += paged(stop - at[index])
+                at[index] = stop
+        if not slot:
+            index = left[0]
+            stop = min(at[index] + files[index].chunk_bytes, files[index].nbytes)
+            if stop - at[index] > slot_bytes:
+                raise CheckpointError(
+                    f"a slot of {slot_bytes} bytes is smaller than a chunk of "
+                    f"{files[index].chunk_bytes}: give a larger memory_budget",
+                    phase="stage",
+                )
+            slot.append((index, at[index], stop, 0))
+            at[index] = stop
+        yield slot
+
+
+def in_parts(placed: list[Placed], files: list[FileSpec], bar: Bar) -> Iterator[list[Placed]]:
+    """All at once; or, where progress is shown, in parts that are counted when they are written.
+    A part has some of each unfinished file, cut at its chunks."""
+    if not bar.is_shown:
+        yield placed
+        return
+    while placed:
+        part: list[Placed] = []
+        rest: list[Placed] = []
+        for index, start, stop, at in placed:
+            chunk = files[index].chunk_bytes
+            end = min(stop, start + max(1, PART_BYTES // len(placed) // chunk) * chunk)
+            part.append((index, start, end, at))
+            if end < stop:
+                rest.append((index, end, stop, at + end - start))
+        yield part
+        bar.add(sum(stop - start for _, start, stop, _ in part))
+        placed = rest
+
+
+def write_staged(
+    target: Target, placed: list[Placed], files: list[FileSpec], deadline: Deadline, bar: Bar
+) -> list[bytes]:
+    """Write files that are in memory as a whole; returns the digests of their chunks."""
+    try:
+        for part in in_parts(placed, files, bar):
+            target.write(part, deadline)
+    except BaseException:
+        target.abort()
+        raise
+    return target.finish(deadline)
+
+
+def arena_bytes(files: list[FileSpec]) -> int:
+    """Bytes of an arena that takes all of a share at once."""
+    return sum(paged(file.nbytes) for file in files)
+
+
+class Pipeline:
+    """Fills slots and has them written. `stage` returns when the sources may change; `finish`,
+    called once from any thread, when everything is durable."""
+
+    def __init__(
+        self, share: Share, arena: Arena, target: Target, deadline: Deadline, bar: Bar
+    ) -> None:
+        self._bar = bar
+        self._share = share
+        self._arena = arena
+        self._target = target
+        self._deadline = deadline
+        slots = 1 if arena_bytes(share.files) <= arena.nbytes else SLOTS
+        self._slot_bytes = arena.nbytes // slots
+        self._free: queue.Queue[int] = queue.Queue()
+        for slot in range(slots):
+            self._free.put(slot)
+        self._jobs: queue.Queue[tuple[int, list[Placed]] | None] = queue.Queue()
+        self._failed = threading.Event()
+        self._fault: BaseException | None = None
+        self._writer = threading.Thread(target=self._write, name="torchrelay-save", daemon=True)
+        self._writer.start()
+
+    def stage(self, threads: int) -> None:
+        try:
+            for placed in fills(self._share.files, self._slot_bytes):
+                slot = self._slot()
+                base = slot * self._slot_bytes
+                copies = [
+                    Copy(self._share.streams[file], start, stop, base + at)
+                    for file, start, stop, at in placed
+                ]
+                stage(copies, self._arena.tensor, threads=threads)
+                self._jobs.put((slot, [(f, a, b, base + at) for f, a, b, at in placed]))
+        except BaseException as fault:
+            self._fail(fault)
+            raise
+        finally:
+            self._jobs.put(None)
+
+    def _slot(self) -> int:
+        while not self._deadline.passed:
+            if self._failed.is_set():
+                assert self._fault is not None
+                raise self._fault
+            try:
+                return self._free.get(timeout=0.05)
+            except queue.Empty:
+                continue
+        raise StorageTimeoutError(
+            "writing is too slow to stage in time: give a longer timeout or a larger memory_budget",
+            phase="stage",
+        )
+
+    def _write(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None and not self._failed.is_set():
+                slot, placed = job
+                for part in in_parts(placed, self._share.files, self._bar):
+                    self._target.write(part, self._deadline)
+                self._free.put(slot)
+        except BaseException as fault:
+            self._fail(fault)
+
+    def _fail(self, fault: BaseException) -> None:
+        self._fault = self._fault or fault
+        self._failed.set()
+
+    def finish(self) -> list[bytes]:
+        """The digests of each file's chunks."""
+        self._writer.join(self._deadline.left())
+        if self._writer.is_alive():
+            raise StorageTimeoutError(
+                "still writing at the deadline: give a longer timeout", phase="write"
+            )
+        if self._fault is not None:
+            self._target.abort()
+            raise self._fault
+        return self._target.finish(self._deadline)

@@ -1,0 +1,1 @@
+"""Steps as the planners of torch.distributed.checkpoint see them."""

@@ -1,0 +1,98 @@
+"""The outline of a state that only its planner has seen: containers by the planner's paths.
+
+torch's planner takes dicts and lists apart and spreads the parts over the ranks: the metadata has
+them in the order of the ranks that write them, `planner_data` in that of the state. It turns keys
+into text. Keys of an optimizer's state are known all the same: its `param_groups` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torchrelay.errors import CheckpointError
+from torchrelay.plan.overlay import shifted
+from torchrelay.record import manifest as m
+from torchrelay.record.checkpoint.schema import Outline
+from torchrelay.state.paths import Path
+from torchrelay.state.tensors import NAMES
+from torchrelay.stores.shares.share import Written
+from torchrelay.stores.torch_plans.pathtree import Key, tree_of_paths
+
+GROUPS, PARAMS, STATE = "param_groups", "params", "state"
+_NOTHING = m.DictNode("dict", (), ())
+
+_Keys = dict[str, Key]
+
+
+def outline_of(metadata: Metadata, shares: Sequence[Written]) -> Outline:
+    """The outline of everything that the metadata names and the ranks have written.
+
+    `CheckpointError` names what no rank has written.
+    """
+    stored = {tensor.name: tensor for share in shares for tensor in share.tensors}
+    values = {name: value for share in shares for name, value in share.values.items()}
+    objects = {blob.name for share in shares for blob in share.blobs}
+    places = {name: place for place, name in enumerate(stored)}
+    paths = _paths(metadata)
+    optimizers = _optimizers(paths, values)
+    leaves: list[m.Leaf] = []
+    placed: list[tuple[Path, m.Node]] = []
+    for name, text_path in paths.items():
+        path = _with_keys(text_path, optimizers)
+        entry = metadata.state_dict_metadata[name]
+        if name in stored:
+            tensor = stored[name]
+            placed.append((path, len(leaves)))
+            leaves.append(m.TensorLeaf(tensor.dtype, tensor.shape, None, places[name]))
+        elif name in values:
+            placed.append((path, shifted(values[name].tree, len(leaves))))
+            leaves += values[name].leaves
+        elif isinstance(entry, TensorStorageMetadata) and not prod(entry.size):
+            placed.append((path, len(leaves)))
+            leaves.append(m.TensorLeaf(NAMES[entry.properties.dtype], tuple(entry.size), None, -1))
+        elif name not in objects:
+            raise CheckpointError("no rank has written it", phase="commit", path=name)
+    placed += [(path, _NOTHING) for path in _empty(paths, optimizers)]
+    tree, order = tree_of_paths(placed)
+    return Outline(tree, tuple([leaves[index] for index in order]), tuple(stored))
+
+
+def _paths(metadata: Metadata) -> dict[str, Path]:
+    """The path of each part of the state, in the order of the state."""
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    told = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths: dict[str, Path] = {name: tuple(path) for name, path in told.items() if name in entries}
+    return paths | {name: (name,) for name in entries if name not in paths}
+
+
+def _optimizers(paths: Mapping[str, Path], values: Mapping[str, Outline]) -> dict[Path, _Keys]:
+    """Where states of optimizers are, and the numbers by which each knows its parameters."""
+    found: dict[Path, _Keys] = {}
+    for name, path in paths.items():
+        if path[-3:-2] == (GROUPS,) and path[-1] == PARAMS and name in values:
+            numbers = [leaf.value for leaf in values[name].leaves if isinstance(leaf, m.ValueLeaf)]
+            keys = {str(number): Key(number) for number in numbers if type(number) is int}
+            found.setdefault(path[:-3], {}).update(keys)
+    return found
+
+
+def _empty(paths: Mapping[str, Path], optimizers: Mapping[Path, _Keys]) -> list[Path]:
+    """Where optimizers without any state yet have an empty dict, which leaves no path behind."""
+    steps: dict[Path, set[object]] = {root: set() for root in optimizers}
+    for path in paths.values() if steps else ():
+        for depth, step in enumerate(path):
+            if path[:depth] in steps:
+                steps[path[:depth]].add(step)
+    return [(*root, STATE) for root, found in steps.items() if found == {GROUPS}]
+
+
+def _with_keys(path: Path, optimizers: Mapping[Path, _Keys]) -> Path:
+    for depth, step in enumerate(path[:-1] if optimizers else ()):
+        if step == STATE and path[:depth] in optimizers:
+            key: Any = path[depth + 1]
+            return (*path[: depth + 1], optimizers[path[:depth]].get(key, key), *path[depth + 2 :])
+    return path

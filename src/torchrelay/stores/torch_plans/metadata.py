@@ -1,0 +1,100 @@
+"""A commit record as the `Metadata` that torch's planners work with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchrelay.errors import MismatchError
+from torchrelay.plan.overlay import Overlay
+from torchrelay.record import manifest as m
+from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.checkpoint.stored import StoredTensor
+from torchrelay.record.manifest import parts
+from torchrelay.state import tensors as t
+from torchrelay.state.leaves import build
+from torchrelay.state.paths import dotted, slots
+from torchrelay.state.tree import unflatten
+
+
+class AsPlanned(NamedTuple):
+    """A saved state as torch's planners name its parts."""
+
+    metadata: Metadata
+    tensors: dict[str, StoredTensor]
+    values: dict[str, object]  # everything else
+
+
+class Unknown(NamedTuple):
+    """Stands for a leaf that is neither a tensor to torch's planners nor a plain value."""
+
+    path: str
+
+
+def as_planned(checkpoint: Checkpoint) -> AsPlanned:
+    """What `DefaultSavePlanner` would have made of the state.
+
+    Which containers it takes apart is its own business: so it is asked, with a state of the same
+    shape that has no bytes.
+    """
+    offer = Overlay.of(checkpoint.outlines)
+    stored = {tensor.name: tensor for tensor in checkpoint.tensors}
+    stands: dict[int, StoredTensor] = {}
+    leaves: dict[int, object] = {}
+    for path, index in slots(offer.tree):
+        leaf = offer.leaves[index]
+        if isinstance(leaf, (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)):
+            part = next(parts(leaf))
+            dtype = t.dtype_named(part.dtype)
+            stand = leaves[index] = torch.empty(part.shape, dtype=dtype, device="meta")
+            if part.storage >= 0:
+                stands[id(stand)] = stored[offer.homes[index].names[part.storage]]
+        elif isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)):
+            leaves[index] = build(leaf, _no_part, 0)
+        else:
+            leaves[index] = Unknown(dotted(path))
+    state = unflatten(offer.tree, leaves)
+    if not isinstance(state, dict):
+        raise MismatchError("torch's planners take a dict, and the saved state is none")
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    planned = AsPlanned(Metadata({}, planner_data=dict(planner.mappings)), {}, {})
+    entries = planned.metadata.state_dict_metadata
+    for name, found in planner.state_dict.items():
+        if not isinstance(found, torch.Tensor):
+            planned.values[name] = found
+            entries[name] = BytesStorageMetadata()
+        elif id(found) in stands:
+            planned.tensors[name] = stands[id(found)]
+            entries[name] = _tensor(stands[id(found)])
+        else:
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(dtype=found.dtype), found.size(), []
+            )
+    for blob in checkpoint.blobs:
+        entries[blob.name] = BytesStorageMetadata()
+    return planned
+
+
+def _no_part(part: m.TensorLeaf) -> torch.Tensor:
+    raise MismatchError("a plain value has no tensors")
+
+
+def _tensor(tensor: StoredTensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=t.dtype_named(tensor.dtype)),
+        size=torch.Size(tensor.shape),
+        chunks=[
+            ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
+            for shard in tensor.shards
+        ],
+    )

@@ -1,0 +1,195 @@
+"""Digests and writes: ranges of memory into the files of a draft, on a few threads.
+
+A file is cut into chunks. A chunk is hashed, unless its digest is known already, and written while
+it is in the processor's cache. Memory that others may change meanwhile is copied first, a piece at
+a time, so that the bytes that are written are those that were hashed. Hashing, copying and the
+system calls let other threads run. No torch here: the writer process runs without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import NamedTuple, Protocol
+
+import xxhash
+
+from torchrelay.errors import CheckpointError
+from torchrelay.memory.crew import share_out
+from torchrelay.stores.seam import DataFiles, Sink
+
+PIECE = 512 << 10  # bytes of live memory that are copied, hashed and written at once, in the cache
+TASK_BYTES = 4 << 20  # that a thread takes at once
+FINISHERS = 32  # files that are made durable at once
+WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
+
+
+class HostRuns(Protocol):
+    """Bytes of a file by their position in it, in host memory; `geometry.runs.Runs` is one."""
+
+    def gather(self, start: int, stop: int, buffer: int) -> None:
+        """Copy [start, stop) to an address."""
+
+
+class Staged(NamedTuple):
+    """A copy in one piece that does not change until it is written: `address` has byte `start`."""
+
+    start: int
+    address: int
+
+    def view(self, start: int, stop: int) -> memoryview:
+        return host_view(self.address + start - self.start, stop - start)
+
+
+class FileSpec(NamedTuple):
+    """A file to write. `digests`: those of its chunks that are known, zeros for others, or none."""
+
+    name: str
+    nbytes: int
+    chunk_bytes: int
+    digests: bytes = b""
+
+
+class Range(NamedTuple):
+    """Bytes [start, stop) of a file; `start` is a multiple of its chunk size.
+
+    `memory` has them by their position in the file. Unless it is `Staged` it may change at any
+    time.
+    """
+
+    file: int
+    start: int
+    stop: int
+    memory: HostRuns | Staged
+
+
+_Task = list[Range]
+
+
+class FileWriter:
+    """The files of one rank's draft: `write` for each set of ranges, then `finish`."""
+
+    def __init__(
+        self, draft: DataFiles, files: Sequence[FileSpec], *, workers: int = WORKERS
+    ) -> None:
+        self._files = files
+        self._workers = workers
+        self._sinks: list[Sink] = []
+        self._digests = [
+            bytearray(file.digests or 16 * -(-file.nbytes // file.chunk_bytes)) for file in files
+        ]
+        self.current: str | None = None  # the file that was last used
+        try:
+            for file in files:
+                with self._named(file.name):
+                    self._sinks.append(draft.open(file.name, file.nbytes))
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, ranges: Sequence[Range]) -> None:
+        """Hash and write all of the ranges; `CheckpointError` names the file that failed."""
+        nbytes = sum(part.stop - part.start for part in ranges)
+        threads = max(1, min(self._workers, nbytes >> 20))
+
+        def worker() -> Callable[[_Task], None]:
+            buffer = ctypes.create_string_buffer(PIECE)
+            return lambda task: self._do(task, buffer)
+
+        share_out(self._tasks(ranges), worker, threads)
+
+    def _tasks(self, ranges: Sequence[Range]) -> list[_Task]:
+        """What threads take in turn: files alternate, so that threads are on different ones. An
+        ordered file is one task."""
+        by_file: dict[int, list[_Task]] = {}
+        for part in ranges:
+            chunk = self._files[part.file].chunk_bytes
+            size = chunk * max(1, TASK_BYTES // chunk)
+            cuts = [
+                part._replace(start=at, stop=min(at + size, part.stop))
+                for at in range(part.start, part.stop, size)
+            ]
+            tasks = by_file.setdefault(part.file, [])
+            if not self._sinks[part.file].ordered:
+                tasks += [[cut] for cut in cuts]
+            elif tasks:
+                tasks[0] += cuts
+            else:
+                tasks.append(cuts)
+        turns = zip_longest(*by_file.values())
+        return [task for turn in turns for task in turn if task is not None]
+
+    def _do(self, task: _Task, buffer: ctypes.Array[ctypes.c_char]) -> None:
+        for part in task:
+            with self._named(self._files[part.file].name):
+                self._write(part, buffer)
+
+    def _write(self, part: Range, buffer: ctypes.Array[ctypes.c_char]) -> None:
+        file, sink = self._files[part.file], self._sinks[part.file]
+        size = part.stop - part.start if _are_known(file, *part[1:3]) else file.chunk_bytes
+        for at in range(part.start, part.stop, size):
+            end = min(at + size, part.stop)
+            hasher = None if _are_known(file, at, end) else xxhash.xxh3_128()
+            for position, view in _pieces(part.memory, at, end, buffer):
+                if hasher is not None:
+                    hasher.update(view)
+                sink.write(position, [view])
+            if hasher is not None:
+                place = at // size * 16
+                self._digests[part.file][place : place + 16] = hasher.digest()
+
+    def finish(self) -> list[bytes]:
+        """Make the files durable; returns the digests of each file's chunks."""
+        pairs = list(zip(self._files, self._sinks, strict=True))
+        share_out(pairs, lambda: self._finish, FINISHERS)
+        return [bytes(digests) for digests in self._digests]
+
+    def _finish(self, pair: tuple[FileSpec, Sink]) -> None:
+        file, sink = pair
+        with self._named(file.name):
+            sink.finish()
+
+    def abort(self) -> None:
+        for sink in self._sinks:
+            sink.abort()
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Within: a failure of the medium is one of this file."""
+        self.current = name
+        try:
+            yield
+        except OSError as fault:
+            raise CheckpointError(
+                f"cannot write: {fault.strerror or fault}", phase="write", file=name
+            ) from fault
+
+
+def _are_known(file: FileSpec, start: int, stop: int) -> bool:
+    """Whether the digests of all chunks of a range are known."""
+    first, last = start // file.chunk_bytes, -(-stop // file.chunk_bytes)
+    known = file.digests[16 * first : 16 * last]
+    return bool(known) and all(any(known[at : at + 16]) for at in range(0, len(known), 16))
+
+
+def _pieces(
+    memory: HostRuns | Staged, start: int, stop: int, buffer: ctypes.Array[ctypes.c_char]
+) -> Iterator[tuple[int, memoryview]]:
+    """The bytes [start, stop) by their positions, where no one else can change them: in one piece,
+    or one after the other in the caller's buffer."""
+    if isinstance(memory, Staged):
+        yield start, memory.view(start, stop)
+        return
+    whole = memoryview(buffer).cast("B")
+    for at in range(start, stop, len(buffer)):
+        end = min(at + len(buffer), stop)
+        memory.gather(at, end, ctypes.addressof(buffer))
+        yield at, whole[: end - at]
+
+
+def host_view(address: int, nbytes: int) -> memoryview:
+    """Host memory as a buffer. The caller keeps it alive."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

@@ -1,1 +1,0 @@
-"""A process group: lines, deadlines and what ranks decide together."""

@@ -1,0 +1,295 @@
+"""A control connection: frames of one transfer, both ways, over an authenticated socket.
+
+Any thread may send. The I/O thread of the process reads and hands each message to the call that
+owns the connection, so a `Ping` is answered even while that call is busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torchrelay.errors import RemoteProtocolError
+from torchrelay.transports.meeting.directory import Identity
+from torchrelay.transports.wire import messages
+from torchrelay.transports.wire.messages import Message, Ping, Pong
+
+UNHEARD = 64  # messages that wait for a call; the peer keeps the others
+UNHEARD_BYTES = 64 << 20
+UNSENT = 4096  # messages that a peer has not taken
+PARTING_SECONDS = 2.0  # for the last message to leave
+RECV_BYTES = 256 << 10
+
+# Seconds until an idle connection is probed, between probes, and their number; milliseconds that
+# sent bytes may stay unacknowledged.
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 4,
+    "TCP_USER_TIMEOUT": 30_000,
+}
+
+
+@dataclass(frozen=True)
+class MessageHeard:
+    """A message came on a connection."""
+
+    connection: Connection
+    message: Message
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ConnectionLost:
+    """A connection is closed; nothing more comes on it."""
+
+    connection: Connection
+    reason: str
+
+
+Event = MessageHeard | ConnectionLost
+
+
+class Inbox:
+    """The events of one call: messages of its connections and results of its workers.
+
+    Any thread may put events in, one thread takes them out. An exception out of a signal handler
+    leaves it as it was. It is no `queue.SimpleQueue`: a wait there never ends if a signal handler
+    outlasts it.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[object] = deque()
+        self._news = threading.Lock()  # held while there is none
+
+    def put(self, event: object) -> None:
+        self._events.append(event)
+        with contextlib.suppress(RuntimeError):  # released already
+            self._news.release()
+
+    def get(self, seconds: float) -> object | None:
+        """The next event, or None if none comes in time."""
+        ends = time.monotonic() + seconds
+        while not self._events:
+            left = ends - time.monotonic()
+            if left <= 0 or not self._news.acquire(timeout=left):
+                return None
+        event = self._events.popleft()
+        if isinstance(event, MessageHeard):
+            event.connection.taken(event)
+        return event
+
+    def take(self, seconds: float) -> Iterator[object]:
+        """The next event, and those that are there with it; none if none comes in time."""
+        event = self.get(seconds)
+        left = len(self._events)
+        while event is not None:
+            yield event
+            event = self.get(0.0) if left else None
+            left -= 1
+
+    def drain(self) -> Iterator[object]:
+        """The events that are here now."""
+        with contextlib.suppress(IndexError):
+            while True:
+                yield self._events.popleft()
+
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def note_open(sock: socket.socket) -> None:
+    """Have a socket closed in forked children, where it is not of use."""
+    _open.add(sock)
+
+
+def close_in_child() -> None:
+    """In a forked child: let go of the parent's sockets, which stay open there. A peer of the
+    parent must notice when that one ends."""
+    for sock in list(_open):
+        sock.close()
+
+
+class Connection:
+    """One end. `deliver` gets its events, in the I/O thread; whoever owns it may change that."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        rank: int,
+        identity: Identity | None = None,
+    ) -> None:
+        sock.setblocking(False)
+        tune(sock)
+        note_open(sock)
+        self.rank = rank
+        self.identity = identity  # of the process that was called
+        self.heard_at = time.monotonic()  # anything, a `Pong` too
+        self.deliver: Callable[[Event], None] = _ignore
+        self._sock, self._loop = sock, loop
+        self._lock = threading.Lock()
+        self._heard_lock = threading.Lock()
+        self._reader = messages.FrameReader()
+        self._backlog: deque[memoryview] = deque()
+        self._unheard = self._unheard_bytes = 0
+        self._paused = self._closing = self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed it, or knows that the other has."""
+        return self._closed or self._closing
+
+    def start(self) -> None:
+        """Read from now on. In the I/O thread."""
+        if not self._closed:
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+
+    def send(self, message: Message) -> None:
+        """Send a message. Does not block; a lost connection is an event."""
+        data = memoryview(messages.encode(message))
+        with self._lock:
+            if self._closed or self._closing:
+                return
+            if not self._backlog:
+                try:
+                    data = data[self._sock.send(data) :]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    return  # the reader finds out why
+            if data:
+                self._backlog.append(data)
+                if len(self._backlog) == 1:
+                    self._in_loop(self._want_to_write)
+                elif len(self._backlog) > UNSENT:
+                    self._in_loop(self._lose, "it does not take its messages")
+
+    def close(self) -> None:
+        """Close it, once what was sent has left. Any thread may."""
+        with self._lock:
+            self._closing = True
+        self._in_loop(self._close_when_sent)
+
+    def taken(self, event: MessageHeard) -> None:
+        """The call has got a message: more may come."""
+        with self._heard_lock:
+            self._unheard -= 1
+            self._unheard_bytes -= event.nbytes
+            resume = self._paused and not self._is_full
+        if resume:  # rarely: the I/O thread has better things to do than to count
+            self._in_loop(self._resume)
+
+    def _in_loop(self, act: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended with the process
+            self._loop.call_soon_threadsafe(act, *args)
+
+    # In the I/O thread
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(RECV_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as fault:
+            self._lose(str(fault))
+            return
+        if not data:
+            self._lose("closed by the other side")
+            return
+        self.heard_at = time.monotonic()
+        try:
+            for message, nbytes in self._reader.feed(data):
+                self._heard(message, nbytes)
+        except RemoteProtocolError as fault:
+            self._lose(fault.message)
+
+    def _heard(self, message: Message, nbytes: int) -> None:
+        if isinstance(message, Ping):
+            self.send(Pong())
+        elif not isinstance(message, Pong):
+            with self._heard_lock:
+                self._unheard += 1
+                self._unheard_bytes += nbytes
+            self.deliver(MessageHeard(self, message, nbytes))
+            with self._heard_lock:
+                pause = self._is_full and not self._paused and not self._closed
+                self._paused = self._paused or pause
+            if pause:
+                self._loop.remove_reader(self._sock.fileno())
+
+    @property
+    def _is_full(self) -> bool:
+        return self._unheard > UNHEARD or self._unheard_bytes > UNHEARD_BYTES
+
+    def _resume(self) -> None:
+        if self._paused and not self._is_full and not self._closed:
+            self._paused = False
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+
+    def _want_to_write(self) -> None:
+        if not self._closed:
+            self._loop.add_writer(self._sock.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        with self._lock:
+            try:
+                while self._backlog:
+                    data = self._backlog[0]
+                    data = data[self._sock.send(data) :]
+                    if data:
+                        self._backlog[0] = data
+                        return
+                    self._backlog.popleft()
+            except BlockingIOError:
+                return
+            except OSError:
+                self._backlog.clear()  # the reader finds out why
+        self._loop.remove_writer(self._sock.fileno())
+        if self._closing:
+            self._end()
+
+    def _close_when_sent(self) -> None:
+        if self._closed:
+            return
+        self._loop.remove_reader(self._sock.fileno())
+        if self._backlog:
+            self._loop.call_later(PARTING_SECONDS, self._end)
+        else:
+            self._end()
+
+    def _lose(self, reason: str) -> None:
+        if not self._closed:
+            self._end()
+            self.deliver(ConnectionLost(self, reason))
+
+    def _end(self) -> None:
+        if self._closed:
+            return
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        with self._lock:
+            self._closed = True
+            self._backlog.clear()
+        self._sock.close()
+
+
+def _ignore(event: Event) -> None:
+    """No call owns the connection."""
+
+
+def tune(sock: socket.socket) -> None:
+    """Send small messages at once, and have the kernel notice a peer that is gone."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        with contextlib.suppress(OSError, AttributeError):  # another system
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

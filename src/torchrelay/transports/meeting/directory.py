@@ -1,0 +1,250 @@
+"""Where the ranks of a group are found: each publishes an `Identity` and looks up the others'.
+
+Most groups have a store. A group without one exchanges the same bytes by one message each way, and
+a library that has its own way to hand them around (torchft's metadata) passes them in.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from contextlib import suppress
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+from msgspec import Meta
+
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import PeerLostError, RemoteProtocolError, TransferTimeoutError
+from torchrelay.transports.c10d import ProcessGroup, watch
+from torchrelay.transports.wire import handshake
+from torchrelay.transports.wire.messages import Id, Key, Name
+
+_PAUSES = (0.0005, 0.02)  # seconds between looks at the store: first, and after a while
+_TAG = (1 << 30) + 7  # clear of the tags of torch's own protocol
+_MESSAGE_BYTES = 512
+
+
+class Identity(msgspec.Struct, array_like=True, frozen=True):
+    """How to reach a process and be admitted. Whoever has it is trusted as a member of the group.
+
+    `node` tells the groups of a process apart; the process knows itself by it.
+    """
+
+    version: Annotated[int, Meta(ge=0, le=1 << 16)]
+    host: Name
+    port: Annotated[int, Meta(ge=1, le=0xFFFF)]
+    node: Id
+    token: Key
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    def as_text(self) -> str:
+        return urlsafe_b64encode(self.encode()).decode()
+
+
+_identity = msgspec.msgpack.Decoder(Identity)
+
+
+class _IdentityVersion(msgspec.Struct, array_like=True):
+    version: int
+
+
+def read_identity(data: bytes, rank: int) -> Identity:
+    """`RemoteProtocolError` for bytes that no process of this version published."""
+    try:
+        version = msgspec.msgpack.decode(data, type=_IdentityVersion).version
+        if version != handshake.VERSION:
+            raise RemoteProtocolError(
+                f"rank {rank} speaks wire version {version}, this side {handshake.VERSION}: use "
+                "the same version of torchrelay on both sides",
+                rank=rank,
+            )
+        return _identity.decode(data)
+    except (msgspec.MsgspecError, ValueError) as fault:
+        raise RemoteProtocolError(f"an unreadable identity: {fault}", rank=rank) from None
+
+
+def identity_from_text(text: str, rank: int) -> Identity:
+    try:
+        data = urlsafe_b64decode(text.encode())
+    except ValueError:
+        data = b""
+    return read_identity(data, rank)
+
+
+class Directory(Protocol):
+    """Finds the identities of ranks. Threads may share it."""
+
+    finds_all: bool  # any rank, so that receivers can connect to each other
+
+    def publish(self, identity: Identity) -> None:
+        """Let the other ranks find this process."""
+
+    def introduce(self, rank: int) -> None:
+        """A rank is about to look for this process."""
+
+    def find(self, rank: int, deadline: Deadline) -> Identity:
+        """`TransferTimeoutError` if the rank has published nothing by the deadline."""
+
+    def knows(self, rank: int) -> bool:
+        """Whether a rank has published its identity, as far as can be said without waiting."""
+
+    def forget(self, rank: int) -> None:
+        """What was found did not work: look again the next time."""
+
+
+def absent(rank: int, deadline: Deadline) -> TransferTimeoutError:
+    return TransferTimeoutError(
+        f"timed out: rank {rank} made no Relay on this group within {deadline.seconds:.3g} s "
+        "(a sender that uses torch's PGTransport is received with torchrelay.dropin.PGTransport)",
+        rank=rank,
+        phase="join",
+    )
+
+
+class StoreDirectory:
+    """Identities in the store of a group."""
+
+    finds_all = True
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store: Any = dist.PrefixStore("torchrelay/ranks", store)  # type: ignore[attr-defined]
+        self._rank = rank
+        self._found: dict[int, Identity] = {}
+
+    def publish(self, identity: Identity) -> None:
+        self._store.set(str(self._rank), identity.encode())
+
+    def introduce(self, rank: int) -> None:
+        pass
+
+    def knows(self, rank: int) -> bool:
+        with suppress(dist.DistError):
+            return rank in self._found or bool(self._store.check([str(rank)]))
+        return False
+
+    def find(self, rank: int, deadline: Deadline) -> Identity:
+        found = self._found.get(rank)
+        if found is None:
+            found = self._found[rank] = read_identity(self._look(str(rank), rank, deadline), rank)
+        return found
+
+    def forget(self, rank: int) -> None:
+        self._found.pop(rank, None)
+
+    def _look(self, key: str, rank: int, deadline: Deadline) -> bytes:
+        pause, longest = _PAUSES
+        try:
+            # Not by the store's own wait, which keeps all other users of the store waiting.
+            while not self._store.check([key]):
+                if deadline.passed:
+                    raise absent(rank, deadline)
+                time.sleep(min(pause, deadline.left()))
+                pause = min(1.3 * pause, longest)
+            return bytes(self._store.get(key))
+        except dist.DistError as fault:
+            raise PeerLostError(
+                f"the group's store does not say where rank {rank} is: {fault}; has the process "
+                "that hosts the store ended?",
+                rank=rank,
+                phase="join",
+            ) from fault
+
+
+class MessageDirectory:
+    """Identities by one message each way, for a group without a store.
+
+    A message that was posted cannot be taken back, so one is posted for each rank, ever. Whoever
+    comes first waits for the other's.
+    """
+
+    finds_all = False
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._mine = b""
+        self._coming: dict[int, list[Identity | Exception]] = {}
+
+    def publish(self, identity: Identity) -> None:
+        self._mine = identity.encode().ljust(_MESSAGE_BYTES, b"\0")
+
+    def introduce(self, rank: int) -> None:
+        group = self._group()
+        if rank in self._coming or group is None:
+            return
+        arrived = self._coming[rank] = []
+        ours = torch.frombuffer(bytearray(self._mine), dtype=torch.uint8)
+        theirs = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
+
+        def report(fault: Exception | None) -> None:
+            try:
+                data = bytes(theirs.tolist()).rstrip(b"\0")
+                arrived.append(fault or read_identity(data, rank))
+            except RemoteProtocolError as other:
+                arrived.append(other)
+
+        watch(group, group.send([ours], rank, _TAG), ours, _ignore)
+        watch(group, group.recv([theirs], rank, _TAG), theirs, report)
+
+    def knows(self, rank: int) -> bool:
+        return bool(self._coming.get(rank))
+
+    def find(self, rank: int, deadline: Deadline) -> Identity:
+        self.introduce(rank)
+        arrived, (pause, longest) = self._coming[rank], _PAUSES
+        while not arrived:
+            if deadline.passed:
+                raise absent(rank, deadline)
+            time.sleep(min(pause, deadline.left()))
+            pause = min(1.3 * pause, longest)
+        if isinstance(arrived[0], Exception):
+            raise PeerLostError(
+                f"rank {rank} cannot be reached over the group: {arrived[0]}", rank=rank
+            ) from arrived[0]
+        return arrived[0]
+
+    def forget(self, rank: int) -> None:
+        pass  # it says no other
+
+
+class GivenDirectory:
+    """Identities that the caller was given in another way."""
+
+    finds_all = False
+
+    def __init__(self) -> None:
+        self._given: dict[int, Identity] = {}
+
+    def give(self, rank: int, identity: Identity) -> None:
+        self._given[rank] = identity
+
+    def publish(self, identity: Identity) -> None:
+        pass
+
+    def introduce(self, rank: int) -> None:
+        pass
+
+    def knows(self, rank: int) -> bool:
+        return rank in self._given
+
+    def find(self, rank: int, deadline: Deadline) -> Identity:
+        return self._given[rank]
+
+    def forget(self, rank: int) -> None:
+        pass
+
+
+def directory_of(group: Any) -> Directory:
+    """How the ranks of a group find each other."""
+    with suppress(AttributeError, RuntimeError):  # a group of another library may have no store
+        return StoreDirectory(group.get_group_store(), group.rank())
+    return MessageDirectory(group)
+
+
+def _ignore(fault: Exception | None) -> None:
+    """The receiver finds out for itself."""

@@ -1,0 +1,148 @@
+"""The I/O thread of a process: it accepts connections, authenticates them, and runs those that are
+for control messages.
+
+A stranger gets a fixed buffer and two seconds. If strangers are many, the one that has been there
+longest is turned away first: a peer is authenticated within milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from torchrelay.transports.meeting.addresses import listen_here
+from torchrelay.transports.meeting.connection import close_in_child
+from torchrelay.transports.wire import handshake
+from torchrelay.transports.wire.handshake import Hello
+
+STRANGERS = 64  # connections at a time that have not shown who they are
+HELLO_SECONDS = 2.0  # on a busy machine
+PAUSE_SECONDS = 0.1  # when no descriptor is free
+
+
+class Admission(Protocol):
+    """Who may connect to one node of this process. Asked in the I/O thread."""
+
+    def key_for(self, hello: Hello) -> bytes | None:
+        """The key that the caller must know; None if there is nothing for it here."""
+
+    def admit(self, hello: Hello, sock: socket.socket) -> None:
+        """The caller knows it: the socket is the node's."""
+
+
+class Listener:
+    """Made when a process first needs it, and kept until its end."""
+
+    def __init__(self) -> None:
+        self._socket = listen_here()
+        self._socket.setblocking(False)
+        self.host, self.port = self._socket.getsockname()[:2]
+        self.loop = asyncio.new_event_loop()
+        self._nodes: dict[bytes, Admission] = {}
+        self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
+        self.loop.call_soon(self._accept_from_now_on)
+        thread = threading.Thread(
+            target=self.loop.run_forever, name="torchrelay-listener", daemon=True
+        )
+        thread.start()
+
+    def add(self, node: bytes, admission: Admission) -> None:
+        self._nodes[node] = admission
+
+    def remove(self, node: bytes) -> None:
+        self._nodes.pop(node, None)
+
+    def run(self, act: Callable[..., None], *args: object) -> None:
+        """Have something done in the I/O thread, in the order of the calls."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended with the process
+            self.loop.call_soon_threadsafe(act, *args)
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's sockets, which stay open there."""
+        self._socket.close()
+        for sock in self._strangers.values():
+            sock.close()
+
+    # In the I/O thread
+
+    def _accept_from_now_on(self) -> None:
+        self.loop.add_reader(self._socket.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor or memory for it: those who wait come later
+            self.loop.remove_reader(self._socket.fileno())
+            self.loop.call_later(PAUSE_SECONDS, self._accept_from_now_on)
+            return
+        sock.setblocking(False)
+        while len(self._strangers) >= STRANGERS:
+            oldest, turned_away = next(iter(self._strangers.items()))
+            del self._strangers[oldest]
+            oldest.cancel()
+            turned_away.close()
+        task = self.loop.create_task(self._authenticate(sock))
+        self._strangers[task] = sock
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        sock = self._strangers.pop(task, None)
+        if (task.cancelled() or task.exception() is not None) and sock is not None:
+            sock.close()
+
+    async def _authenticate(self, sock: socket.socket) -> None:
+        challenge = handshake.challenge()
+        data = await asyncio.wait_for(self._hello(sock, challenge), HELLO_SECONDS)
+        hello = handshake.read_hello(data)
+        node = None if hello is None else self._nodes.get(hello.node)
+        key = None if node is None or hello is None else node.key_for(hello)
+        # A caller that names nothing is told no sooner than one that does not know the key.
+        if not handshake.proves(data, challenge, key or bytes(handshake.KEY_BYTES)) or key is None:
+            raise ConnectionError("a stranger")
+        # So few bytes always fit into the empty buffer of a new connection.
+        sock.send(handshake.welcome(data, challenge, key))
+        assert node is not None and hello is not None
+        node.admit(hello, sock)
+
+    async def _hello(self, sock: socket.socket, challenge: bytes) -> bytes:
+        await self.loop.sock_sendall(sock, challenge)
+        data = b""
+        while len(data) < handshake.HELLO_BYTES:
+            more = await self.loop.sock_recv(sock, handshake.HELLO_BYTES - len(data))
+            if not more:
+                raise ConnectionError("closed")
+            data += more
+        return data
+
+
+_here: Listener | None = None
+_lock = threading.Lock()
+
+
+def listener_here() -> Listener:
+    """The listener of this process. `OSError` if there is no address to listen at."""
+    global _here
+    with _lock:
+        if _here is None:
+            _here = Listener()
+        return _here
+
+
+def _forget_in_child() -> None:
+    """A forked child has no I/O thread. It keeps none of its parent's connections open: a peer of
+    the parent must notice when that one ends."""
+    global _here, _lock
+    here, _here, _lock = _here, None, threading.Lock()
+    if here is not None:
+        here.abandon()
+        close_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

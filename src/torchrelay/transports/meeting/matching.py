@@ -1,0 +1,103 @@
+"""Which receiver goes to which send of a process. Pure: it knows no sockets and no clock.
+
+A receiver that has joined goes to the oldest open send that is for its rank, has not served it yet
+and has the step that it asks for. If there is none it waits. A receiver that waits while sends of
+other steps alone are open for it has made a mistake, or its send comes a little later: after a
+while it is refused, and so is the oldest of those sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+UNDECIDED_SECONDS = 2.0  # at most, until a wrong step is refused
+
+
+@dataclass(eq=False)
+class OpenSend:
+    """A send that is under way: its step, and the ranks that it waits for."""
+
+    step: int | None
+    ranks: frozenset[int]
+    window: float  # seconds
+    wanted: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.wanted = set(self.ranks)
+
+    def fits(self, rank: int, step: int | None) -> bool:
+        return rank in self.wanted and (step is None or step == self.step)
+
+
+@dataclass(eq=False)
+class WaitingJoin:
+    """A receiver that has joined and is with no send yet."""
+
+    rank: int
+    step: int | None
+    undecided_since: float | None = None  # only sends of other steps are open for it
+
+
+class Mismatch(NamedTuple):
+    """A receiver that no send fits, and the send that it was probably meant for."""
+
+    join: WaitingJoin
+    send: OpenSend
+
+
+class Matcher:
+    """The open sends and the waiting receivers of one process in one group."""
+
+    def __init__(self) -> None:
+        self._sends: list[OpenSend] = []
+        self._joins: list[WaitingJoin] = []
+
+    def open(self, send: OpenSend) -> None:
+        self._sends.append(send)
+
+    def close(self, send: OpenSend) -> None:
+        if send in self._sends:
+            self._sends.remove(send)
+
+    def join(self, join: WaitingJoin) -> None:
+        self._joins.append(join)
+
+    def leave(self, join: WaitingJoin) -> None:
+        if join in self._joins:
+            self._joins.remove(join)
+
+    def matches(self) -> Iterator[tuple[WaitingJoin, OpenSend, bool]]:
+        """The receivers that can be served now, each with its send; and whether another state was
+        or is there for it, so that it cannot tell which one it got."""
+        for join in list(self._joins):
+            send = next((one for one in self._sends if one.fits(join.rank, join.step)), None)
+            if send is None:
+                continue
+            sends = sum(join.rank in one.ranks for one in self._sends)
+            joins = sum(one.rank == join.rank for one in self._joins)
+            self._joins.remove(join)
+            send.wanted.discard(join.rank)
+            yield join, send, sends > 1 or joins > 1
+
+    def mismatches(self, now: float) -> tuple[list[Mismatch], float | None]:
+        """The receivers whose step is not going to come, and when to ask again."""
+        found: list[Mismatch] = []
+        again: float | None = None
+        for join in list(self._joins):
+            sends = [one for one in self._sends if join.rank in one.wanted]
+            if not sends:
+                join.undecided_since = None
+                continue
+            if join.undecided_since is None:
+                join.undecided_since = now
+            seconds = min(UNDECIDED_SECONDS, *(one.window for one in sends))
+            due = join.undecided_since + seconds
+            if due <= now:
+                self._joins.remove(join)
+                sends[0].wanted.discard(join.rank)
+                found.append(Mismatch(join, sends[0]))
+            else:
+                again = due if again is None else min(again, due)
+        return found, again

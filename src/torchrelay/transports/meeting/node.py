@@ -1,0 +1,350 @@
+"""One process's end of a group: its identity, its open sends, and the receivers that wait for one.
+
+Its tables belong to the I/O thread. Calls of other threads have things done there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import UsageError
+from torchrelay.transports.meeting.calling import call_rank, call_until
+from torchrelay.transports.meeting.connection import (
+    Connection,
+    ConnectionLost,
+    Event,
+    Inbox,
+    MessageHeard,
+)
+from torchrelay.transports.meeting.directory import Directory, Identity, directory_of
+from torchrelay.transports.meeting.listener import Listener, listener_here
+from torchrelay.transports.meeting.matching import Matcher, OpenSend, WaitingJoin
+from torchrelay.transports.wire import handshake
+from torchrelay.transports.wire.handshake import Hello
+from torchrelay.transports.wire.messages import Abort, Join
+
+IDLE = 4  # control connections to a sender that are kept
+JOIN_SECONDS = 10.0  # for an authenticated peer to say what it wants
+
+
+@dataclass(frozen=True)
+class ReceiverJoined:
+    """A receiver has come to a send. `several`: there is more than one state for it here."""
+
+    connection: Connection
+    join: Join
+    several: bool
+
+
+@dataclass(frozen=True)
+class WrongStep:
+    """A receiver has asked for another step than any send has."""
+
+    rank: int
+    step: int | None
+
+
+class Arrival(NamedTuple):
+    """A data connection of a transfer."""
+
+    lane: int
+    sock: socket.socket
+
+
+class _Expected(NamedTuple):
+    key: bytes
+    put: Callable[[Arrival], None]
+
+
+class Node:
+    """Sends and receives of a process in one group meet their peers here. Threads may share it."""
+
+    def __init__(self, directory: Directory) -> None:
+        try:
+            self._listener: Listener = listener_here()
+        except OSError as fault:
+            raise UsageError(f"cannot listen for the other ranks: {fault}") from fault
+        self.directory = directory
+        self._desk = _Desk(self._listener)
+        here = self._listener
+        self.identity = Identity(
+            handshake.VERSION, here.host, here.port, self._desk.id, self._desk.token
+        )
+        here.add(self._desk.id, self._desk)
+        weakref.finalize(self, here.remove, self._desk.id).atexit = False
+        directory.publish(self.identity)
+        self._lock = threading.Lock()
+        self._idle = _Idle()
+        weakref.finalize(self, self._idle.close).atexit = False
+        self._committed: dict[int, bytes] = {}  # by sender, the last transfer from it
+        self._unknown: dict[int, bytes] = {}  # by receiver, the one that it may have committed
+
+    @contextlib.contextmanager
+    def open(self, send: OpenSend, inbox: Inbox) -> Iterator[None]:
+        """Within: receivers come to a send, as `ReceiverJoined` and `WrongStep` in its inbox."""
+        for rank in send.ranks:
+            self.directory.introduce(rank)
+        self._listener.run(self._desk.open, send, inbox)
+        try:
+            yield
+        finally:
+            self._listener.run(self._desk.close, send, inbox)
+
+    def put_back(self, joined: ReceiverJoined) -> None:
+        """A receiver came too late for a send: it waits for the next one."""
+        self._listener.run(self._desk.wait, joined.connection, joined.join)
+
+    def keep(self, connection: Connection) -> None:
+        """A receive is over: the next one from this sender may use its connection."""
+        self._idle.put(connection)
+
+    def reuse(self, connection: Connection) -> None:
+        """A receiver has got its state: it may join again on its connection."""
+        self._listener.run(self._desk.reuse, connection)
+
+    def connect(
+        self, rank: int, me: int, inbox: Inbox, deadline: Deadline, *, fresh: bool = False
+    ) -> tuple[Connection, bool]:
+        """A control connection to a sender, whose messages come to the inbox: a new one, or one
+        that an earlier transfer has left; and whether it is such a one."""
+        idle = None if fresh else self._idle.take(self.directory.find(rank, deadline), inbox)
+        if idle is not None:
+            return idle, True
+        sock, identity = call_rank(self.directory, rank, me, deadline)
+        connection = Connection(sock, self._listener.loop, rank, identity)
+        connection.deliver = inbox.put
+        self._listener.run(connection.start)
+        return connection, False
+
+    @contextlib.contextmanager
+    def expect(self, transfer: bytes, key: bytes, put: Callable[[Arrival], None]) -> Iterator[None]:
+        """Within: data connections of a transfer are admitted, and go to `put`."""
+        self._listener.run(self._desk.expect, transfer, _Expected(key, put))
+        try:
+            yield
+        finally:
+            self._listener.run(self._desk.expect_no_more, transfer)
+
+    def connect_data(
+        self,
+        identity: Identity,
+        transfer: bytes,
+        key: bytes,
+        lane: int,
+        deadline: Deadline,
+        over: Callable[[], bool],
+    ) -> socket.socket:
+        """A data connection to the process that feeds this one. `OSError` if that fails."""
+        hello = Hello(handshake.DATA, identity.node, 0, transfer, lane)
+        return call_until(identity, hello, key, deadline, over)
+
+    # Transfers whose end the sender did not hear of. The next `Join` of the receiver tells.
+
+    def committed(self, sender: int) -> bytes:
+        return self._committed.get(sender, b"")
+
+    def note_committed(self, sender: int, transfer: bytes) -> None:
+        self._committed[sender] = transfer
+
+    def note_unknown(self, receiver: int, transfer: bytes) -> None:
+        self._unknown[receiver] = transfer
+
+    def settle(self, receiver: int, committed: bytes) -> bool | None:
+        """Whether a receiver committed the transfer that was unknown; None if none was."""
+        with self._lock:
+            transfer = self._unknown.pop(receiver, None)
+        return None if transfer is None else transfer == committed
+
+
+class _Idle:
+    """Control connections to senders that no transfer uses."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[Identity | None, list[Connection]] = {}
+
+    def put(self, connection: Connection) -> None:
+        connection.deliver = self._drop  # a sender that is gone, or speaks out of turn
+        with self._lock:
+            kept = self._kept.setdefault(connection.identity, [])
+            kept.append(connection)
+            dropped = kept.pop(0) if len(kept) > IDLE else None
+        if dropped is not None:
+            dropped.close()
+
+    def take(self, identity: Identity, inbox: Inbox) -> Connection | None:
+        with self._lock:
+            kept = self._kept.get(identity, [])
+            while kept:
+                connection = kept.pop()
+                connection.deliver = inbox.put
+                if not connection.closed:
+                    return connection
+        return None
+
+    def _drop(self, event: Event) -> None:
+        with self._lock:
+            kept = self._kept.get(event.connection.identity, [])
+            if event.connection in kept:
+                kept.remove(event.connection)
+        event.connection.close()
+
+    def close(self) -> None:
+        with self._lock:
+            kept, self._kept = self._kept, {}
+        for connections in kept.values():
+            for connection in connections:
+                connection.close()
+
+
+class _Desk:
+    """The tables of a node. In the I/O thread alone, but for `id` and `token`."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.id, self.token = handshake.new_id(), handshake.new_key()
+        self._listener = listener
+        self._matcher = Matcher()
+        self._inboxes: dict[OpenSend, Inbox] = {}
+        self._joins: dict[WaitingJoin, tuple[Connection, Join]] = {}
+        self._expected: dict[bytes, _Expected] = {}
+
+    # Who may connect
+
+    def key_for(self, hello: Hello) -> bytes | None:
+        if hello.kind == handshake.CONTROL:
+            return self.token
+        expected = self._expected.get(hello.transfer)
+        return None if expected is None else expected.key
+
+    def admit(self, hello: Hello, sock: socket.socket) -> None:
+        if hello.kind == handshake.DATA:
+            expected = self._expected.get(hello.transfer)
+            if expected is None:
+                sock.close()
+            else:
+                expected.put(Arrival(hello.lane, sock))
+            return
+        connection = Connection(sock, self._listener.loop, hello.rank)
+        connection.deliver = self._first
+        connection.start()
+        self._listener.loop.call_later(JOIN_SECONDS, self._no_join, connection)
+
+    def expect(self, transfer: bytes, expected: _Expected) -> None:
+        self._expected[transfer] = expected
+
+    def expect_no_more(self, transfer: bytes) -> None:
+        self._expected.pop(transfer, None)
+
+    # Receivers
+
+    def reuse(self, connection: Connection) -> None:
+        connection.deliver = self._first
+
+    def _first(self, event: Event) -> None:
+        """The first message of a receiver."""
+        if isinstance(event, ConnectionLost):
+            return
+        event.connection.taken(event)
+        if isinstance(event.message, Join):
+            self.wait(event.connection, event.message)
+        else:
+            event.connection.close()
+
+    def _no_join(self, connection: Connection) -> None:
+        if connection.deliver == self._first:
+            connection.close()
+
+    def wait(self, connection: Connection, join: Join) -> None:
+        """Have a receiver wait for a send, unless it has left: a send that it came too late for was
+        told so in place of this."""
+        if connection.closed:
+            return
+        waiting = WaitingJoin(connection.rank, join.step)
+        self._joins[waiting] = connection, join
+
+        def deliver(event: Event) -> None:
+            # It has nothing to say before there is an offer.
+            self._matcher.leave(waiting)
+            self._joins.pop(waiting, None)
+            if isinstance(event, MessageHeard):
+                connection.close()
+
+        connection.deliver = deliver
+        self._matcher.join(waiting)
+        self._match()
+
+    # Sends
+
+    def open(self, send: OpenSend, inbox: Inbox) -> None:
+        self._inboxes[send] = inbox
+        self._matcher.open(send)
+        self._match()
+
+    def close(self, send: OpenSend, inbox: Inbox) -> None:
+        self._matcher.close(send)
+        self._inboxes.pop(send, None)
+        # Receivers that came too late for this send wait for the next one.
+        for event in inbox.drain():
+            if isinstance(event, ReceiverJoined):
+                self.wait(event.connection, event.join)
+            elif isinstance(event, MessageHeard):
+                event.connection.deliver = self._first
+                self._first(event)
+        self._match()
+
+    def _match(self) -> None:
+        for waiting, send, several in self._matcher.matches():
+            connection, join = self._joins.pop(waiting)
+            inbox = self._inboxes[send]
+            connection.deliver = inbox.put
+            inbox.put(ReceiverJoined(connection, join, several))
+        wrong, again = self._matcher.mismatches(now := time.monotonic())
+        for waiting, send in wrong:
+            connection, join = self._joins.pop(waiting)
+            reason = f"step {send.step} is offered, step {join.step} was asked for"
+            connection.send(Abort(reason, kind="step"))
+            connection.deliver = _ignore
+            connection.close()
+            self._inboxes[send].put(WrongStep(waiting.rank, join.step))
+        if again is not None:
+            self._listener.loop.call_later(max(0.0, again - now) + 0.001, self._match)
+
+
+def _ignore(event: Event) -> None:
+    """Nothing more is expected."""
+
+
+_nodes: weakref.WeakKeyDictionary[Any, Node] = weakref.WeakKeyDictionary()
+_nodes_lock = threading.Lock()
+
+
+def node_of(group: Any) -> Node:
+    """The one node of a group in this process: it ends with the group. A stand-in for a group may
+    bring its own."""
+    own = getattr(group, "relay_node", None)
+    if isinstance(own, Node):
+        return own
+    with _nodes_lock:
+        node = _nodes.get(group)
+        if node is None:
+            node = _nodes[group] = Node(directory_of(group))
+        return node
+
+
+def _forget_in_child() -> None:
+    """A forked child has none of its parent's nodes."""
+    global _nodes_lock
+    _nodes_lock = threading.Lock()
+    _nodes.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

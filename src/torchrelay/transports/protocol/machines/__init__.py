@@ -1,1 +1,0 @@
-"""The two sides of a transfer as pure state machines, and what they speak of."""

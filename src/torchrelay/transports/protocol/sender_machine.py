@@ -1,0 +1,282 @@
+"""The sender of a live transfer as a state machine: events in, calls of `Effects` out.
+
+There is no thread, clock or socket here. The driver (`sender.py`) tells it who joined, what was
+heard, who was lost and what time it is; tests drive it with a recorder.
+
+| stage of receiver | event                            | effect                    | next      |
+|-------------------|----------------------------------|---------------------------|-----------|
+| EXPECTED          | it joins                         | offer                     | OFFERED   |
+| EXPECTED          | it wants another step            |                           | REFUSED   |
+| EXPECTED          | nothing in time                  |                           | FAILED    |
+| OFFERED           | `Accept` of a route that reads   | go                        | ACTIVE    |
+| OFFERED           | `Accept` of route tcp            | wait for the chain        | ACCEPTED  |
+| OFFERED           | nothing in time                  | abort                     | FAILED    |
+| ACCEPTED          | all are here, or the window ends | go                        | ACTIVE    |
+| ACTIVE            | `Need`                           | feed it from here         | ACTIVE    |
+| ACTIVE            | `Want`                           | tell it digests           | ACTIVE    |
+| ACTIVE            | `RouteNote`                      | its route hears it        | ACTIVE    |
+| ACTIVE, CONFIRMED | `Accept` of more reads           | go                        | ACTIVE    |
+| ACTIVE            | `Fetched`                        | confirm, unless changed   | CONFIRMED |
+| CONFIRMED         | `Done`                           |                           | DONE      |
+| CONFIRMED         | lost, `Abort`, no answer         | close                     | UNKNOWN   |
+| not over          | `Refuse`                         |                           | REFUSED   |
+| any other         | lost, `Abort`, no answer, stall  | abort                     | FAILED    |
+
+"Lost" is a closed connection. A receiver of a chain whose upstream failed says `Need`, and
+continues to feed those behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torchrelay.transports.protocol import fanout
+from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Peer, Stage, join_ends
+from torchrelay.transports.routes.choice import BY_NAME
+from torchrelay.transports.wire.messages import (
+    Abort,
+    Accept,
+    Done,
+    Fetched,
+    Join,
+    Message,
+    Need,
+    Ping,
+    Refuse,
+    RouteNote,
+    Want,
+    text,
+)
+
+
+@dataclass(frozen=True)
+class SendTerms:
+    """How long everybody has, and what may be done."""
+
+    route: str | None
+    offered: frozenset[str]  # routes
+    window: float
+    join_timeout: float
+    seconds: float  # of the whole call
+    chains: bool  # receivers can connect to each other
+
+
+class Effects(Protocol):
+    """What the machine asks of its driver."""
+
+    def offer(self, rank: int, join: Join, several: bool) -> str:
+        """Make an offer to a receiver that has joined; why that cannot be done, or nothing."""
+
+    def go(self, link: fanout.Link, patience: float) -> str:
+        """Begin to serve a receiver; why that cannot be done, or nothing."""
+
+    def feed(self, rank: int, need: Need) -> str:
+        """Send a receiver chunks from here; what is wrong with that, or nothing."""
+
+    def tell_digests(self, rank: int, want: Want) -> str:
+        """Tell a receiver digests; what is wrong with that, or nothing."""
+
+    def note(self, rank: int, note: RouteNote) -> str:
+        """Hand a note to the receiver's route; what is wrong with it, or nothing."""
+
+    def confirm(self, rank: int) -> None:
+        """Tell a receiver to commit. Raises if the state has changed."""
+
+    def send(self, rank: int, message: Message) -> None: ...
+
+    def drop(self, rank: int) -> None:
+        """Serve a receiver no longer, and close its connection."""
+
+
+@dataclass
+class SenderMachine:
+    terms: SendTerms
+    peers: dict[int, Peer]
+    effects: Effects
+    begun: float
+    rerouted: list[int] = field(default_factory=list)
+    joining: bool = True
+
+    def __post_init__(self) -> None:
+        self._chained: set[int] = set()  # receivers that another one feeds
+        # One receiver alone delays no one: the deadline counts for it.
+        several = len(self.peers) > 1
+        self.patience = min(self.terms.window, self.terms.seconds / 4) if several else 0.0
+
+    def among(self, *stages: Stage) -> list[Peer]:
+        return [peer for peer in self.peers.values() if peer.stage in stages]
+
+    @property
+    def over(self) -> bool:
+        return not self.joining and not self.among(*UNDER_WAY)
+
+    # The join
+
+    def join_ends(self) -> float:
+        """Until when to wait for receivers, unless something happens before."""
+        ends = self.begun + self.terms.seconds
+        if not self.among(Stage.EXPECTED, Stage.OFFERED):
+            return float("-inf")
+        terms = self.terms
+        latest = join_ends(self.peers.values(), self.begun + terms.join_timeout, terms.window, ends)
+        return min(latest, ends)
+
+    def joined(self, rank: int, join: Join, several: bool, now: float) -> bool:
+        """A receiver has come; whether it is served."""
+        peer = self.peers[rank]
+        if not self.joining or peer.stage is not Stage.EXPECTED:
+            return False
+        peer.stage, peer.join, peer.joined_at, peer.pinged_at = Stage.OFFERED, join, now, now
+        if why := self.effects.offer(rank, join, several):
+            self.fail(peer, f"cannot be served: {why}")
+        return True
+
+    def wrong_step(self, rank: int, step: int | None, offered: int | None) -> None:
+        """A receiver wants a step that is not sent."""
+        if self.peers[rank].stage is Stage.EXPECTED:
+            reason = f"step {offered} is offered, step {step} was asked for"
+            self.peers[rank].refuse(Refuse("step", reason))
+
+    def end_join(self, now: float) -> None:
+        """No one else is waited for: those who wait for the others begin."""
+        self.joining = False
+        for peer in self.among(Stage.EXPECTED):
+            peer.give_up(f"did not join within {now - self.begun:.3g} s", late=True)
+        for peer in self.among(Stage.OFFERED):
+            self.fail(peer, "joined, but did not answer the offer", late=True)
+        waiting = self.among(Stage.ACCEPTED)
+        chained = fanout.by_machine(waiting, _machine)
+        links = fanout.chain([peer.rank for peer in chained])
+        self._chained = {link.rank for link in links if link.upstream is not None}
+        for link in links:
+            self._go(self.peers[link.rank], link)
+
+    def _go(self, peer: Peer, link: fanout.Link | None = None) -> None:
+        peer.stage = Stage.ACTIVE
+        alone = fanout.Link(peer.rank, None, None, 0)
+        if why := self.effects.go(link or alone, self.patience):
+            self.fail(peer, f"cannot be served: {why}")
+
+    # What is heard
+
+    def heard(self, rank: int, message: Message, now: float) -> None:
+        """A receiver has said something."""
+        peer = self.peers[rank]
+        if peer.stage in OVER or peer.stage is Stage.EXPECTED:
+            return
+        if isinstance(message, Refuse):
+            peer.refuse(message)
+            self.effects.drop(rank)
+        elif isinstance(message, Abort):
+            peer.give_up(f"gave up: {message.message}", late=message.late)
+            self.effects.drop(rank)
+        elif isinstance(message, Accept):
+            self._accepted(peer, message)
+        elif peer.stage is Stage.ACTIVE:
+            self._heard_data(peer, message)
+        elif peer.stage is Stage.CONFIRMED and isinstance(message, Done):
+            peer.stage = Stage.DONE
+        else:
+            self._out_of_turn(peer, message)
+
+    def _accepted(self, peer: Peer, accept: Accept) -> None:
+        again = accept.reads is not None and peer.stage in (Stage.ACTIVE, Stage.CONFIRMED)
+        if peer.stage is not Stage.OFFERED and not again:
+            self._out_of_turn(peer, accept)
+            return
+        route, only = BY_NAME.get(accept.route), self.terms.route
+        if route is None or route.name not in self.terms.offered:
+            self.fail(peer, f"took route {accept.route!r}, which is not known here")
+        elif only not in (None, route.name):
+            reason = f"it takes route {accept.route!r}, and {only!r} was asked for"
+            peer.refusal = Refuse("route", reason)
+            self.fail(peer, reason)
+        else:
+            peer.accept = accept
+            waits = route.name == "tcp" and accept.reads is None and len(self.peers) > 1
+            if waits and self.terms.chains and self.joining:
+                peer.stage = Stage.ACCEPTED
+            else:
+                self._go(peer)
+
+    def _heard_data(self, peer: Peer, message: Message) -> None:
+        why = ""
+        if isinstance(message, Need):
+            if peer.rank in self._chained:
+                self._chained.discard(peer.rank)
+                self.rerouted.append(peer.rank)
+            why = self.effects.feed(peer.rank, message)
+        elif isinstance(message, Want):
+            why = self.effects.tell_digests(peer.rank, message)
+        elif isinstance(message, RouteNote):
+            why = self.effects.note(peer.rank, message)
+        elif isinstance(message, Fetched):
+            self.effects.confirm(peer.rank)
+            peer.stage = Stage.CONFIRMED
+        else:
+            self._out_of_turn(peer, message)
+        if why:
+            self.fail(peer, why)
+
+    def _out_of_turn(self, peer: Peer, message: Message) -> None:
+        self.fail(peer, f"sent {type(message).__name__} out of turn")
+
+    # Losses
+
+    def lost(self, rank: int, reason: str) -> None:
+        """The connection to a receiver is closed."""
+        peer = self.peers[rank]
+        if peer.stage in UNDER_WAY:
+            peer.give_up(f"connection lost: {reason}")
+            self.effects.drop(rank)
+
+    def fail(self, peer: Peer, reason: str, *, late: bool = False) -> None:
+        """Give up on one receiver."""
+        self._give_up(peer, reason, f"the sender gave up on this rank: {reason}", late=late)
+
+    def abort(self, reason: str) -> None:
+        """Give up altogether."""
+        for peer in self.among(*UNDER_WAY):
+            self._give_up(peer, reason, reason)
+        for peer in self.among(Stage.EXPECTED):
+            peer.give_up(reason)
+
+    def _give_up(self, peer: Peer, reason: str, said: str, *, late: bool = False) -> None:
+        # A receiver that was told to commit hears no more: after its `Done`, which may be on its
+        # way, the next transfer uses the connection.
+        if peer.stage is not Stage.CONFIRMED:
+            self.effects.send(peer.rank, Abort(text(said), late=late))
+        peer.give_up(reason, late=late)
+        self.effects.drop(peer.rank)
+
+    # Time
+
+    @property
+    def tick_seconds(self) -> float:
+        return min(self.patience / 4, 0.25) if self.patience else 1.0
+
+    def tick(self, now: float, silent: Mapping[int, float], stuck: Mapping[int, float]) -> None:
+        """Some time has passed: for how long each receiver was not heard of, and took none of the
+        chunks that wait for it."""
+        if not self.patience:
+            return
+        # Also those that wait for the others, which say nothing of themselves meanwhile.
+        for peer in self.among(Stage.ACCEPTED, Stage.ACTIVE, Stage.CONFIRMED):
+            if silent.get(peer.rank, 0.0) > self.patience:
+                self.fail(peer, f"took no message for {self.patience:.3g} s")
+            elif stuck.get(peer.rank, 0.0) > self.patience:
+                self.fail(peer, f"took no data for {self.patience:.3g} s")
+            elif now > peer.pinged_at + self.patience / 4:
+                peer.pinged_at = now
+                self.effects.send(peer.rank, Ping())
+
+    def time_is_up(self) -> None:
+        for peer in self.among(*UNDER_WAY):
+            self.fail(peer, f"not done after {self.terms.seconds:.3g} s", late=True)
+
+
+def _machine(peer: Peer) -> str:
+    assert peer.join is not None
+    return peer.join.place.machine

@@ -1,0 +1,1 @@
+"""What route `cuda_ipc` is made of: handles of device memory, digests made by devices."""

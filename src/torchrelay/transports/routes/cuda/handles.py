@@ -1,0 +1,321 @@
+"""Device memory of another process of this machine, by CUDA's inter-process handles.
+
+A handle opens a whole allocation of the driver, which holds many tensors. So allocations, not
+tensors, are exported and opened, and both ends keep what they have: opening one takes half a
+millisecond. The driver never uses the id of an allocation twice, so memory that was freed and
+allocated again is not mistaken for the old.
+
+The sender's memory is only read, and only while its `send` lasts. An opening is closed when its
+process ends, or when no transfer uses it and the sender's newest state does not either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta
+
+from torchrelay.geometry.runs import Column, Runs, moves
+from torchrelay.memory.gpu.kernels import CudaError, brief_driver, device_at, driver
+from torchrelay.record.manifest import MAX_STREAM_BYTES
+from torchrelay.transports.routes.host import place
+from torchrelay.transports.wire.messages import Name, Serial
+
+HANDLE_BYTES = 64
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+_LAZY_PEER_ACCESS = 1
+MAX_KEPT = 4096  # allocations that are remembered
+_APART = 48  # bits: no allocation is that large
+Sources = dict[int, Runs]  # memory, by the device that it is on
+
+
+class IpcError(Exception):
+    """Device memory that cannot be shared; the message says why."""
+
+
+class Export(msgspec.Struct, array_like=True, frozen=True):
+    """An allocation of device memory that another process can open."""
+
+    id: Serial  # never used again by the process
+    device: Name
+    handle: Annotated[bytes, Meta(max_length=HANDLE_BYTES)]
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
+
+
+@cache
+def _driver() -> Any:
+    try:
+        library = driver()
+        pointer = ctypes.c_uint64
+        library.cuPointerGetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, pointer)
+        library.cuMemGetAddressRange_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p, pointer)
+        library.cuIpcGetMemHandle.argtypes = (ctypes.c_void_p, pointer)
+        library.cuIpcCloseMemHandle.argtypes = (pointer,)
+        library.cuIpcOpenMemHandle_v2.argtypes = (
+            ctypes.POINTER(ctypes.c_uint64),
+            _Handle,
+            ctypes.c_uint,
+        )
+        return library
+    except (CudaError, AttributeError) as fault:
+        raise IpcError(str(fault)) from None
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        raise IpcError(f"CUDA cannot {what} (error {code})")
+
+
+def _attribute(address: int, which: int) -> int:
+    number = ctypes.c_ulonglong()
+    code = _driver().cuPointerGetAttribute(ctypes.addressof(number), which, address)
+    _check(code, "tell allocations apart")
+    return number.value
+
+
+class _Allocation:
+    """An allocation of this process, with what a call of the driver takes that asks for its id."""
+
+    def __init__(self, base: int, nbytes: int, export: Export) -> None:
+        self.base, self.nbytes, self.export = base, nbytes, export
+        self._id = ctypes.c_ulonglong()
+        address = ctypes.c_void_p(ctypes.addressof(self._id))
+        self._ask = address, ctypes.c_int(_BUFFER_ID), ctypes.c_uint64(base)
+
+    def holds(self, ask: Any) -> bool:
+        """Whether the driver still has it under its id."""
+        return not ask(*self._ask) and self._id.value == self.export.id
+
+
+class Exported(NamedTuple):
+    """What device memory a state lies in, for another process to open: `device` is `pack`ed."""
+
+    exports: tuple[Export, ...]
+    device: bytes
+
+
+class Exports:
+    """The sender's end: allocations that were exported, by address. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Allocation] = {}  # by their first address
+        self._lock = threading.Lock()
+
+    def of(self, memory: Runs) -> Exported:
+        """The memory of contiguous tensors, by its positions in the stream.
+
+        `IpcError` if it cannot be shared. Allocations are asked for their ids each time.
+        """
+        with self._lock:
+            found = self._allocations(memory)
+        return Exported(tuple(one.export for one in found), pack(memory, found))
+
+    def close(self) -> None:
+        """The driver keeps nothing for an export."""
+
+    def _allocations(self, memory: Runs) -> list[_Allocation]:
+        """Those that hold the memory, in order of address."""
+        order = np.argsort(memory.addresses)
+        lows = memory.addresses[order]
+        highs = lows + (memory.stops - memory.starts)[order]
+        return self._known_ones(lows, highs) or self._found(lows.tolist(), highs.tolist())
+
+    def _known_ones(self, lows: Column, highs: Column) -> list[_Allocation]:
+        """The same, if all of them are known and hold; else nothing."""
+        known = [self._known[base] for base in sorted(self._known)]
+        if not known:
+            return []
+        bases = np.array([one.base for one in known], np.uint64)
+        ends = bases + np.array([one.nbytes for one in known], np.uint64)
+        at = np.searchsorted(bases, lows, side="right").astype(np.int64) - 1
+        if (at < 0).any() or (highs > ends[at]).any():
+            return []
+        found = [known[index] for index in np.unique(at).tolist()]
+        # Calls that return at once: giving the interpreter away would take longer.
+        ask = brief_driver().cuPointerGetAttribute
+        return found if all(one.holds(ask) for one in found) else []
+
+    def _found(self, lows: list[int], highs: list[int]) -> list[_Allocation]:
+        found: list[_Allocation] = []
+        reach = 0  # all memory below it is in those found
+        for low, high in zip(lows, highs, strict=True):
+            at = max(low, reach)
+            while at < high:
+                one = _export(at, _attribute(at, _BUFFER_ID))
+                if len(self._known) >= MAX_KEPT:
+                    self._known.clear()
+                self._known[one.base] = one
+                found.append(one)
+                at = reach = one.base + one.nbytes
+        return found
+
+
+def pack(memory: Runs, allocations: list[_Allocation]) -> bytes:
+    """Which bytes of the stream lie where in which allocation: columns of positions, bytes, indices
+    of exports, offsets."""
+    order = np.argsort(memory.addresses)
+    sizes = (memory.stops - memory.starts)[order]
+    ours = Runs(memory.addresses[order], memory.starts[order], sizes)  # by address
+    bases = np.array([one.base for one in allocations], np.uint64)
+    numbers = np.arange(len(bases), dtype=np.uint64) << np.uint64(_APART)
+    theirs = Runs(bases, numbers, [one.nbytes for one in allocations])
+    _, positions, there, nbytes = moves(ours, theirs)
+    order = np.argsort(positions)
+    offsets = there & np.uint64((1 << _APART) - 1)
+    columns = (positions, nbytes, there >> np.uint64(_APART), offsets)
+    return np.stack([column[order] for column in columns]).astype("<u8").tobytes()
+
+
+def _export(address: int, number: int) -> _Allocation:
+    base, nbytes, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    driver = _driver()
+    device = device_at(address)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # makes the device's context this thread's
+        _check(
+            driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address),
+            "say where the allocation begins",
+        )
+        _check(
+            driver.cuIpcGetMemHandle(ctypes.byref(handle), base),
+            "export this memory: expandable_segments, or another allocator than torch's own",
+        )
+    raw = ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
+    export = Export(number, place.device_id(device), raw)
+    return _Allocation(base.value, nbytes.value, export)
+
+
+class _Opened(NamedTuple):
+    pointer: int
+    device: int
+    nbytes: int
+
+
+class _Shared:
+    """An opened allocation, and the number of transfers that read from it."""
+
+    __slots__ = ("opened", "users")
+
+    def __init__(self, opened: _Opened) -> None:
+        self.opened, self.users = opened, 0
+
+
+class Openings:
+    """The receiver's end: allocations of senders that are open here. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, dict[int, _Shared]] = {}  # by the sender's rank and the export's id
+        self._newest: dict[int, frozenset[int]] = {}  # by rank: the exports of its newest state
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def borrowed(self, sender: int, memory: Exported, stream_bytes: int) -> Iterator[Sources]:
+        """Within: the sender's memory is open here. `IpcError` if that fails."""
+        ids = frozenset(export.id for export in memory.exports)
+        if len(ids) < len(memory.exports):
+            raise IpcError("an allocation that is exported twice")
+        with self._lock:
+            taken = self._take(sender, memory.exports)
+            self._newest[sender] = ids
+            self._close_unused(sender)
+        try:
+            yield sources(memory.device, [one.opened for one in taken], stream_bytes)
+        finally:
+            with self._lock:
+                for one in taken:
+                    one.users -= 1
+                self._close_unused(sender)
+
+    def _take(self, sender: int, exports: Sequence[Export]) -> list[_Shared]:
+        here = self._open.setdefault(sender, {})
+        taken: list[_Shared] = []
+        try:
+            for export in exports:
+                if export.id not in here:
+                    here[export.id] = _Shared(_open(export))
+                taken.append(here[export.id])
+                taken[-1].users += 1
+        except IpcError:
+            for one in taken:
+                one.users -= 1
+            raise
+        return taken
+
+    def _close_unused(self, sender: int) -> None:
+        """Close what no transfer reads and the sender's newest state does not lie in: this process
+        must not keep memory that the sender has freed."""
+        here, newest = self._open[sender], self._newest.get(sender, frozenset())
+        for number, one in list(here.items()):
+            if not one.users and number not in newest:
+                _close(here.pop(number).opened)
+
+    def close(self) -> None:
+        with self._lock:
+            self._newest.clear()
+            for sender in self._open:
+                self._close_unused(sender)
+
+
+def _close(opened: _Opened) -> None:
+    with torch.cuda.device(opened.device):
+        torch.cuda.synchronize()
+        _driver().cuIpcCloseMemHandle(opened.pointer)
+
+
+def _open(export: Export) -> _Opened:
+    ids = [place.device_id(index) for index in range(torch.cuda.device_count())]
+    if export.device not in ids:
+        raise IpcError("the sender's GPU is not visible to this process")
+    if len(export.handle) != HANDLE_BYTES:
+        raise IpcError("a handle of another kind")
+    index = ids.index(export.device)
+    pointer, handle = ctypes.c_uint64(), _Handle()
+    ctypes.memmove(ctypes.byref(handle), export.handle, HANDLE_BYTES)
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().query()  # makes the device's context this thread's
+        _check(
+            _driver().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, _LAZY_PEER_ACCESS),
+            "open the sender's memory",
+        )
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        _check(
+            _driver().cuMemGetAddressRange_v2(
+                ctypes.byref(base), ctypes.byref(nbytes), pointer.value
+            ),
+            "say how large the sender's memory is",
+        )
+    return _Opened(pointer.value, index, nbytes.value)
+
+
+def sources(device: bytes, opened: list[_Opened], stream_bytes: int) -> Sources:
+    """What `pack` made, in memory that is open here."""
+    if len(device) % 32:
+        raise IpcError("a torn table of device memory")
+    table: Any = np.frombuffer(device, "<u8").reshape(4, -1).astype(np.uint64)
+    positions, nbytes, exports, offsets = table
+    if (table > MAX_STREAM_BYTES).any() or (nbytes < 1).any():
+        raise IpcError("memory of no size, or beyond all bounds")
+    ends = positions + nbytes
+    if (ends[:-1] > positions[1:]).any() or (ends > stream_bytes).any():
+        raise IpcError("memory that is not in the order of the stream")
+    if (exports >= len(opened)).any():
+        raise IpcError("memory of no export")
+    pointers, devices, sizes = (np.array(column, np.uint64) for column in zip(*opened, strict=True))
+    index = exports.astype(np.int64)
+    if (offsets + nbytes > sizes[index]).any():
+        raise IpcError("memory outside of an export")
+    addresses, on = pointers[index] + offsets, devices[index]
+    return {
+        int(n): Runs(positions[on == n], addresses[on == n], nbytes[on == n]) for n in np.unique(on)
+    }

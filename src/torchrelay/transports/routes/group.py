@@ -1,0 +1,225 @@
+"""Route "group": the backend of a device (nccl, xccl) moves device memory from rank to rank.
+
+Control stays on sockets. Such a backend has no tags and nothing that was posted can be taken back,
+so a process sends one state at a time through it, and chunks are received in memory of the route's
+own: a transfer that was given up writes to nothing of the caller's. After one was given up, a
+process does not take the route on that group again: what is still posted would meet the chunks of
+the next transfer.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from torchrelay.landing.seam import Landing
+from torchrelay.memory import threads, vectors
+from torchrelay.memory.gpu.kernels import digest_of
+from torchrelay.memory.gpu.side import on_side_stream
+from torchrelay.state.tensors import device_backends
+from torchrelay.transports.c10d import inside_backend, wait_for
+from torchrelay.transports.routes.reading import ReadDone, ReadingFetch
+from torchrelay.transports.routes.route import (
+    RETRIES,
+    Hop,
+    Incoming,
+    Outgoing,
+    Receiver,
+    Route,
+    RouteFault,
+    RouteFetch,
+    RouteService,
+    ServiceFailed,
+    Unavailable,
+)
+from torchrelay.transports.streams.chunk_sender import ChunkSent
+from torchrelay.transports.wire import messages
+from torchrelay.transports.wire.messages import Accept, Name, Need, read_as
+
+TAG = (1 << 30) + 8  # for backends that have tags
+PARTING_SECONDS = 0.1  # for a thread whose last operation is over
+GIVEN_UP = "a transfer through the backend was given up, and what it posted cannot be taken back"
+
+
+class GroupFacts(msgspec.Struct, array_like=True, frozen=True):
+    """The kind of device whose memory carries chunks."""
+
+    device: Name
+
+
+def carriers(group: Any) -> list[str]:
+    """The kinds of devices whose memory the group's backends move. gloo moves host memory only."""
+    if group is None:
+        return []
+    backends = device_backends(group)
+    return [kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"]
+
+
+class _Use:
+    """How this process uses the backends of a group."""
+
+    def __init__(self) -> None:
+        self.alone = threading.Lock()  # held while a state of this process goes through the group
+        self.given_up = False
+        self.left: list[threads.Running] = []  # threads of transfers that are over
+
+    def why_not(self) -> str:
+        """Why no other transfer may go through the group; empty if one may."""
+        self.left = [one for one in self.left if not one.wait(PARTING_SECONDS)]
+        return GIVEN_UP if self.given_up or self.left else ""
+
+
+_uses: weakref.WeakKeyDictionary[Any, _Use] = weakref.WeakKeyDictionary()
+_uses_lock = threading.Lock()
+
+
+def _use_of(group: Any) -> _Use:
+    with _uses_lock:
+        return _uses.setdefault(group, _Use())
+
+
+class GroupService(RouteService):
+    """Sends chunks in order, and again those that the receiver asks for."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._outgoing: Outgoing | None = None
+        self._device = "cpu"
+        self._over = False
+        self._asked = 0
+        self._sending: list[threads.Running] = []
+        self.wire_bytes = self.messages = 0
+
+    def offer(self, outgoing: Outgoing) -> bytes | Unavailable:
+        kinds = outgoing.snapshot.devices
+        found = [kind for kind in carriers(self._receiver.group) if kind in kinds]
+        if not found:
+            return Unavailable("no backend of the group moves the memory that the state is in")
+        if why := _use_of(self._receiver.group).why_not():
+            return Unavailable(why)
+        self._device = found[0]
+        return messages.write(GroupFacts(found[0]))
+
+    def begin(self, outgoing: Outgoing, accept: Accept, hop: Hop) -> bytes:
+        self._outgoing = outgoing
+        self.need(range(len(outgoing.snapshot.chunks)), restart=False)
+        return b""
+
+    def need(self, chunks: Sequence[int], *, restart: bool) -> None:
+        assert self._outgoing is not None
+        count = len(self._outgoing.snapshot.chunks)
+        self._asked += len(chunks)
+        if max(chunks, default=0) >= count or self._asked > (RETRIES + 2) * count:
+            raise RouteFault("asked for chunks that do not exist, or again and again")
+        job = partial(self._send, self._outgoing, list(chunks))
+        self._sending.append(threads.run(job, "worker"))
+
+    def _send(self, outgoing: Outgoing, chunks: list[int]) -> None:
+        receiver, snapshot = self._receiver, outgoing.snapshot
+        use = _use_of(receiver.group)
+        try:
+            with use.alone:
+                for index in chunks:
+                    if self._over:
+                        use.given_up = True
+                        return
+                    data = snapshot.view(index, self._device)
+                    if data is None:
+                        size = snapshot.chunks.sizes[index]
+                        data = torch.empty(size, dtype=torch.uint8, device=self._device)
+                        with on_side_stream():
+                            snapshot.read(index, data, vectors.copy)
+                    with inside_backend():
+                        wait_for(receiver.group.send([data], receiver.rank, TAG), data)
+                    self.wire_bytes += data.numel()
+                    self.messages += 1
+                    receiver.report(ChunkSent(index))
+        except Exception as fault:  # whatever the backend raises: the pair is broken
+            use.given_up = True
+            receiver.report(ServiceFailed(receiver.rank, f"the backend cannot send: {fault}"))
+
+    def close(self) -> None:
+        self._over = True
+        if self._sending:
+            _use_of(self._receiver.group).left += self._sending
+        self._sending = []
+
+
+class GroupFetch(ReadingFetch):
+    """Takes chunks in the order in which they are sent, and compares their digests."""
+
+    def __init__(self, incoming: Incoming, device: str) -> None:
+        super().__init__(incoming, verify=incoming.offer.verify)
+        self._device = device
+        self._use = _use_of(incoming.group)
+        self._landing_lock = threading.Lock()
+        self._over = False
+        self._receiving: list[threads.Running] = []
+
+    def run(self, go: bytes, landing: Landing, patience: float) -> None:
+        landing.places().host  # noqa: B018  # made here, not by the thread that writes to it
+        super().run(go, landing, patience)
+
+    def _begin(self) -> None:
+        self._receive(list(range(len(self._chunks))))
+
+    def _read_again(self, chunks: list[int]) -> None:
+        self._talk.send(Need(tuple(chunks)))
+        self._receive(chunks)
+
+    def _receive(self, chunks: list[int]) -> None:
+        self._outstanding += len(chunks)
+        # On a thread that can be left behind: a receive that was posted cannot be taken back.
+        self._receiving.append(threads.run(partial(self._receive_all, chunks), "worker"))
+
+    def _receive_all(self, chunks: list[int]) -> None:
+        group, sender = self._incoming.group, self._talk.sender
+        try:
+            for index in chunks:
+                size = self._chunks.sizes[index]
+                data = torch.empty(size, dtype=torch.uint8, device=self._device)
+                with inside_backend():
+                    wait_for(group.recv([data], sender, TAG), data)
+                with self._landing_lock:
+                    if self._over:
+                        self._use.given_up = True
+                        return
+                    if self._verify:
+                        self._mine[index] = digest_of(data, cells=self._cells)
+                    with on_side_stream():
+                        self.landing.write(index, data)
+                self._talk.inbox.put(ReadDone(size))
+        except Exception as fault:
+            self._use.given_up = True
+            self._talk.inbox.put(ReadDone(fault=self._talk.lost(str(fault))))
+
+    def close(self) -> None:
+        with self._landing_lock:
+            self._over = True
+        self._use.left += self._receiving
+        self._receiving = []
+        super().close()
+
+
+class GroupRoute(Route):
+    name = "group"
+
+    def service(self, receiver: Receiver) -> RouteService:
+        return GroupService(receiver)
+
+    def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
+        device = read_as(GroupFacts, facts).device
+        if device not in carriers(incoming.group):
+            return Unavailable(f"no backend of the group moves memory of {device} here")
+        if why := _use_of(incoming.group).why_not():
+            return Unavailable(why)
+        return GroupFetch(incoming, device)
+
+
+ROUTE = GroupRoute()

@@ -1,0 +1,1 @@
+"""What route `memory` is made of: processes of one machine, shared buffers, the path of a chunk."""

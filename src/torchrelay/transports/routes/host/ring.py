@@ -1,0 +1,219 @@
+"""Buffers that a sender and a receiver on one machine both map.
+
+They carry bytes that the receiver cannot read where they lie: on a GPU, strided, or in memory that
+the kernel does not let it read. The receiver asks for a chunk in a slot, the sender puts it there,
+the receiver takes it out and asks for the next. Where there is a GPU the memory is pinned on both
+sides, and copies to and from the device go straight through it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from torchrelay.errors import RemoteProtocolError
+from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
+from torchrelay.memory import vectors
+from torchrelay.memory.arena import Arena, register, unregister
+from torchrelay.memory.gpu.side import in_use, on_side_stream
+from torchrelay.memory.pool import cores
+from torchrelay.plan.snapshot import Sendable
+from torchrelay.transports.routes.host.place import Process, open_memfd
+from torchrelay.transports.streams.workers import Workers
+from torchrelay.transports.wire.messages import Chunk, Descriptor, Serial
+
+RING_BYTES = 512 << 20  # of one ring, at most, unless two slots take more
+MOST_SLOTS = 8
+FILLERS = 8  # threads that fill slots, at most
+_ids = itertools.count(1)
+
+
+class NeedsRing(msgspec.Struct, array_like=True, frozen=True, tag="need"):
+    """A receiver cannot read everything where it lies."""
+
+
+class Ring(msgspec.Struct, array_like=True, frozen=True, tag="ring"):
+    """Buffers in memory that both map: file `fd` of the sender's process."""
+
+    id: Serial  # never used again by the process
+    fd: Descriptor
+    slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
+    slot_bytes: Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]  # a multiple of a page
+
+
+class Fill(msgspec.Struct, array_like=True, frozen=True, tag="fill"):
+    """The receiver asks for this chunk in this slot; the sender repeats it when it is there."""
+
+    chunk: Chunk
+    slot: Annotated[int, Meta(ge=0, le=MOST_SLOTS - 1)]
+
+
+class SharedRing:
+    """The sender's end."""
+
+    def __init__(self, slots: int, slot_bytes: int, *, pinned: bool) -> None:
+        self._arena = Arena(slots * slot_bytes, pinned=pinned)
+        self.record = Ring(next(_ids), self._arena.fd, slots, slot_bytes)
+        self.pinned = pinned
+
+    def slot(self, index: int, nbytes: int) -> torch.Tensor:
+        at = index * self.record.slot_bytes
+        return self._arena.tensor[at : at + nbytes]
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+class SharedRings:
+    """Rings that outlive a transfer: making one takes longer than most transfers."""
+
+    def __init__(self) -> None:
+        self._idle: list[SharedRing] = []
+        self._lock = threading.Lock()
+
+    def take(self, chunk_bytes: int, chunks: int, *, pinned: bool) -> SharedRing:
+        """A ring for chunks of that size. `MemoryError` if there is no memory for it."""
+        slot_bytes = -(-max(chunk_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        slots = max(min(RING_BYTES // slot_bytes, MOST_SLOTS, chunks), min(2, chunks), 1)
+        with self._lock:
+            for index, ring in enumerate(self._idle):
+                same = ring.record.slots >= slots and ring.record.slot_bytes == slot_bytes
+                if same and ring.pinned >= pinned:
+                    return self._idle.pop(index)
+            while self._idle:
+                self._idle.pop().close()  # one kind is kept, not one of every kind
+        return SharedRing(slots, slot_bytes, pinned=pinned)
+
+    def give(self, ring: SharedRing) -> None:
+        """Take a ring back that no receiver uses any more."""
+        with self._lock:
+            self._idle.append(ring)
+
+    def close(self) -> None:
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+
+
+class RingFiller:
+    """A ring that is lent to one receiver and filled as it asks. `MemoryError` if there is no
+    memory for it. `filled` is called in a worker, with the fault if there is one."""
+
+    def __init__(
+        self,
+        snapshot: Sendable,
+        rings: SharedRings,
+        filled: Callable[[Fill, Exception | None], None],
+    ) -> None:
+        self._snapshot, self._rings, self._filled = snapshot, rings, filled
+        self._sizes = snapshot.chunks.sizes
+        self._ring = rings.take(max(self._sizes, default=1), len(self._sizes), pinned=in_use())
+        self._filling: set[int] = set()
+        self._workers = Workers(min(cores(), FILLERS))
+        self.filled_bytes = self.fills = 0
+
+    @property
+    def record(self) -> Ring:
+        return self._ring.record
+
+    def fill(self, wanted: Fill) -> None:
+        """Put a chunk into a slot."""
+        exists = wanted.slot < self.record.slots and wanted.chunk < len(self._sizes)
+        if not exists or wanted.slot in self._filling:
+            raise RemoteProtocolError(
+                "asked for a chunk or slot that does not exist, or is not free"
+            )
+        self._filling.add(wanted.slot)
+        size = self._sizes[wanted.chunk]
+        slot = self._ring.slot(wanted.slot, size)
+        self.filled_bytes += size
+        self.fills += 1
+
+        def put() -> None:
+            try:
+                with on_side_stream():
+                    self._snapshot.read(wanted.chunk, slot, vectors.copy)
+            except Exception as fault:
+                self._filled(wanted, fault)
+            else:
+                self._filling.discard(wanted.slot)
+                self._filled(wanted, None)
+
+        self._workers.submit(put)
+
+    def close(self) -> None:
+        self._workers.stop()
+        self._rings.give(self._ring)
+
+
+class MappedRing:
+    """The receiver's end; `OSError` if the file cannot be mapped."""
+
+    def __init__(self, process: Process, record: Ring, *, pinned: bool) -> None:
+        self.record = record
+        self.pinned = False
+        nbytes = record.slots * record.slot_bytes
+        fd = open_memfd(process, record.fd, os.O_RDWR)
+        try:
+            if os.fstat(fd).st_size < nbytes:
+                raise OSError("the ring is smaller than it should be")
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise OSError("the ring may become smaller while it is in use")
+            self._map: Any = mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+        self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.pinned = pinned and register(self._tensor.data_ptr(), nbytes) == 0
+
+    def slot(self, index: int, nbytes: int) -> torch.Tensor:
+        at = index * self.record.slot_bytes
+        return self._tensor[at : at + nbytes]
+
+    def close(self) -> None:
+        if self.pinned:
+            unregister(self._tensor.data_ptr())
+            self.pinned = False
+        self._tensor, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
+
+    def __del__(self) -> None:
+        # Memory that is unmapped while it is pinned cannot be pinned at the same address again.
+        self.close()
+
+
+class MappedRings:
+    """The last mapping of each sender, kept until the sender makes another ring: with a GPU,
+    pinning it takes longer than most transfers."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, MappedRing] = {}  # by rank
+        self._lock = threading.Lock()
+
+    def take(self, sender: int, process: Process, record: Ring, *, pinned: bool) -> MappedRing:
+        with self._lock:
+            known = self._open.pop(sender, None)
+        if known is not None:
+            if known.record == record and known.pinned >= pinned:
+                return known
+            known.close()
+        return MappedRing(process, record, pinned=pinned)
+
+    def give(self, sender: int, ring: MappedRing) -> None:
+        with self._lock:
+            before = self._open.pop(sender, None)
+            self._open[sender] = ring
+        if before is not None:
+            before.close()
+
+    def close(self) -> None:
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close()

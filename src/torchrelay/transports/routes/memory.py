@@ -1,0 +1,410 @@
+"""Route "memory": the receiver reads the sender's host memory, on the same machine.
+
+Host memory is read from where it lies straight to where it belongs, by a few threads and without
+the sender's help. Chunks that the receiver cannot read where they lie come through a ring of shared
+buffers, as it asks for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from functools import partial
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from torchrelay.errors import PeerLostError, RemoteProtocolError
+from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.landing.places import Places
+from torchrelay.landing.seam import Landing
+from torchrelay.memory.gpu.side import in_use
+from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
+from torchrelay.record.digest import RollingDigest
+from torchrelay.record.pause import gc_paused
+from torchrelay.transports.routes.host import place
+from torchrelay.transports.routes.host.chunk_paths import ChunkPaths, SenderMemory, choose_paths
+from torchrelay.transports.routes.host.place import Process
+from torchrelay.transports.routes.host.ring import (
+    Fill,
+    MappedRing,
+    MappedRings,
+    NeedsRing,
+    Ring,
+    RingFiller,
+    SharedRings,
+)
+from torchrelay.transports.routes.reading import ReadDone, ReadingFetch
+from torchrelay.transports.routes.route import (
+    Hop,
+    Incoming,
+    Outgoing,
+    Receiver,
+    Route,
+    RouteFault,
+    RouteFetch,
+    RouteService,
+    Unavailable,
+)
+from torchrelay.transports.wire import messages
+from torchrelay.transports.wire.messages import (
+    Accept,
+    Blob,
+    ChunkRanges,
+    Descriptor,
+    Place,
+    RouteNote,
+    from_ranges,
+    read_as,
+    read_by,
+    to_ranges,
+)
+
+IN_CACHE = 1 << 20  # bytes that are read and then hashed
+_ZEROS = np.zeros(64 << 10, np.uint8)
+_to_sender: msgspec.msgpack.Decoder[NeedsRing | Fill] = msgspec.msgpack.Decoder(NeedsRing | Fill)
+_to_receiver: msgspec.msgpack.Decoder[Ring | Fill] = msgspec.msgpack.Decoder(Ring | Fill)
+
+
+class MemoryFacts(msgspec.Struct, array_like=True, frozen=True):
+    """Where the sender's process is.
+
+    Its claim (`place.claim`) is at address `beacon` of its memory and in its file `fd`: a receiver
+    that finds it there reads the process of the rank that it talks to.
+    """
+
+    place: Place
+    beacon: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    fd: Descriptor = -1
+    verify: bool = False  # digests are compared
+
+    @property
+    def process(self) -> Process:
+        return Process(self.place.pid, self.fd, self.beacon)
+
+
+class MemoryTable(msgspec.Struct, array_like=True, frozen=True):
+    """Where the bytes of a state lie in the sender's memory."""
+
+    host: Blob = b""  # `geometry.runs.Runs.pack`
+    apart: ChunkRanges = ()  # chunks that have bytes elsewhere: on a device, or strided
+
+
+class MemoryService(RouteService):
+    """Says where the bytes lie, and keeps them there."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._proof: place.Proof | None = None
+        self._outgoing: Outgoing | None = None
+        self._ring: RingFiller | None = None
+        self.wire_bytes = self.messages = 0
+
+    def offer(self, outgoing: Outgoing) -> bytes | Unavailable:
+        return messages.write(self.facts(outgoing))
+
+    def facts(self, outgoing: Outgoing) -> MemoryFacts:
+        here, receiver = place.here(), self._receiver
+        elsewhere = MemoryFacts(here)
+        if place.apart(here, receiver.join.place) or not receiver.join.nonce:
+            return elsewhere
+        claim = place.claim(receiver.join.nonce, receiver.me, receiver.rank, receiver.transfer)
+        try:
+            self._proof = place.Proof(claim)
+        except OSError:
+            return elsewhere
+        process = self._proof.process
+        self.is_likely = True
+        return MemoryFacts(here, process.beacon, process.fd, outgoing.verify is True)
+
+    def begin(self, outgoing: Outgoing, accept: Accept, hop: Hop) -> bytes:
+        self._outgoing = outgoing
+        return messages.write(self.table(outgoing))
+
+    def table(self, outgoing: Outgoing) -> MemoryTable:
+        layout = outgoing.layout
+        return MemoryTable(layout.host, to_ranges(list(layout.apart)))
+
+    def hear(self, data: bytes) -> None:
+        if self._outgoing is None:
+            raise RouteFault("said something before the data began")
+        said = read_by(_to_sender, data)
+        if isinstance(said, Fill):
+            if self._ring is None:
+                raise RouteFault("asked for a chunk in a ring that it does not have")
+            self._ring.fill(said)
+            return
+        if self._ring is not None:
+            raise RouteFault("asked for a second ring")
+        try:
+            rings = self._outgoing.resources.of(SharedRings)
+            self._ring = RingFiller(self._outgoing.snapshot, rings, self._filled)
+        except MemoryError as fault:
+            raise RouteFault(f"no memory for a ring: {fault}") from fault
+        self._receiver.say(RouteNote(messages.write(self._ring.record)))
+
+    def _filled(self, fill: Fill, fault: Exception | None) -> None:
+        if fault is None:
+            self._receiver.say(RouteNote(messages.write(fill)))
+        else:
+            self._receiver.report(fault)  # the state cannot be read
+
+    def close(self) -> None:
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+            self.wire_bytes, self.messages = ring.filled_bytes, ring.fills
+        if self._proof is not None:
+            self._proof.close()
+
+
+class Reachable(NamedTuple):
+    """The sender's process, which is on this machine and is the one that it says it is."""
+
+    facts: MemoryFacts
+    reads: bool  # its memory can be read where it lies
+
+
+def reach(facts: MemoryFacts, incoming: Incoming) -> Reachable | Unavailable:
+    """Find out whether the sender's process is on this machine, and can be read."""
+    talk = incoming.conversation
+    claim = place.claim(incoming.nonce, talk.sender, talk.me, incoming.offer.transfer)
+    why = place.apart(place.here(), facts.place) or place.cannot_open(facts.process, claim)
+    if why:
+        return Unavailable(why)
+    return Reachable(facts, not place.cannot_read(facts.process, claim))
+
+
+def _clear(gaps: Runs) -> None:
+    """Write zeros where the sender has no bytes: what this memory held before is not part of the
+    state."""
+    if not len(gaps.starts):
+        return
+    whole = Moves(gaps.starts, gaps.starts, gaps.addresses, gaps.stops - gaps.starts)
+    cut = whole.cut(len(_ZEROS))
+    copy(cut._replace(sources=np.full(len(cut.nbytes), _ZEROS.ctypes.data, np.uint64)))
+
+
+class MemoryFetch(ReadingFetch):
+    """Reads the sender's memory, or has chunks put into the ring."""
+
+    _sources: Runs
+    _places: Places
+    _paths: ChunkPaths
+
+    def __init__(self, incoming: Incoming, reachable: Reachable) -> None:
+        super().__init__(incoming, verify=reachable.facts.verify)
+        self._facts, self._reads = reachable
+        self._ring: MappedRing | None = None
+        self._unfilled: list[int] = []  # chunks to ask for
+        self._asked: dict[int, int] = {}  # by slot, the chunk that it was asked for
+        self._rings = incoming.resources.of(MappedRings)
+
+    def run(self, go: bytes, landing: Landing, patience: float) -> None:
+        self._plan(read_as(MemoryTable, go), landing)
+        super().run(go, landing, patience)
+
+    def _plan(
+        self,
+        table: MemoryTable,
+        landing: Landing,
+        exported: Runs | None = None,
+        strays: ChunkRanges = (),
+        hashed: frozenset[int] | None = None,
+    ) -> None:
+        """Find the path of each chunk. `exported`: bytes in device memory that is open here;
+        `strays`: chunks that have other bytes too; `hashed`: those that a device can hash, if it
+        should. `RemoteProtocolError` for memory that cannot be."""
+        chunks, count = landing.chunks, len(landing.chunks)
+        self._places = landing.places()
+        try:
+            self._sources = Runs.unpack(table.host, chunks.stream_bytes)
+        except ValueError as fault:
+            raise RemoteProtocolError(str(fault), rank=self._talk.sender, phase="data") from None
+        apart, beyond = (tuple(from_ranges(some, count)) for some in (table.apart, strays))
+        theirs = SenderMemory(self._sources, apart, self._reads, exported, beyond, hashed)
+        self._paths = choose_paths(chunks, self._places, theirs, verify=self._verify)
+
+    def _threads(self, most: int) -> int:
+        if self._places.making:
+            most = max(1, most - 1)
+        if self._paths.buffered:
+            # Each thread has a buffer of its own.
+            most = min(most, max(1, self._buffers.limit // max(self._chunks.sizes)))
+        return most
+
+    def _compared(self) -> list[int]:
+        if not self._verify:
+            return []
+        return [*self._straight_and_hashed, *self._paths.buffered, *self._paths.ringed]
+
+    def _begin(self) -> None:
+        paths, places = self._paths, self._places
+        if places.live:
+            self.landing.torn = True
+        if self._verify or paths.buffered or paths.ringed:
+            places.host  # noqa: B018  # made here, not by the threads that write to it
+        self._read_straight()
+        self._read_buffered(paths.buffered)
+        if paths.ringed:
+            self._unfilled = list(paths.ringed)
+            self._outstanding += len(self._unfilled)
+            self._talk.send(RouteNote(messages.write(NeedsRing())))
+
+    @property
+    def _straight_and_hashed(self) -> list[int]:
+        return [chunk for chunk in self._paths.straight if chunk not in self._paths.opened]
+
+    def _read_again(self, chunks: list[int]) -> None:
+        paths = self._paths
+        self._unfilled = [chunk for chunk in chunks if chunk in paths.ringed]
+        self._outstanding += len(self._unfilled)
+        self._ask_for_more()
+        self._read_buffered([chunk for chunk in chunks if chunk in paths.buffered])
+        for chunk in set(chunks) & set(self._straight_and_hashed):
+            self._submit(partial(self._read_and_hash, chunk))
+
+    def _lost(self, fault: Exception) -> Exception:
+        if not isinstance(fault, OtherMemoryError):
+            return fault
+        return self._talk.lost(f"the sender's memory is gone: {fault.strerror}")
+
+    def close(self) -> None:
+        super().close()
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            self._rings.give(self._talk.sender, ring)
+
+    # Straight from the sender's memory
+
+    def _read_straight(self) -> None:
+        sources, straight = self._sources, self._paths.straight
+        if self._verify:
+            straight = self._straight_and_hashed
+            _clear(self._of(self._places.host, straight).without(sources))
+            for chunk in straight:
+                self._submit(partial(self._read_and_hash, chunk))
+            return
+        sources = self._of(sources, straight)
+        with gc_paused():  # memory may be made as it goes
+            for part in self._places.parts():
+                found = moves(sources.facing(part), part)
+                _clear(self._of(part, straight).unfilled(found))
+                for batch in batches(found, bridge=True):
+                    self._submit(partial(self._read_batch, batch))
+
+    def _of(self, runs: Runs, chunks: list[int]) -> Runs:
+        """What runs have of these chunks."""
+        if len(chunks) == len(self._chunks):
+            return runs
+        offsets, sizes = self._chunks.offsets, self._chunks.sizes
+        return runs.only([offsets[i] for i in chunks], [sizes[i] for i in chunks])
+
+    def _read_buffered(self, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            self._submit(partial(self._read_chunk, chunk))
+
+    def _read_batch(self, batch: Batch) -> ReadDone:
+        read(self._facts.place.pid, batch)
+        return ReadDone(batch.nbytes)
+
+    def _read_and_hash(self, chunk: int) -> ReadDone:
+        """Some at a time: each piece is hashed where it has come to lie while it is in cache."""
+        begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
+        found = moves(self._sources.only([begin], [size]), self._places.host)
+        rolling = RollingDigest(begin, cells=self._cells)
+        for batch in batches(found, piece=IN_CACHE):
+            read(self._facts.place.pid, batch)
+            rolling.add(batch.copies.positions.tolist(), batch.here.tolist())
+        self._mine[chunk] = rolling.end(begin + size)
+        return ReadDone(size)
+
+    def _read_chunk(self, chunk: int) -> ReadDone:
+        """By way of a buffer, for what does not land in host memory as it comes."""
+        begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
+        pinned = len(self._places.device.starts) > 0
+        buffer = self._buffers.take(max(self._chunks.sizes), pinned=pinned)
+        try:
+            data = buffer[:size]
+            whole = Runs([begin], [data.data_ptr()], [size])
+            parts = batches(moves(self._sources, whole))
+            if sum(part.nbytes for part in parts) < size:
+                ctypes.memset(data.data_ptr(), 0, size)  # alignment leaves gaps, which are zeros
+            for part in parts:
+                read(self._facts.place.pid, part)
+            self._land(chunk, data)
+        finally:
+            self._buffers.give(buffer)
+        return ReadDone(size)
+
+    # Through the ring
+
+    def _hear(self, data: bytes) -> None:
+        filled = read_by(_to_receiver, data)
+        if isinstance(filled, Ring):
+            self._map_ring(filled)
+            self._ask_for_more()
+            return
+        if self._asked.pop(filled.slot, None) != filled.chunk:
+            raise RemoteProtocolError(
+                f"slot {filled.slot} with chunk {filled.chunk}, which was not asked for",
+                rank=self._talk.sender,
+                phase="data",
+            )
+        self._submit(partial(self._take_slot, filled), counted=True)
+
+    def _map_ring(self, record: Ring) -> None:
+        if self._ring is not None or record.slot_bytes < max(self._chunks.sizes, default=0):
+            raise RemoteProtocolError(
+                "a second ring, or one that does not hold a chunk",
+                rank=self._talk.sender,
+                phase="data",
+            )
+        process = self._facts.process
+        try:
+            self._ring = self._rings.take(self._talk.sender, process, record, pinned=in_use())
+        except OSError as fault:
+            raise PeerLostError(
+                f"the sender's buffers cannot be mapped: {fault}", rank=self._talk.sender
+            ) from fault
+
+    def _ask_for_more(self) -> None:
+        if self._ring is not None:
+            for slot in range(self._ring.record.slots):
+                if slot not in self._asked:
+                    self._ask(slot)
+
+    def _ask(self, slot: int) -> None:
+        if self._unfilled:
+            chunk = self._asked[slot] = self._unfilled.pop(0)
+            self._talk.send(RouteNote(messages.write(Fill(chunk, slot))))
+
+    def _take_slot(self, filled: Fill) -> ReadDone:
+        assert self._ring is not None
+        size = self._chunks.sizes[filled.chunk]
+        self._land(filled.chunk, self._ring.slot(filled.slot, size))
+        return ReadDone(size, slot=filled.slot)
+
+    def _did(self, event: ReadDone) -> None:
+        if event.slot is not None:
+            self._ask(event.slot)
+
+
+class MemoryRoute(Route):
+    name = "memory"
+    reads = True
+
+    def compares(self, verify: bool | None) -> bool:
+        return verify is True  # what the kernel copies is compared on request only
+
+    def service(self, receiver: Receiver) -> RouteService:
+        return MemoryService(receiver)
+
+    def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
+        found = reach(read_as(MemoryFacts, facts), incoming)
+        return found if isinstance(found, Unavailable) else MemoryFetch(incoming, found)
+
+
+ROUTE = MemoryRoute()

@@ -1,1 +1,0 @@
-"""What two processes of one machine need to read each other's memory."""

@@ -1,1 +1,0 @@
-"""TCP connections of the library's own."""

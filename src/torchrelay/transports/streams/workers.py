@@ -1,0 +1,50 @@
+"""The threads that move, copy and hash bytes: borrowed for a job, given back at its end.
+
+How many there are follows from the work: one for each data connection, and for copies as many as
+the machine has cores. They are the same threads for all transfers of a process (`memory.threads`).
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from contextlib import suppress
+
+from torchrelay.memory import threads
+from torchrelay.memory.pool import cores
+
+
+def hashers() -> int:
+    """Threads that hash for receivers which read: where cores are few, they need them."""
+    return max(1, min(4, cores() // 4))
+
+
+class Workers:
+    """Runs jobs in the order they come, on at most `most` threads."""
+
+    def __init__(self, most: int = 1) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._most = most
+        self._running: list[threads.Running] = []
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """`job` reports its own result and faults."""
+        self._jobs.put(job)
+        if len(self._running) < self._most:
+            self._running.append(threads.run(self._run, "worker"))
+
+    def stop(self) -> None:
+        """Drop what has not begun; returns when no job runs any more."""
+        with suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
+        for _ in self._running:
+            self._jobs.put(None)
+        for running in self._running:
+            if not running.here:
+                running.wait()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job

@@ -1,1 +1,0 @@
-"""Chunks on their way out and in."""

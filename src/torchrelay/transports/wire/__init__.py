@@ -1,0 +1,1 @@
+"""The bytes of the live protocol, without any I/O: messages, frames, the handshake."""

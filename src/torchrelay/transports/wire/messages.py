@@ -1,0 +1,318 @@
+"""The messages of a live transfer, and their frames. No I/O (docs/wire-format.md is the spec).
+
+A transfer between two ranks uses one control connection, which the receiver opens to the sender:
+
+| from     | message           | meaning                                                         |
+|----------|-------------------|-----------------------------------------------------------------|
+| receiver | `Join`            | I want your state                                               |
+| sender   | `Offer`           | this is what I have, and how you could get it                   |
+| receiver | `Accept`          | all of it, or these reads of it, by this route                  |
+| receiver | `Refuse`          | no, and why                                                     |
+| sender   | `Go`              | begin                                                           |
+| receiver | `Need`            | send me these chunks yourself                                   |
+| receiver | `Want`            | tell me the digests of these chunks                             |
+| sender   | `Digests`         | as they become known                                            |
+| both     | `RouteNote`       | what one end of a route says to the other                       |
+| receiver | `Fetched`         | I have every byte, and every digest matches                     |
+| sender   | `Confirmed`       | the state is still the one that was described                   |
+| receiver | `Done`            | committed                                                       |
+| both     | `Abort`           | I give up, and why; a closed connection means the same          |
+| both     | `Ping`, `Pong`    | are you there? yes                                              |
+
+A frame is a magic number, a type, a version and a length, and the message in MessagePack. The
+length is checked against a cap for its type before memory is allocated, and every field against
+the values that it may have.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from torchrelay.errors import RemoteProtocolError
+from torchrelay.record.manifest import MAX_STREAM_BYTES
+from torchrelay.steps import MAX_STEP
+from torchrelay.transports.wire.handshake import ID_BYTES, KEY_BYTES, VERSION
+
+T = TypeVar("T")
+
+MAX_CHUNKS = 1 << 26
+MAX_SECONDS = 1e9
+MAX_TEXT = 1 << 14  # characters in a reason
+NONCE_BYTES = 16
+_SMALL, _LARGE = 1 << 16, 1 << 30  # bytes of a message
+
+# The values that a field may have. Decoding refuses all others, so every field has one of these.
+Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Chunk = Annotated[int, Meta(ge=0, le=MAX_CHUNKS - 1)]
+User = Annotated[int, Meta(ge=-1, le=(1 << 32) - 1)]
+Pid = Annotated[int, Meta(ge=0, le=1 << 22)]  # Linux has no larger ones
+Descriptor = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
+Serial = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # given by the kernel or a driver
+Offset = Annotated[int, Meta(ge=0, le=MAX_STREAM_BYTES)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Nonce = Annotated[bytes, Meta(max_length=NONCE_BYTES)]
+Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Digest = Annotated[bytes, Meta(max_length=16)]
+Blob = Annotated[bytes, Meta(max_length=_LARGE)]
+Names = Annotated[tuple[Name, ...], Meta(max_length=1024)]
+Chunks = Annotated[tuple[Chunk, ...], Meta(max_length=MAX_CHUNKS)]
+# Chunks in ascending order as ranges: the first, and the one after the last.
+ChunkRange = tuple[Chunk, Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]]
+ChunkRanges = Annotated[tuple[ChunkRange, ...], Meta(max_length=MAX_CHUNKS)]
+Reasons = Annotated[dict[Name, Text], Meta(max_length=64)]
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True):
+    """Fields travel in order."""
+
+    @classmethod
+    def most_bytes(cls) -> int:
+        return _SMALL
+
+
+class _LargeMessage(_Message, frozen=True):
+    @classmethod
+    def most_bytes(cls) -> int:
+        return _LARGE
+
+
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """Where a process is. Two in one place can ask the kernel for each other's memory."""
+
+    machine: Name = ""  # id of this boot of this machine; empty if the system has none
+    user: User = -1
+    pids: Serial = 0  # PID namespace
+    pid: Pid = 0
+    devices: Names = ()  # ids of the GPUs that the process sees
+
+
+class Join(_Message, frozen=True):
+    """I want your state. `step` is the only one I take, if I ask for one."""
+
+    step: Step | None = None
+    parts: bool = False  # I take parts of what you have
+    place: Place = Place()
+    nonce: Nonce = b""  # for proofs about processes; empty if I read nobody's memory
+    fd: Descriptor = -1  # file of mine that shows the nonce, where I might open device memory
+    committed: Annotated[bytes, Meta(max_length=ID_BYTES)] = b""  # my last transfer from you
+
+
+class Offer(_LargeMessage, frozen=True):
+    """What I have: an encoded record, and the routes that I can serve, with what each says."""
+
+    record: Blob
+    transfer: Id
+    verify: bool = True
+    cells: bool = False  # digests are made of cells, as a device makes them
+    route: Name | None = None  # the only one I take
+    routes: Annotated[dict[Name, Blob], Meta(max_length=64)] = {}
+    unavailable: Reasons = {}  # routes that I cannot serve, and why
+    likely: Name = ""  # the route that you will probably take, and `go` for it: do not wait
+    go: Blob = b""
+    several: bool = False  # I have other states for you: a step must be asked for
+    threads: Count = 1  # to copy with on this machine, for each receiver
+
+
+class Accept(_LargeMessage, frozen=True):
+    """The state fits. I am ready for all of it, or for these reads of it, by this route."""
+
+    route: Name
+    answer: Annotated[bytes, Meta(max_length=_SMALL)] = b""  # of the route
+    instead: Reasons = {}  # faster routes, and why none of them was taken
+    reads: Blob | None = None  # parts of it (`record.reads`)
+
+
+class Refuse(_Message, frozen=True):
+    """The state does not fit, or an object does not take its part."""
+
+    kind: Name  # "step", "mismatch" (also: no memory), "unsupported", "manifest" or "route"
+    message: Text
+    path: Text | None = None
+
+
+class Go(_LargeMessage, frozen=True):
+    """Begin. `data` is for the route."""
+
+    data: Blob = b""
+    patience: Seconds = 0.0  # without progress, before you take your chunks from me
+
+
+class Need(_LargeMessage, frozen=True):
+    """Send me these chunks yourself. `restart`: these alone, over new connections, since those to
+    you have broken."""
+
+    chunks: Chunks
+    restart: bool = False
+
+
+class Want(_LargeMessage, frozen=True):
+    """Tell me the digests of these chunks."""
+
+    chunks: ChunkRanges
+
+
+class Digests(_LargeMessage, frozen=True):
+    """Digests of chunks that were asked for, in the order of the chunks."""
+
+    chunks: Chunks
+    digests: Annotated[bytes, Meta(max_length=MAX_CHUNKS * 16)]
+
+
+class RouteNote(_LargeMessage, frozen=True):
+    """What one end of a route says to the other. Opaque to the protocol."""
+
+    data: Blob
+
+
+class Fetched(_Message, frozen=True):
+    """I have every byte, and every digest matches."""
+
+
+class Confirmed(_Message, frozen=True):
+    """The state is still the one that I described: commit it."""
+
+
+class Done(_Message, frozen=True):
+    """Committed."""
+
+
+class Abort(_Message, frozen=True):
+    """I give up."""
+
+    message: Text
+    kind: Name = ""  # "step": no state of the step that was asked for is offered
+    late: bool = False  # for want of time
+
+
+class Ping(_Message, frozen=True):
+    """Are you there?"""
+
+
+class Pong(_Message, frozen=True):
+    """Yes."""
+
+
+# A frame's type is the position here.
+MESSAGES: tuple[type[_Message], ...] = (
+    *(Join, Offer, Accept, Refuse, Go, Need, Want, Digests, RouteNote),
+    *(Fetched, Confirmed, Done, Abort, Ping, Pong),
+)
+Message = (
+    Join
+    | Offer
+    | Accept
+    | Refuse
+    | Go
+    | Need
+    | Want
+    | Digests
+    | RouteNote
+    | Fetched
+    | Confirmed
+    | Done
+    | Abort
+    | Ping
+    | Pong
+)
+
+_MAGIC = 0x8B17
+_HEAD = struct.Struct("<HBBI")
+_TYPES = {kind: number for number, kind in enumerate(MESSAGES)}
+_DECODERS: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in MESSAGES]
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: Message) -> bytes:
+    """A message as a frame."""
+    body = _encode(message)
+    return _HEAD.pack(_MAGIC, VERSION, _TYPES[type(message)], len(body)) + body
+
+
+class FrameReader:
+    """Turns the bytes of a connection into messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._kind, self._length = -1, 0  # of the frame that is under way
+
+    def feed(self, data: bytes) -> Iterator[tuple[Message, int]]:
+        """The messages that are complete with these bytes, and the bytes of each.
+        `RemoteProtocolError` for anything else."""
+        self._data += data
+        at = 0
+        try:
+            while True:
+                if self._kind < 0:
+                    if len(self._data) - at < _HEAD.size:
+                        return
+                    self._kind, self._length = _checked_head(self._data, at)
+                    at += _HEAD.size
+                if len(self._data) - at < self._length:
+                    return
+                with memoryview(self._data)[at : at + self._length] as body:
+                    message: Message = read_by(_DECODERS[self._kind], body)
+                at += self._length
+                self._kind = -1
+                yield message, self._length
+        finally:
+            del self._data[:at]
+
+
+def _checked_head(data: bytearray, at: int) -> tuple[int, int]:
+    magic, version, kind, length = _HEAD.unpack_from(data, at)
+    if (magic, version) != (_MAGIC, VERSION) or kind >= len(MESSAGES):
+        raise RemoteProtocolError("a frame that is not of this protocol")
+    most = MESSAGES[kind].most_bytes()
+    if length > most:
+        name = MESSAGES[kind].__name__
+        raise RemoteProtocolError(f"{name} of {length} bytes, the cap is {most}")
+    return kind, length
+
+
+def read_by(decoder: msgspec.msgpack.Decoder[T], body: bytes | memoryview) -> T:
+    """What a peer said. `RemoteProtocolError` unless every field has a value that it may have."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as fault:
+        raise RemoteProtocolError(f"unreadable message: {fault}") from None
+
+
+def read_as(kind: type[T], data: bytes) -> T:
+    """The same, of one kind."""
+    return read_by(msgspec.msgpack.Decoder(kind), data)
+
+
+def write(record: msgspec.Struct) -> bytes:
+    """The bytes that `read_as` reads."""
+    return _encode(record)
+
+
+def text(reason: object) -> str:
+    """A reason for a peer, cut to what it takes."""
+    return str(reason)[:2000]
+
+
+def to_ranges(chunks: list[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending chunks as the first of each range, and the one after its last."""
+    firsts = [n for n, chunk in enumerate(chunks) if not n or chunk != chunks[n - 1] + 1]
+    lasts = [n - 1 for n in (*firsts[1:], len(chunks))]
+    return tuple((chunks[a], chunks[b] + 1) for a, b in zip(firsts, lasts, strict=False))
+
+
+def from_ranges(ranges: tuple[tuple[int, int], ...], count: int) -> list[int]:
+    """The chunks of ranges, of `count` in all; `RemoteProtocolError` for others."""
+    edges = [0, *(edge for one in ranges for edge in one), count]
+    if any(low > high for low, high in pairwise(edges)):
+        raise RemoteProtocolError("chunks that do not exist")
+    return [chunk for low, high in ranges for chunk in range(low, high)]

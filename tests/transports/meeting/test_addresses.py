@@ -1,0 +1,48 @@
+"""Where a process listens: where gloo would."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+import torchrelay as tr
+from torchrelay.transports.meeting import node as node_module
+from torchrelay.transports.meeting.addresses import SETTING, listen_here
+from torchrelay.transports.meeting.directory import GivenDirectory
+from torchrelay.transports.meeting.node import Node
+
+
+def where() -> str:
+    with listen_here() as listener:
+        return str(listener.getsockname()[0])
+
+
+def test_the_interface_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "lo")
+    assert where() == "127.0.0.1"
+    monkeypatch.setenv(SETTING, "no-such-interface,lo")
+    assert where() == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", ["no-such-interface", "x" * 300, "é", "lo;", ","])
+def test_no_other_interface_is_opened(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(SETTING, name)
+    with pytest.raises(OSError, match=SETTING):
+        where()
+
+
+def test_the_address_of_the_host_name_or_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SETTING, raising=False)
+    for name in ("localhost", "no such host.invalid"):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        assert where() in ("127.0.0.1", "::1")
+
+
+def test_a_process_that_cannot_listen_says_which_setting_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SETTING, "no-such-interface")
+    monkeypatch.setattr(node_module, "listener_here", listen_here)
+    with pytest.raises(tr.UsageError, match=f"cannot listen for the other ranks.*{SETTING}"):
+        Node(GivenDirectory())

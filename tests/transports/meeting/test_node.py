@@ -1,0 +1,381 @@
+"""Sends and receivers that meet at a node, over real connections of one process."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.strangers import admitted, descriptors, is_closed
+from torchrelay.deadlines import Deadline
+from torchrelay.transports.meeting import matching
+from torchrelay.transports.meeting import node as module
+from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
+from torchrelay.transports.meeting.directory import StoreDirectory
+from torchrelay.transports.meeting.matching import OpenSend
+from torchrelay.transports.meeting.node import Arrival, Node, ReceiverJoined, WrongStep
+from torchrelay.transports.wire import handshake
+from torchrelay.transports.wire.handshake import CONTROL, Hello
+from torchrelay.transports.wire.messages import Abort, Done, Join, Message, Offer, encode
+
+SOON = 10.0
+SENDER, RECEIVER = 0, 1
+
+
+class Two:
+    """The nodes of two ranks, and receivers of the second that talk to the first."""
+
+    def __init__(self) -> None:
+        store = dist.HashStore()
+        self.sender = Node(StoreDirectory(store, SENDER))
+        self.receiver = Node(StoreDirectory(store, RECEIVER))
+
+    def connect(self, rank: int = RECEIVER) -> tuple[Connection, Inbox]:
+        inbox = Inbox()
+        connection, idle = self.receiver.connect(SENDER, rank, inbox, Deadline(SOON), fresh=True)
+        assert not idle
+        return connection, inbox
+
+    def idle(self) -> Connection | None:
+        """A connection that an earlier transfer has left."""
+        found, idle = self.receiver.connect(SENDER, RECEIVER, Inbox(), Deadline(SOON))
+        if not idle:
+            found.close()
+        return found if idle else None
+
+    def join(self, step: int | None = None, rank: int = RECEIVER) -> tuple[Connection, Inbox]:
+        connection, inbox = self.connect(rank)
+        connection.send(Join(step))
+        return connection, inbox
+
+    @property
+    def waiting(self) -> int:
+        return len(self.sender._desk._joins)
+
+    def until(self, true: Callable[[], bool]) -> None:
+        ends = time.monotonic() + SOON
+        while not true():
+            assert time.monotonic() < ends
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def two() -> Two:
+    return Two()
+
+
+def opened(step: int | None = None, *ranks: int, window: float = 5.0) -> tuple[OpenSend, Inbox]:
+    return OpenSend(step, frozenset(ranks or (RECEIVER,)), window), Inbox()
+
+
+def nothing_comes(inbox: Inbox) -> bool:
+    return inbox.get(0.2) is None
+
+
+def test_whichever_comes_first_waits(two: Two) -> None:
+    for join_first in (True, False):
+        send, inbox = opened()
+        if join_first:
+            two.join()
+            two.until(lambda: two.waiting == 1)
+        with two.sender.open(send, inbox):
+            if not join_first:
+                two.join()
+            event = inbox.get(SOON)
+            assert isinstance(event, ReceiverJoined) and event.connection.rank == RECEIVER
+            assert event.join == Join() and not event.several
+
+
+def test_messages_go_to_the_send_that_was_joined(two: Two) -> None:
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        ours, answers = two.join()
+        joined: Any = inbox.get(SOON)
+        joined.connection.send(Offer(b"record", bytes(16)))
+        heard: Any = answers.get(SOON)
+        assert heard.message == Offer(b"record", bytes(16))
+        ours.send(Done())
+        event = inbox.get(SOON)
+        assert isinstance(event, MessageHeard) and event.message == Done()
+        ours.close()
+        assert isinstance(inbox.get(SOON), ConnectionLost)
+
+
+def test_a_receiver_that_left_while_it_waited_is_given_to_no_send(two: Two) -> None:
+    ours, _ = two.join()
+    two.until(lambda: two.waiting == 1)
+    ours.close()
+    two.until(lambda: two.waiting == 0)
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        assert nothing_comes(inbox)
+
+
+def late(two: Two) -> tuple[Connection, Inbox, Inbox]:
+    """A receiver that is with a send which ends before it has looked at it."""
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        ours, answers = two.join()
+        two.until(lambda: len(inbox._events) == 1)
+    return ours, answers, inbox
+
+
+def test_a_receiver_that_came_too_late_waits_for_the_next_send(two: Two) -> None:
+    late(two)
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        assert isinstance(inbox.get(SOON), ReceiverJoined)
+
+
+def test_one_that_came_too_late_and_left_is_given_to_no_send(two: Two) -> None:
+    """The next send would wait for the answer of somebody who is not there."""
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        ours, _ = two.join()
+        two.until(lambda: len(inbox._events) == 1)
+        ours.close()
+        two.until(lambda: len(inbox._events) == 2)  # it joined, and it is lost
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        assert nothing_comes(inbox)
+    assert two.waiting == 0
+
+
+def test_one_that_is_put_back_and_left_is_given_to_no_send(two: Two) -> None:
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        ours, _ = two.join()
+        joined: Any = inbox.get(SOON)
+        ours.close()
+        assert isinstance(inbox.get(SOON), ConnectionLost)
+        two.sender.put_back(joined)
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        assert nothing_comes(inbox)
+    assert two.waiting == 0
+
+
+def test_one_that_is_put_back_is_given_to_the_next_send(two: Two) -> None:
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        two.join()
+        joined: Any = inbox.get(SOON)
+        two.sender.put_back(joined)
+        assert nothing_comes(inbox), "it was served already"
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        again: Any = inbox.get(SOON)
+        assert again.connection is joined.connection
+
+
+def test_a_wrong_step_is_refused_on_both_sides(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "UNDECIDED_SECONDS", 0.2)
+    send, inbox = opened(5)
+    with two.sender.open(send, inbox):
+        begun = time.monotonic()
+        _, answers = two.join(9)
+        assert inbox.get(SOON) == WrongStep(RECEIVER, 9)
+        heard: Any = answers.get(SOON)
+        assert heard.message == Abort("step 5 is offered, step 9 was asked for", "step")
+        assert 0.1 < time.monotonic() - begun < SOON
+        assert isinstance(answers.get(SOON), ConnectionLost)
+
+
+def test_states_for_one_rank_are_told_apart_by_step(two: Two) -> None:
+    (five, fifth), (six, sixth) = opened(5), opened(6)
+    with two.sender.open(five, fifth), two.sender.open(six, sixth):
+        two.join(6)
+        joined: Any = sixth.get(SOON)
+        assert joined.several and nothing_comes(fifth)
+
+
+# Connections that are used again
+
+
+def served(two: Two) -> tuple[Connection, Connection]:
+    """Both ends of a connection whose transfer has ended well."""
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        ours, _ = two.join()
+        joined: Any = inbox.get(SOON)
+    two.sender.reuse(joined.connection)
+    return ours, joined.connection
+
+
+def test_a_receiver_joins_again_on_its_connection(two: Two) -> None:
+    ours, theirs = served(two)
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        ours.send(Join(None))
+        joined: Any = inbox.get(SOON)
+        assert joined.connection is theirs
+
+
+def test_one_that_joins_again_before_its_send_has_ended_waits_for_the_next(two: Two) -> None:
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        ours, _ = two.join()
+        joined: Any = inbox.get(SOON)
+        ours.send(Join(7))
+        two.until(lambda: len(inbox._events) == 1)
+    two.sender.reuse(joined.connection)
+    send, inbox = opened(7)
+    with two.sender.open(send, inbox):
+        again: Any = inbox.get(SOON)
+        assert again.connection is joined.connection and again.join == Join(7)
+
+
+def test_idle_connections_are_few_and_lead_to_those_who_are_there(two: Two) -> None:
+    assert two.idle() is None
+    pairs = [served(two) for _ in range(module.IDLE + 2)]
+    for ours, _ in pairs:
+        two.receiver.keep(ours)
+    two.until(lambda: sum(theirs.closed for _, theirs in pairs) == 2)
+    pairs[-1][1].close()  # the sender has ended
+    two.until(lambda: pairs[-1][0].closed)
+    found = [two.idle() for _ in range(module.IDLE)]
+    assert found == [ours for ours, _ in reversed(pairs[2:-1])] + [None]
+
+
+def test_a_sender_that_speaks_on_an_idle_connection_is_closed(two: Two) -> None:
+    ours, theirs = served(two)
+    two.receiver.keep(ours)
+    theirs.send(Offer(b"", bytes(16)))
+    two.until(lambda: ours.closed)
+    assert two.idle() is None
+
+
+def test_a_sender_that_was_started_again_has_no_idle_connections(two: Two) -> None:
+    ours, theirs = served(two)
+    two.receiver.keep(ours)
+    store: Any = two.receiver.directory
+    two.sender = Node(StoreDirectory(store._store.underlying_store, SENDER))
+    store.forget(SENDER)
+    assert two.idle() is None and not theirs.closed
+
+
+def test_nodes_that_end_close_their_idle_connections(two: Two) -> None:
+    _, theirs = kept = served(two)
+    two.receiver.keep(kept[0])
+    del two.receiver, kept
+    gc.collect()
+    two.until(lambda: theirs.closed)
+
+
+# Members that do not do what they should
+
+
+def test_a_member_that_says_nothing_is_closed_in_time(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "JOIN_SECONDS", 0.1)
+    _, answers = two.connect()
+    assert isinstance(answers.get(SOON), ConnectionLost)
+
+
+@pytest.mark.parametrize("first", [Done(), Offer(b"", bytes(16)), Abort("hello")])
+def test_a_member_that_does_not_join_is_closed(two: Two, first: Message) -> None:
+    ours, answers = two.connect()
+    ours.send(first)
+    assert isinstance(answers.get(SOON), ConnectionLost)
+
+
+@pytest.mark.parametrize("second", [Join(), Done()])
+def test_a_member_that_says_more_before_there_is_an_offer_is_closed(
+    two: Two, second: Message
+) -> None:
+    ours, answers = two.join()
+    two.until(lambda: two.waiting == 1)
+    ours.send(second)
+    assert isinstance(answers.get(SOON), ConnectionLost)
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        assert nothing_comes(inbox)
+
+
+def test_a_member_that_says_all_at_once_is_closed(two: Two) -> None:
+    """Two messages in one piece: the second comes before anybody could have answered the first."""
+    identity = two.sender.identity
+    sock = admitted(identity, Hello(CONTROL, identity.node, RECEIVER), identity.token)
+    sock.sendall(encode(Join()) + encode(Join()) + encode(Done()))
+    assert is_closed(sock)
+    sock.close()
+    assert two.waiting == 0
+
+
+def test_members_that_come_and_go_leave_nothing(two: Two) -> None:
+    two.join()[0].close()
+    two.until(lambda: two.waiting == 0)
+    before = descriptors()
+    for _ in range(100):
+        two.join()[0].close()
+    two.until(lambda: two.waiting == 0 and descriptors() <= before)
+
+
+# Data connections
+
+
+@pytest.fixture
+def expected(two: Two) -> Iterator[tuple[bytes, bytes, list[Arrival]]]:
+    transfer, key = handshake.new_id(), handshake.new_key()
+    came: list[Arrival] = []
+    with two.sender.expect(transfer, key, came.append):
+        yield transfer, key, came
+
+
+def connect_data(two: Two, transfer: bytes, key: bytes, lane: int = 0) -> Any:
+    tries = iter([False, False, True])
+    return two.receiver.connect_data(
+        two.sender.identity, transfer, key, lane, Deadline(SOON), lambda: next(tries)
+    )
+
+
+def test_data_connections_of_a_transfer_are_admitted(two: Two, expected: Any) -> None:
+    transfer, key, came = expected
+    socks = [connect_data(two, transfer, key, lane) for lane in (0, 3)]
+    two.until(lambda: len(came) == 2)
+    assert [arrival.lane for arrival in came] == [0, 3]
+    socks[1].sendall(b"a chunk")
+    came[1].sock.setblocking(True)
+    assert came[1].sock.recv(100) == b"a chunk"
+    for sock in (*socks, *(arrival.sock for arrival in came)):
+        sock.close()
+
+
+@pytest.mark.parametrize("wrong", ["key", "transfer", "token"])
+def test_data_connections_with_another_key_are_not(two: Two, expected: Any, wrong: str) -> None:
+    transfer, key, came = expected
+    if wrong == "transfer":
+        transfer = handshake.new_id()
+    else:
+        key = two.sender.identity.token if wrong == "token" else handshake.new_key()
+    with pytest.raises(ConnectionResetError):
+        connect_data(two, transfer, key)
+    assert came == []
+
+
+def test_data_connections_of_a_transfer_that_is_over_are_not(two: Two) -> None:
+    transfer, key = handshake.new_id(), handshake.new_key()
+    with two.sender.expect(transfer, key, pytest.fail):
+        pass
+    with pytest.raises(ConnectionResetError):
+        connect_data(two, transfer, key)
+
+
+# What a sender did not hear the end of
+
+
+def test_an_unknown_outcome_is_told_once(two: Two) -> None:
+    node, transfer = two.sender, handshake.new_id()
+    assert node.settle(4, transfer) is None
+    for committed, had_it in ((transfer, True), (handshake.new_id(), False), (b"", False)):
+        node.note_unknown(4, transfer)
+        assert node.settle(4, committed) is had_it
+        assert node.settle(4, committed) is None
+    assert node.committed(4) == b""
+    node.note_committed(4, transfer)
+    assert node.committed(4) == transfer
