@@ -302,7 +302,7 @@ def growth(nbytes: int, stages: int, restarts: int, tell: Callable[[str], None])
     found: dict[str, dict[str, int]] = {}
     for number in range(1, stages + 1):
         state["step"] = number
-        keeper.stage(number, state).wait(SECONDS)
+        keeper.stage(number, state).result(SECONDS)
         if number in (max(1, stages // 10), stages):
             found[f"{number} stages"] = held(job, pid)
     tell(f"growth: {stages} stages")

@@ -20,18 +20,14 @@ from torchrelay.memory.gpu.side import in_use, settle
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.owner import Owner
 from torchrelay.plan.snapshot import Snapshot, capture
-from torchrelay.progress import Progress, ProgressCallback, reporter
+from torchrelay.progress import ProgressCallback, reporter
 from torchrelay.resharding.gather import Gather
+from torchrelay.results import Loaded, Report
 from torchrelay.steps import check_step
 from torchrelay.transports.meeting.node import Node, node_of
 from torchrelay.transports.protocol.options import ReceiveOptions, SendOptions, TransferCall
 from torchrelay.transports.protocol.receiver import Receiving
-from torchrelay.transports.protocol.report import (
-    Received,
-    Report,
-    received_report,
-    sent_report,
-)
+from torchrelay.transports.protocol.report import received_report, sent_report
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes.choice import check_route
@@ -41,8 +37,6 @@ from torchrelay.transports.streams.chunk_sender import LANES
 if TYPE_CHECKING:
     from torchrelay.endpoint.share import SharedState
     from torchrelay.sources.peer import PeerSource
-
-__all__ = ["Progress", "Received", "Relay", "Report"]
 
 
 class Relay:
@@ -185,7 +179,7 @@ class Relay:
         timeout: Timeout | None = None,
         route: str | None = None,
         progress: ProgressCallback | None = None,
-    ) -> Received:
+    ) -> Loaded:
         """Receive the state that rank `source` sends.
 
         `into=None` creates tensors, on `device` or on the kind of device they come from. With
@@ -243,7 +237,7 @@ class Relay:
         with emptied_frames():
             return gather.run()
 
-    def receive(self, source: int, options: ReceiveOptions, call: TransferCall) -> Received:
+    def receive(self, source: int, options: ReceiveOptions, call: TransferCall) -> Loaded:
         """`recv` from one rank, with all options."""
         settle()  # what is written to on a GPU may still be in use by its streams
         if in_use():
@@ -260,8 +254,8 @@ class Relay:
         )
         with emptied_frames():
             landed = receiving.run()
-        report = received_report(receiving, landed, self.rank)
-        return Received(landed.state, report.step, report)
+        report = received_report(receiving, landed, source)
+        return Loaded(landed.state, report.step, report)
 
     def share(self, state: object, *, step: int) -> SharedState:
         """Let other ranks recover this rank's state while it continues: see `peer`.

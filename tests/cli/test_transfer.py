@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import torchrelay as tr
+from torchrelay.endpoint.front import Endpoint
 from tests.support import sharded_job
 from tests.support.access import access
 from tests.support.commands import command
@@ -27,7 +28,7 @@ STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "name": "a\x1b[2Jb", 
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[tr.Endpoint]:
+def endpoint() -> Iterator[Endpoint]:
     with tr.serve(STATE, step=5, timeout=60, **access(token=TOKEN)) as found:
         yield found
 
@@ -46,7 +47,7 @@ def dead_url() -> str:
 
 
 def test_an_endpoint_is_read_with_its_token(
-    endpoint: tr.Endpoint, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHRELAY_TOKEN", raising=False)
     for words in (
@@ -73,7 +74,7 @@ def test_an_endpoint_is_read_with_its_token(
 
 
 def test_pull_names_the_urls_that_it_did_without(
-    endpoint: tr.Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
     dead = dead_url()
@@ -91,7 +92,7 @@ def test_pull_names_the_urls_that_it_did_without(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
 
 
-def test_watch_tells_of_readers(endpoint: tr.Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_tells_of_readers(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
     tr.pull(endpoint.url, timeout=60)
     seen = command("watch", endpoint.url, "--timeout", 0.01, "--json")
@@ -161,7 +162,7 @@ def test_a_damaged_step_does_not_end_who_follows(
 
 
 def test_the_token_file_is_taken_before_and_after_the_command(
-    endpoint: tr.Endpoint, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHRELAY_TOKEN", raising=False)
     out = tmp_path / "m.safetensors"
@@ -180,7 +181,7 @@ def test_the_token_file_is_taken_before_and_after_the_command(
 
 
 def test_only_takes_a_subtree_by_its_name(
-    endpoint: tr.Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
     out = tmp_path / "m.safetensors"

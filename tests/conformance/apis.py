@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
+from torchrelay.endpoint.front import Endpoint
 from tests.conformance.jobs import Job, painted
 from torchrelay import dropin
 from torchrelay.stores.dcp import Reader, Writer
@@ -144,7 +145,7 @@ class ByPull(Durable):
     group with them. A pool of ranks keeps one endpoint for all of its jobs."""
 
     def __init__(self) -> None:
-        self._endpoint: tr.Endpoint | None = None
+        self._endpoint: Endpoint | None = None
         self._step = 0
 
     def save(self, root: str, job: Job) -> None:

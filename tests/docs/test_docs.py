@@ -319,7 +319,7 @@ PUBLIC = {
     **{f"Pending.{name}": getattr(tr.Pending, name) for name in ("result", "exception", "done")},
     "serve": tr.serve,
     **{f"Endpoint.{name}": method for name, method in methods_of(tr.Endpoint)},
-    **{f"Published.{name}": getattr(tr.Published, name) for name in ("wait", "done")},
+    **{f"Published.{name}": getattr(tr.Pending, name) for name in ("wait", "done")},
     "pull": tr.pull,
     "KeepAll": tr.KeepAll,
     "KeepLast": tr.KeepLast,
@@ -341,10 +341,10 @@ def test_reference_has_the_signature(name: str) -> None:
 def test_reference_has_every_name() -> None:
     text = text_of("docs/reference.md")
     names = [*tr.__all__, *dropin.__all__, *tr.Report.__dataclass_fields__, "total_seconds"]
-    names += [*tr.Received._fields, *tr.Progress._fields]
-    names += [*tr.Saved.__dataclass_fields__, *tr.LoadReport.__dataclass_fields__]
+    names += [*tr.Loaded._fields, *tr.Progress._fields]
+    names += [*tr.Report.__dataclass_fields__, *tr.LoadReport.__dataclass_fields__]
     names += [*tr.Loaded._fields, "url", "skipped"]
-    names += [*tr.PullResult._fields, *tr.PullReport.__dataclass_fields__]
+    names += [*tr.Loaded._fields, *tr.PullReport.__dataclass_fields__]
     missing = [name for name in names if not re.search(rf"`{name}\b", text)]
     assert not missing, missing
 

@@ -310,7 +310,7 @@ def test_a_destination_of_another_make() -> None:
     source: dict[str, Any] = {f"t{n}": torch.ones(3) for n in range(600)}
     for change in ({"t300": torch.zeros(4)}, {"t300": torch.zeros(3).half()}, {"x": torch.ones(1)}):
         into = {name: torch.zeros(3) for name in source} | change
-        with pytest.raises(tr.MismatchError) as caught:
+        with pytest.raises(tr.errors.MismatchError) as caught:
             land(capture(source, 1).record, into)
         assert caught.value.path == f"['{next(iter(change))}']"
         assert not any(into[name].any() for name in source)

@@ -93,15 +93,15 @@ def test_boxes_near_a_box_are_those_that_share_elements_with_it() -> None:
 def test_ranks_that_do_not_agree_on_a_tensor_are_refused() -> None:
     one = Tensors.of([StoredTensor("x", "int8", (4,), [Shard((0,), (2,), 0, 0)])])
     other = Tensors.of([StoredTensor("x", "int16", (4,), [Shard((2,), (2,), 0, 0)])])
-    with pytest.raises(tr.ManifestError, match="int16"):
+    with pytest.raises(tr.errors.ManifestError, match="int16"):
         joined([one, other], [0, 1])
     said = [Written([DataFile("a", 8, 8, bytes(16))], part, []) for part in (one, other)]
-    with pytest.raises(tr.CheckpointError, match="int16") as refused:
+    with pytest.raises(tr.errors.CheckpointError, match="int16") as refused:
         commit_record(1, said, Outlines((), (), ()), "0")
     assert (refused.value.phase, refused.value.path) == ("commit", "x")
     past = Tensors.of([StoredTensor("x", "int8", (4,), [Shard((2,), (2,), 0, 7)])])
     said[1] = Written([DataFile("b", 8, 8, bytes(16))], past, [])
-    with pytest.raises(tr.CheckpointError, match="not in file 0") as refused:
+    with pytest.raises(tr.errors.CheckpointError, match="not in file 0") as refused:
         commit_record(1, said, Outlines((), (), ()), "0")
     assert refused.value.rank == 1
     assert joined([one], [0]) is one and len(joined([], [])) == 0

@@ -58,7 +58,7 @@ def _convert(
                 write_file(state, only, Path(target))
             return
         if only:
-            raise tr.UsageError("--only is for --to safetensors")
+            raise tr.errors.UsageError("--only is for --to safetensors")
         from torchrelay.dropin.convert import convert
 
         try:
@@ -66,9 +66,9 @@ def _convert(
                 # The newest step, or an error: what is damaged is not passed over for an older one.
                 exact = source if step is not None else at_newest(source)
                 written = convert(exact, target, to=to, step=step, progress=show)
-        except tr.StepExistsError as fault:
+        except tr.errors.StepExistsError as fault:
             fail(f"step {fault.step} is in {target} already: choose another --step, or rm it first")
-        except tr.StepOrderError as fault:
+        except tr.errors.StepOrderError as fault:
             fail(f"{target} has steps above {fault.step}: take a higher --step, or rollback first")
         else:
             print(f"{target}" + ("" if written is None else f" step {written}"))
@@ -86,7 +86,7 @@ def _opened(source: str, step: int | None, beside: Path) -> Iterator[OpenedState
     try:
         folder = TemporaryDirectory(dir=beside.parent, prefix=f".{beside.name}.")
     except OSError as fault:
-        raise tr.CheckpointError(
+        raise tr.errors.CheckpointError(
             f"cannot be written: {fault.strerror}", file=str(beside)
         ) from fault
     with folder as place:

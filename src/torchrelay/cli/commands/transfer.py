@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 import torchrelay as tr
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.cli.access import endpoints, given
 from torchrelay.cli.commands.contents import ONLY
 from torchrelay.cli.commands.conversion import write_file
@@ -70,7 +71,7 @@ def _serve(
                     number = _follow(endpoint, source, number)
 
 
-def _follow(endpoint: tr.Endpoint, source: str, number: int) -> int:
+def _follow(endpoint: Endpoint, source: str, number: int) -> int:
     """Publish a newer step of the directory, if there is one; returns the newest that was tried.
     The step that is served stays where a newer one cannot be read."""
     newer = number
@@ -78,12 +79,12 @@ def _follow(endpoint: tr.Endpoint, source: str, number: int) -> int:
         newer = max(number, _newest(source))
         if newer > number:
             published = endpoint.publish(_loaded(source, newer)[0], step=newer)
-            published.wait()
+            published.result()
             print(published.skipped or f"serving step {newer}", flush=True)
         return newer
-    except tr.CheckpointError as fault:
+    except tr.errors.CheckpointError as fault:
         print(plain(f"still serving what was served before: {fault}"), file=sys.stderr, flush=True)
-        return newer if isinstance(fault, tr.DamagedError) else number
+        return newer if isinstance(fault, tr.errors.DamagedError) else number
 
 
 def _loaded(source: str, step: int | None) -> tuple[Any, int]:
@@ -175,5 +176,5 @@ def _pull(
 def _awaited(found: list[int], above: int, name: str) -> int:
     newest = max(found, default=-1)
     if newest <= above:
-        raise tr.TransferTimeoutError(f"no step above {above} came at {name} in time", phase="wait")
+        raise tr.errors.TransferTimeoutError(f"no step above {above} came at {name} in time", phase="wait")
     return newest
