@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 import torchrelay as tr
-from torchrelay.endpoint.front import Endpoint
 from benchmarks.harness import Ranks, machine, save
 from torchrelay.endpoint import pull as pulls
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.memory.pool import Pool
 
 RESULT = Path(__file__).parent / "results" / "endpoint.json"

@@ -187,7 +187,7 @@ def loop(group: Any, steps: int, work: int, staged: bool) -> tuple[float, list[f
             kept += pending.skipped is None
     spent = (time.monotonic() - begun) / steps
     if staged:
-        pending.wait(SECONDS)
+        pending.result(SECONDS)
     dist.barrier(group)
     return spent, waits, kept
 

@@ -51,6 +51,7 @@ __all__ = [
 
 _HOMES = {
     "torchrelay.checkpointer.front": ("Checkpointer",),
+    "torchrelay.checkpointer.keep": ("KeepEvery", "KeepLast"),
     "torchrelay.coordination.groups": ("init_process_group",),
     "torchrelay.endpoint.front": ("serve",),
     "torchrelay.endpoint.pull": ("pull",),

@@ -59,7 +59,7 @@ class Report:
     extra: tuple[str, ...] = ()  # in the destination, not offered (strict=False)
     verified: bool = True  # whether digests were compared
     instead: dict[str, str] = field(default_factory=dict)  # faster routes: why none was taken
-    traffic: Traffic = Traffic()
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def total_seconds(self) -> float:

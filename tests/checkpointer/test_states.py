@@ -280,7 +280,9 @@ def test_a_state_that_is_trained_on_while_it_is_copied_is_an_error(
     stage = publishing.stage
     with tr.serve(state, step=1, group=False, timeout=30) as endpoint:
         monkeypatch.setattr(publishing, "stage", copy)
-        with pytest.raises(tr.errors.CheckpointError, match=r"changed while it was saved.*at model.w"):
+        with pytest.raises(
+            tr.errors.CheckpointError, match=r"changed while it was saved.*at model.w"
+        ):
             endpoint.publish(state, step=2)
         monkeypatch.undo()
         endpoint.publish(state, step=3).result(30)
@@ -605,7 +607,9 @@ def test_tensors_saved_apart_load_into_tied_ones_if_they_are_equal(tmp_path: Pat
         held.save(2, {"a": weight, "b": weight + 1})
         mine = torch.zeros(4, 4)
         tied = {"a": mine, "b": mine.view(4, 4)}
-        with pytest.raises(tr.errors.MismatchError, match=r"saved with another value than a: .*\['b'\]"):
+        with pytest.raises(
+            tr.errors.MismatchError, match=r"saved with another value than a: .*\['b'\]"
+        ):
             held.load(tied, step=2)
         assert not mine.any()
         held.load(tied, step=1)

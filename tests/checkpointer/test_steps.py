@@ -59,7 +59,10 @@ def test_numbers_of_numpy_are_steps_of_a_relay(pool2: RankPool) -> None:
 
 @pytest.mark.parametrize("step", [np.int64(-1), np.bool_(True), np.float64(1), True, 1.0, "1"])
 def test_other_values_are_not(tmp_path: Path, step: Any) -> None:
-    with tr.Checkpointer(tmp_path) as checkpointer, pytest.raises(tr.errors.UsageError, match="step is"):
+    with (
+        tr.Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(tr.errors.UsageError, match="step is"),
+    ):
         checkpointer.save(step, STATE)
 
 

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 import torchrelay as tr
-from torchrelay.endpoint.front import Endpoint
 from tests.support import sharded_job
 from tests.support.access import access
 from tests.support.commands import command
 from tests.support.ranks import run_ranks
 from tests.support.saved import equal
 from torchrelay.cli.commands import transfer
+from torchrelay.endpoint.front import Endpoint
 
 TOKEN = "the-token-of-this-test"
 STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "name": "a\x1b[2Jb", "step": 5}
@@ -87,8 +87,8 @@ def test_pull_names_the_urls_that_it_did_without(
     assert f"note: {dead} was left out" in told.stdout
     nobody = command("pull", dead, "-o", tmp_path / "other.safetensors")
     assert nobody.returncode == 1 and dead in nobody.stderr
-    whole = command("pull", endpoint.url, "-o", tmp_path / "run", "--only", "model.*")
-    assert whole.returncode == 1 and "--only" in whole.stderr
+    whole = command("pull", endpoint.url, "-o", tmp_path / "run", "--include", "model.*")
+    assert whole.returncode == 1 and "--include" in whole.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
 
 
@@ -185,13 +185,13 @@ def test_only_takes_a_subtree_by_its_name(
 ) -> None:
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
     out = tmp_path / "m.safetensors"
-    done = command("pull", endpoint.url, "-o", out, "--only", "model")
+    done = command("pull", endpoint.url, "-o", out, "--include", "model")
     assert done.returncode == 0, done.stderr
     assert list(load_file(out)) == ["model.w"]
-    shown = command("inspect", endpoint.url, "--only", "model")
+    shown = command("inspect", endpoint.url, "--include", "model")
     assert shown.returncode == 0 and "model.w" in shown.stdout and "name" not in shown.stdout
     monkeypatch.delenv("TORCHRELAY_TOKEN")
     with tr.serve({f"part{n:02}": torch.ones(1) for n in range(20)}, step=1, timeout=60) as many:
-        done = command("pull", many.url, "-o", out, "--only", "nothing")
+        done = command("pull", many.url, "-o", out, "--include", "nothing")
     assert done.returncode == 1
     assert all(f"part{n:02}" in done.stderr for n in range(20)), done.stderr

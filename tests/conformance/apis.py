@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
-from torchrelay.endpoint.front import Endpoint
 from tests.conformance.jobs import Job, painted
 from torchrelay import dropin
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.stores.dcp import Reader, Writer
 
 TIMEOUT = 20.0

@@ -43,7 +43,9 @@ class Half:
 )
 def test_an_object_where_none_is_taken(tmp_path: Path, state: Any, path: str) -> None:
     with tr.Checkpointer(tmp_path) as held:
-        with pytest.raises(tr.errors.UnsupportedLeafError, match=r"put its state_dict\(\)") as caught:
+        with pytest.raises(
+            tr.errors.UnsupportedLeafError, match=r"put its state_dict\(\)"
+        ) as caught:
             held.save(0, state)
         assert caught.value.path == path
 
@@ -68,7 +70,9 @@ def test_the_state_dict_of_a_new_optimizer_as_a_destination(tmp_path: Path) -> N
         for steps in (0, 1):
             held.save(steps, {"o": trained(steps).state_dict()})
             into = {"o": trained(1 - steps).state_dict()}
-            with pytest.raises(tr.errors.MismatchError, match="pass the optimizer itself") as caught:
+            with pytest.raises(
+                tr.errors.MismatchError, match="pass the optimizer itself"
+            ) as caught:
                 held.load(into=into, step=steps)
             assert "['o'] is the state dict of an optimizer" in str(caught.value)
             held.load(into={"o": trained(1 - steps)}, step=steps)
@@ -260,7 +264,9 @@ def a_part_alone(rank: int, group: Any, folder: str) -> None:
             lambda: tr.serve(state, step=1, group=False),
             lambda: relay.share(state, step=1),
         ):
-            with pytest.raises(tr.errors.UnsupportedLeafError, match="has 4 of the 8 elements") as caught:
+            with pytest.raises(
+                tr.errors.UnsupportedLeafError, match="has 4 of the 8 elements"
+            ) as caught:
                 act()
             assert caught.value.path == "w"
 

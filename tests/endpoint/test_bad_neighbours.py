@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.endpoint.front import Endpoint
 from tests.endpoint.liars import Between, answering
 from tests.support.access import access
 from tests.support.certificates import certificate
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.sources.connection import Host
 
 NBYTES = 24 << 20

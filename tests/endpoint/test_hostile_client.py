@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.endpoint.front import Endpoint
 from tests.support.access import access
 from tests.support.certificates import certificate
+from torchrelay.endpoint.front import Endpoint
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.endpoint.front import Endpoint
 from tests.endpoint.liars import Between
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.endpoint.seed import Seed
 from torchrelay.record.checkpoint.commit import decode
 from torchrelay.sources.connection import Answered, Host

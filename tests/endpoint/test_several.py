@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.endpoint.front import Endpoint
 from tests.endpoint.liars import Between
+from torchrelay.endpoint.front import Endpoint
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 

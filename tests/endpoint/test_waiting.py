@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.endpoint.front import Endpoint
 from tests.endpoint.liars import answering, asked
 from tests.faults.test_forked_children import end_of, fork, in_process
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.sources import connection
 from torchrelay.sources.connection import Host
 
@@ -48,9 +48,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_a_wait_is_longer_than_a_stall(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_is_longer_than_a_stall(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection may be silent for as long as the endpoint was asked to wait."""
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.3)
     with pytest.raises(tr.errors.TransferTimeoutError, match="no step above 1"):

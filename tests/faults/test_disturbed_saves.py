@@ -105,7 +105,9 @@ def test_a_file_that_is_gone_from_the_draft_is_not_committed(
     with tr.Checkpointer(tmp_path, group=False) as ckpt:
         ckpt.save(1, state(1))
         after_writing(monkeypatch, disturb)
-        with pytest.raises((tr.errors.CheckpointError, dcp.CheckpointException), match=r"model\.saf"):
+        with pytest.raises(
+            (tr.errors.CheckpointError, dcp.CheckpointException), match=r"model\.saf"
+        ):
             if door == "Checkpointer":
                 ckpt.save(2, state(2))
             else:
@@ -160,7 +162,9 @@ def test_a_folder_of_a_steps_name_without_a_record_is_no_step(tmp_path: Path) ->
         assert ckpt.steps() == [] and ckpt.latest() is None
         with pytest.raises(tr.errors.StepNotFoundError):
             ckpt.load(step=5)
-        with pytest.raises(tr.errors.CheckpointError, match=r"not a step.*manifest.*move it") as caught:
+        with pytest.raises(
+            tr.errors.CheckpointError, match=r"not a step.*manifest.*move it"
+        ) as caught:
             ckpt.save(5, state(5))
         assert not isinstance(caught.value, tr.errors.StepExistsError)
         ckpt.save(5, state(5), overwrite=True)

@@ -89,7 +89,7 @@ def test_a_step_that_was_overwritten_after_its_record_was_read_is_read_again(
     with other, tr.Checkpointer(root, timeout=60, read_only=True) as held:
         into = state(9)
         got = held.load(into, step=1)
-        assert equal(into, state(2)) and got.report.damaged == {}
+        assert equal(into, state(2)) and got.report.attempts == ()
 
 
 def test_bytes_that_change_in_place_after_the_check_do_not_pass_as_verified(
@@ -135,8 +135,8 @@ def beside(rank: int, group: Any, root: str, how: str) -> list[str]:
             while len(seen) < 10 and time.monotonic() < end:
                 got = held.load(into)
                 seen.add(into["seed"])
-                if got.report.damaged or not equal(into, state(into["seed"])):
-                    wrong.append(f"{got.step} {into['seed']} {got.report.damaged}")
+                if got.report.attempts or not equal(into, state(into["seed"])):
+                    wrong.append(f"{got.step} {into['seed']} {got.report.attempts}")
                 if how == "keep one" and (held.latest() or 0) < got.step:
                     wrong.append(f"{held.latest()} after {got.step}")
     finally:
@@ -167,7 +167,7 @@ def test_a_step_that_is_pruned_while_it_is_loaded_has_a_successor(
     into = state(0)
     with trainer, reader:
         got = reader.load(into)
-        assert got.report.damaged == {}
+        assert got.report.attempts == ()
     assert got.step == 2 and equal(into, state(2))
 
 
@@ -226,7 +226,7 @@ def test_a_read_that_fails_for_a_while_is_not_damage(
     with tr.Checkpointer(tmp_path, read_only=True, timeout=30) as held:
         into = state(0)
         got = held.load(into)
-        assert (got.step, got.report.damaged) == (2, {}) and equal(into, state(2))
+        assert (got.step, got.report.attempts) == (2, ()) and equal(into, state(2))
         assert len(tries) == 5
 
 
@@ -286,7 +286,7 @@ def test_a_bucket_that_is_busy_for_a_while_does_not_cost_the_newest_step(s3: S3)
 
         s3.hook = busy
         got = held.load()
-        assert (got.step, got.report.damaged) == (2, {})
+        assert (got.step, got.report.attempts) == (2, ())
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def stage_while_copying(rank: int, group: Any, job: str, steps: int, parts: int 
             state["step"] += 1
             state["x"] += 1 + rank
             pending = keeper.stage(state["step"], state)
-            pending.wait(TIMEOUT)
+            pending.result(TIMEOUT)
             if pending.skipped is None:
                 last = state["step"]
             most = max(most, keeper.status()["staged_bytes"] / part)

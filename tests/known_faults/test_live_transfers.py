@@ -73,7 +73,10 @@ def unsent(rank: int, group: Any, name: str) -> Any:
             raise MemoryError("for a message")
         return message
 
-    with altering(alter), pytest.raises((MemoryError, tr.errors.PeerLostError), match="for a message"):
+    with (
+        altering(alter),
+        pytest.raises((MemoryError, tr.errors.PeerLostError), match="for a message"),
+    ):
         relay.send(weights(NEW), 1, step=NEW)
     return attempt(lambda: relay.send(weights(2), 1, step=2))
 

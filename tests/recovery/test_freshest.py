@@ -92,6 +92,6 @@ def test_a_live_peer_is_taken_where_all_that_is_newer_is_damaged(
     assert f"keeper {name}: step 5" in keeper and "step 5 was passed over" in keeper
     assert "no step" in nobody and "does not answer" in nobody
     assert peer.startswith("rank 0: step 4") and peer.endswith("step 4 was taken")
-    assert all(phase in spent for phase in ("ask", "take", "verify", "land"))
+    assert all(phase in spent for phase in ("ask", "attempts", "verify", "land"))
     assert refused.count("step 5 was passed over") == 2
     assert "rank 0: step 4; that is below min_step, 5" in refused

@@ -81,7 +81,7 @@ def check_three(results: list[Any], nbytes: int, way: str) -> None:
     assert seen[-1].done == seen[-1].total >= report.bytes
     for rank, (theirs, progress, right) in enumerate(others, 1):
         assert right, rank
-        assert theirs.receivers == (rank,)
+        assert theirs.source == 0 and theirs.receivers == ()
         assert theirs.route == route_of(way) and theirs.verified == (way in VERIFIED)
         assert theirs.bytes == report.bytes <= theirs.traffic.bytes <= 1.1 * report.bytes
         assert theirs.missing == theirs.extra == ()

@@ -342,7 +342,10 @@ def test_what_an_object_has_in_it_is_its_own_affair() -> None:
 def test_a_state_in_itself_is_refused(tmp_path: Path) -> None:
     state: dict[str, Any] = {"model": network(0)}
     state["again"] = state
-    with tr.Checkpointer(tmp_path) as held, pytest.raises(tr.errors.UnsupportedLeafError, match="nested"):
+    with (
+        tr.Checkpointer(tmp_path) as held,
+        pytest.raises(tr.errors.UnsupportedLeafError, match="nested"),
+    ):
         held.save(0, state)
 
 

@@ -70,7 +70,7 @@ class Loading:
             self._share = RankShare(
                 record.outlines_for(options.rank, world),
                 by_name(record),
-                only=include,
+                include=include,
                 guessed=record.planned,
                 look=files.check_size,
                 lend=files.lend,

@@ -11,7 +11,6 @@ may end. Of an asynchronous save the caller waits for the plan and the copy.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from functools import partial
@@ -28,7 +27,7 @@ from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
-from torchrelay.pending import Pending
+from torchrelay.pending import Pending, logger
 from torchrelay.progress import ProgressCallback
 from torchrelay.results import Outcome, Report
 from torchrelay.stores.local.root import token
@@ -36,8 +35,6 @@ from torchrelay.stores.shares.commit_record import commit_record
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share, Written
 from torchrelay.stores.shares.space import Space
-
-logger = logging.getLogger("torchrelay")
 
 
 class SaveRequest(NamedTuple):

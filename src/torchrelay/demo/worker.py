@@ -102,7 +102,7 @@ class InKeepers:
         except tr.errors.NothingToRecoverError as nothing:
             return Brought(0, {}, nothing.message)
         job.take(got.state)
-        return Brought(got.step, got.report.seconds, str(got.report))
+        return Brought(got.step or 0, got.report.seconds, str(got.report))
 
     def keep(self, job: ShardedJob) -> KeptByWorker:
         step, state = job.position, job.live_state()
@@ -112,7 +112,7 @@ class InKeepers:
         try:
             staged = self._checkpointer.stage(step, state)
             pid = self.keeper.pid
-            staged.wait(self._plan.patience)
+            staged.result(self._plan.patience)
             found = self.keeper.status()["copies"].get("step")
         except tr.errors.EndpointError:  # the keeper was lost; the next stage starts it again
             return KeptByWorker()

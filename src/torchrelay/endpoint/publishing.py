@@ -6,7 +6,6 @@ All ranks publish a step, or none does.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.pages import PAGE, paged
 from torchrelay.memory.staging import Copy, stage
-from torchrelay.pending import Pending
+from torchrelay.pending import Pending, logger
 from torchrelay.record.checkpoint.commit import content_digest, encode
 from torchrelay.record.checkpoint.schema import Checkpoint
 from torchrelay.results import Report
@@ -36,8 +35,6 @@ from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share, Written
 from torchrelay.stores.shares.staging import arena_bytes
 from torchrelay.stores.writer.file_writer import WORKERS
-
-logger = logging.getLogger("torchrelay")
 
 _FINISH_SECONDS = 5.0  # for the last message of a publish
 
@@ -280,9 +277,7 @@ class Publisher:
 
     # Hash and show, on a thread.
 
-    def _finish(
-        self, call: Call, staged: StagedStep, pending: Pending, deadline: Deadline
-    ) -> None:
+    def _finish(self, call: Call, staged: StagedStep, pending: Pending, deadline: Deadline) -> None:
         begun = time.monotonic()
         report: Report | None = None
         fault: BaseException | None = None

@@ -146,9 +146,7 @@ def _pool(process: int) -> Pool:
     return Pool(usual_limit(), seconds=POOL_SECONDS)
 
 
-def _pulled(
-    loaded: Loaded, origin: Source, verify: bool, seeding: SeedingSource | None
-) -> Loaded:
+def _pulled(loaded: Loaded, origin: Source, verify: bool, seeding: SeedingSource | None) -> Loaded:
     """The result, with what the source knows of its servers."""
     seed = None if seeding is None else seeding.seed
     endpoint = origin.endpoint if isinstance(origin, PeerSource) else origin

@@ -80,7 +80,7 @@ class Portion(NamedTuple):
 
 class RankShare:
     """One rank's share of a recorded state: of its `outlines`, laid over each other, with the
-    stored `tensors` by name. `only` chooses leaves by patterns of their paths.
+    stored `tensors` by name. `include` chooses leaves by patterns of their paths.
 
     `look` is called with each stored tensor for which memory is going to be taken; `lend` may have
     memory with so many bytes of a shard in it already. `lent`: images that it had.
@@ -92,7 +92,7 @@ class RankShare:
         outlines: Sequence[Outline],
         tensors: Mapping[str, StoredTensor],
         *,
-        only: tuple[str, ...] = (),
+        include: tuple[str, ...] = (),
         guessed: bool = False,
         converts: bool = False,
         look: Callable[[StoredTensor], None] = lambda stored: None,
@@ -108,7 +108,7 @@ class RankShare:
         self._first: dict[object, int] = {}  # by memory, the portion that goes there
         self.tree = self._offer.tree
         self.choice = Selection(
-            only, len(self._offer.leaves), exact=self._offer.exact, guessed=guessed
+            include, len(self._offer.leaves), exact=self._offer.exact, guessed=guessed
         )
         self.portions: list[Portion] = []  # by image
         # Portions of two tensors for one place: their bytes must be the same.

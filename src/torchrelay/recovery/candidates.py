@@ -119,7 +119,7 @@ class Candidates:
         return self._sources[self._places(step)[0]].name
 
     def supplied(self, step: int, nbytes: int) -> dict[str, int]:
-        """Bytes of the step that was taken, by the source that they came from; the chosen one first."""
+        """Bytes of the step that was taken by source, the chosen one first."""
         mended = {} if self._given is None else self._given.mended
         first = {self.source_of(step): max(0, nbytes - sum(mended.values()))}
         return {**first, **mended}

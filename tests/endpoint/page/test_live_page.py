@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.endpoint.front import Endpoint
 from tests.support.access import access
 from tests.support.browser import browser_tab, chromium
 from tests.support.ranks import RankPool
+from torchrelay.endpoint.front import Endpoint
 
 TOKEN = "the-token-of-this-test"
 

@@ -108,7 +108,9 @@ def test_a_wait_ends_with_the_deadline() -> None:
     talk, _ = talking(0.2)
     talk.done = "5 of 9 done"
     begun = time.monotonic()
-    with pytest.raises(tr.errors.TransferTimeoutError, match=r"did not send its confirmed; 5 of 9 done"):
+    with pytest.raises(
+        tr.errors.TransferTimeoutError, match=r"did not send its confirmed; 5 of 9 done"
+    ):
         talk.expect(Confirmed)
     assert 0.15 < time.monotonic() - begun < 5
 

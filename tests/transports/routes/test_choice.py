@@ -94,7 +94,9 @@ def test_a_route_that_the_sender_cannot_serve_is_not_tried(
         "memory",
         {"cuda_ipc": "no GPU there"},
     )
-    with pytest.raises(tr.errors.RouteError, match="'wish' was asked for, but: the library is missing"):
+    with pytest.raises(
+        tr.errors.RouteError, match="'wish' was asked for, but: the library is missing"
+    ):
         chosen(monkeypatch, wanted="wish", unserved={"wish": "the library is missing"})
 
 
@@ -198,7 +200,7 @@ def explained(rank: int, group: Any) -> Any:
 
 def test_reports_explain_themselves(pool2: Any) -> None:
     for seconds, text in pool2.run(explained):
-        assert "by route memory" in text and "not by cuda_ipc:" in text and "total" in text
+        assert "by route memory" in text and "not by cuda_ipc:" in text
         for phase in seconds:
             assert phase in text
 
@@ -250,7 +252,8 @@ def test_route_and_reasons_are_reported(
     pool2: Any, fact: str, liar: int, route: str, why: str | None
 ) -> None:
     for report in pool2.run(transfer, fact, liar):
-        assert report.route == route and report.routes == {1: route}
+        assert report.route == route
+        assert list(report.routes.values()) == [route]
         assert report.verified == (route == "tcp")
         assert "cuda_ipc" in report.instead
         if why is None:

@@ -36,7 +36,7 @@ from torchrelay.progress import Progress
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import Contents, OpenedState
 
-ONLY = typer.Option([], "--only", help="Paths that match a pattern, like 'model.*'.")
+INCLUDE = typer.Option([], "--include", help="Paths that match a pattern, like 'model.*'.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -48,7 +48,7 @@ def add_to(app: typer.Typer) -> None:
 def _inspect(
     source: str = SOURCE,
     step: int | None = STEP,
-    only: list[str] = ONLY,
+    include: list[str] = INCLUDE,
     stats: bool = typer.Option(
         False, "--stats", help="Read the values: norm, least, largest, how many are NaN."
     ),
@@ -60,8 +60,8 @@ def _inspect(
         from torchrelay.cli.tree import tree_rows
         from torchrelay.inspection.facts import narrowed, state_facts
 
-        chosen = narrowed(state.contents, only)
-        check_matched(only, [chosen], [state.contents])
+        chosen = narrowed(state.contents, include)
+        check_matched(include, [chosen], [state.contents])
         facts = state_facts(chosen)
         if stats:
             _add_statistics(state, chosen, facts)
@@ -79,7 +79,7 @@ def check_matched(
     if patterns and not any(one.tensors or one.values or one.aliases for one in chosen):
         tops = {tensor.name.partition(".")[0] for state in states for tensor in state.tensors}
         raise UsageError(
-            f"--only {patterns[0]} matches no path; the state has {', '.join(sorted(tops))}"
+            f"--include {patterns[0]} matches no path; the state has {', '.join(sorted(tops))}"
         )
 
 

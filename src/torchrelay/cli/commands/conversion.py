@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 import torchrelay as tr
-from torchrelay.cli.commands.contents import ONLY, check_matched
+from torchrelay.cli.commands.contents import INCLUDE, check_matched
 from torchrelay.cli.commands.steps import PLACE, opened
 from torchrelay.cli.output import count, fail, one_line_errors, plain, progress_bar, size
 from torchrelay.cli.sources import STEP, at_newest, instead, is_torch_save_file, opened_source
@@ -42,11 +42,11 @@ def _convert(
     target: str = typer.Argument(help="Where the other kind is written."),
     to: Kind | None = TO,
     step: int | None = typer.Option(None, "--step", help="The step to read, and to write."),
-    only: list[str] = ONLY,
+    include: list[str] = INCLUDE,
 ) -> None:
     """Convert between steps, stock DCP directories, torch.save files and safetensors files.
 
-    A safetensors file gets the tensors alone, by their paths; --only chooses some of them.
+    A safetensors file gets the tensors alone, by their paths; --include chooses some of them.
     """
     with one_line_errors():
         if to is None:
@@ -55,10 +55,10 @@ def _convert(
             with _opened(source, step, beside=Path(target)) as state:
                 with progress_bar("verifying") as show:
                     state.verify(show)  # tensors are read without their digests
-                write_file(state, only, Path(target))
+                write_file(state, include, Path(target))
             return
-        if only:
-            raise tr.errors.UsageError("--only is for --to safetensors")
+        if include:
+            raise tr.errors.UsageError("--include is for --to safetensors")
         from torchrelay.dropin.convert import convert
 
         try:
@@ -95,14 +95,14 @@ def _opened(source: str, step: int | None, beside: Path) -> Iterator[OpenedState
             yield state
 
 
-def write_file(state: OpenedState, only: list[str], target: Path, *, quiet: bool = False) -> int:
+def write_file(state: OpenedState, include: list[str], target: Path, *, quiet: bool = False) -> int:
     """Write the tensors of a state as a safetensors file, and say what is not in it; returns its
     bytes."""
     from torchrelay.inspection.facts import narrowed
     from torchrelay.inspection.safetensors_file import write_safetensors
 
-    chosen = narrowed(state.contents, only)
-    check_matched(only, [chosen], [state.contents])
+    chosen = narrowed(state.contents, include)
+    check_matched(include, [chosen], [state.contents])
     with progress_bar("writing") as show:
         nbytes = write_safetensors(state, chosen.tensors, target, show)
     if not quiet:
