@@ -87,7 +87,7 @@ def test_a_live_peer_is_taken_where_all_that_is_newer_is_damaged(
         end_keepers(name)
     explained, refused, losses = found
     assert losses == losses_of_an_undisturbed_run(7)[4:]
-    disk, keeper, nobody, peer, spent = explained.splitlines()
+    _, disk, keeper, nobody, peer, spent = map(str.strip, explained.splitlines())
     assert "disk: step 5" in disk and "step 5 was passed over" in disk
     assert f"keeper {name}: step 5" in keeper and "step 5 was passed over" in keeper
     assert "no step" in nobody and "does not answer" in nobody

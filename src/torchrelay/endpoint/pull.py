@@ -155,8 +155,10 @@ def _pulled(loaded: Loaded, origin: Source, verify: bool, seeding: SeedingSource
     swarm = None if seeding is None else seeding.swarm
     supplied = {**endpoint.supplied, **(swarm.supplied if swarm else {})}
     route = "mapped" if endpoint.mapped else "http"
+    # Memory that is mapped is not counted by URL.
+    given = supplied or loaded.report.sources
     peers: dict[Peer, Outcome] = {
-        url: Outcome(route=route, bytes=nbytes) for url, nbytes in supplied.items()
+        url: Outcome(route=route, bytes=nbytes) for url, nbytes in given.items()
     }
     for url, why in {**endpoint.faulty, **(swarm.faulty if swarm else {})}.items():
         peers[url] = Outcome("failed", why, bytes=supplied.get(url))
