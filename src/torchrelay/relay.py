@@ -74,7 +74,10 @@ class Relay:
     ) -> None:
         if group is None:
             if not dist.is_initialized():
-                raise UsageError("no group given, and torch.distributed is not initialized")
+                raise UsageError(
+                    "no group given, and torch.distributed is not initialized: call "
+                    "tr.init_process_group first"
+                )
             group = dist.group.WORLD
         check_group(group)
         if chunk_bytes is not None and not (isinstance(chunk_bytes, int) and chunk_bytes > 0):
@@ -203,14 +206,14 @@ class Relay:
         """
         sources = self._peers(source)
         if not sources:
-            raise UsageError("no source to receive from")
+            raise UsageError("no source to receive from: name a rank")
         if step is not None:
             step = check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
         check_choice(shards)
         several = not isinstance(source, int)
         if several and shards != "own":
-            raise UsageError("shards is for one source: of several, parts are resharded")
+            raise UsageError("shards is for one source: leave it out, parts are resharded")
         options = ReceiveOptions(
             into,
             step,
@@ -294,24 +297,24 @@ class Relay:
             self._check_rank(rank)
         for rank in ranks:
             if ranks.count(rank) > 1:
-                raise UsageError(f"rank {rank} is listed twice: {ranks}")
+                raise UsageError(f"rank {rank} is listed twice in {ranks}: name each rank once")
         return ranks
 
     def _check_open(self) -> None:
         self._owner.check()
         if self._closed:
-            raise UsageError("this relay is closed")
+            raise UsageError("this relay is closed: make another one")
 
     def _check_in_group(self, rank: int) -> None:
         self._check_open()
         size = self._group.size()
         if type(rank) is not int or not 0 <= rank < size:
-            raise UsageError(f"rank {rank!r} is not in a group of {size}")
+            raise UsageError(f"rank {rank!r} is not in a group of {size}: name 0 to {size - 1}")
 
     def _check_rank(self, rank: int) -> None:
         self._check_in_group(rank)
         if rank == self.rank:
-            raise UsageError(f"rank {rank} is this rank itself")
+            raise UsageError(f"rank {rank} is this rank itself: name another")
 
 
 def _usable(device: torch.device | str | None) -> torch.device | None:
@@ -319,7 +322,9 @@ def _usable(device: torch.device | str | None) -> torch.device | None:
     found = checked_device(device)
     if found is not None:
         if found.type == "meta":
-            raise UsageError("tensors on device 'meta' have no memory to receive into")
+            raise UsageError(
+                "tensors on device 'meta' have no memory to receive into: name another"
+            )
         try:
             torch.empty(0, device=found)
         except (RuntimeError, AssertionError) as fault:

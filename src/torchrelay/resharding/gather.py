@@ -196,7 +196,7 @@ class Gather:
         found = set(steps.values())
         if len(found) > 1:
             listed = ", ".join(f"rank {rank} has {step}" for rank, step in steps.items())
-            raise StepMismatchError(f"the ranks do not send one step: {listed}")
+            raise StepMismatchError(f"the ranks do not send one step: {listed}; send the same")
         for rank, source in self._sources.items():
             if self._options.step is None and source.offer.several:
                 raise StepMismatchError(

@@ -115,7 +115,7 @@ def _verify(
     """Read every byte of a state and check every digest. Exit status 1 if one is wrong."""
     with one_line_errors():
         if every and step is not None:
-            raise UsageError("--step and --all exclude each other")
+            raise UsageError("--step and --all exclude each other: give one of them")
         steps: list[int | None] = [*_steps(source)] if every else [step]
         checked = [_verified(source, wanted, among=len(steps)) for wanted in steps]
         if as_json:
@@ -134,7 +134,9 @@ def _steps(source: str) -> list[int]:
 
     if is_url(source) or not is_place(source):
         kind_of_source(source)
-        raise UsageError(f"--all is for a directory with steps, and {source} is one state")
+        raise UsageError(
+            f"--all is for a directory with steps, and {source} is one state: leave it out"
+        )
     there = open_store(source)
     steps = there.steps()
     if not steps:

@@ -58,7 +58,7 @@ def _convert(
                 write_file(state, include, Path(target))
             return
         if include:
-            raise tr.errors.UsageError("--include is for --to safetensors")
+            raise tr.errors.UsageError("--include is for --to safetensors: leave it out")
         from torchrelay.dropin.convert import convert
 
         try:

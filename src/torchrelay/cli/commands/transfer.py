@@ -179,6 +179,6 @@ def _awaited(found: list[int], above: int, name: str) -> int:
     newest = max(found, default=-1)
     if newest <= above:
         raise tr.errors.TransferTimeoutError(
-            f"no step above {above} came at {name} in time", phase="wait"
+            f"no step above {above} came at {name} in time: give a longer --timeout", phase="wait"
         )
     return newest
