@@ -49,7 +49,7 @@ def train(
         got = tr.recover(into=state, sources=[keeper, checkpointer])
         state = got.state
         if rank == 0:
-            print(str(got.report), flush=True)
+            print(got.report, flush=True)
     except tr.errors.NothingToRecoverError:
         # Every source is empty: the first start. Steps that cannot be read end the job instead.
         recovered = False
