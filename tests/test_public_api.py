@@ -13,12 +13,13 @@ import pytest
 
 import torchrelay as tr
 from torchrelay.endpoint.front import Endpoint
+from torchrelay.endpoint.pull_options import PullOptions
 from torchrelay.endpoint.share import SharedState
 
 MOST_NAMES = 18
 MOST_PARAMETERS = 10
 RETURNED = (Endpoint, SharedState)  # classes that users have without naming them
-# What the same word is in every call that takes it. `None` may stand for a default of the class.
+# The default of each argument that several calls take.
 SHARED = {
     "into": None,
     "step": None,
@@ -49,7 +50,7 @@ def parameters(value: Any) -> dict[str, inspect.Parameter]:
 
 
 def problems(kinds: dict[str, Any]) -> list[str]:
-    """What a set of exported values does against the rules."""
+    """The rules that a set of exported values breaks."""
     out = []
     for name, value in callables(kinds):
         taken = parameters(value)
@@ -79,6 +80,13 @@ def test_few_names() -> None:
 def test_few_parameters_with_one_meaning_each() -> None:
     assert problems(CHECKED) == []
     assert len(parameters(tr.Access)) <= MOST_PARAMETERS and inspect.getdoc(tr.Access)
+
+
+def test_pull_and_recover_land_a_state_as_load_does() -> None:
+    """The options that they take by `**landing` are arguments of `load`."""
+    options = set(PullOptions.__annotations__)
+    assert options <= set(parameters(tr.Checkpointer.load)) and len(options) <= MOST_PARAMETERS
+    assert not options & {*parameters(tr.pull), *parameters(tr.recover)}
 
 
 def test_a_violation_is_seen() -> None:
