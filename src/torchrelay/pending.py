@@ -57,7 +57,7 @@ class Pending:
         return self._fault
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether the work ends within so many seconds. Raises no failure."""
+        """True if the work ends within so many seconds, with or without success."""
         return wait_until_set(self._ended, seconds)
 
     def end(self, report: Report | None, fault: BaseException | None) -> None:

@@ -335,7 +335,7 @@ class Saver:
 
 def _stays_in(pending: Pending, fault: BaseException) -> bool:
     """Whether a failure at the start of a save is kept in its `Pending` instead of being raised:
-    only a failure of the storage is, and only if nobody wants it raised."""
+    only a failure of the storage is, and only with on_error="warn"."""
     if not pending.seen or type(fault) not in (CheckpointError, StorageTimeoutError):
         return False
     return isinstance(fault, StorageTimeoutError) or getattr(fault, "file", None) is not None
