@@ -12,16 +12,12 @@ from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.process import ServerProcess
 from torchrelay.endpoint.publishing import EndpointPolicy, Publisher
 from torchrelay.endpoint.server import messages as m
+from torchrelay.endpoint.server.messages import CONNECTIONS, HOLD_SECONDS, STALL_SECONDS
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.owner import Owner, enrol
 from torchrelay.pending import Pending
 from torchrelay.sources.access import Access
 from torchrelay.steps import check_step
-from torchrelay.version import __version__
-
-HOLD_SECONDS = 60.0
-STALL_SECONDS = 10.0
-CONNECTIONS = 256
 
 
 class Endpoint:
@@ -30,22 +26,20 @@ class Endpoint:
 
     def __init__(
         self,
-        *,
-        address: str = "127.0.0.1:0",
-        access: Access | None = None,
-        group: Any = None,
-        timeout: Timeout = 300.0,
-        hold: float = HOLD_SECONDS,
-        stall: float = STALL_SECONDS,
-        connections: int = CONNECTIONS,
+        address: str,
+        access: Access | None,
+        group: Any,
+        timeout: Timeout,
+        hold: float,
+        stall: float,
+        connections: int,
     ) -> None:
         self._all = Coordinator.of(group, "endpoint")
         with self._all.joining():
             self._timeout = seconds_of(timeout)
             self._address = Address.parse(address)
             access = access or Access()
-            token = access.secret()
-            self._address.check(token)
+            self._address.check(access.secret())
             for name, value in (("hold", hold), ("stall", stall)):
                 if not 0 < value < 1e6:
                     raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
@@ -55,10 +49,9 @@ class Endpoint:
             self._scheme = access.scheme
             # Ranks of one host cannot share a port: the first has it, the others take free ones.
             port = self._address.port if self._all.coordinates else 0
-            options = (token, hold, connections, stall, __version__)
-            self._server = ServerProcess(
-                m.Listen(self._address.host, port, *options, *access.paths())
-            )
+            listen = m.Listen.at(self._address.host, port, access)
+            listen.hold, listen.stall, listen.connections = hold, stall, connections
+            self._server = ServerProcess(listen)
             self._server.start(self._timeout)
         self._publisher = Publisher(
             self._all, self._server.link, self._server.start, self._own_url, EndpointPolicy()
@@ -144,15 +137,7 @@ def serve(
 
     A context manager; `close` ends the server process and frees the memory.
     """
-    endpoint = Endpoint(
-        address=address,
-        access=access,
-        group=group,
-        timeout=timeout,
-        hold=hold,
-        stall=stall,
-        connections=connections,
-    )
+    endpoint = Endpoint(address, access, group, timeout, hold, stall, connections)
     try:
         endpoint.publish(state, step=step)
     except BaseException:

@@ -26,11 +26,9 @@ from torchrelay.memory.pages import PAGE, paged
 from torchrelay.owner import Owner
 from torchrelay.record.checkpoint.schema import DataFile
 from torchrelay.sources.access import Access
-from torchrelay.sources.connection import STALL_SECONDS, Host
+from torchrelay.sources.connection import Host
 from torchrelay.sources.lent_memory import MappedReader
-from torchrelay.version import __version__
 
-CONNECTIONS = 256
 ANNOUNCE_SECONDS = 3.0
 
 
@@ -81,9 +79,7 @@ class Seed:
 
     def show(self, step: int, snapshot: str, record: bytes) -> None:
         """Serve what is here of a step, from now on."""
-        options = (self._access.secret(), 0.0, CONNECTIONS, STALL_SECONDS, __version__)
-        listen = Listen(self._host, 0, *options, *self._access.paths())
-        self._server = StepServer(listen, lends=False)
+        self._server = StepServer(Listen.at(self._host, 0, self._access), lends=False)
         service, places = self._server.service, [0] * len(self._volumes)
         service.seed_announced = self._met
         service.snapshots.attach(0, os.dup(self._arena.fd), self._arena.nbytes)

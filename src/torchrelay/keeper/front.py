@@ -103,7 +103,7 @@ class Keeper:
             self._access, self._address = access or Access(), Address.parse(address)
             bounds = (memory, steps, copies, rate, lease)
             join = join_request(self._address, self._access, *bounds)
-            given = bool(join.token)
+            given = join.listen.token is not None
             self._process = KeeperProcess(self._name, join)
             self._process.start(self._timeout)
         self._keeper = self._process.link

@@ -177,7 +177,7 @@ class KeeperProcess:
 
     def know_token(self, token: str) -> None:
         """Use a token when a keeper is started again."""
-        self._join.token = token
+        self._join.listen.token = token
 
 
 def ask(name: KeeperName, request: k.KeeperRequest) -> k.KeeperAnswer | None:

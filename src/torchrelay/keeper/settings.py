@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torchrelay.endpoint.address import Address
+from torchrelay.endpoint.server.messages import Listen
 from torchrelay.errors import UsageError
 from torchrelay.keeper.server.messages import JoinKeeper
 from torchrelay.sources.access import Access
-from torchrelay.version import __version__
 
 LEASE_SECONDS = 60.0
 RATE = 200e6  # bytes a second at which copies are fetched
@@ -42,4 +42,4 @@ def join_request(
     if not 0 < lease < 1e8:
         raise UsageError(f"lease must be a number of seconds, not {lease!r}")
     bounds = (memory or 0, steps, rate, copies, lease)
-    return JoinKeeper(address.host, token or "", *bounds, __version__, begins, *access.paths())
+    return JoinKeeper(Listen.at(address.host, 0, access), *bounds, begins)

@@ -55,10 +55,9 @@ class Access:
     def scheme(self) -> str:
         return "https" if self.tls else "http"
 
-    def paths(self) -> tuple[str | None, ...]:
+    def paths(self) -> tuple[str | None, str | None, str | None]:
         """`certfile`, `keyfile` and `cafile`, for a process that may run in another directory."""
-        files = (self.certfile, self.keyfile, self.cafile)
-        return tuple(None if path is None else str(Path(path).resolve()) for path in files)
+        return _resolved(self.certfile), _resolved(self.keyfile), _resolved(self.cafile)
 
     def secret(self) -> str | None:
         """The token by argument, by file or by `TORCHRELAY_TOKEN`, in this order."""
@@ -103,6 +102,10 @@ class Access:
                 f"{os.fspath(self.cafile)} holds no certificates ({fault}): give cafile= a PEM file"
             ) from None
         return context
+
+
+def _resolved(path: AnyPath | None) -> str | None:
+    return None if path is None else str(Path(path).resolve())
 
 
 def _read(path: Path) -> str:

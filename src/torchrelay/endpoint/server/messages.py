@@ -7,6 +7,12 @@ from __future__ import annotations
 
 import msgspec
 
+from torchrelay.sources.access import Access
+
+HOLD_SECONDS = 60.0
+STALL_SECONDS = 10.0
+CONNECTIONS = 256
+
 
 class Volume(msgspec.Struct, array_like=True, frozen=True):
     """A run of bytes laid out as a `.safetensors` file. `start`: where it begins in its slot, or -1
@@ -24,18 +30,22 @@ class Volume(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Listen(msgspec.Struct, tag="listen"):
-    """Open the port. Answered with `Listening`."""
+    """Open the port. Answered with `Listening`. `hold`, `stall` and `connections` are those of
+    `serve`."""
 
     host: str
     port: int
     token: str | None
-    hold: float
-    connections: int
-    stall: float
-    version: str
-    certfile: str | None = None
-    keyfile: str | None = None
-    cafile: str | None = None
+    certfile: str | None
+    keyfile: str | None
+    cafile: str | None
+    hold: float = HOLD_SECONDS
+    stall: float = STALL_SECONDS
+    connections: int = CONNECTIONS
+
+    @classmethod
+    def at(cls, host: str, port: int, access: Access) -> Listen:
+        return cls(host, port, access.secret(), *access.paths())
 
 
 class Listening(msgspec.Struct, tag="listening"):

@@ -23,8 +23,8 @@ class Service:
     `access`: the token that readers send, and how other ranks' servers are read.
     """
 
-    def __init__(self, *, access: Access, stall: float, version: str) -> None:
-        self.access, self.stall, self.version = access, stall, version
+    def __init__(self, *, access: Access, stall: float) -> None:
+        self.access, self.stall = access, stall
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self.snapshots = Snapshots()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from torchrelay.endpoint.server.service import Service
+from torchrelay.version import __version__
 
 
 def status(service: Service) -> dict[str, object]:
@@ -12,7 +13,7 @@ def status(service: Service) -> dict[str, object]:
     transfers = service.transfers
     newest = service.snapshots.newest
     return {
-        "version": service.version,
+        "version": __version__,
         "url": service.url,
         "now": time.time(),
         "started": service.started,

@@ -28,7 +28,7 @@ class StepServer:
         # Ranks with one self-signed certificate read from each other without a `cafile`.
         cafile = listen.cafile or listen.certfile
         access = Access(listen.token, None, cafile, listen.certfile, listen.keyfile)
-        self.service = Service(access=access, stall=listen.stall, version=listen.version)
+        self.service = Service(access=access, stall=listen.stall)
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         place = (listen.host, listen.port)
         listener = socket.create_server(place, family=family, backlog=BACKLOG)

@@ -18,23 +18,18 @@ class BeginKeeping(msgspec.Struct, tag="begin"):
 class JoinKeeper(msgspec.Struct, tag="join"):
     """A worker is here. The first one says where the keeper listens. Answered with `Joined`.
 
-    `token`: the job's, where the worker knows it. `memory`: bytes at most, 0 for any number.
+    `listen.token`: the job's, where the worker knows it. `memory`: bytes at most, 0 for any number.
     `steps`: how many steps of its workers the keeper has at most. `begins`: the sender is not a
     worker, and a keeper that was joined before keeps its settings.
     """
 
-    host: str
-    token: str
+    listen: m.Listen
     memory: int
     steps: int
     rate: float
     copies: int
     lease: float
-    version: str
     begins: bool
-    certfile: str | None = None
-    keyfile: str | None = None
-    cafile: str | None = None
 
 
 class Joined(msgspec.Struct, tag="joined"):

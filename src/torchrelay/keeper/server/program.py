@@ -34,7 +34,6 @@ from torchrelay.stores.writer.frames import has_hung_up, receive_frame, send_fra
 from torchrelay.stores.writer.launch import NICE
 
 FIRST_LEASE = 60.0  # seconds for the first worker to come
-CONNECTIONS, HOLD_SECONDS, STALL_SECONDS = 256, 60.0, 10.0
 BACKLOG = 128
 _TICK = 0.2
 
@@ -47,9 +46,7 @@ class JoinedKeeper:
     """A keeper that was joined: its server, and what it does with the steps in it."""
 
     def __init__(self, join: k.JoinKeeper, token: str, lock: threading.RLock) -> None:
-        files = (join.certfile, join.keyfile, join.cafile)
-        options = (token, HOLD_SECONDS, CONNECTIONS, STALL_SECONDS, join.version)
-        self.server = StepServer(m.Listen(join.host, 0, *options, *files))
+        self.server = StepServer(msgspec.structs.replace(join.listen, token=token))
         self.service = self.server.service
         self.retention = Retention(self.service)
         self.replication = Replication(self.service, self.retention, lock)
@@ -59,7 +56,8 @@ class JoinedKeeper:
         self.join = join
         self.retention.memory, self.retention.steps = join.memory, join.steps
         self.replication.rate, self.replication.copies = join.rate, join.copies
-        self.service.access = replace(self.service.access, cafile=join.cafile or join.certfile)
+        cafile = join.listen.cafile or join.listen.certfile
+        self.service.access = replace(self.service.access, cafile=cafile)
 
     def take_token(self, token: str) -> None:
         self.service.access = replace(self.service.access, token=token)
@@ -157,14 +155,15 @@ class KeeperProgram:
     def _join(self, worker: WorkerLink, join: k.JoinKeeper) -> k.KeeperAnswer:
         is_first = self._kept is None
         if self._kept is None:
-            self._kept = JoinedKeeper(join, join.token or secrets.token_urlsafe(32), self._lock)
-        kept, had = self._kept, self._kept.join
+            token = join.listen.token or secrets.token_urlsafe(32)
+            self._kept = JoinedKeeper(join, token, self._lock)
+        kept, wanted, had = self._kept, join.listen, self._kept.join.listen
         token = kept.service.access.token or ""
-        if join.token and not secrets.compare_digest(join.token, token):
+        if wanted.token and not secrets.compare_digest(wanted.token, token):
             return m.Refused("it has another token than this worker was given")
-        if join.host != had.host:
-            return m.Refused(f"it listens at {had.host}, not at {join.host}: end it first")
-        if (join.certfile is None) != (had.certfile is None):
+        if wanted.host != had.host:
+            return m.Refused(f"it listens at {had.host}, not at {wanted.host}: end it first")
+        if (wanted.certfile is None) != (had.certfile is None):
             with_tls = "without" if had.certfile is None else "with"
             return m.Refused(f"it listens {with_tls} TLS: end it first")
         if is_first or not join.begins:
