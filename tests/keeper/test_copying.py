@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 import torchrelay as tr
-from torchrelay.endpoint.server.messages import Show, Volume
+from torchrelay.endpoint.server.messages import Show, StepRecord, Volume
 from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
 from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server.replication import CopyThread, WantedCopy
@@ -66,7 +66,9 @@ def copy_from(url: str, slot: Slot) -> CopyThread:
         xxhash.xxh3_128_digest(DATA[at : at + CHUNK]) for at in range(0, NBYTES, CHUNK)
     )
     volume = Volume("volume", 0, NBYTES, CHUNK, digests)
-    step = ServedSnapshot(Show(1, 1, "snapshot", b"{}", [volume], ranks=[url], places=[0]))
+    shown = Show(1, 1, "snapshot", [volume], StepRecord(b"{}", [volume], 1, [url], [0]))
+    step = ServedSnapshot(shown)
+    step.add(shown, slot)
     over = threading.Event()
     copy = CopyThread(
         WantedCopy.of(step, [url]),

@@ -64,11 +64,6 @@ class ServerLink:
         with self._lock:
             return self._checked(self._exchange(msgspec.msgpack.encode(request), timeout), kind)
 
-    def forward(self, request: bytes, timeout: float) -> None:
-        """The same for a request that another process has encoded."""
-        with self._lock:
-            self._checked(self._exchange(request, timeout), m.Obeyed)
-
     def stage(self, request: m.StageSlot, fd: int, timeout: float) -> m.SlotStaged:
         """Have a slot staged; its memory is attached unless the process has it."""
         with self._lock:

@@ -95,7 +95,7 @@ class _Recorded(msgspec.Struct, array_like=True):
     """The record of all parts: its digest, and for ranks that list it all of it."""
 
     snapshot: str
-    whole: bytes = b""
+    whole: m.StepRecord | None = None
 
 
 _offer = msgspec.msgpack.Decoder(_Offer)
@@ -307,8 +307,8 @@ class Publisher:
         pending.end(None, None)
 
     def _show(self, call: Call, staged: StagedStep, deadline: Deadline) -> None:
-        """Every rank shows its volumes. The coordinator shows the record of all of them when they
-        can be read; other ranks that list the step show it with theirs."""
+        """Every rank shows its volumes, those that list the step with the record of all of them.
+        The coordinator is the last: what it lists can be read."""
         listing = self._policy.listing(staged.urls)
         written: list[Written] = []
 
@@ -322,7 +322,7 @@ class Publisher:
             record = commit_record(staged.step, shares, staged.planned.outlines)
             places = [rank for rank, share in enumerate(shares) for _ in share.files]
             snapshot = content_digest(record)
-            whole = _encode(_whole(record, snapshot, staged.urls, places))
+            whole = _whole(record, staged.urls, places)
             brief, full = _encode(_Recorded(snapshot)), _encode(_Recorded(snapshot, whole))
             return [full if rank in listing else brief for rank in range(len(said))]
 
@@ -332,19 +332,18 @@ class Publisher:
             msgspec.structs.replace(volume, digests=file.digests)
             for volume, file in zip(staged.volumes, written[0].files, strict=True)
         ]
-        shown = m.Show(staged.slot, staged.step, found.snapshot, b"", own, places=[0] * len(own))
+        shown = m.Show(staged.slot, staged.step, found.snapshot, own, found.whole)
 
-        def mine() -> bytes:
+        def show() -> bytes:
             self._server.ask(shown, m.Obeyed, deadline.left())
-            if found.whole and not self._all.coordinates:
-                self._server.forward(found.whole, deadline.left())
             return b""
 
-        def last(said: list[bytes]) -> list[bytes]:
-            self._server.forward(found.whole, deadline.left())
+        def show_last(said: list[bytes]) -> list[bytes]:
+            show()
             return said
 
-        call.round("show", mine, last, deadline)
+        mine = (lambda: b"") if self._all.coordinates else show
+        call.round("show", mine, show_last, deadline)
 
     def _hashed(self, staged: StagedStep, deadline: Deadline) -> Written:
         arena = self.arenas[staged.slot]
@@ -368,11 +367,10 @@ class Publisher:
             self._drop_arena(slot)
 
 
-def _whole(record: Checkpoint, snapshot: str, urls: list[str], places: list[int]) -> m.Show:
+def _whole(record: Checkpoint, urls: list[str], places: list[int]) -> m.StepRecord:
     """A record with everything that it lists, wherever that is."""
     volumes = [
         m.Volume(file.name, -1, file.nbytes, file.chunk_bytes, file.digests)
         for file in record.files
     ]
-    count = len(tensors_of(record))
-    return m.Show(-1, record.step, snapshot, encode(record), volumes, count, urls, places)
+    return m.StepRecord(encode(record), volumes, len(tensors_of(record)), urls, places)

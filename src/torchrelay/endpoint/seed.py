@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from torchrelay.endpoint.address import Address
-from torchrelay.endpoint.server.messages import Listen, Show, Volume
+from torchrelay.endpoint.server.messages import Listen, Show, StepRecord, Volume
 from torchrelay.endpoint.server.snapshots import Arrivals
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.errors import EndpointError
@@ -80,11 +80,11 @@ class Seed:
     def show(self, step: int, snapshot: str, record: bytes) -> None:
         """Serve what is here of a step, from now on."""
         self._server = StepServer(Listen.at(self._host, 0, self._access), lends=False)
-        service, places = self._server.service, [0] * len(self._volumes)
+        service = self._server.service
+        whole = StepRecord(record, self._volumes, 0, [""], [0] * len(self._volumes))
         service.seed_announced = self._met
         service.snapshots.attach(0, os.dup(self._arena.fd), self._arena.nbytes)
-        shown = Show(0, step, snapshot, record, self._volumes, 0, [""], places)
-        service.show(shown, self._arrivals)
+        service.show(Show(0, step, snapshot, self._volumes, whole), self._arrivals)
 
     def announce(self, origin: Host, snapshot: str) -> None:
         """Have an endpoint name this seed to others, until it is closed."""

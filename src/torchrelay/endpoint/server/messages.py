@@ -84,22 +84,26 @@ class SlotStaged(msgspec.Struct, tag="staged"):
     digests: list[bytes]
 
 
-class Show(msgspec.Struct, tag="show"):
-    """A step can be read from here on.
+class StepRecord(msgspec.Struct, array_like=True):
+    """The record of a step, and the volumes of all ranks. `tensors`: how many the step has.
+    `ranks`: the URL of each, and `places` the index in it for each volume."""
 
-    A rank shows its own volumes, in a slot, with no `record`. A server that lists the step also
-    gets the record of all volumes, in no slot (-1). `tensors`: how many the step has. `ranks`: the
-    URL of each, and `places` the index in it for each volume.
-    """
+    record: bytes
+    volumes: list[Volume]
+    tensors: int
+    ranks: list[str]
+    places: list[int]
+
+
+class Show(msgspec.Struct, tag="show"):
+    """Volumes of a step can be read from a slot. A server that lists the step also gets the
+    record of all volumes."""
 
     slot: int
     step: int
     snapshot: str
-    record: bytes
     volumes: list[Volume]
-    tensors: int = 0
-    ranks: list[str] = []
-    places: list[int] = []
+    whole: StepRecord | None = None
 
 
 class FinishPublish(msgspec.Struct, tag="finish"):

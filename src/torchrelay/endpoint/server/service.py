@@ -70,7 +70,7 @@ class Service:
     def show(self, shown: Show, arrivals: Arrivals | None = None) -> None:
         with self._changed:
             self.snapshots.show(shown, arrivals)
-            self.pending = self.pending and not shown.record
+            self.pending = self.pending and shown.whole is None
             self._changed.notify_all()
 
     def finish(self, ended: FinishPublish) -> None:

@@ -92,8 +92,8 @@ class ServedSnapshot:
     def __init__(self, shown: Show, arrivals: Arrivals | None = None) -> None:
         self.step, self.id = shown.step, shown.snapshot
         self.record = b""
-        self.order = shown.volumes
-        self.tensors, self.ranks, self.places = shown.tensors, shown.ranks, shown.places
+        self.order, self.places = shown.volumes, [0] * len(shown.volumes)
+        self.tensors, self.ranks = 0, list[str]()
         self.arrivals = arrivals  # of a step that is still arriving
         self.parts: dict[int, Part] = {}  # by the number of the slot
         self.shown = time.time()
@@ -101,14 +101,12 @@ class ServedSnapshot:
         self.replaced = False  # by one with the same number or a lower one: for its readers alone
         self.suspended = False  # another step may be about to be written to its memory
 
-    def add(self, shown: Show, slot: Slot | None) -> None:
-        """A slot has some of its volumes, or the record of all of them is here."""
-        if slot is not None:
-            here = {volume.name: volume for volume in shown.volumes if volume.start >= 0}
-            self.parts[shown.slot] = Part(slot, here)
-        if shown.record:
-            self.record, self.order, self.tensors = shown.record, shown.volumes, shown.tensors
-            self.ranks, self.places = shown.ranks, shown.places
+    def add(self, shown: Show, slot: Slot) -> None:
+        """A slot has some of its volumes, and the record of all of them may be here."""
+        self.parts[shown.slot] = Part(slot, {volume.name: volume for volume in shown.volumes})
+        if (whole := shown.whole) is not None:
+            self.record, self.order, self.tensors = whole.record, whole.volumes, whole.tensors
+            self.ranks, self.places = whole.ranks, whole.places
 
     def place(self, name: str) -> tuple[Slot, Volume] | None:
         """The slot in which this process has a volume, if it does."""
@@ -193,7 +191,7 @@ class Snapshots:
                 if other.superseded is None:
                     other.superseded = time.monotonic()
             self.shown.append(snapshot)
-        snapshot.add(shown, self.slots[shown.slot] if shown.slot >= 0 else None)
+        snapshot.add(shown, self.slots[shown.slot])
         return snapshot
 
     def lead(self, step: int) -> None:

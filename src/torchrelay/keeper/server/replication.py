@@ -153,7 +153,7 @@ class Replication:
         self._failed = self._failed + 1 if copy.why and copy.ring == self._ring else 0
         step, snapshots = copy.wanted.step, self._service.snapshots
         if not copy.why and step in snapshots.shown:
-            snapshots.show(Show(copy.number, step.step, step.id, b"", copy.wanted.volumes))
+            snapshots.show(Show(copy.number, step.step, step.id, copy.wanted.volumes))
         self._retention.copying, self._retention.filled = set(), None
 
     def facts(self) -> dict[str, object]:
