@@ -322,7 +322,7 @@ def growth(nbytes: int, stages: int, restarts: int, tell: Callable[[str], None])
 def name_of(job: str) -> Any:
     from torchrelay.keeper import process
 
-    return process.KeeperName.of(job, None)
+    return process.KeeperName.of(job)
 
 
 def run(small: bool, laps: int, parts: list[str], tell: Callable[[str], None]) -> dict[str, Any]:

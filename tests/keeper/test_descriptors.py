@@ -54,7 +54,7 @@ def test_a_keeper_accepts_again_and_has_its_steps() -> None:
         keeper.stage(7, STATE).result(TIMEOUT)
         pid = keeper.pid
         assert pid is not None
-        strain(pid, KeeperName.of(JOB, None).address)
+        strain(pid, KeeperName.of(JOB).address)
         with tr.Keeper(JOB, group=False, timeout=10) as again:  # the worker that comes next
             assert again.pid == pid
             got = tr.recover(sources=[again], group=False, timeout=30)

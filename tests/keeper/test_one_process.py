@@ -143,7 +143,7 @@ def test_a_reader_keeps_its_step_while_others_are_staged(keeper: tr.Keeper, near
     opened = source.open(30, Deadline(TIMEOUT))
     if not near:
         for supplier in opened.files.suppliers.all:  # type: ignore[union-attr]
-            supplier.giver.mapped.clear()
+            supplier._mapped.clear()
     name = opened.record.files[0].name
     nbytes = opened.record.files[0].nbytes
     found = bytearray(nbytes)
@@ -218,7 +218,7 @@ def test_another_user_gets_nothing(keeper: tr.Keeper) -> None:
         "s.settimeout(60); s.connect('\\0' + sys.argv[1]); print(s.recv(1))"
     )
     found = subprocess.run(
-        [sys.executable, "-c", program, KeeperName.of(JOB, None).address],
+        [sys.executable, "-c", program, KeeperName.of(JOB).address],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -228,7 +228,7 @@ def test_another_user_gets_nothing(keeper: tr.Keeper) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
 def test_a_name_that_another_user_has_is_not_trusted() -> None:
-    name = KeeperName.of(f"{JOB}-theirs", None)
+    name = KeeperName.of(f"{JOB}-theirs")
     program = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
         "s.bind('\\0' + sys.argv[1]); s.listen(); print('there', flush=True); sys.stdin.read()"
@@ -247,7 +247,7 @@ def test_a_name_that_another_user_has_is_not_trusted() -> None:
 
 
 def test_the_lease_ends_it_and_nothing_is_left() -> None:
-    name = KeeperName.of(f"{JOB}-lease", None)
+    name = KeeperName.of(f"{JOB}-lease")
     keeper = tr.Keeper(name.job, group=False, timeout=TIMEOUT, lease=0.3)
     keeper.stage(1, state_of(1)).result(TIMEOUT)
     pid = keeper.pid
@@ -277,7 +277,7 @@ def test_a_keeper_is_small(keeper: tr.Keeper) -> None:
 
 
 def test_a_request_before_joining_is_refused(keeper: tr.Keeper) -> None:
-    name = KeeperName.of(JOB, None)
+    name = KeeperName.of(JOB)
     from torchrelay.endpoint.server.messages import Reserve
 
     answer = process.ask(name, Reserve(10, 1))
@@ -315,7 +315,7 @@ def test_a_keeper_that_hangs_costs_no_more_than_the_timeout(
         for asked in ((JOB, "--status"), (JOB, "--end"), ()):
             told = command(*asked)
             assert told.exit_code == bool(asked)  # the list has those that answer
-            assert f"{JOB} on {KeeperName.of(JOB, None).host} runs" in told.stderr
+            assert f"{JOB} on {KeeperName.of(JOB).host} runs" in told.stderr
     finally:
         os.kill(pid, signal.SIGCONT)
     keeper.stage(82, state_of(82)).result(TIMEOUT)

@@ -228,8 +228,9 @@ class Loader:
         def act() -> bytes:
             bar = Bar(request.progress)
             with watch("plan"):
-                source = self._source if request.key is None else Subtree(self._source, request.key)
-                self._opened = opened = source.open(step, deadline)
+                self._opened = opened = self._source.open(step, deadline)
+                if request.key is not None:
+                    opened = Subtree(opened, request.key)
                 loading = self._planned(opened, request, bar)
             made.append(loading)
             files, left = opened.files, loading.left

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from torchrelay.endpoint.address import Address
-from torchrelay.endpoint.server.messages import Listen, Show, StepRecord, Volume
+from torchrelay.endpoint.server.messages import Listen, SeedAnnouncement, Show, StepRecord, Volume
 from torchrelay.endpoint.server.snapshots import Arrivals
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.errors import EndpointError
@@ -88,7 +88,7 @@ class Seed:
 
     def announce(self, origin: Host, snapshot: str) -> None:
         """Have an endpoint name this seed to others, until it is closed."""
-        said = msgspec.json.encode({"url": self.url, "snapshot": snapshot})
+        said = msgspec.json.encode(SeedAnnouncement(self.url, snapshot))
 
         def run() -> None:
             while not self._closed.wait(ANNOUNCE_SECONDS):

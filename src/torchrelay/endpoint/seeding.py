@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.seed import Seed
+from torchrelay.endpoint.swarm import Swarm
 from torchrelay.errors import UsageError
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.checkpoint.schema import Checkpoint
@@ -16,7 +17,6 @@ from torchrelay.sources.lent_memory import MappedReader
 from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.sources.seam import Opened, Source
-from torchrelay.sources.swarm import Swarm
 
 
 def can_be_seeded(source: Source) -> TypeGuard[EndpointSource | PeerSource]:
@@ -84,7 +84,7 @@ class SeedingSource:
             origin.address, access, files, expects=swarm.expects, met=swarm.meet
         )
         seed.show(step, remote.snapshot, remote.manifest())
-        swarm.run(seed.url, seed)
+        swarm.run(seed)
         seed.announce(endpoint.host(origin.url), remote.snapshot)
         return SeededStep(seed, remote)
 

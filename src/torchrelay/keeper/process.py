@@ -36,23 +36,21 @@ class KeeperName(NamedTuple):
     host: str
 
     @classmethod
-    def of(cls, job: str, host: str | None = None) -> KeeperName:
+    def of(cls, text: str) -> KeeperName:
         """A job's name, or `JOB@HOST` for another host than this machine."""
+        job, at, host = text.partition("@") if isinstance(text, str) else ("", "", "")
         here = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:32] or "host"
-        if isinstance(job, str) and host is None:
-            job, at, host = job.partition("@")
-            host = host if at else here
-        found = cls(job, here if host is None else host)
+        found = cls(job, host if at else here)
         if not found.is_valid:
             raise UsageError(
                 "a keeper is named by JOB or JOB@HOST, each 1 to 32 letters, digits, dots, dashes "
-                f"and underscores, not {job!r}"
+                f"and underscores, not {text!r}"
             )
         return found
 
     @property
     def is_valid(self) -> bool:
-        return all(isinstance(word, str) and _WORD.fullmatch(word) for word in self)
+        return all(_WORD.fullmatch(word) for word in self)
 
     @property
     def address(self) -> str:

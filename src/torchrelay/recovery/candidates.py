@@ -12,7 +12,7 @@ from torchrelay.memory.bounded import bounded
 from torchrelay.memory.crew import Crew
 from torchrelay.record.checkpoint.schema import Checkpoint, epoch_seconds
 from torchrelay.results import Attempt
-from torchrelay.sources.mended_step import MendedStep, StepGiver
+from torchrelay.sources.mended_step import MendedStep, StepSupplier
 from torchrelay.sources.seam import Opened, Source
 
 ASK_SECONDS = 10.0  # that a source may take to list its steps
@@ -93,8 +93,8 @@ class Candidates:
                 raise
             return found
 
-        givers = [StepGiver(one.name, partial(opened, one, deadline)) for one in others]
-        self._given = MendedStep(opened(first, share), givers, deadline)
+        suppliers = [StepSupplier(one.name, partial(opened, one, deadline)) for one in others]
+        self._given = MendedStep(opened(first, share), suppliers, deadline)
         return self._given
 
     def _check_age(self, record: Checkpoint, step: int) -> None:

@@ -31,7 +31,7 @@ from torchrelay.sources.access import Access
 from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
 from torchrelay.sources.lent_memory import Count, LentMemory, LocalFacts
 from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.sources.suppliers import HttpGiver, Supplier, Suppliers
+from torchrelay.sources.suppliers import HttpSupplier, Supplier, Suppliers
 from torchrelay.steps import MAX_STEP
 
 ASK_SECONDS = 20.0  # that a server may take to answer a small request
@@ -262,11 +262,11 @@ class EndpointSource:
         self, holders: Holders, record: Checkpoint, snapshot: str, deadline: Deadline
     ) -> Suppliers:
         """Each volume is at servers that list it, or at the ranks that an endpoint names."""
-        known: dict[str, Supplier] = {}
+        known: dict[str, HttpSupplier] = {}
         volumes: dict[str, list[Supplier]] = {file.name: [] for file in record.files}
 
         def add(name: str, url: str, host: Host) -> None:
-            supplier = known.setdefault(url, Supplier(HttpGiver(host, snapshot)))
+            supplier = known.setdefault(url, HttpSupplier(host, snapshot))
             if supplier not in volumes.get(name, [supplier]):
                 volumes[name].append(supplier)
 
@@ -294,12 +294,11 @@ class EndpointSource:
             return
         sizes = {file.name: file.nbytes for file in record.files}
         for supplier in suppliers.all:
-            giver = supplier.giver
-            assert isinstance(giver, HttpGiver)
+            assert isinstance(supplier, HttpSupplier)
             try:
-                answer = giver.host.get("/local.json", seconds=KEEPER_SECONDS)
-                facts = _decoded(giver.host, _local, answer)
-                giver.take(LentMemory(facts, snapshot, self.reader), sizes)
+                answer = supplier.host.get("/local.json", seconds=KEEPER_SECONDS)
+                facts = _decoded(supplier.host, _local, answer)
+                supplier.take(LentMemory(facts, snapshot, self.reader), sizes)
             except (OSError, EndpointError) as fault:
                 self.instead["mapped"] = getattr(fault, "strerror", None) or str(fault)
                 if not self.job:  # else the memory of some keepers is read, and others by HTTP
@@ -312,8 +311,8 @@ class EndpointSource:
         hosts = {host.url: host for host in self.hosts if host.url not in self.failed}
         for step in self._opened:
             for one in step.suppliers.all:
-                if isinstance(one.giver, HttpGiver) and not one.dropped:
-                    hosts[one.giver.name] = one.giver.host
+                if isinstance(one, HttpSupplier) and not one.dropped:
+                    hosts[one.name] = one.host
         end = time.monotonic() + 1.0
         for host in hosts.values():
             left = end - time.monotonic()

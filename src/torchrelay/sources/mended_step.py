@@ -24,11 +24,12 @@ from torchrelay.stores.seam import DataReader, MappableReader
 _FAULTS = (RelayError, OSError, EOFError)
 
 
-class StepGiver:
-    """Another source of a step, opened when it is first asked. See `suppliers.Giver`."""
+class StepSupplier(Supplier):
+    """Another source of a step, opened when it is first asked."""
 
     def __init__(self, name: str, open_step: Callable[[], Opened]) -> None:
-        self.name, self._open = name, open_step
+        super().__init__(name)
+        self._open = open_step
         self.content = ""  # what it must have, as `content_digest` has it
         self._opened: Opened | None = None
         self._lock = threading.Lock()
@@ -54,9 +55,6 @@ class StepGiver:
                     raise EndpointError("it has other bytes of the step")
             return self._opened.files.reader(volume)
 
-    def is_gone(self) -> bool:
-        return False
-
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
@@ -66,7 +64,7 @@ class MendedStep:
     """See `seam.Opened` and `stores.seam.MendableStep`: a step of one source, whose chunks come
     from other sources where that one does not give them right."""
 
-    def __init__(self, first: Opened, others: Sequence[StepGiver], deadline: Deadline) -> None:
+    def __init__(self, first: Opened, others: Sequence[StepSupplier], deadline: Deadline) -> None:
         self._first = first
         self.record: Checkpoint = first.record
         content = content_digest(self.record)
@@ -78,8 +76,7 @@ class MendedStep:
         self._files = {file.name: file for file in self.record.files}
         for one in others:
             one.content = content
-        suppliers = [Supplier(one) for one in others]
-        volumes = dict.fromkeys(self._files, suppliers)
+        volumes: dict[str, list[Supplier]] = {name: [*others] for name in self._files}
         self._others = Suppliers(volumes, deadline, f"step {self.record.step}")
         self._deadline = deadline
         self.patches: dict[tuple[str, int], bytearray] = {}  # by volume and where a chunk begins

@@ -155,12 +155,12 @@ class RemoteReader:
         self, supplier: Supplier, start: int, views: list[memoryview], chunks: ArrivingChunks
     ) -> None:
         seconds, name = max(self._deadline.left(), 0.01), self._file.name
-        for nbytes in supplier.giver.read(name, start, views, seconds=seconds):
+        for nbytes in supplier.read(name, start, views, seconds=seconds):
             if self._suppliers.stopped.is_set():
                 return
             if not chunks.add(nbytes):
                 why = f"wrong digest of {name} at byte {chunks.at}"
-                if supplier.giver.is_gone():
+                if supplier.is_gone():
                     self._suppliers.gone = True
                     why = "the step was replaced while it was read"
                 self._suppliers.drop(supplier, why)

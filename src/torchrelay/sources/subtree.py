@@ -1,44 +1,19 @@
-"""The state below one key of a source's steps, as a source of its own."""
+"""The state below one key of a step, as a step of its own."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from torchrelay.deadlines import Deadline
 from torchrelay.errors import MismatchError
 from torchrelay.plan.overlay import renumbered
 from torchrelay.record import manifest as m
 from torchrelay.record.checkpoint.schema import Checkpoint, Outline, Own, pairs
-from torchrelay.sources.seam import Opened, Source
+from torchrelay.sources.seam import Opened
 from torchrelay.state.tree import children_of, text_of
 
 
 class Subtree:
-    """A source whose states are those below `key`, a dotted path, in another's."""
-
-    def __init__(self, source: Source, key: str) -> None:
-        self._source, self._key = source, key
-        self.steps, self.end = source.steps, source.end
-
-    @property
-    def name(self) -> str:
-        return self._source.name
-
-    @property
-    def cost(self) -> int:
-        return self._source.cost
-
-    def open(self, step: int, deadline: Deadline) -> Opened:
-        opened = self._source.open(step, deadline)
-        try:
-            return OpenedSubtree(opened, self._key)
-        except BaseException:
-            opened.close()
-            raise
-
-
-class OpenedSubtree:
-    """A step with the record of its subtree. See `seam.Opened`."""
+    """An opened step with the record of what is below `key`, a dotted path. See `seam.Opened`."""
 
     def __init__(self, opened: Opened, key: str) -> None:
         self.record = below(opened.record, key)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
 from urllib.parse import quote
 
 from torchrelay.deadlines import Deadline
@@ -23,44 +23,58 @@ LAST_TRIES = 7  # where no other supplier has it
 PAUSES = (0.1, 2.0)  # seconds before another try: first, and at most
 
 
-class Giver(Protocol):
-    """Something that gives bytes of volumes."""
+class Supplier(ABC):
+    """Something that gives bytes of volumes, and how it has done so far."""
 
-    @property
-    def name(self) -> str: ...
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.active = 0  # requests under way
+        self.failures = 0  # in a row
+        self.fault = ""  # the last of them
+        self.bytes = 0
+        self.rests_until = 0.0
+        self.dropped = ""  # why it is asked no more
+
+    @abstractmethod
     def read(
         self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
     ) -> Iterator[int]:
         """Fill views from bytes of a volume; yields how many have come, piece by piece."""
 
-    def is_gone(self) -> bool:
-        """Whether the step was replaced there."""
-
+    @abstractmethod
     def close(self) -> None: ...
 
+    def is_gone(self) -> bool:
+        """Whether the step was replaced there."""
+        return False
 
-class HttpGiver:
+    def mapped(self, volume: str) -> MappedReader | None:
+        """A volume in memory of this host, unless something was found wrong with it."""
+        return None
+
+
+class HttpSupplier(Supplier):
     """A server's volumes of a snapshot, by HTTP ranges or from memory that it lends."""
 
     def __init__(self, host: Host, snapshot: str) -> None:
+        super().__init__(host.url)
         self.host, self._snapshot = host, snapshot
-        self.mapped: dict[str, MappedReader] = {}  # volumes in memory of this host
+        self._mapped: dict[str, MappedReader] = {}  # volumes in memory of this host
         self._lent: LentMemory | None = None
-
-    @property
-    def name(self) -> str:
-        return self.host.url
 
     def take(self, lent: LentMemory, sizes: Mapping[str, int]) -> None:
         """Read volumes of the right size from this memory, until `close`."""
         right = {n: one for n, one in lent.readers.items() if sizes.get(n) == one.nbytes}
-        self._lent, self.mapped = lent, right
+        self._lent, self._mapped = lent, right
+
+    def mapped(self, volume: str) -> MappedReader | None:
+        return None if self.dropped else self._mapped.get(volume)
 
     def read(
         self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
     ) -> Iterator[int]:
-        if volume in self.mapped:
-            return self.mapped[volume].pieces(start, views)
+        if volume in self._mapped:
+            return self._mapped[volume].pieces(start, views)
         path = f"/volumes/{self._snapshot}/{quote(volume)}"
         return self.host.read(path, start, views, seconds=seconds)
 
@@ -74,24 +88,6 @@ class HttpGiver:
         self.host.close()
         if self._lent is not None:
             self._lent.close()
-
-
-class Supplier:
-    """A giver, and how it has done so far."""
-
-    def __init__(self, giver: Giver) -> None:
-        self.giver = giver
-        self.active = 0  # requests under way
-        self.failures = 0  # in a row
-        self.fault = ""  # the last of them
-        self.bytes = 0
-        self.rests_until = 0.0
-        self.dropped = ""  # why it is asked no more
-
-    def mapped(self, volume: str) -> MappedReader | None:
-        """A volume in memory of this host, unless something was found wrong with it."""
-        found = isinstance(self.giver, HttpGiver) and not self.dropped
-        return self.giver.mapped.get(volume) if found else None  # type: ignore[attr-defined]
 
 
 class Suppliers:
@@ -156,7 +152,7 @@ class Suppliers:
             supplier.dropped = supplier.dropped or why
 
     def _lost(self, volume: str) -> PeerLostError | FileNotFoundError:
-        reasons = "; ".join(f"{one.giver.name}: {one.dropped}" for one in self._volumes[volume])
+        reasons = "; ".join(f"{one.name}: {one.dropped}" for one in self._volumes[volume])
         if self.gone:
             return FileNotFoundError(2, f"{self._what} was replaced ({reasons})")
         return PeerLostError(f"{self._what} cannot be read further: {reasons}", phase="data")
@@ -165,14 +161,14 @@ class Suppliers:
     def faulty(self) -> dict[str, str]:
         """Why suppliers were dropped or did not come back, by name."""
         bad = [one for one in self.all if one.dropped or one.failures]
-        return {one.giver.name: one.dropped or one.fault for one in bad}
+        return {one.name: one.dropped or one.fault for one in bad}
 
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes from each supplier, by name."""
-        return {one.giver.name: one.bytes for one in self.all if one.bytes}
+        return {one.name: one.bytes for one in self.all if one.bytes}
 
     def close(self) -> None:
         self.stopped.set()
         for one in self.all:
-            one.giver.close()
+            one.close()

@@ -86,7 +86,7 @@ class ServedReader:
         name = self._step.order[volume].name
         if name not in self._files:
             try:
-                self._ranks.read_into(volume, start, view)
+                self._ranks.read_part(volume, start, view)
             except SourceFault as fault:
                 rank = self._step.places[volume]
                 raise EndpointError(f"rank {rank} did not send its part: {fault}") from fault

@@ -13,6 +13,7 @@ import xxhash
 from torchrelay.endpoint.page import PAGE, PATHS
 from torchrelay.endpoint.server import admission
 from torchrelay.endpoint.server.http import Handler, HttpConnection, Response, SlowReader, Span
+from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
 from torchrelay.endpoint.server.rank_reader import SourceFault
 from torchrelay.endpoint.server.requests import ByteRange, Refusal, Request, byte_range
 from torchrelay.endpoint.server.service import Service
@@ -38,20 +39,6 @@ FRESH = {"Cache-Control": "no-store"}
 
 Said = TypeVar("Said", bound=msgspec.Struct)
 Pieces = Iterator[bytes | Span]
-
-
-class SeedAnnouncement(msgspec.Struct):
-    """`POST /seeds`: where a puller serves what it has of a step."""
-
-    url: str
-    snapshot: str
-
-
-class SeedAnswer(msgspec.Struct):
-    """The other seeds of the step, and whether this server has all of it."""
-
-    seeds: list[str]
-    complete: bool
 
 
 class Ending(msgspec.Struct):

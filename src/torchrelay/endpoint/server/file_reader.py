@@ -53,5 +53,5 @@ class FileReader:
             return span.copy()
         data = bytearray(run.stop - run.start)
         view = memoryview(data)
-        self._ranks.read_into(run.volume, run.start, view)
+        self._ranks.read_part(run.volume, run.start, view)
         return bytes(data)

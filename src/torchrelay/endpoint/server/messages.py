@@ -135,5 +135,19 @@ class Refused(msgspec.Struct, tag="refused"):
     message: str
 
 
+class SeedAnnouncement(msgspec.Struct):
+    """`POST /seeds`: where a puller serves what it has of a step."""
+
+    url: str
+    snapshot: str
+
+
+class SeedAnswer(msgspec.Struct):
+    """The other seeds of the step, and whether this server has all of it."""
+
+    seeds: list[str]
+    complete: bool
+
+
 ServerRequest = Listen | Reserve | StageSlot | Show | FinishPublish | Tell
 ServerAnswer = Listening | Reserved | SlotStaged | StatusText | Obeyed | Refused

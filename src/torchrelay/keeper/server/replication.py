@@ -18,6 +18,7 @@ import xxhash
 
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.server.messages import Show, Volume
+from torchrelay.endpoint.server.rank_reader import RankReader
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
 from torchrelay.errors import RelayError
@@ -27,14 +28,10 @@ from torchrelay.keeper.server.messages import HeldStep, KeeperReport
 from torchrelay.keeper.server.retention import OWN, Retention
 from torchrelay.memory.pages import PAGE, paged, reserve, sealed_memory
 from torchrelay.sources.access import Access
-from torchrelay.sources.connection import Host
-from torchrelay.sources.remote_step import RemoteReader
-from torchrelay.sources.suppliers import HttpGiver, Supplier, Suppliers
 
 PIECE_BYTES = 1 << 20  # fetched at once, between looks at the rate
 LEAST_SECONDS = 60.0  # that a copy may take, and
 SLACK = 8  # times as long as it would take at its rate
-END_SECONDS = 1.0  # to tell the other keeper that it is over
 
 
 class WantedCopy(NamedTuple):
@@ -187,54 +184,43 @@ class CopyThread:
         self.fetched = 0  # bytes that came from others
         # Looked up here, with the lock held: steps come and go while the thread copies.
         self._older = {} if older is None else {v.name: older.place(v.name) for v in wanted.volumes}
-        self._access, self._rate, self._done = access, rate, done
-        self._stopped = threading.Event()
+        self._ranks = RankReader(wanted.step, access, reader=os.urandom(16).hex())
+        self._rate, self._done = rate, done
         self._map = mmap.mmap(slot.file.fileno(), slot.nbytes)
         self._view = memoryview(self._map)
         threading.Thread(target=self._run, name="torchrelay-copy", daemon=True).start()
 
     def stop(self) -> None:
         """Give it up; `done` is called all the same."""
-        self._stopped.set()
+        self._ranks.stopped.set()
 
     def _run(self) -> None:
-        hosts: dict[str, HttpGiver] = {}
         deadline = Deadline(max(LEAST_SECONDS, SLACK * self.wanted.nbytes / self._rate))
-        token, context = self._access.token, self._access.client_context()
+        begun = time.monotonic()
         try:
-            for url in dict.fromkeys(self.wanted.urls):
-                reader = os.urandom(16).hex()
-                host = Host(url, token=token, context=context, reader=reader)
-                hosts[url] = HttpGiver(host, self.wanted.step.id)
-            begun = time.monotonic()
             for volume, url in zip(self.wanted.volumes, self.wanted.urls, strict=True):
-                self._copy(volume, hosts[url], deadline, begun)
+                self._copy(volume, url, deadline, begun)
         except (RelayError, OSError, ValueError) as fault:
             self.why = getattr(fault, "message", "") or str(fault) or type(fault).__name__
         except BaseException as fault:  # whatever it is, the keeper must know that this is over
             self.why = f"{type(fault).__name__}: {fault}"
             raise
         finally:
-            for giver in hosts.values():
-                giver.host.report_end(self.why, 0, seconds=END_SECONDS)
-                giver.close()
+            self._ranks.close(self.why)
             # A failure may have left views of the memory behind: it is unmapped with the last.
             del self._view, self._map
             self._done(self)
 
-    def _copy(self, volume: Volume, giver: HttpGiver, deadline: Deadline, begun: float) -> None:
-        what = f"step {self.wanted.step.step}"
-        suppliers = Suppliers({volume.name: [Supplier(giver)]}, deadline, what)
-        suppliers.stopped = self._stopped
-        reader = RemoteReader(volume, suppliers, deadline)
+    def _copy(self, volume: Volume, url: str, deadline: Deadline, begun: float) -> None:
+        size = max(PIECE_BYTES, volume.chunk_bytes)
         for start, stop in self._missing(volume):
-            for at in range(start, stop, max(PIECE_BYTES, volume.chunk_bytes)):
-                end = min(at + max(PIECE_BYTES, volume.chunk_bytes), stop)
-                if self._stopped.wait(
-                    max(0.0, begun + self.fetched / self._rate - time.monotonic())
-                ):
+            for at in range(start, stop, size):
+                early = begun + self.fetched / self._rate - time.monotonic()
+                if self._ranks.stopped.wait(max(0.0, early)):
                     raise ValueError("it was given up")
-                reader.read_into(at, [self._view[volume.start + at : volume.start + end]])
+                end = min(at + size, stop)
+                view = self._view[volume.start + at : volume.start + end]
+                self._ranks.read_into(volume, url, at, view, deadline)
                 self.fetched += end - at
 
     def _missing(self, volume: Volume) -> Iterator[tuple[int, int]]:

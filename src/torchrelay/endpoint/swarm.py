@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
 import numpy as np
 
 from torchrelay.deadlines import Deadline
+from torchrelay.endpoint.seed import Seed
+from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
 from torchrelay.errors import EndpointError, TransferTimeoutError, UsageError
 from torchrelay.memory.crew import Crew, share_out
 from torchrelay.record.checkpoint.schema import DataFile
@@ -46,14 +48,7 @@ _FAULTS = (OSError, EndpointError, msgspec.MsgspecError)
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class _SeedAnswer(msgspec.Struct):
-    """The other seeds of a step, and whether the one that was asked has all of it."""
-
-    seeds: list[str]
-    complete: bool
-
-
-_answer = msgspec.json.Decoder(_SeedAnswer)
+_answer = msgspec.json.Decoder(SeedAnswer)
 
 
 class Piece(NamedTuple):
@@ -68,13 +63,6 @@ class Piece(NamedTuple):
     def span(self) -> tuple[int, int]:
         size = self.file.chunk_bytes
         return self.first * size, min(self.last * size, self.file.nbytes)
-
-
-class SeedMemory(Protocol):
-    """Where a step is put together: memory by volume, and the chunks that have arrived."""
-
-    def space(self, name: str, start: int, stop: int) -> memoryview: ...
-    def add(self, first: int, count: int) -> None: ...
 
 
 def pieces_of(files: Sequence[DataFile]) -> list[Piece]:
@@ -122,7 +110,7 @@ class Swarm:
         self._origin, self._remote, self._connect = origin, remote, connect
         self._deadline, self._progress = deadline, progress
         self._own = ""  # the URL of this puller, once it serves
-        self._memory: SeedMemory | None = None
+        self._seed: Seed | None = None
         self._pieces = pieces_of(remote.record.files)
         self._numbers = np.arange(len(self._pieces))
         self._first_chunks = [piece.number for piece in self._pieces]
@@ -135,9 +123,9 @@ class Swarm:
         self._neighbours: dict[str, Neighbour] = {}
         self._over = threading.Event()
 
-    def run(self, own: str, memory: SeedMemory) -> None:
-        """Fetch the step into memory that this process serves at its own URL."""
-        self._own, self._memory = own, memory
+    def run(self, seed: Seed) -> None:
+        """Fetch the step into the memory of a seed, which this process serves."""
+        self._own, self._seed = seed.url, seed
         watching = threading.Thread(target=self._watch, name="torchrelay-swarm", daemon=True)
         self._look_around()
         watching.start()
@@ -224,10 +212,10 @@ class Swarm:
             one.answered, one.complete = True, answer.complete and not one.strikes
             self._changed.notify_all()
 
-    def _announce_to(self, host: Host) -> _SeedAnswer:
-        said = msgspec.json.encode({"url": self._own, "snapshot": self._remote.snapshot})
+    def _announce_to(self, host: Host) -> SeedAnswer:
+        said = msgspec.json.encode(SeedAnnouncement(self._own, self._remote.snapshot))
         answer = host.post("/seeds", said, seconds=GREET_SECONDS)
-        return _answer.decode(answer.body) if answer.status == 200 else _SeedAnswer([], False)
+        return _answer.decode(answer.body) if answer.status == 200 else SeedAnswer([], False)
 
     def _alive(self) -> list[Neighbour]:
         every = list(self._neighbours.values())
@@ -295,9 +283,9 @@ class Swarm:
 
     def _fetch(self, piece: Piece, giver: Neighbour | None) -> bool:
         """Whether a piece has arrived; others may have it then."""
-        assert self._memory is not None
+        assert self._seed is not None
         start, stop = piece.span
-        view = self._memory.space(piece.file.name, start, stop)
+        view = self._seed.space(piece.file.name, start, stop)
         begun = time.monotonic()
         if giver is None:
             self._remote.reader(piece.file.name).read_into(start, [view])
@@ -305,7 +293,7 @@ class Swarm:
             return False
         spent = time.monotonic() - begun
         self._typical = spent if not self._typical else 0.9 * self._typical + 0.1 * spent
-        self._memory.add(piece.number, piece.last - piece.first)
+        self._seed.add(piece.number, piece.last - piece.first)
         self._progress(stop - start)
         return True
 
