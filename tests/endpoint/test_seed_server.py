@@ -18,6 +18,8 @@ import torch
 import torchrelay as tr
 from torchrelay.endpoint import seed as seeds
 from torchrelay.endpoint.seed import Seed
+from torchrelay.endpoint.server.messages import Listen
+from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.memory.kept_ranges import KeptRanges
 from torchrelay.record.checkpoint.schema import DataFile
 
@@ -34,6 +36,15 @@ def seed() -> Iterator[Seed]:
         made.space(VOLUME.name, 0, 1 << 20)[:] = b"x" * (1 << 20)
         made.add(0, 1)
         yield made
+
+
+def _limit(monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
+    """Have seeds listen with other limits."""
+
+    def limited(listen: Listen, *, lends: bool) -> StepServer:
+        return StepServer(msgspec.structs.replace(listen, **limits), lends=lends)
+
+    monkeypatch.setattr(seeds, "StepServer", limited)
 
 
 def _ask(
@@ -129,7 +140,7 @@ def test_strangers_are_kept_out(seed: Seed) -> None:
 
 
 def test_a_request_that_never_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeds, "STALL_SECONDS", 0.3)
+    _limit(monkeypatch, stall=0.3)
     with Seed("127.0.0.1", ACCESS, [VOLUME]) as made:
         made.show(5, SNAPSHOT, b"{}")
         place = urlsplit(made.url)
@@ -143,7 +154,7 @@ def test_a_request_that_never_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeds, "CONNECTIONS", 2)
+    _limit(monkeypatch, connections=2)
     with Seed("127.0.0.1", ACCESS, [VOLUME]) as made, ExitStack() as lines:
         made.show(5, SNAPSHOT, b"{}")
         place = urlsplit(made.url)

@@ -10,7 +10,7 @@ from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.process import ServerProcess
-from torchrelay.endpoint.publishing import EndpointPolicy, Publisher
+from torchrelay.endpoint.publishing import Policy, Publisher
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.messages import CONNECTIONS, HOLD_SECONDS, STALL_SECONDS
 from torchrelay.errors import RelayError, UsageError
@@ -54,7 +54,7 @@ class Endpoint:
             self._server = ServerProcess(listen)
             self._server.start(self._timeout)
         self._publisher = Publisher(
-            self._all, self._server.link, self._server.start, self._own_url, EndpointPolicy()
+            self._all, self._server.link, self._server.start, self._own_url, Policy()
         )
         self._closed = False
         self._calls = threading.RLock()

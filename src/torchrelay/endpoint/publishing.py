@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,14 +39,17 @@ from torchrelay.stores.writer.file_writer import WORKERS
 _FINISH_SECONDS = 5.0  # for the last message of a publish
 
 
-class Policy(Protocol):
-    """The part of a publish that differs between endpoints and keepers."""
+class Policy:
+    """The part of a publish that differs between endpoints and keepers; this is an endpoint's. The
+    coordinator's server lists the step, and names the others."""
 
     def report(self, deadline: Deadline) -> bytes:
         """This rank's server reports to the coordinator before a step."""
+        return b""
 
     def choose(self, reports: list[bytes], urls: list[str], step: int) -> tuple[bytes, str]:
         """The coordinator's: a decision for all servers, and why the step is skipped, if it is."""
+        return b"", ""
 
     def meet(self, urls: list[str]) -> None:
         """The URLs of all ranks' servers; called where they have changed."""
@@ -56,20 +59,6 @@ class Policy(Protocol):
 
     def listing(self, urls: list[str]) -> set[int]:
         """The ranks whose servers list the step."""
-
-
-class EndpointPolicy:
-    """The coordinator's server lists the step, and names the others."""
-
-    def report(self, deadline: Deadline) -> bytes:
-        return b""
-
-    def choose(self, reports: list[bytes], urls: list[str], step: int) -> tuple[bytes, str]:
-        return b"", ""
-
-    def meet(self, urls: list[str]) -> None: ...
-    def check(self, parts: list[int], urls: list[str]) -> None: ...
-    def listing(self, urls: list[str]) -> set[int]:
         return {COORDINATOR}
 
 

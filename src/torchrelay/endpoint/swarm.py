@@ -77,7 +77,7 @@ def pieces_of(files: Sequence[DataFile]) -> list[Piece]:
 
 
 class Neighbour:
-    """Another puller of the same step."""
+    """Another puller of the same step, or the endpoint."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -116,7 +116,7 @@ class Swarm:
         self._first_chunks = [piece.number for piece in self._pieces]
         self._open: Flags = np.ones(len(self._pieces), bool)  # neither here nor on their way
         self._left = len(self._pieces)
-        self._asking = 0  # requests to the endpoint that are under way
+        self._endpoint = Neighbour(origin)
         self._fed = time.monotonic()  # when a piece last arrived
         self._typical = 0.0  # seconds that a piece takes
         self._changed = threading.Condition()
@@ -244,50 +244,44 @@ class Swarm:
                     self._changed.wait(REST_SECONDS)
                     continue
                 self._open[index] = False
-                self._count(giver, 1)
+                giver.active += 1
             done = False
             try:
                 done = self._fetch(self._pieces[index], giver)
             finally:
                 with self._changed:
-                    self._count(giver, -1)
+                    giver.active -= 1
                     self._open[index] = not done
                     self._left -= done
                     self._fed = time.monotonic() if done else self._fed
                     self._changed.notify_all()
 
-    def _count(self, giver: Neighbour | None, requests: int) -> None:
-        if giver is None:
-            self._asking += requests
-        else:
-            giver.active += requests
-
-    def _choose(self, now: float) -> tuple[int | None, Neighbour | None]:
-        """A piece to fetch, and from whom: None is the endpoint."""
+    def _choose(self, now: float) -> tuple[int | None, Neighbour]:
+        """A piece to fetch, and from whom."""
         alive = self._alive()
         most = max(1, CONNECTIONS // (1 + len(alive)))
-        endpoint_is_free = self._asking < most
+        endpoint_is_free = self._endpoint.active < most
         if endpoint_is_free and now - self._fed > GRACE_SECONDS:
-            return _first(self._open), None
+            return _first(self._open), self._endpoint
         free = [one for one in alive if one.active < most and one.rests_until <= now]
         free.sort(key=lambda one: (one.active, one.bytes))
         mine = _first(self._open & self._share(self._own))
         whole = next((one for one in free if one.complete), None)
         if mine is not None and (whole is not None or endpoint_is_free):
-            return mine, whole
+            return mine, whole or self._endpoint
         for one in free:
             index = _first(self._open if one.complete else self._open & self._share(one.host.url))
             if index is not None:
                 return index, one
-        return None, None
+        return None, self._endpoint
 
-    def _fetch(self, piece: Piece, giver: Neighbour | None) -> bool:
+    def _fetch(self, piece: Piece, giver: Neighbour) -> bool:
         """Whether a piece has arrived; others may have it then."""
         assert self._seed is not None
         start, stop = piece.span
         view = self._seed.space(piece.file.name, start, stop)
         begun = time.monotonic()
-        if giver is None:
+        if giver is self._endpoint:
             self._remote.reader(piece.file.name).read_into(start, [view])
         elif not self._from_neighbour(piece, giver, view):
             return False

@@ -11,7 +11,7 @@ import msgspec
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.process import ServerLink
-from torchrelay.endpoint.publishing import StagedStep
+from torchrelay.endpoint.publishing import Policy, StagedStep
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError
 from torchrelay.keeper.choice import check_budget, choose
@@ -22,14 +22,14 @@ _RELEASE_SECONDS = 5.0
 _reported = msgspec.msgpack.Decoder(tuple[int, k.KeeperReport])
 
 
-class KeeperPolicy:
-    """See `endpoint.publishing.Policy`. `tell`: called with the keepers of all ranks."""
+class KeeperPolicy(Policy):
+    """Every keeper lists the step. `tell`: called with the keepers of all ranks."""
 
     def __init__(
         self, keeper: ServerLink, join: k.JoinKeeper, tell: Callable[[list[str]], None]
     ) -> None:
         self._keeper, self._memory, self._copies = keeper, join.memory, join.copies
-        self.meet = tell
+        self._tell = tell
         self._budgets: list[int] = []  # the coordinator's: of each rank's keeper
 
     def report(self, deadline: Deadline) -> bytes:
@@ -43,6 +43,9 @@ class KeeperPolicy:
         once = {url: reported for url, (_, reported) in zip(urls, found, strict=True)}
         decision, why = choose(list(once.values()), step, copies=copies)
         return msgspec.msgpack.encode(decision), why
+
+    def meet(self, urls: list[str]) -> None:
+        self._tell(urls)
 
     def check(self, parts: list[int], urls: list[str]) -> None:
         check_budget(parts, urls, self._budgets, self._copies)

@@ -224,23 +224,22 @@ class EndpointSource:
 
     # One step.
 
-    def open(self, step: int | None, deadline: Deadline) -> RemoteStep:
+    def open(self, step: int, deadline: Deadline) -> RemoteStep:
         """A step of all servers that have the same bytes of it; the others are left out."""
-        if step is None or step not in self._listed:
+        if step not in self._listed:
             self.steps(deadline)
-        chosen = max(self._listed, default=None) if step is None else step
-        if chosen is None or chosen not in self._listed:
+        if step not in self._listed:
             there = ", ".join(map(str, sorted(self._listed))) or "none"
-            text = f"no step {chosen} at {self.name}; available: {there}"
+            text = f"no step {step} at {self.name}; available: {there}"
             raise StepNotFoundError(text, step=step)
-        listed = self._listed.pop(chosen)  # another look asks again
+        listed = self._listed.pop(step)  # another look asks again
         holders = max(_by_snapshot(listed).values(), key=len)
         for host in () if self.job else self.hosts:
             if all(host is not one for one, _ in holders):
                 other = any(host is one for one, _ in listed)
-                why = f"has other bytes of step {chosen}" if other else f"has no step {chosen}"
+                why = f"has other bytes of step {step}" if other else f"has no step {step}"
                 self.failed.setdefault(host.url, why)
-        return self._open(holders, chosen, holders[0][1].snapshot, deadline)
+        return self._open(holders, step, holders[0][1].snapshot, deadline)
 
     def _open(self, holders: Holders, step: int, snapshot: str, deadline: Deadline) -> RemoteStep:
         found = None
