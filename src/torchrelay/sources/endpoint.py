@@ -224,11 +224,13 @@ class EndpointSource:
 
     # One step.
 
-    def open(self, step: int, deadline: Deadline) -> RemoteStep:
-        """A step of all servers that have the same bytes of it; the others are left out."""
-        if step not in self._listed:
+    def open(self, step: int | None, deadline: Deadline) -> RemoteStep:
+        """A step, or the newest, of all servers that have the same bytes of it; the others are left
+        out."""
+        if step is None or step not in self._listed:
             self.steps(deadline)
-        if step not in self._listed:
+        step = max(self._listed, default=None) if step is None else step
+        if step is None or step not in self._listed:
             there = ", ".join(map(str, sorted(self._listed))) or "none"
             text = f"no step {step} at {self.name}; available: {there}"
             raise StepNotFoundError(text, step=step)
