@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 import xxhash
 
@@ -38,11 +39,8 @@ class StepSupplier(Supplier):
         self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
     ) -> Iterator[int]:
         try:
-            reader = self._reader(volume)
-            try:
+            with closing(self._reader(volume)) as reader:
                 reader.read_into(start, views)
-            finally:
-                reader.close()
         except _FAULTS as fault:
             raise EndpointError(getattr(fault, "message", "") or str(fault)) from fault
         yield from map(len, views)
@@ -126,11 +124,8 @@ class MendedStep:
             return False
         data = bytearray(min(file.chunk_bytes, file.nbytes - start))
         try:
-            reader = self._first.files.reader(file.name)
-            try:
+            with closing(self._first.files.reader(file.name)) as reader:
                 reader.read_into(start, [memoryview(data)])
-            finally:
-                reader.close()
         except _FAULTS:
             return False
         return xxhash.xxh3_128_digest(data) == digest_of(file, start)

@@ -59,9 +59,6 @@ class JoinedKeeper:
         cafile = join.listen.cafile or join.listen.certfile
         self.service.access = replace(self.service.access, cafile=cafile)
 
-    def take_token(self, token: str) -> None:
-        self.service.access = replace(self.service.access, token=token)
-
 
 class KeeperProgram:
     """Carries out what the workers of a host ask for, each on a thread."""
@@ -133,8 +130,7 @@ class KeeperProgram:
             return kept.replication.report()
         if isinstance(request, m.Reserve):
             if request.decision:
-                decision = _decision.decode(request.decision)
-                kept.retention.decide(decision)
+                kept.retention.decided = decision = _decision.decode(request.decision)
                 kept.replication.due = decision.copy
             return kept.retention.reserve(worker.number, request.nbytes)
         if isinstance(request, m.StageSlot):
@@ -175,7 +171,7 @@ class KeeperProgram:
 
     def _meet(self, kept: JoinedKeeper, members: k.Members) -> None:
         self._members = members.urls
-        kept.take_token(members.token)
+        kept.service.access = replace(kept.service.access, token=members.token)
         kept.service.url = members.own
         kept.replication.meet(KeeperRing(sorted(members.urls), members.own))
 

@@ -22,12 +22,12 @@ from torchrelay.endpoint.server.rank_reader import RankReader
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
 from torchrelay.errors import RelayError
-from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server.messages import HeldStep, KeeperReport
 from torchrelay.keeper.server.retention import OWN, Retention
 from torchrelay.memory.pages import PAGE, paged, reserve, sealed_memory
 from torchrelay.sources.access import Access
+from torchrelay.sources.remote_step import digest_of
 
 PIECE_BYTES = 1 << 20  # fetched at once, between looks at the rate
 LEAST_SECONDS = 60.0  # that a copy may take, and
@@ -244,12 +244,9 @@ class CopyThread:
         if place is None:
             return False
         slot, before = place
-        at = start // volume.chunk_bytes * DIGEST_BYTES
-        wanted = volume.digests[at : at + DIGEST_BYTES]
-        if (before.nbytes, before.chunk_bytes) != (
-            volume.nbytes,
-            volume.chunk_bytes,
-        ) or before.digests[at : at + DIGEST_BYTES] != wanted:
+        sizes = volume.nbytes, volume.chunk_bytes
+        wanted = digest_of(volume, start)
+        if (before.nbytes, before.chunk_bytes) != sizes or digest_of(before, start) != wanted:
             return False
         here = self._view[volume.start + start : volume.start + stop]
         here[:] = slot.view[before.start + start : before.start + stop]

@@ -26,7 +26,7 @@ class Retention:
         self.most = 0  # bytes that there ever were
         self.copying: set[str] = set()  # steps that a copy is made of, or from
         self.filled: int | None = None  # the slot that a copy is being written to
-        self._decided = KeeperDecision([], False, [])
+        self.decided = KeeperDecision([], False, [])
         self._owners: dict[int, int] = {}  # by slot, the number of its worker
         self._sizes: dict[int, int] = {}  # by slot, bytes
         self._held: set[int] = set()  # slots that their workers have written to disk
@@ -42,9 +42,6 @@ class Retention:
     def nbytes(self) -> int:
         """Bytes of all slots, also of those that are not filled yet."""
         return sum(self._sizes.values())
-
-    def decide(self, decision: KeeperDecision) -> None:
-        self._decided = decision
 
     # Workers.
 
@@ -152,7 +149,7 @@ class Retention:
         return not (needed or self._service.readers(step))
 
     def _is_needed(self, step: ServedSnapshot) -> bool:
-        decided = self._decided
+        decided = self.decided
         return step.id in decided.keep or step.id not in decided.known or step.id in self.copying
 
     def tidy(self) -> None:
