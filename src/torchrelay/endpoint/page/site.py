@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.page import PAGE, PATHS
 from torchrelay.endpoint.page.answers import FRESH, PageAnswers
 from torchrelay.endpoint.page.data import WatchedSteps
-from torchrelay.endpoint.server.accepting import Acceptor
+from torchrelay.endpoint.server.accepting import Acceptor, listen_at
 from torchrelay.endpoint.server.admission import refusal
 from torchrelay.endpoint.server.http import HttpConnection, HttpServer, Response
 from torchrelay.endpoint.server.requests import Refusal, Request
@@ -39,8 +38,7 @@ class PageSite:
         server = HttpServer(
             self._answer, connections=CONNECTIONS, stall=STALL_SECONDS, context=None
         )
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        listener = socket.create_server((address.host, address.port), family=family)
+        listener = listen_at(address.host, address.port)
         self.url = f"http://{address.shown}:{listener.getsockname()[1]}"
         self.close = Acceptor(listener, server.serve).close
 

@@ -46,6 +46,12 @@ class Acceptor:
         self._listener.close()
 
 
+def listen_at(host: str, port: int, backlog: int = 128) -> socket.socket:
+    """A TCP socket at an address of either family."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
 def listen_by_name(name: str, backlog: int) -> socket.socket:
     """A Unix socket that is in no file system and gone with the process; `OSError` with EADDRINUSE
     where another process has the name."""

@@ -6,18 +6,17 @@ puller that passes on what it has (a seed). They differ in who tells it what to 
 
 from __future__ import annotations
 
-import socket
 import threading
 
-from torchrelay.endpoint.server.accepting import Acceptor
+from torchrelay.endpoint.server.accepting import Acceptor, listen_at
 from torchrelay.endpoint.server.app import App
 from torchrelay.endpoint.server.http import HttpServer
 from torchrelay.endpoint.server.local_memory import LocalMemory
 from torchrelay.endpoint.server.messages import Listen
 from torchrelay.endpoint.server.service import Service
 from torchrelay.sources.access import Access
+from torchrelay.sources.http_head import ServerUrl
 
-BACKLOG = 128
 _SWEEP_SECONDS = 1.0
 
 
@@ -29,12 +28,9 @@ class StepServer:
         cafile = listen.cafile or listen.certfile
         access = Access(listen.token, None, cafile, listen.certfile, listen.keyfile)
         self.service = Service(access=access, stall=listen.stall)
-        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-        place = (listen.host, listen.port)
-        listener = socket.create_server(place, family=family, backlog=BACKLOG)
+        listener = listen_at(listen.host, listen.port)
         self.port: int = listener.getsockname()[1]
-        host = f"[{listen.host}]" if ":" in listen.host else listen.host
-        self.service.url = f"{access.scheme}://{host}:{self.port}"
+        self.service.url = ServerUrl(access.scheme, listen.host, self.port).url
         self._http = self.service.http = HttpServer(
             App(self.service).answer,
             connections=listen.connections,
