@@ -96,12 +96,9 @@ class Endpoint:
         if not self._owner.here or self._closed:
             return
         self._closed = True
-        self._publisher.settle(self._timeout)
-        self._server.link.process.close()
-        self._publisher.close()
+        self._publisher.close(self._timeout)
 
     def _forsake(self) -> None:
-        self._server.link.process.detach_after_fork()
         self._publisher.forsake()
 
     def __enter__(self) -> Endpoint:

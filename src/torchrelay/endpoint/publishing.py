@@ -171,7 +171,7 @@ class Publisher:
     def _have_server(self, deadline: Deadline) -> None:
         if self._start(deadline.left()):
             # Processes that the one before lent memory to may still read it: it stays unchanged.
-            self.close()
+            self._drop_arenas()
             self.urls = []
 
     def _give_up(self, step: int, *, unused: bool = False) -> None:
@@ -348,10 +348,18 @@ class Publisher:
             self._last.ends_within(seconds)
 
     def forsake(self) -> None:
+        """In a child of a fork: the server and the memory are the parent's."""
+        self._server.process.detach_after_fork()
         for arena in self.arenas.values():
             arena.forsake()
 
-    def close(self) -> None:
+    def close(self, seconds: float) -> None:
+        """Wait that long for what is being published, then let go of the server and the memory."""
+        self.settle(seconds)
+        self._server.process.close()
+        self._drop_arenas()
+
+    def _drop_arenas(self) -> None:
         for slot in list(self.arenas):
             self._drop_arena(slot)
 

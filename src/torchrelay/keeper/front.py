@@ -240,9 +240,7 @@ class Keeper:
         if not self._owner.here or self._closed:
             return
         self._closed = True
-        self._publisher.settle(self._timeout)
-        self._keeper.process.close()
-        self._publisher.close()
+        self._publisher.close(self._timeout)
 
     def end(self) -> None:
         """End this host's keeper, and with it all that it has."""
@@ -254,7 +252,6 @@ class Keeper:
         self.close()
 
     def _forsake(self) -> None:
-        self._keeper.process.detach_after_fork()
         self._publisher.forsake()
 
     def __enter__(self) -> Keeper:
