@@ -16,8 +16,7 @@ import numpy as np
 from torchrelay.inspection.numbers import Array, memory_of
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, StateReader
-    from torchrelay.record.checkpoint.places import PlacedBox
+    from torchrelay.inspection.seam import BoxedTensor, PlacedBox, StateReader
 
 SLAB_BYTES = 8 << 20
 

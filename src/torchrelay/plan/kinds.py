@@ -35,14 +35,20 @@ class KindTable:
 
     def image(self, kind: ImageKind) -> int:
         boxes = () if kind.is_whole else kind.boxes
-        return self._number(self.images, kind, (kind.dtype, kind.shape, kind.strides, boxes))
+        key = (kind.dtype, kind.shape, kind.strides, kind.count, boxes)
+        return self._number(self.images, kind, key)
+
+    def mesh(self, mesh: m.Mesh) -> int:
+        return self._number(self.meshes, mesh)
+
+    def sharding(self, how: Sharding) -> int:
+        return self._number(self.shardings, how)
 
     def sharded_leaf(self, kind: ShardedKind) -> int:
         """The kind of a distributed leaf."""
         if kind.mesh is None:
             how: Sharding = BoxSharding(kind.boxes, kind.pinned)
         else:
-            mesh = self._number(self.meshes, kind.mesh)
-            how = MeshSharding(mesh, kind.placements, kind.coordinate)
-        sharding = self._number(self.shardings, how)
-        return self.leaf(LeafKind(kind.dtype, kind.shape, kind.strides, kind.flags, sharding))
+            how = MeshSharding(self.mesh(kind.mesh), kind.placements, kind.coordinate)
+        facts = (kind.dtype, kind.shape, kind.strides, kind.flags)
+        return self.leaf(LeafKind(*facts, self.sharding(how)))

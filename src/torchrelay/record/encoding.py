@@ -121,6 +121,12 @@ def encode_at_rest(record: Record) -> bytes:
     return msgspec.json.encode(_Sealed(msgspec.Raw(body), xxhash.xxh3_128_hexdigest(body)))
 
 
+def content_digest(record: Record) -> str:
+    """A digest of what a step holds, whenever and by whichever program it was saved."""
+    bare = msgspec.structs.replace(record, origin=None)
+    return xxhash.xxh3_128_hexdigest(_rest_encoder.encode(bare))
+
+
 def decode_at_rest(data: bytes, mode: Mode = "whole") -> Record:
     """The record in `data`, its digest and every number in it checked, or `ManifestError`;
     `FormatError` for one of a version that this library does not read."""

@@ -27,7 +27,7 @@ from torchrelay.progress import Bar
 
 if TYPE_CHECKING:
     from torchrelay.progress import ProgressCallback
-    from torchrelay.record.checkpoint.schema import Checkpoint
+    from torchrelay.record.schema import Record
 
 PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
 STEPS = typer.Argument(help="The steps to remove.")
@@ -44,7 +44,7 @@ def add_to(app: typer.Typer) -> None:
 class Listed(Protocol):
     """The methods that the listing of a step needs; a `Checkpointer` has them."""
 
-    def record(self, step: int) -> Checkpoint: ...
+    def record(self, step: int) -> Record: ...
     def holds(self, step: int) -> bool: ...
 
 
@@ -60,7 +60,7 @@ class _Steps:
     def steps(self) -> list[int]:
         return self._store.steps()
 
-    def record(self, step: int) -> Checkpoint:
+    def record(self, step: int) -> Record:
         from torchrelay.stores.opening import open_step
 
         with closing(open_step(self._store, step)) as opened:
@@ -77,7 +77,7 @@ class _Steps:
         from torchrelay.stores.reading.chunks import check_chunks
 
         with closing(open_step(self._store, step)) as opened:
-            check_chunks(opened.files, opened.record, Bar(progress, opened.record.nbytes).add)
+            check_chunks(opened.files, opened.record, Bar(progress, opened.record.volume_bytes).add)
 
 
 def opened(place: str) -> tr.Checkpointer:
@@ -137,11 +137,11 @@ def listed(there: Listed, step: int) -> dict[str, Any]:
         return {"step": step, "verified": False, **wrong(fault)}
     return {
         "step": step,
-        "time": record.time,
-        "bytes": record.nbytes,
-        "files": len(record.files),
-        "ranks": record.world,
-        "torch": record.torch,
+        "time": record.saved.time,
+        "bytes": record.volume_bytes,
+        "files": len(record.volumes),
+        "ranks": len(record.ranks),
+        "torch": record.saved.torch,
         "verified": False,
         **found,
     }
@@ -169,7 +169,7 @@ def _row(facts: dict[str, Any]) -> list[object]:
 
 def age(time: str) -> str:
     """How long ago a time of a commit record was; the text itself, if it is not a time."""
-    from torchrelay.record.checkpoint.schema import epoch_seconds
+    from torchrelay.steps import epoch_seconds
 
     then = epoch_seconds(time)
     if then is None:

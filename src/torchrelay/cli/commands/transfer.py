@@ -142,7 +142,7 @@ def _pull(
                         state.verify(show)
                 nbytes = write_file(state, only, Path(out), quiet=as_json)
             else:
-                nbytes = held.record.nbytes
+                nbytes = held.record.volume_bytes
                 with progress_bar("pulling") as show:
                     copy_step(held, open_store(out), show)
             reason = ""

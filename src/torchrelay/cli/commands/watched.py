@@ -15,7 +15,7 @@ from torchrelay.cli.output import in_words, wrong
 from torchrelay.cli.sources import is_url, opened_source
 from torchrelay.errors import EndpointError, RelayError, UsageError
 from torchrelay.inspection.seam import Contents, OpenedState
-from torchrelay.record.checkpoint.schema import epoch_seconds
+from torchrelay.steps import epoch_seconds
 
 KEPT = 16  # contents of steps that are held, the last ones asked for
 ASK_SECONDS = 20.0

@@ -79,8 +79,11 @@ def _check(record: Record, mode: Mode, limits: TreeLimits) -> None:
     check_meshes((leaf for one in record.outlines for leaf in one.others), record.meshes)
     if mode == "stream":
         rows.check_reached()
-    _check_ranks(record, rows, limits)
+    if mode != "part" or record.outlines or record.ranks:
+        _check_ranks(record, rows, limits)
     _check_rest(record)
+    if mode == "whole" and record.origin is None:
+        raise ManifestError("a step that does not say what saved it")
 
 
 def _check_one_rank(record: Record) -> None:
@@ -99,12 +102,12 @@ def _check_one_rank(record: Record) -> None:
 
 def _check_count(record: Record, mode: Mode) -> None:
     """The number of images is one that something in the record stands for."""
-    if mode == "stream":
-        parts = (part for leaf in record.outlines[0].others for part in m.parts(leaf))
-        most = record.outlines[0].rows + sum(1 for _ in parts)
-    else:
+    others = (leaf for outline in record.outlines for leaf in outline.others)
+    most = sum(outline.rows for outline in record.outlines)
+    most += sum(1 for leaf in others for _ in m.parts(leaf))
+    if mode != "stream":
         known = (record.kind_of, record.starts)
-        most = max(0 if column is None else len(column) for column in known)
+        most = max(most, *(0 if column is None else len(column) for column in known))
     if not 0 <= record.images <= most:
         raise ManifestError(f"{record.images} images, and places of {most}")
 
@@ -250,7 +253,7 @@ class _Rows:
         fits = there.shape == kind.shape and nbytes == room and not offset
         if kind.sharding < 0:
             fits = fits and kind.strides is None and bool(self._all_there[number])
-            fits = fits and (any_layout or there.strides is None)
+            fits = fits and (any_layout or there.strides is None or self._mode != "stream")
             inside = _is_bytes(there) and offset + nbytes <= room and offset % size == 0
             fits = fits or inside
         if not fits:
@@ -280,7 +283,7 @@ class _Rows:
 def _is_bytes(kind: ImageKind) -> bool:
     """Whether an image is plain bytes: leaves may be views of it."""
     one = kind.dtype == "uint8" and len(kind.shape) == 1
-    return one and kind.is_whole and kind.strides is None
+    return one and kind.count < 2 and kind.offsets is None and kind.strides is None
 
 
 def _check_others(outline: StateOutline, rows: _Rows, limits: TreeLimits) -> None:

@@ -1,0 +1,368 @@
+"""A state as it is kept: the record of its outline, and a tensor with a name for each image.
+
+A tensor at rest has a name (its path, dotted), a dtype, a shape and its elements in row-major
+order, whichever ranks held how much of it: so any program finds it, and any number of ranks can
+load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from torchrelay.errors import UnsupportedLeafError
+from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.strides import contiguous_strides
+from torchrelay.plan.description import Others, taken_apart
+from torchrelay.plan.images import Group, View, stored_dtype
+from torchrelay.plan.kinds import KindTable
+from torchrelay.plan.plain import PlainTensors
+from torchrelay.plan.sharded import ShardedKind, ShardedLeaves
+from torchrelay.record import manifest as m
+from torchrelay.record.pause import gc_paused
+from torchrelay.record.schema import (
+    VERSION,
+    BoxSharding,
+    ImageKind,
+    LeafKind,
+    Record,
+    StateOutline,
+    column_of,
+)
+from torchrelay.state import tensors as t
+from torchrelay.state.leaves import finished
+from torchrelay.state.local_parts import tie_of
+from torchrelay.state.meshes import mesh_record
+from torchrelay.state.objects import flatten_objects
+from torchrelay.state.paths import Path, dotted, show, slots
+
+_TORCHS_OWN = {torch.Tensor, torch.nn.Parameter}
+
+
+class Described(NamedTuple):
+    """The outline of a state, as a record whose images have no boxes, and by image its name, the
+    tensor (strided, DTensor or ShardedTensor), and the key of the root that it is under, if it is
+    deeper.
+
+    Nothing is copied but views that overlap in more than one way: those share a tensor of bytes.
+    """
+
+    record: Record
+    names: list[str]
+    tensors: list[torch.Tensor]
+    tops: list[str | None]
+
+
+def describe(state: object) -> Described:
+    """Take a state apart. `UnsupportedLeafError` names the leaf that cannot be kept exactly."""
+    with gc_paused():
+        return _Describer(state).described
+
+
+class _Rows:
+    """Tensor leaves, each with its kind, the entry of its image and the byte where it begins."""
+
+    def __init__(self) -> None:
+        self.leaves: list[int] = []
+        self._columns: tuple[list[int], ...] = ([], [], [])
+
+    def add(self, leaf: int, kind: int, entry: int, offset: int = 0) -> None:
+        self.leaves.append(leaf)
+        for column, number in zip(self._columns, (kind, entry, offset), strict=True):
+            column.append(number)
+
+    def after(self, *plain: Numbers) -> list[Numbers]:
+        """The columns, leaves first, with those of plain tensors, in the order of the leaves."""
+        mine = (self.leaves, *self._columns)
+        pairs = zip(plain, mine, strict=True)
+        found = [np.concatenate([one, np.array(other, np.int64)]) for one, other in pairs]
+        order = np.argsort(found[0], kind="stable")
+        return [column[order] for column in found]
+
+
+class _Describer:
+    """Images are first noted as entries: those of plain tensors, and then all others, each with
+    the leaf that names it, a kind and a tensor. In the record they are in the state's order."""
+
+    def __init__(self, state: object) -> None:
+        flat, _ = flatten_objects(state)
+        self._leaves: Sequence[Any] = flat.leaves
+        self._paths: dict[int, Path] = {}
+        for path, index in slots(flat.tree):
+            self._paths.setdefault(index, path)
+        self._kinds = KindTable()
+        self._rows = _Rows()
+        self._others: dict[int, m.Leaf] = {}
+        self._parts: dict[int, m.TensorLeaf] = {}  # by ticket; `storage` is an entry
+        types = set(map(type, flat.leaves))
+        unlike = {kind for kind in types if t.is_distributed_type(kind)}
+        wholes = [n for n, leaf in enumerate(flat.leaves) if type(leaf) in unlike] if unlike else []
+        ordinary = ShardedLeaves()
+        ordinary.nothing_else = types <= _TORCHS_OWN
+        pieces, some = taken_apart(flat, without=wholes, sharded=ordinary)
+        self._plain = pieces.plain
+        self._owners: list[int] = list(self._plain.leaves)  # of each entry, the leaf that names it
+        self._tensors: list[torch.Tensor] = _bare_tensors(self._plain, self._leaves)
+        self._image_kinds: list[int] = []  # of entries that are not plain tensors
+        self._ties: dict[object, int] = {}  # entries of distributed tensors, by their memory
+        self._known: dict[Hashable, int] = {}  # kinds of distributed tensors
+        leaf_of = {
+            item: leaf
+            for leaf, item in zip(some.leaves, some.described, strict=True)
+            if isinstance(item, int)
+        }
+        for leaf in wholes:
+            with _naming(self._paths[leaf]):
+                self._add_distributed(leaf)
+        for group in some.images.groups():
+            owner = some.owners[group.tickets[0]]
+            with _naming(self._paths[owner]):
+                self._add_group(owner, group, some, leaf_of)
+        self.described = self._described(flat.tree, some)
+
+    # Images.
+
+    def _entry(self, leaf: int, kind: ImageKind, tensor: torch.Tensor) -> int:
+        self._owners.append(leaf)
+        self._image_kinds.append(self._kinds.image(kind.without_boxes))
+        self._tensors.append(tensor)
+        return len(self._owners) - 1
+
+    def _add_group(self, owner: int, group: Group, some: Others, leaf_of: dict[int, int]) -> None:
+        """One image for tensors over the same memory: all of it, or bytes that they are views
+        of."""
+        first, layout = some.images.view(group.tickets[0]), group.layout
+        whole = layout is not None and layout.numel == prod(first.shape)
+        if layout is not None and whole:
+            low, strides = first.low, None if first.tensor.is_contiguous() else layout.strides
+            kind = ImageKind(stored_dtype(first.dtype), first.shape, strides)
+            entry = self._entry(owner, kind, _bare(first))
+        else:
+            low, memory = some.images.memory(group.tickets)
+            entry = self._entry(owner, ImageKind("uint8", (memory.numel(),)), memory)
+        for ticket in group.tickets:
+            view = some.images.view(ticket)
+            strides = None if whole else view.kept_strides
+            if ticket in leaf_of:
+                number = self._kinds.leaf(LeafKind(view.dtype, view.shape, strides, view.flags))
+                self._rows.add(leaf_of[ticket], number, entry, view.low - low)
+            else:
+                self._parts[ticket] = m.TensorLeaf(
+                    view.dtype, view.shape, strides, entry, view.low - low, view.flags
+                )
+
+    # Distributed tensors, whole.
+
+    def _add_distributed(self, index: int) -> None:
+        leaf = self._leaves[index]
+        local: torch.Tensor | None
+        if t.is_dtensor(leaf):
+            local, spec = t.dtensor_parts(leaf)
+            key: Hashable = (spec, leaf.requires_grad, t.is_parameter(leaf))
+            kind = self._known.get(key)
+            if kind is None:
+                kind = self._known[key] = self._kinds.sharded_leaf(_dtensor_kind(leaf))
+        else:
+            locals_, _, all_boxes, properties = t.sharded_parts(leaf)
+            local = locals_[0] if locals_ else None
+            kind = self._kinds.sharded_leaf(_sharded_kind(leaf, all_boxes, properties))
+        if local is not None and not t.is_plain(local):
+            raise UnsupportedLeafError("the local part is not a plain strided tensor")
+        if local is not None and t.flags_of(local) & (m.CONJ | m.NEG):
+            raise UnsupportedLeafError("the local part is a conj or neg view")
+        shape, meta = tuple(leaf.size()), local is not None and local.is_meta
+        if meta or 0 in shape:
+            self._others[index] = self._without_bytes(kind, m.META if meta else 0)
+            return
+        tie = tie_of(leaf)
+        entry = self._ties.get(tie)
+        if tie is None or entry is None:
+            entry = self._entry(index, ImageKind(t.NAMES[leaf.dtype], shape), leaf)
+            self._ties[tie] = entry
+        self._rows.add(index, kind, entry)
+
+    def _without_bytes(self, number: int, flags: int) -> m.Leaf:
+        """The record of a distributed tensor that has no elements, or no memory."""
+        kind = self._kinds.leaves[number]
+        how = self._kinds.shardings[kind.sharding]
+        local = m.TensorLeaf(kind.dtype, kind.shape, None, -1, 0, flags)
+        if isinstance(how, BoxSharding):
+            mine = m.Box((0,) * len(kind.shape), kind.shape, None)
+            facts = (kind.shape, kind.dtype, kind.flags, how.pinned)
+            return m.ShardedLeaf((local,), (mine,), how.boxes, *facts)
+        return m.DTensorLeaf(
+            local,
+            self._kinds.meshes[how.mesh],
+            how.placements,
+            kind.shape,
+            contiguous_strides(kind.shape) if kind.strides is None else kind.strides,
+            None,
+            kind.flags,
+        )
+
+    # The record.
+
+    def _described(self, tree: m.Node, some: Others) -> Described:
+        owners = np.array(self._owners, np.int64)
+        place: Numbers = np.empty(len(owners), np.int64)  # of each entry, its image
+        order = np.argsort(owners, kind="stable")
+        place[order] = np.arange(len(order))
+        table = [
+            (
+                self._kinds.leaf(LeafKind(kind.dtype, kind.shape, None, kind.flags)),
+                self._kinds.image(ImageKind(stored_dtype(kind.dtype), kind.shape).without_boxes),
+            )
+            for kind in self._plain.kinds
+        ]
+        plain = np.array(table, np.int64).reshape(-1, 2)[self._plain.kind_of]
+        kind_of = np.concatenate([plain[:, 1], np.array(self._image_kinds, np.int64)])
+        count = len(plain)
+        zeros = np.zeros(count, np.int64)
+        _, kinds, entries, offsets = self._rows.after(
+            self._plain.leaf_of, plain[:, 0], np.arange(count), zeros
+        )
+        self._finish_others(some, place)
+        images = place[entries]
+        others = sorted(self._others.items(), key=lambda item: item[0])
+        outline = StateOutline(
+            tree,
+            len(self._leaves),
+            tuple(leaf for _, leaf in others),
+            column_of(np.array([index for index, _ in others], np.int64)),
+            column_of(kinds),
+            None if (images == np.arange(len(images))).all() else images,
+            column_of(offsets),
+        )
+        names, given = self._names(order.tolist())
+        record = Record(
+            version=VERSION,
+            outlines=(outline,),
+            kinds=tuple(self._kinds.leaves),
+            images=len(order),
+            image_kinds=tuple(self._kinds.images),
+            kind_of=column_of(kind_of[order]),
+            meshes=tuple(self._kinds.meshes),
+            shardings=tuple(self._kinds.shardings),
+            names=given,
+        )
+        paths = [self._paths[self._owners[entry]] for entry in order.tolist()]
+        tops = [str(path[0]) if len(path) > 1 else None for path in paths]
+        return Described(record, names, [self._tensors[n] for n in order.tolist()], tops)
+
+    def _finish_others(self, some: Others, place: Numbers) -> None:
+        """The records of leaves that are not rows, over images by their numbers."""
+
+        def part(ticket: int) -> m.TensorLeaf:
+            found = self._parts.get(ticket)
+            if found is not None:
+                return replace(found, storage=int(place[found.storage]))
+            view = some.images.view(ticket)
+            flags = view.flags & ~m.ON_DEVICE  # a tensor at rest is on none
+            return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, flags)
+
+        rows = set(self._rows.leaves)
+        for leaf, item in zip(some.leaves, some.described, strict=True):
+            if leaf not in rows:
+                self._others[leaf] = record = finished(item, part)
+                if isinstance(record, m.SubclassLeaf):
+                    _refuse_distributed_parts(record, self._paths[leaf])
+
+    def _names(self, order: Sequence[int]) -> tuple[list[str], tuple[tuple[int, str], ...]]:
+        """The names of the images, and those that are not the path of their first leaf."""
+        found: dict[str, None] = {}
+        given = []
+        for image, entry in enumerate(order):
+            base = name = dotted(self._paths[self._owners[entry]])
+            count = 0
+            while name in found:
+                count += 1
+                name = f"{base}.{count}"
+            found[name] = None
+            if count:
+                given.append((image, name))
+        return list(found), tuple(given)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Names the leaf in errors that do not."""
+    try:
+        yield
+    except UnsupportedLeafError as fault:
+        fault.path = fault.path or show(path)
+        raise
+
+
+def _dtensor_kind(leaf: t.DTensor) -> ShardedKind:
+    _, spec = t.dtensor_parts(leaf)
+    placements = tuple(t.placement_record(placement) for placement in spec.placements)
+    shape, strides = tuple(leaf.shape), tuple(leaf.stride())
+    flags = t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER)
+    kind = ShardedKind(
+        t.NAMES[leaf.dtype],
+        shape,
+        None if strides == contiguous_strides(shape) else strides,
+        flags,
+        ((0,) * len(shape), shape),
+        mesh_record(spec.mesh),
+        placements,
+    )
+    if kind.is_partial:
+        raise UnsupportedLeafError(
+            "a DTensor with a partial placement has no value yet: redistribute it first"
+        )
+    return kind
+
+
+def _sharded_kind(
+    leaf: t.ShardedTensor, all_boxes: tuple[m.Box, ...], properties: Any
+) -> ShardedKind:
+    shape = tuple(leaf.size())
+    return ShardedKind(
+        t.NAMES[properties.dtype],
+        shape,
+        None,
+        m.REQUIRES_GRAD if properties.requires_grad else 0,
+        ((0,) * len(shape), shape),
+        None,
+        boxes=all_boxes,
+        pinned=properties.pin_memory,
+    )
+
+
+def _bare_tensors(plain: PlainTensors, leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Plain tensors without gradients, in dtypes that torch's planners know the size of."""
+    tensors = [tensor.detach() for tensor in plain.of(leaves)]
+    opaque = [stored_dtype(kind.dtype) != kind.dtype for kind in plain.kinds]
+    if any(opaque):
+        marks = np.array(opaque, bool)[plain.kind_of]
+        for number in np.flatnonzero(marks).tolist():
+            tensors[number] = t.raw_of(tensors[number])
+    return tensors
+
+
+def _bare(view: View) -> torch.Tensor:
+    """The tensor's memory as a plain tensor: no conj or neg bit, no quantizer, no gradient, and a
+    dtype that torch's planners know the size of."""
+    tensor = view.tensor
+    if tensor.is_quantized or tensor.dtype in t.OPAQUE:
+        return t.raw_of(tensor)
+    if view.flags & (m.CONJ | m.NEG):
+        record = m.TensorLeaf(view.dtype, view.shape, None, 0)
+        storage, at = tensor.untyped_storage(), t.byte_offset(tensor)
+        return t.over_storage(storage, at, record, tensor.stride())
+    return tensor.detach()
+
+
+def _refuse_distributed_parts(leaf: m.SubclassLeaf, path: Path) -> None:
+    for part in (*leaf.parts, *leaf.context_leaves):
+        if isinstance(part, (m.DTensorLeaf, m.ShardedLeaf)):
+            raise UnsupportedLeafError("a tensor subclass around a DTensor", path=show(path))
+        if isinstance(part, m.SubclassLeaf):
+            _refuse_distributed_parts(part, path)
