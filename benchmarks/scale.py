@@ -25,8 +25,8 @@ from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.plan.outline import outline
 from torchrelay.plan.reads import plan_reads
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint.commit import decode
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.encoding import decode_at_rest
+from torchrelay.record.schema import Record
 from torchrelay.record.meshes import mesh_of as described
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
@@ -127,7 +127,7 @@ def save_once(job: Job) -> tuple[dict[str, float], bytes]:
         shares.append(timed(lambda plan=plan, answer=answer: written(plan, answer), mine))
     per_rank = sum(mine) / job.world
     record, manifest = timed(lambda: commit(shares, plans[0]), decided)
-    assert sum(file.nbytes for file in record.files) > 0
+    assert sum(file.nbytes for file in record.volumes) > 0
     return {
         "seconds of a rank": per_rank,
         "seconds of the coordinator": sum(decided),

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 import torchrelay as tr
 from tests.endpoint.conftest import Stage
-from torchrelay.record.checkpoint.commit import decode
+from torchrelay.plan.stored import StoredTensors
+from torchrelay.record.encoding import decode_at_rest
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 
@@ -166,12 +167,12 @@ def test_the_record_and_the_volumes(stage: Stage) -> None:
     steps = json.loads(_get(f"{stage.url}/steps.json")[2])["steps"]
     assert steps[-1]["step"] == step
     snapshot = steps[-1]["snapshot"]
-    record = decode(_get(f"{stage.url}/record?step={step}")[2])
-    assert record.step == step and len(record.tensors) == 4
+    record = decode_at_rest(_get(f"{stage.url}/record?step={step}")[2])
+    assert record.step == step and len(StoredTensors(record)) == 4
     places = json.loads(_get(f"{stage.url}/places.json?snapshot={snapshot}")[2])
-    assert places["volumes"] == {file.name: [""] for file in record.files}
-    shard = next(one for one in record.tensors if one.name == "model.weight").shards[0]
-    name = record.files[shard.file].name
+    assert places["volumes"] == {file.name: [""] for file in record.volumes}
+    shard = next(one for one in StoredTensors(record) if one.name == "model.weight").shards[0]
+    name = record.volumes[shard.file].name
     wanted = f"bytes={shard.start}-{shard.start + 1024_000 - 1}"
     status, _, body = _get(f"{stage.url}/volumes/{snapshot}/{name}", Range=wanted)
     assert status == 206
@@ -211,7 +212,7 @@ def test_status_and_metrics(stage: Stage, tmp_path: Path) -> None:
     assert found["finished"][-1]["kind"] == "http"
     assert found["sent_bytes"] - sent == sum(got.report.sources.values())
     assert found["publishes"][-1]["step"] == step and found["publishes"][-1]["skipped"] is None
-    lines = _get(f"{stage.url}/metrics")[2].decode().splitlines()
+    lines = _get(f"{stage.url}/metrics")[2].decode_at_rest().splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert values["torchrelay_step"] == str(step)
     assert int(values["torchrelay_sent_bytes_total"]) == found["sent_bytes"]

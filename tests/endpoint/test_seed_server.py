@@ -19,12 +19,12 @@ import torchrelay as tr
 from torchrelay.endpoint import seed as seeds
 from torchrelay.endpoint.seed import Seed
 from torchrelay.memory.kept_ranges import KeptRanges
-from torchrelay.record.checkpoint.schema import DataFile
+from torchrelay.record.schema import VolumeRecord
 
 TOKEN = "correct-horse-battery-staple"
 ACCESS = tr.Access(token=TOKEN)
 SNAPSHOT = "a" * 32
-VOLUME = DataFile("model.safetensors", 3 << 20, 1 << 20, bytes(3 * 16))
+VOLUME = VolumeRecord("model.safetensors", 3 << 20, 1 << 20, bytes(3 * 16))
 
 
 @pytest.fixture(scope="module")

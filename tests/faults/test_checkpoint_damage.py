@@ -42,6 +42,7 @@ from tests.support.forge import (
 )
 from tests.support.rounds import rounds
 from tests.support.saved import equal, state, which
+from torchrelay.plan.stored import StoredTensors
 from torchrelay.record.checkpoint import commit
 from torchrelay.stores.reading.ranges import Task, tensors_in
 from torchrelay.stores.torch_plans import objects as blobs
@@ -131,7 +132,7 @@ def test_a_flipped_byte_anywhere_in_the_commit_record(place: Place) -> None:
 
 def test_a_flipped_byte_anywhere_in_a_data_file(place: Place) -> None:
     record = place.checkpointer.record(2)
-    for index, file in enumerate(record.files):
+    for index, file in enumerate(record.volumes):
         path = place.step(2) / file.name
         step = file.nbytes // rounds(file.nbytes, 3)
         for offset in range(0, file.nbytes, step):
@@ -159,10 +160,10 @@ def test_the_leaf_that_is_named_is_the_one_that_was_hit(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"model": weights})
         record = checkpointer.record(1)
-        (file,) = record.files
+        (file,) = record.volumes
         path = tmp_path / "step-1" / file.name
         assert file.nbytes > 20 * file.chunk_bytes
-        for tensor in record.tensors:
+        for tensor in StoredTensors(record):
             start = tensor.shards[0].start
             stop = start + weights[tensor.name.split(".")[1]].nbytes
             for offset in (start, rng.randrange(start, stop), stop - 1):
@@ -812,7 +813,7 @@ def test_nothing_in_a_blob_runs(tmp_path: Path, kind: str) -> None:
     root = tmp_path / "steps"
     with tr.Checkpointer(root) as checkpointer:
         checkpointer.save(1, {"model": {"w": torch.frombuffer(bytearray(data), dtype=torch.uint8)}})
-        (stored,) = checkpointer.record(1).tensors
+        (stored,) = StoredTensors(checkpointer.record(1))
         start = stored.shards[0].start
         for said in ("state", "raw"):
             blob = ["model.x", said, 0, start, len(data)]

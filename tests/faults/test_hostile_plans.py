@@ -23,7 +23,7 @@ from torchrelay.errors import CheckpointError, ManifestError, MismatchError
 from torchrelay.landing.gathering import plan_gather
 from torchrelay.plan.outline import outline
 from torchrelay.record.checkpoint.schema import Checkpoint, DataFile, Outline
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
+from torchrelay.plan.stored import Shard, StoredTensor, Tensors
 from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
 from torchrelay.stores.shares import planner

@@ -12,8 +12,8 @@ import torchrelay as tr
 from torchrelay.geometry.boxes import shared
 from torchrelay.record.checkpoint.joined import joined
 from torchrelay.record.checkpoint.places import check_tensors
-from torchrelay.record.checkpoint.schema import DataFile
-from torchrelay.record.checkpoint.stored import Shard, Shards, StoredTensor, Tensors
+from torchrelay.record.schema import VolumeRecord
+from torchrelay.plan.stored import Shard, Shards, StoredTensor, Tensors
 from torchrelay.stores.shares.commit_record import commit_record
 from torchrelay.stores.shares.outlines import Outlines
 from torchrelay.stores.shares.share import Written

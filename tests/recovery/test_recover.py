@@ -14,7 +14,7 @@ from torch import nn
 
 import torchrelay as tr
 from tests.support.forge import flip
-from torchrelay.record.checkpoint.commit import decode, encode
+from torchrelay.record.encoding import decode_at_rest, encode_at_rest
 
 
 class Job:

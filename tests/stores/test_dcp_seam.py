@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay import dropin
-from torchrelay.record.checkpoint.commit import encode
+from torchrelay.record.encoding import encode_at_rest
 from torchrelay.record.checkpoint.schema import Blob
 from torchrelay.stores.dcp import Reader, Writer
 
