@@ -212,7 +212,7 @@ def test_status_and_metrics(stage: Stage, tmp_path: Path) -> None:
     assert found["finished"][-1]["kind"] == "http"
     assert found["sent_bytes"] - sent == sum(got.report.sources.values())
     assert found["publishes"][-1]["step"] == step and found["publishes"][-1]["skipped"] is None
-    lines = _get(f"{stage.url}/metrics")[2].decode_at_rest().splitlines()
+    lines = _get(f"{stage.url}/metrics")[2].decode().splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert values["torchrelay_step"] == str(step)
     assert int(values["torchrelay_sent_bytes_total"]) == found["sent_bytes"]

@@ -24,7 +24,7 @@ from torchrelay.record.schema import VolumeRecord
 TOKEN = "correct-horse-battery-staple"
 ACCESS = tr.Access(token=TOKEN)
 SNAPSHOT = "a" * 32
-VOLUME = VolumeRecord("model.safetensors", 3 << 20, 1 << 20, bytes(3 * 16))
+VOLUME = VolumeRecord("model.safetensors", 3 << 20, 1 << 20, None, bytes(3 * 16))
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_a_seed_that_lies_or_dies_is_dropped_and_named(endpoint: tr.Endpoint) ->
 def _record_of(endpoint: tr.Endpoint) -> tuple[str, bytes]:
     """The snapshot of the step, and its record."""
     host = Host(endpoint.url)
-    shown = msgspec.json.decode_at_rest(host.get("/steps.json", seconds=30).body)["steps"][-1]
+    shown = msgspec.json.decode(host.get("/steps.json", seconds=30).body)["steps"][-1]
     data = host.get("/record?step=5", seconds=30, limit=1 << 24).body
     host.close()
     return shown["snapshot"], data
@@ -113,7 +113,8 @@ def _record_of(endpoint: tr.Endpoint) -> tuple[str, bytes]:
 def test_one_that_never_has_its_share_holds_up_nobody_for_long(endpoint: tr.Endpoint) -> None:
     """It says of every chunk that it is on its way."""
     snapshot, data = _record_of(endpoint)
-    with Seed("127.0.0.1", tr.Access(), decode_at_rest(data).volumes, expects=lambda chunk: True) as idle:
+    volumes = decode_at_rest(data).volumes
+    with Seed("127.0.0.1", tr.Access(), volumes, expects=lambda chunk: True) as idle:
         idle.show(5, snapshot, data)
         word = msgspec.json.encode({"url": idle.url, "snapshot": snapshot})
         host = Host(endpoint.url)
