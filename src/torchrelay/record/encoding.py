@@ -164,7 +164,7 @@ def _unsealed(data: bytes) -> bytes:
 def _unknown(version: tuple[int, int]) -> FormatError:
     return FormatError(
         f"a checkpoint of format {version[0]}.{version[1]}, this version reads format "
-        f"{VERSION[0]}.{VERSION[1]}: read it with the torchrelay that wrote it"
+        f"{VERSION[0]}: read it with the torchrelay that wrote it"
     )
 
 
