@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torchrelay as tr
-from torchrelay.plan.stored import StoredTensors
 from tests.support.states import STRIDED_DTYPES, assert_same, bits, storage_of, strided
+from torchrelay.plan.stored import StoredTensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torchrelay as tr
-from torchrelay.plan.stored import StoredTensors
 from tests.support import meshes
 from tests.support.ranks import RankPool
 from tests.support.states import assert_same, bits
+from torchrelay.plan.stored import StoredTensors
 
 # torch warns that ShardedTensor will go away one day.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from torchrelay.record.checkpoint import consistency, schema, stored
 
 import torchrelay as tr
 from tests.support.forks import Done, run_program
@@ -43,7 +44,6 @@ from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.plan.snapshot import capture
 from torchrelay.record import dtypes, encoding, keys, manifest, meshes, reads
 from torchrelay.record import schema as record_schema
-from torchrelay.record.checkpoint import consistency, schema, stored
 from torchrelay.record.checks import record as record_checks
 from torchrelay.record.checks import tree as tree_checks
 from torchrelay.record.digest import digest

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
-from torchrelay.plan.stored import StoredTensors
 from tests.support.ranks import RankPool
+from torchrelay.plan.stored import StoredTensors
 
 SMALL = 3  # rows of the tied weight: fewer than four ranks, so that some have nothing of it
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchrelay as tr
-from torchrelay.plan.stored import StoredTensors
 from tests.support.ranks import RankPool
+from torchrelay.plan.stored import StoredTensors
 
 NAMES = ["extra._extra_state", "extra.scale", "layers.0.bias", "layers.0.weight", "module.weight"]
 

@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist

@@ -597,12 +597,12 @@ def own_outlines() -> bytes:
 
 def outlines_of_ranks() -> bytes:
     """Many ranks of one large outline, loaded by a group of another size."""
-    n = 100_000
+    n = 60_000
     outlines = [
         outlined(["l", "list", list(range(n))], [["z", []]] * n),
         outlined(["l", "list", [0]], [["z", []]]),
     ]
-    return record(outlines=outlines, ranks=[0, 1] * 150_000)
+    return record(outlines=outlines, ranks=[0, 1] * 125_000)
 
 
 def record_long_names() -> bytes:
@@ -1291,7 +1291,7 @@ CASES = [
     Case("record: images of 20,000 ranks, many rows", own_images, load()),
     Case("record: leaves of 10,000 ranks in place of rows", own_leaves_in_rows, load()),
     Case("record: differences of as many ranks as outlines", own_outlines, load()),
-    Case("record: 300,000 ranks of two outlines", outlines_of_ranks, load()),
+    Case("record: 250,000 ranks of two outlines", outlines_of_ranks, load()),
     Case("record: long names of many tensors", record_long_names, load()),
     Case("record: long names of many tensors, into=", record_long_names, load(into=small)),
     Case("record: long names of many tensors, listed", record_long_names, listed),

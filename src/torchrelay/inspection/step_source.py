@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchrelay.inspection.seam import Alias, Contents, PlainValue, VolumeFacts
+from torchrelay.plan.selection import Texts
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
@@ -13,7 +14,7 @@ from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened
-from torchrelay.state.paths import dotted, slots
+from torchrelay.state.paths import slots
 from torchrelay.stores.reading.chunks import check_chunks, read_chunks
 from torchrelay.stores.reading.ranges import Task
 from torchrelay.stores.safetensors import tensors_of
@@ -86,8 +87,9 @@ def contents_of(record: Record) -> Contents:
     others = [dict(one.leaves) for one in record.differences]
     found_values: list[PlainValue] = []
     aliases: list[Alias] = []
+    texts = Texts(len(rows))
     for path, index in slots(rows.tree):
-        name = dotted(path)
+        name = texts.of(path)
         if name in names:
             continue
         leaf = rows[index]

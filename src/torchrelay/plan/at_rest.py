@@ -65,7 +65,7 @@ def describe(state: object) -> Described:
         return _Describer(state).described
 
 
-class _Rows:
+class _TensorRows:
     """Tensor leaves, each with its kind, the entry of its image and the byte where it begins."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class _Describer:
         for path, index in slots(flat.tree):
             self._paths.setdefault(index, path)
         self._kinds = KindTable()
-        self._rows = _Rows()
+        self._rows = _TensorRows()
         self._others: dict[int, m.Leaf] = {}
         self._parts: dict[int, m.TensorLeaf] = {}  # by ticket; `storage` is an entry
         types = set(map(type, flat.leaves))

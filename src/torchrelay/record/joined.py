@@ -16,7 +16,7 @@ _encode = msgspec.msgpack.Encoder(enc_hook=pack_column).encode
 _none: Numbers = np.zeros(0, np.int64)
 
 
-class _Kinds:
+class _BoxedKinds:
     """Kinds of images by number, each once."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
     outlines about a tensor. Whether the boxes have every element once is the caller's to check.
     """
     known = {name: image for image, name in enumerate(names)}
-    pieces = _Kinds()  # how a part cuts its boxes of an image
+    pieces = _BoxedKinds()  # how a part cuts its boxes of an image
     of_images, of_pieces, volumes, starts = [_none], [_none], [_none], [_none]
     first = 0
     for part in parts:
@@ -54,7 +54,7 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
     order = np.argsort(images, kind="stable")
     ends = np.cumsum(np.bincount(images, minlength=len(names))).tolist()
 
-    wholes = _Kinds()
+    wholes = _BoxedKinds()
     made: dict[tuple[int, bytes], tuple[int, Numbers]] = {}  # by outlined kind, and pieces in order
     kinds, boxes, at = [], [_none], 0
     for image, (number, end) in enumerate(zip(outlined.image_kind.tolist(), ends, strict=True)):
