@@ -148,9 +148,8 @@ def test_a_reader_keeps_its_step_while_others_are_staged(keeper: tr.Keeper, near
     nbytes = opened.record.volumes[0].nbytes
     found = bytearray(nbytes)
     reader = opened.files.reader(name)
-    half = (
-        nbytes // opened.record.volumes[0].chunk_bytes // 2 * opened.record.volumes[0].chunk_bytes
-    )
+    chunk = opened.record.volumes[0].chunk_bytes
+    half = nbytes // chunk // 2 * chunk
     reader.read_into(0, [memoryview(found)[:half]])
     for step in (31, 32, 33, 34):
         assert keeper.stage(step, state_of(step)).skipped is None
