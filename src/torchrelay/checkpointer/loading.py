@@ -246,10 +246,9 @@ class _StepFiles:
         """No memory is allocated for a tensor whose files are smaller than the record says."""
         if self._step is None:
             return
-        for shard in stored.shards:
-            if shard.file not in self._seen:
-                opened(self._step, self._record, shard.file).close()
-                self._seen.add(shard.file)
+        for file in stored.files - self._seen:
+            opened(self._step, self._record, file).close()
+            self._seen.add(file)
 
     def lend(self, shard: Shard, nbytes: int) -> torch.Tensor | None:
         """The bytes of a new tensor, if the step has them in memory that a tensor can keep."""

@@ -43,6 +43,12 @@ class StoredTensor:
         self.dtype, self.shape, self.shards = dtype, shape, shards
 
     @property
+    def files(self) -> set[int]:
+        """The volumes that have its boxes."""
+        shards = self.shards
+        return shards.files if isinstance(shards, Shards) else {shard.file for shard in shards}
+
+    @property
     def name(self) -> str:
         if not isinstance(self._name, str):
             self._name = self._name()
@@ -60,6 +66,10 @@ class Shards(Sequence[Shard]):
 
     def __len__(self) -> int:
         return self.kind.count
+
+    @property
+    def files(self) -> set[int]:
+        return set(self._volumes.tolist())
 
     def __iter__(self) -> Iterator[Shard]:
         places = zip(self.kind.boxes, self._volumes.tolist(), self._starts.tolist(), strict=True)
