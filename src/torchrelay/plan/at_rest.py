@@ -7,10 +7,10 @@ load it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.plan.description import Others, taken_apart
 from torchrelay.plan.images import Group, View, stored_dtype
 from torchrelay.plan.kinds import KindTable
-from torchrelay.plan.plain import PlainTensors
+from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.sharded import ShardedKind, ShardedLeaves
 from torchrelay.record import manifest as m
 from torchrelay.record.pause import gc_paused
@@ -42,6 +42,7 @@ from torchrelay.state.meshes import mesh_record
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import Path, dotted, show, slots
 
+Result = TypeVar("Result")
 _TORCHS_OWN = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -111,26 +112,31 @@ class _Describer:
         self._tensors: list[torch.Tensor] = _bare_tensors(self._plain, self._leaves)
         self._image_kinds: list[int] = []  # of entries that are not plain tensors
         self._ties: dict[object, int] = {}  # entries of distributed tensors, by their memory
-        self._known: dict[Hashable, int] = {}  # kinds of distributed tensors
+        self._known: dict[Hashable, tuple[int, int]] = {}  # kinds of DTensors and their images
         leaf_of = {
             item: leaf
             for leaf, item in zip(some.leaves, some.described, strict=True)
             if isinstance(item, int)
         }
-        for leaf in wholes:
-            with _naming(self._paths[leaf]):
-                self._add_distributed(leaf)
+        self._add_distributed(wholes)
         for group in some.images.groups():
             owner = some.owners[group.tickets[0]]
-            with _naming(self._paths[owner]):
-                self._add_group(owner, group, some, leaf_of)
+            self._named(owner, self._add_group, owner, group, some, leaf_of)
         self.described = self._described(flat.tree, some)
+
+    def _named(self, leaf: int, act: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function; an error that names no leaf names this one."""
+        try:
+            return act(*arguments)
+        except UnsupportedLeafError as fault:
+            fault.path = fault.path or show(self._paths[leaf])
+            raise
 
     # Images.
 
-    def _entry(self, leaf: int, kind: ImageKind, tensor: torch.Tensor) -> int:
+    def _entry(self, leaf: int, kind: int, tensor: torch.Tensor) -> int:
         self._owners.append(leaf)
-        self._image_kinds.append(self._kinds.image(kind.without_boxes))
+        self._image_kinds.append(kind)
         self._tensors.append(tensor)
         return len(self._owners) - 1
 
@@ -141,11 +147,12 @@ class _Describer:
         whole = layout is not None and layout.numel == prod(first.shape)
         if layout is not None and whole:
             low, strides = first.low, None if first.tensor.is_contiguous() else layout.strides
-            kind = ImageKind(stored_dtype(first.dtype), first.shape, strides)
+            kind = self._kinds.image(ImageKind(stored_dtype(first.dtype), first.shape, strides, 0))
             entry = self._entry(owner, kind, _bare(first))
         else:
             low, memory = some.images.memory(group.tickets)
-            entry = self._entry(owner, ImageKind("uint8", (memory.numel(),)), memory)
+            kind = self._kinds.image(ImageKind("uint8", (memory.numel(),), None, 0))
+            entry = self._entry(owner, kind, memory)
         for ticket in group.tickets:
             view = some.images.view(ticket)
             strides = None if whole else view.kept_strides
@@ -159,33 +166,53 @@ class _Describer:
 
     # Distributed tensors, whole.
 
-    def _add_distributed(self, index: int) -> None:
-        leaf = self._leaves[index]
-        local: torch.Tensor | None
-        if t.is_dtensor(leaf):
-            local, spec = t.dtensor_parts(leaf)
-            key: Hashable = (spec, leaf.requires_grad, t.is_parameter(leaf))
-            kind = self._known.get(key)
-            if kind is None:
-                kind = self._known[key] = self._kinds.sharded_leaf(_dtensor_kind(leaf))
+    def _add_distributed(self, wholes: Sequence[int]) -> None:
+        locals_ = [self._named(index, _local_of, self._leaves[index]) for index in wholes]
+        plain = find_plain(locals_, offsets=False)
+        addresses = dict(zip(plain.leaves, plain.addresses, strict=True))
+        shared = Counter(plain.addresses)
+        for number, index in enumerate(wholes):
+            address = addresses.get(number)  # of one that needs no other look
+            leaf, local = self._leaves[index], locals_[number]
+            kinds = self._named(index, self._kinds_of, leaf)
+            if address is None and not self._named(index, self._has_bytes, index, local, kinds[0]):
+                continue
+            tie = tie_of(leaf) if address is None or shared[address] > 1 else None
+            entry = self._ties.get(tie) if tie is not None else None
+            if entry is None:
+                entry = self._entry(index, kinds[1], leaf)
+                if tie is not None:
+                    self._ties[tie] = entry
+            self._rows.add(index, kinds[0], entry)
+
+    def _kinds_of(self, leaf: Any) -> tuple[int, int]:
+        """The kinds of a distributed tensor and of its image."""
+        if isinstance(leaf, t.ShardedTensor):
+            key: Hashable = None
+            found = None
         else:
-            locals_, _, all_boxes, properties = t.sharded_parts(leaf)
-            local = locals_[0] if locals_ else None
-            kind = self._kinds.sharded_leaf(_sharded_kind(leaf, all_boxes, properties))
+            key = (t.dtensor_parts(leaf)[1], leaf.requires_grad, t.is_parameter(leaf))
+            found = self._known.get(key)
+        if found is None:
+            kind = _sharded_kind(leaf) if key is None else _dtensor_kind(leaf)
+            image = ImageKind(t.NAMES[leaf.dtype], kind.shape, None, 0)
+            found = self._kinds.sharded_leaf(kind), self._kinds.image(image)
+            if key is not None:
+                self._known[key] = found
+        return found
+
+    def _has_bytes(self, index: int, local: torch.Tensor | None, kind: int) -> bool:
+        """Whether a distributed tensor is an image; one without elements, or without memory, is
+        only a leaf."""
         if local is not None and not t.is_plain(local):
             raise UnsupportedLeafError("the local part is not a plain strided tensor")
         if local is not None and t.flags_of(local) & (m.CONJ | m.NEG):
             raise UnsupportedLeafError("the local part is a conj or neg view")
-        shape, meta = tuple(leaf.size()), local is not None and local.is_meta
-        if meta or 0 in shape:
-            self._others[index] = self._without_bytes(kind, m.META if meta else 0)
-            return
-        tie = tie_of(leaf)
-        entry = self._ties.get(tie)
-        if tie is None or entry is None:
-            entry = self._entry(index, ImageKind(t.NAMES[leaf.dtype], shape), leaf)
-            self._ties[tie] = entry
-        self._rows.add(index, kind, entry)
+        meta = local is not None and local.is_meta
+        if not meta and 0 not in self._kinds.leaves[kind].shape:
+            return True
+        self._others[index] = self._without_bytes(kind, m.META if meta else 0)
+        return False
 
     def _without_bytes(self, number: int, flags: int) -> m.Leaf:
         """The record of a distributed tensor that has no elements, or no memory."""
@@ -216,7 +243,7 @@ class _Describer:
         table = [
             (
                 self._kinds.leaf(LeafKind(kind.dtype, kind.shape, None, kind.flags)),
-                self._kinds.image(ImageKind(stored_dtype(kind.dtype), kind.shape).without_boxes),
+                self._kinds.image(ImageKind(stored_dtype(kind.dtype), kind.shape, None, 0)),
             )
             for kind in self._plain.kinds
         ]
@@ -289,14 +316,12 @@ class _Describer:
         return list(found), tuple(given)
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Names the leaf in errors that do not."""
-    try:
-        yield
-    except UnsupportedLeafError as fault:
-        fault.path = fault.path or show(path)
-        raise
+def _local_of(leaf: Any) -> torch.Tensor | None:
+    """A tensor that this process has of a distributed one."""
+    if not isinstance(leaf, t.ShardedTensor):
+        return t.dtensor_parts(leaf)[0]
+    locals_ = t.sharded_parts(leaf)[0]
+    return locals_[0] if locals_ else None
 
 
 def _dtensor_kind(leaf: t.DTensor) -> ShardedKind:
@@ -320,9 +345,8 @@ def _dtensor_kind(leaf: t.DTensor) -> ShardedKind:
     return kind
 
 
-def _sharded_kind(
-    leaf: t.ShardedTensor, all_boxes: tuple[m.Box, ...], properties: Any
-) -> ShardedKind:
+def _sharded_kind(leaf: t.ShardedTensor) -> ShardedKind:
+    _, _, all_boxes, properties = t.sharded_parts(leaf)
     shape = tuple(leaf.size())
     return ShardedKind(
         t.NAMES[properties.dtype],

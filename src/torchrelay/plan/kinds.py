@@ -34,7 +34,7 @@ class KindTable:
         return self._number(self.leaves, kind)
 
     def image(self, kind: ImageKind) -> int:
-        boxes = () if kind.is_whole else kind.boxes
+        boxes = () if kind.offsets is None else kind.boxes
         key = (kind.dtype, kind.shape, kind.strides, kind.count, boxes)
         return self._number(self.images, kind, key)
 
