@@ -30,7 +30,7 @@ from torchrelay.record.encoding import decode_at_rest, encode
 from torchrelay.record.meshes import mesh_of as described
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.state.local_parts import local_parts
+from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.meshes import described_mesh
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares, sealed
 from torchrelay.stores.shares.ownership import Question, Ruling
@@ -165,9 +165,9 @@ def load_once(job: Job, manifest: bytes, ranks: list[int]) -> dict[str, float]:
 
 def reads_of(record: Record, state: dict[str, Any]) -> Iterator[Any]:
     stored = {tensor.name: tensor for tensor in StoredTensors(record).listed()}
-    found = describe(state)
+    found, boxes = describe(state), LocalBoxes()
     for name, tensor in zip(found.names, found.tensors, strict=True):
-        for part in local_parts(tensor):
+        for part in local_parts(tensor, boxes):
             yield from plan_reads(stored[name], part.box, part.tensor)
 
 

@@ -28,7 +28,7 @@ from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import ImageKind, Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import with_parts
-from torchrelay.state.local_parts import local_parts
+from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.matching import Matched, Pair
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import LeafPaths
@@ -93,6 +93,7 @@ class RankShare:
         self._offer = Overlay(ranks)
         self._recorded = ranks[0].record
         self._known: dict[int, StoredTensor] = {}
+        self._boxes = LocalBoxes()
         self._tensors = tensors
         self._converts = converts
         self._look, self._lend = look, lend
@@ -291,7 +292,7 @@ class RankShare:
             dtype = t.NAMES[mine.dtype]
         shape = tuple(mine.size())
         numbers, locals_ = [], []
-        for part in local_parts(mine):
+        for part in local_parts(mine, self._boxes):
             number = -1
             if image is not None and part.tensor.numel():
                 number = self._portion(image, part.box)

@@ -26,7 +26,7 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.state.local_parts import local_parts
+from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import empty_tensors
 from torchrelay.stores.shares import ownership
@@ -172,12 +172,13 @@ class SavePlan:
         mine = None if planner.world == 1 else self._mine(ruling)
         entries, parts = [], []
         _, names, tensors, tops = self._described
+        boxes = LocalBoxes()
         for image, (name, tensor, top) in enumerate(zip(names, tensors, tops, strict=True)):
             if mine is not None and name not in mine:
                 continue
             dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.size())
             called = ruling.renamed.get(name, name)
-            for number, part in enumerate(local_parts(tensor)):
+            for number, part in enumerate(local_parts(tensor, boxes)):
                 if part.tensor.numel():
                     entries.append(Entry(called, dtype, shape, *part.box, top))
                     parts.append((image, number))
@@ -271,6 +272,7 @@ class _Teams:
     def __init__(self, members: Collection[int] | None) -> None:
         self._members = members
         self._places: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, int]] = {}
+        self.held: dict[object, HeldTensor] = {}  # a DTensor of each spec
 
     def place(self, mesh: DeviceMesh, copies: tuple[int, ...]) -> tuple[int, int]:
         """This rank's number among the ranks that have replicas along `copies`, and their
@@ -302,6 +304,8 @@ def _held(name: str, tensor: torch.Tensor, teams: _Teams, planner: SharePlanner)
 
 def _held_dtensor(name: str, tensor: t.DTensor, teams: _Teams) -> HeldTensor:
     local, spec = t.dtensor_parts(tensor)
+    if (like := teams.held.get(spec)) is not None:
+        return like._replace(name=name)
     mesh = mesh_record(spec.mesh)
     placements = tuple(t.placement_record(placement) for placement in spec.placements)
     copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
@@ -311,7 +315,10 @@ def _held_dtensor(name: str, tensor: t.DTensor, teams: _Teams) -> HeldTensor:
         replica, replicas = teams.place(spec.mesh, copies)
     where = _digest(mesh)
     fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.shape), placements, mesh.shape))
-    return HeldTensor(name, fact, nbytes, replica, replicas, _digest((where, copies)), where)
+    team = _digest((where, copies))
+    found = HeldTensor(name, fact, nbytes, replica, replicas, team, where)
+    teams.held[spec] = found
+    return found
 
 
 def _empty(described: Described) -> list[Entry]:
