@@ -36,7 +36,6 @@ class _Head(msgspec.Struct):
     """What records of all versions have."""
 
     version: tuple[int, int]
-    step: int | None = None
 
 
 class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,14 +105,6 @@ def decode(
         _check_version(record.version)
         check(record, mode, in_time)
     return record
-
-
-def step_of(data: bytes | bytearray | memoryview) -> int | None:
-    """The step alone of an encoded record; None also where it cannot be read."""
-    try:
-        return _wire_head.decode(data).step
-    except _FAULTS:
-        return None
 
 
 def encode_at_rest(record: Record) -> bytes:
