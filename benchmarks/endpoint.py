@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torchrelay as tr
 from benchmarks.harness import Ranks, machine, save
 from torchrelay.endpoint import pull as pulls
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.memory.pool import Pool
 
 RESULT = Path(__file__).parent / "results" / "endpoint.json"
@@ -120,7 +121,7 @@ def compare(size: tuple[int, int], laps: int, tell: Callable[[str], None]) -> di
     return {"tensors": size[0], "bytes": nbytes, "rows": rows}
 
 
-def train(seconds: float, endpoint: tr.Endpoint, state: dict[str, torch.Tensor], step: int) -> Any:
+def train(seconds: float, endpoint: Endpoint, state: dict[str, torch.Tensor], step: int) -> Any:
     """Step times of a small training that publishes every 20 steps, and the last step."""
     weight = torch.randn(384, 384, requires_grad=True)
     batch = torch.randn(256, 384)

@@ -187,7 +187,7 @@ def loop(group: Any, steps: int, work: int, staged: bool) -> tuple[float, list[f
             kept += pending.skipped is None
     spent = (time.monotonic() - begun) / steps
     if staged:
-        pending.wait(SECONDS)
+        pending.result(SECONDS)
     dist.barrier(group)
     return spent, waits, kept
 
@@ -302,7 +302,7 @@ def growth(nbytes: int, stages: int, restarts: int, tell: Callable[[str], None])
     found: dict[str, dict[str, int]] = {}
     for number in range(1, stages + 1):
         state["step"] = number
-        keeper.stage(number, state).wait(SECONDS)
+        keeper.stage(number, state).result(SECONDS)
         if number in (max(1, stages // 10), stages):
             found[f"{number} stages"] = held(job, pid)
     tell(f"growth: {stages} stages")

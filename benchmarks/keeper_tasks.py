@@ -42,7 +42,7 @@ def keep(job: str, folder: str, nbytes: int) -> dict[str, Any]:
     state = state_of(nbytes, 1.0)
     dcp.save(state, checkpoint_id=folder)  # type: ignore[attr-defined]
     with tr.Keeper(job, group=False, lease=SECONDS) as keeper:
-        keeper.stage(1, state).wait(SECONDS)
+        keeper.stage(1, state).result(SECONDS)
     return {}
 
 
@@ -103,7 +103,7 @@ def restart(job: str, nbytes: int) -> dict[str, Any]:
     keeper = tr.Keeper(job, group=False, lease=SECONDS)
     state = tr.recover(into=state, sources=[keeper]).state
     state["step"] += 1
-    keeper.stage(state["step"], state).wait(SECONDS)
+    keeper.stage(state["step"], state).result(SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
 

@@ -69,7 +69,7 @@ def pull_at(rank: int, pullers: int, reshare: bool, gives_up: float | None) -> P
         try:
             got = tr.pull(_made["url"], same_host=False, group=False, **options)
             right = not short
-        except tr.TransferTimeoutError:
+        except tr.errors.TransferTimeoutError:
             right = short
     spent, processor = time.monotonic() - begun, sum(os.times()[:2]) - processor
     dist.barrier()

@@ -134,13 +134,13 @@ class ByRelay:
 
     def send(self, state: object, to: Sequence[int]) -> Moved:
         report = self._relay.send(state, to=to)
-        sent = report.wire_bytes if report.route in PUSHED else 0
+        sent = report.traffic.bytes if report.route in PUSHED else 0
         return Moved(None, report.seconds, report.route, sent=sent)
 
     def recv(self) -> Moved:
         got = self._relay.recv(SOURCE, into=self._into, atomic=self._atomic)
         report = got.report
-        read = 0 if report.route in PUSHED else report.wire_bytes
+        read = 0 if report.route in PUSHED else report.traffic.bytes
         return Moved(got.state, report.seconds, report.route, read=read)
 
     def close(self) -> None:

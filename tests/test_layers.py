@@ -16,7 +16,18 @@ PROTOCOL, PROTOCOL_LINES = "transports/protocol/", 399  # read whole before it i
 # Lowest first. A part may import itself, its layer and the layers below it.
 LAYERS: list[set[str]] = [
     {"errors", "version"},
-    {"deadlines", "frames", "items", "machine", "owner", "patterns", "progress", "steps"},
+    {
+        "deadlines",
+        "frames",
+        "items",
+        "machine",
+        "owner",
+        "patterns",
+        "progress",
+        "steps",
+        "results",
+    },
+    {"pending"},
     {"geometry"},
     {"record"},
     {"state"},

@@ -49,8 +49,8 @@ def train(
         got = tr.recover(into=state, sources=[keeper, checkpointer])
         state = got.state
         if rank == 0:
-            print(got.report.explain(), flush=True)
-    except tr.NothingToRecoverError:
+            print(got.report, flush=True)
+    except tr.errors.NothingToRecoverError:
         # Every source is empty: the first start. Steps that cannot be read end the job instead.
         recovered = False
 

@@ -9,109 +9,39 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from torchrelay import errors as errors
 from torchrelay.record.pause import gc_paused
 from torchrelay.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from torchrelay.checkpointer import (
-        Checkpointer,
-        KeepAll,
-        KeepEvery,
-        KeepLast,
-        Loaded,
-        LoadReport,
-        Pending,
-        Saved,
-    )
+    from torchrelay.checkpointer.front import Checkpointer
+    from torchrelay.checkpointer.keep import KeepEvery, KeepLast
     from torchrelay.coordination.groups import init_process_group
-    from torchrelay.endpoint.front import Endpoint, serve
-    from torchrelay.endpoint.publishing import Published
-    from torchrelay.endpoint.pull import PullReport, PullResult, pull
-    from torchrelay.errors import (
-        CheckpointError,
-        CommitUnknownError,
-        DamagedError,
-        DigestError,
-        EndpointError,
-        FormatError,
-        ManifestError,
-        MismatchError,
-        NothingToRecoverError,
-        PeerAbortedError,
-        PeerError,
-        PeerLostError,
-        PeerRefusedError,
-        RecoveryError,
-        RelayError,
-        RemoteProtocolError,
-        RouteError,
-        StateError,
-        StepExistsError,
-        StepMismatchError,
-        StepNotFoundError,
-        StepOrderError,
-        StorageTimeoutError,
-        TornStateError,
-        TransferTimeoutError,
-        UnsupportedLeafError,
-        UsageError,
-    )
+    from torchrelay.endpoint.front import serve
+    from torchrelay.endpoint.pull import pull
+    from torchrelay.errors import RelayError
     from torchrelay.keeper.front import Keeper
+    from torchrelay.pending import Pending
+    from torchrelay.progress import Progress
     from torchrelay.recovery.front import recover
-    from torchrelay.recovery.report import Recovered, RecoveryReport
-    from torchrelay.relay import Progress, Received, Relay, Report
+    from torchrelay.relay import Relay
+    from torchrelay.results import Loaded, Report
     from torchrelay.sources.access import Access
     from torchrelay.state.registry import register
 
-
 __all__ = [
     "Access",
-    "CheckpointError",
     "Checkpointer",
-    "CommitUnknownError",
-    "DamagedError",
-    "DigestError",
-    "Endpoint",
-    "EndpointError",
-    "FormatError",
-    "KeepAll",
     "KeepEvery",
     "KeepLast",
     "Keeper",
-    "LoadReport",
     "Loaded",
-    "ManifestError",
-    "MismatchError",
-    "NothingToRecoverError",
-    "PeerAbortedError",
-    "PeerError",
-    "PeerLostError",
-    "PeerRefusedError",
     "Pending",
     "Progress",
-    "PullReport",
-    "Published",
-    "PullResult",
-    "Received",
-    "Recovered",
-    "RecoveryError",
-    "RecoveryReport",
     "Relay",
     "RelayError",
-    "RemoteProtocolError",
     "Report",
-    "Saved",
-    "RouteError",
-    "StateError",
-    "StepExistsError",
-    "StepMismatchError",
-    "StepNotFoundError",
-    "StepOrderError",
-    "StorageTimeoutError",
-    "TornStateError",
-    "TransferTimeoutError",
-    "UnsupportedLeafError",
-    "UsageError",
+    "errors",
     "init_process_group",
     "pull",
     "recover",
@@ -120,26 +50,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "torchrelay.checkpointer": (
-        *(
-            "Checkpointer",
-            "KeepAll",
-            "KeepEvery",
-            "KeepLast",
-            "Loaded",
-            "LoadReport",
-            "Pending",
-            "Saved",
-        ),
-    ),
+    "torchrelay.checkpointer.front": ("Checkpointer",),
+    "torchrelay.checkpointer.keep": ("KeepEvery", "KeepLast"),
     "torchrelay.coordination.groups": ("init_process_group",),
-    "torchrelay.endpoint.front": ("Endpoint", "serve"),
-    "torchrelay.endpoint.publishing": ("Published",),
-    "torchrelay.endpoint.pull": ("PullReport", "PullResult", "pull"),
+    "torchrelay.endpoint.front": ("serve",),
+    "torchrelay.endpoint.pull": ("pull",),
+    "torchrelay.errors": ("RelayError",),
     "torchrelay.keeper.front": ("Keeper",),
+    "torchrelay.pending": ("Pending",),
+    "torchrelay.progress": ("Progress",),
     "torchrelay.recovery.front": ("recover",),
-    "torchrelay.recovery.report": ("Recovered", "RecoveryReport"),
-    "torchrelay.relay": ("Progress", "Received", "Relay", "Report"),
+    "torchrelay.relay": ("Relay",),
+    "torchrelay.results": ("Loaded", "Report"),
     "torchrelay.sources.access": ("Access",),
     "torchrelay.state.registry": ("register",),
 }
@@ -147,14 +69,14 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module 'torchrelay' has no attribute {name!r}")
     # Collections while modules are made would walk all of torch's objects, for half of the time.
     with gc_paused():
-        value: object = getattr(import_module(_HOME.get(name, "torchrelay.errors")), name)
+        value: object = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
-from torchrelay.errors import RelayError, UsageError
+from torchrelay.errors import UsageError
 
-TICK = 0.1  # seconds after which a wait that nobody wakes looks whether its call was cancelled
+TICK = 0.1  # seconds after which a wait that nobody wakes looks again
 LOOK_UP = 0.5  # seconds: a signal that comes just before a wait begins does not end that wait
-
-
-class InterruptedTransfer(RelayError):
-    """The caller has given up on a call of its own. Peers are told; the caller raises the cause."""
 
 
 TELLING = 0.25  # seconds that it may take to tell the other ranks
@@ -46,20 +40,14 @@ def wait_until_set(event: threading.Event, seconds: float | None = None) -> bool
 
 
 class Deadline:
-    """A point in time that ends a whole call, or an end that comes before."""
+    """A point in time that ends a whole call."""
 
     def __init__(self, timeout: Timeout) -> None:
-        self._cause: BaseException | None = None
-        self._waiting: list[queue.SimpleQueue[Any]] = []
-        self.set(timeout)
-
-    def set(self, timeout: Timeout) -> None:
-        """Have it be so long from now."""
         self.seconds = seconds_of(timeout)
         self._end = time.monotonic() + self.seconds
 
     def left(self) -> float:
-        return 0.0 if self._cause is not None else max(0.0, self._end - time.monotonic())
+        return max(0.0, self._end - time.monotonic())
 
     def early(self) -> float:
         """Seconds left for something whose end other ranks are still to hear of."""
@@ -71,32 +59,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        return self._cause is not None or time.monotonic() >= self._end
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cause is not None
-
-    def cancel(self, cause: BaseException) -> None:
-        """End the call now. Whoever waits at a queue that was named finds the news there."""
-        self._cause = cause
-        for one in list(self._waiting):
-            one.put(_interrupted(cause))
-
-    @contextmanager
-    def wakes(self, waiting: queue.SimpleQueue[Any]) -> Iterator[None]:
-        """Within: a cancelled call is told of at this queue, by an `InterruptedTransfer`."""
-        self._waiting.append(waiting)
-        try:
-            if self._cause is not None:
-                waiting.put(_interrupted(self._cause))
-            yield
-        finally:
-            self._waiting.remove(waiting)
-
-
-def _interrupted(cause: BaseException) -> InterruptedTransfer:
-    return InterruptedTransfer(f"interrupted by {type(cause).__name__}")
+        return time.monotonic() >= self._end
 
 
 class Stopwatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from multiprocessing.util import Finalize
 from typing import Protocol
@@ -63,12 +64,24 @@ def enrol(owned: Owned) -> None:
 
 
 def _close_all() -> None:
-    """A program that ends without `close` still finishes the save under way."""
+    """A program that ends without `close` still finishes the save under way.
+
+    Where a signal says meanwhile that the process is to end, nothing else is waited for: after the
+    death of another rank torchrun starts new workers only when this one is gone.
+    """
     for owned in list(_open):
         try:
             owned.close()
-        except Exception:
+        except Exception as fault:
             logger.exception("closing the checkpointer of %s", owned.url)
+            if isinstance(fault, _raised_by_signals()):
+                return _forsake_all()
+
+
+def _raised_by_signals() -> tuple[type[Exception], ...]:
+    """What torchrun's workers raise in their handler of SIGTERM."""
+    elastic = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
+    return () if elastic is None else (elastic.SignalException,)
 
 
 def _forsake_all() -> None:

@@ -20,18 +20,14 @@ from torchrelay.memory.gpu.side import in_use, settle
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.owner import Owner
 from torchrelay.plan.snapshot import Snapshot, capture
-from torchrelay.progress import Progress, ProgressCallback, reporter
+from torchrelay.progress import ProgressCallback, reporter
 from torchrelay.resharding.gather import Gather
+from torchrelay.results import Loaded, Report
 from torchrelay.steps import check_step
 from torchrelay.transports.meeting.node import Node, node_of
 from torchrelay.transports.protocol.options import ReceiveOptions, SendOptions, TransferCall
 from torchrelay.transports.protocol.receiver import Receiving
-from torchrelay.transports.protocol.report import (
-    Received,
-    Report,
-    received_report,
-    sent_report,
-)
+from torchrelay.transports.protocol.report import received_report, sent_report
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes.choice import check_route
@@ -41,8 +37,6 @@ from torchrelay.transports.streams.chunk_sender import LANES
 if TYPE_CHECKING:
     from torchrelay.endpoint.share import SharedState
     from torchrelay.sources.peer import PeerSource
-
-__all__ = ["Progress", "Received", "Relay", "Report"]
 
 
 class Relay:
@@ -80,7 +74,10 @@ class Relay:
     ) -> None:
         if group is None:
             if not dist.is_initialized():
-                raise UsageError("no group given, and torch.distributed is not initialized")
+                raise UsageError(
+                    "no group given, and torch.distributed is not initialized: call "
+                    "tr.init_process_group first"
+                )
             group = dist.group.WORLD
         check_group(group)
         if chunk_bytes is not None and not (isinstance(chunk_bytes, int) and chunk_bytes > 0):
@@ -185,7 +182,7 @@ class Relay:
         timeout: Timeout | None = None,
         route: str | None = None,
         progress: ProgressCallback | None = None,
-    ) -> Received:
+    ) -> Loaded:
         """Receive the state that rank `source` sends.
 
         `into=None` creates tensors, on `device` or on the kind of device they come from. With
@@ -209,14 +206,14 @@ class Relay:
         """
         sources = self._peers(source)
         if not sources:
-            raise UsageError("no source to receive from")
+            raise UsageError("no source to receive from: name a rank")
         if step is not None:
             step = check_step(step)
         deadline = Deadline(self._timeout if timeout is None else timeout)
         check_choice(shards)
         several = not isinstance(source, int)
         if several and shards != "own":
-            raise UsageError("shards is for one source: of several, parts are resharded")
+            raise UsageError("shards is for one source: leave it out, parts are resharded")
         options = ReceiveOptions(
             into,
             step,
@@ -243,7 +240,7 @@ class Relay:
         with emptied_frames():
             return gather.run()
 
-    def receive(self, source: int, options: ReceiveOptions, call: TransferCall) -> Received:
+    def receive(self, source: int, options: ReceiveOptions, call: TransferCall) -> Loaded:
         """`recv` from one rank, with all options."""
         settle()  # what is written to on a GPU may still be in use by its streams
         if in_use():
@@ -260,8 +257,8 @@ class Relay:
         )
         with emptied_frames():
             landed = receiving.run()
-        report = received_report(receiving, landed, self.rank)
-        return Received(landed.state, report.step, report)
+        report = received_report(receiving, landed, source)
+        return Loaded(landed.state, report.step, report)
 
     def share(self, state: object, *, step: int) -> SharedState:
         """Let other ranks recover this rank's state while it continues: see `peer`.
@@ -300,24 +297,24 @@ class Relay:
             self._check_rank(rank)
         for rank in ranks:
             if ranks.count(rank) > 1:
-                raise UsageError(f"rank {rank} is listed twice: {ranks}")
+                raise UsageError(f"rank {rank} is listed twice in {ranks}: name each rank once")
         return ranks
 
     def _check_open(self) -> None:
         self._owner.check()
         if self._closed:
-            raise UsageError("this relay is closed")
+            raise UsageError("this relay is closed: make another one")
 
     def _check_in_group(self, rank: int) -> None:
         self._check_open()
         size = self._group.size()
         if type(rank) is not int or not 0 <= rank < size:
-            raise UsageError(f"rank {rank!r} is not in a group of {size}")
+            raise UsageError(f"rank {rank!r} is not in a group of {size}: name 0 to {size - 1}")
 
     def _check_rank(self, rank: int) -> None:
         self._check_in_group(rank)
         if rank == self.rank:
-            raise UsageError(f"rank {rank} is this rank itself")
+            raise UsageError(f"rank {rank} is this rank itself: name another")
 
 
 def _usable(device: torch.device | str | None) -> torch.device | None:
@@ -325,7 +322,9 @@ def _usable(device: torch.device | str | None) -> torch.device | None:
     found = checked_device(device)
     if found is not None:
         if found.type == "meta":
-            raise UsageError("tensors on device 'meta' have no memory to receive into")
+            raise UsageError(
+                "tensors on device 'meta' have no memory to receive into: name another"
+            )
         try:
             torch.empty(0, device=found)
         except (RuntimeError, AssertionError) as fault:

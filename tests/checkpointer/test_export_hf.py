@@ -78,13 +78,13 @@ def test_a_state_that_is_the_model_and_tied_weights(tmp_path: Path) -> None:
 def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path / "run") as held:
         held.save(1, {"model": {"w": torch.ones(2), "s": torch.eye(2).to_sparse()}})
-        with pytest.raises(tr.MismatchError, match="not a plain tensor"):
+        with pytest.raises(tr.errors.MismatchError, match="not a plain tensor"):
             held.export_hf(tmp_path / "hf")
-        with pytest.raises(tr.MismatchError):
+        with pytest.raises(tr.errors.MismatchError):
             held.export_hf(tmp_path / "hf", key="elsewhere")
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").write_text("mine")
-        with pytest.raises(tr.UsageError, match="not overwritten"):
+        with pytest.raises(tr.errors.UsageError, match="not overwritten"):
             held.export_hf(tmp_path / "full")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]
 
@@ -112,10 +112,10 @@ def test_a_target_that_cannot_be_written_is_told_and_nothing_is_left(
     (tmp_path / "file").touch()
     with tr.Checkpointer(tmp_path / "steps", group=False) as checkpointer:
         checkpointer.save(1, {"model": model()})
-        with pytest.raises(tr.CheckpointError, match="cannot export"):
+        with pytest.raises(tr.errors.CheckpointError, match="cannot export"):
             checkpointer.export_hf(tmp_path / "file" / "hf")
         monkeypatch.setattr(LocalSink, "finish", full)
-        with pytest.raises(tr.CheckpointError, match="no space left"):
+        with pytest.raises(tr.errors.CheckpointError, match="no space left"):
             checkpointer.export_hf(tmp_path / "hf")
         opened = [str(link.resolve()) for link in Path("/proc/self/fd").iterdir()]
     assert not [path for path in opened if "hf.tmp" in path]

@@ -127,7 +127,7 @@ def wrapped(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[..., None]
 def refused(checkpointer: tr.Checkpointer, name: str) -> None:
     """A load that finds damage: named by tensor and offset, and nothing is landed."""
     into = made(2)
-    with pytest.raises(tr.DamagedError) as caught:
+    with pytest.raises(tr.errors.DamagedError) as caught:
         checkpointer.load(into=into, step=1)
     assert name in str(caught.value.path) and caught.value.offset is not None
     assert same(into, made(2))

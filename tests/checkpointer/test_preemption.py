@@ -268,14 +268,14 @@ def test_signals_are_watched_in_the_main_thread(tmp_path: Path) -> None:
         def call() -> None:
             try:
                 checkpointer.reached_preemption(1)
-            except tr.UsageError as fault:
+            except tr.errors.UsageError as fault:
                 raised.append(fault)
 
         thread = threading.Thread(target=call)
         thread.start()
         thread.join(20)
         assert len(raised) == 1 and "main thread" in str(raised[0])
-    with pytest.raises(tr.UsageError, match="closed"):
+    with pytest.raises(tr.errors.UsageError, match="closed"):
         checkpointer.reached_preemption(2)
 
 

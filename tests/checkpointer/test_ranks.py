@@ -500,7 +500,7 @@ def test_pipeline_stages(pool2: Any, pool4: Any, tmp_path: Path) -> None:
         for value in into["model"].values():
             value.zero_()
         assert_same(every_stage(4), sorted_state(there.load(into=into).state))
-        with pytest.raises(tr.MismatchError, match="not offered"):
+        with pytest.raises(tr.errors.MismatchError, match="not offered"):
             there.load(into={**every_stage(4), "only 4": 1})
 
 
@@ -741,7 +741,7 @@ def one_replica_alone(rank: int, group: Any, root: str) -> int:
     with checkpointer(f"{root}/{mine}", group=pairs[mine]) as there:
         there.save(1, state)
         with tr.serve(state, step=1, group=pairs[mine], timeout=TIMEOUT) as endpoint:
-            endpoint.publish(state, step=2).wait(TIMEOUT)
+            endpoint.publish(state, step=2).result(TIMEOUT)
             got = tr.pull(endpoint.url, group=False, timeout=TIMEOUT)
             dist.barrier(pairs[mine])
     assert all(torch.equal(got.state[name], whole[name]) for name in whole)

@@ -83,7 +83,7 @@ def test_damage_is_found_and_the_step_before_is_taken(s3: S3) -> None:
         with pytest.warns(RuntimeWarning, match=r"step 2 .*damaged.*optim\.m"):
             got = held.load(into)
         assert got.step == 1 and same(into, job(1))
-        with pytest.raises(tr.DamagedError, match=r"optim\.safetensors"):
+        with pytest.raises(tr.errors.DamagedError, match=r"optim\.safetensors"):
             held.verify(2)
 
 
@@ -93,10 +93,10 @@ def test_a_service_that_fails_leaves_the_step_before(s3: S3) -> None:
         s3.hook = lambda method, path: (
             403 if "step-2" in path and method in ("PUT", "POST") else None
         )
-        with pytest.raises(tr.CheckpointError):
+        with pytest.raises(tr.errors.CheckpointError):
             held.save(2, job(2))
         pending = held.save_async(2, job(2))
-        with pytest.raises(tr.CheckpointError):
+        with pytest.raises(tr.errors.CheckpointError):
             pending.result(timeout=60)
         s3.hook = None
         assert held.steps() == [1]

@@ -14,7 +14,7 @@ from torchrelay.memory.gpu.spare import DeviceCopy
 
 def test_a_place_that_there_is_none_of_is_refused_with_those_there_are(tmp_path: Path) -> None:
     stage: Any = "disk"
-    with pytest.raises(tr.UsageError, match="'auto' or 'host' or 'device', not 'disk'"):
+    with pytest.raises(tr.errors.UsageError, match="'auto' or 'host' or 'device', not 'disk'"):
         tr.Checkpointer(tmp_path, stage_on=stage)
 
 
@@ -22,7 +22,7 @@ def test_a_device_that_torch_has_none_of_is_refused(tmp_path: Path) -> None:
     device: Any
     with tr.Checkpointer(tmp_path) as checkpointer:
         for device in ("moon", 3.5):
-            with pytest.raises(tr.UsageError, match="device is one of torch's"):
+            with pytest.raises(tr.errors.UsageError, match="device is one of torch's"):
                 checkpointer.load(device=device)
 
 

@@ -268,7 +268,7 @@ def test_a_state_that_is_trained_on_while_it_is_copied_is_an_error(
     def train(*_: object) -> None:
         weights.add_(1)
 
-    with pytest.raises(tr.CheckpointError, match=r"changed while it was saved.*at model.w"):
+    with pytest.raises(tr.errors.CheckpointError, match=r"changed while it was saved.*at model.w"):
         there.save(1, state, progress=train)
     assert there.steps() == []
     there.save(1, state)
@@ -280,10 +280,12 @@ def test_a_state_that_is_trained_on_while_it_is_copied_is_an_error(
     stage = publishing.stage
     with tr.serve(state, step=1, group=False, timeout=30) as endpoint:
         monkeypatch.setattr(publishing, "stage", copy)
-        with pytest.raises(tr.CheckpointError, match=r"changed while it was saved.*at model.w"):
+        with pytest.raises(
+            tr.errors.CheckpointError, match=r"changed while it was saved.*at model.w"
+        ):
             endpoint.publish(state, step=2)
         monkeypatch.undo()
-        endpoint.publish(state, step=3).wait(30)
+        endpoint.publish(state, step=3).result(30)
         got = tr.pull(endpoint.url, timeout=30)
     assert got.step == 3 and torch.equal(got.state["model"]["w"], weights)
 
@@ -355,7 +357,7 @@ def test_what_does_not_fit(
 ) -> None:
     there.save(0, example())
     into = _put(blank(), path, value)
-    with pytest.raises(tr.MismatchError, match=what) as caught:
+    with pytest.raises(tr.errors.MismatchError, match=what) as caught:
         there.load(into=into, step=0, atomic=atomic)
     assert caught.value.path == "".join(f"[{key!r}]" for key in path)
     assert_same(_put(blank(), path, value), into, in_place=True)
@@ -365,7 +367,7 @@ def test_what_is_missing(there: tr.Checkpointer) -> None:
     there.save(0, example())
     into = blank()
     del into["model"]["b"]
-    with pytest.raises(tr.MismatchError, match="not in the destination") as caught:
+    with pytest.raises(tr.errors.MismatchError, match="not in the destination") as caught:
         there.load(into=into)
     assert caught.value.path == "['model']['b']"
     assert into["model"]["w"].count_nonzero() == 0 and into["epoch"] == 0
@@ -386,7 +388,7 @@ def test_not_strict(there: tr.Checkpointer) -> None:
 def test_one_memory_cannot_take_two_tensors(there: tr.Checkpointer) -> None:
     there.save(0, {"a": torch.zeros(4), "b": torch.ones(4)})
     memory = torch.full((6,), 7.0)
-    with pytest.raises(tr.MismatchError, match="shares memory"):
+    with pytest.raises(tr.errors.MismatchError, match="shares memory"):
         there.load(into={"a": memory[:4], "b": memory[2:]})
     assert memory.tolist() == [7] * 6
 
@@ -431,7 +433,7 @@ def test_only(there: tr.Checkpointer) -> None:
     assert_same({"model": {"w": example()["model"]["w"]}}, there.load(include="model.w").state)
     got = there.load(include=["model.*", "list.0"]).state
     assert set(got) == {"model", "list"} and got["list"][1] is None
-    with pytest.raises(tr.MismatchError, match="matches nothing"):
+    with pytest.raises(tr.errors.MismatchError, match="matches nothing"):
         there.load(include="nothing*")
     assert_same({"model": example()["model"]}, there.load(include="model").state)
     into = blank()
@@ -447,7 +449,7 @@ def test_device(there: tr.Checkpointer) -> None:
     got = kept(there, example(), device="cpu")
     assert_same(example(), got)
     if not torch.cuda.is_available():
-        with pytest.raises(tr.MismatchError, match="cuda"):
+        with pytest.raises(tr.errors.MismatchError, match="cuda"):
             there.load(device="cuda")
 
 
@@ -570,7 +572,7 @@ def test_a_module_of_another_make(there: tr.Checkpointer, root: bool) -> None:
     larger = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for step, into, name in [(0, smaller, "1.weight"), (1, larger, "1.weight")]:
         before = {key: value.clone() for key, value in into.state_dict().items()}
-        with pytest.raises(tr.MismatchError) as caught:
+        with pytest.raises(tr.errors.MismatchError) as caught:
             there.load(into=state(into), step=step)
         assert caught.value.path == ("" if root else "['model']") + f"['{name}']"
         assert_same(before, dict(into.state_dict()), in_place=True)
@@ -591,7 +593,7 @@ def test_only_some_of_the_objects(there: tr.Checkpointer) -> None:
     assert other["optimizer"].state_dict()["state"] == {}
     assert other["optimizer"].param_groups[0]["lr"] == pytest.approx(0.3)
     assert other["epoch"] == 2
-    with pytest.raises(tr.MismatchError, match="all of its state or none"):
+    with pytest.raises(tr.errors.MismatchError, match="all of its state or none"):
         there.load(into=other, include=["optimizer.param_groups.*"])
     there.load(into=other, include=["optimizer.*", "scheduler.*", "epoch"])
     assert_same(first["optimizer"].state_dict(), other["optimizer"].state_dict(), in_place=True)
@@ -605,7 +607,9 @@ def test_tensors_saved_apart_load_into_tied_ones_if_they_are_equal(tmp_path: Pat
         held.save(2, {"a": weight, "b": weight + 1})
         mine = torch.zeros(4, 4)
         tied = {"a": mine, "b": mine.view(4, 4)}
-        with pytest.raises(tr.MismatchError, match=r"saved with another value than a: .*\['b'\]"):
+        with pytest.raises(
+            tr.errors.MismatchError, match=r"saved with another value than a: .*\['b'\]"
+        ):
             held.load(tied, step=2)
         assert not mine.any()
         held.load(tied, step=1)

@@ -39,7 +39,7 @@ def test_numbers_of_numpy_are_steps(tmp_path: Path, kind: Any) -> None:
     with tr.Checkpointer(tmp_path / "dcp") as checkpointer:
         assert checkpointer.steps() == [6]
     with tr.serve(STATE, step=kind(3), timeout=60) as endpoint:
-        endpoint.publish(STATE, step=kind(4)).wait(60)
+        endpoint.publish(STATE, step=kind(4)).result(60)
         assert tr.pull(endpoint.url, step=kind(4), timeout=60).step == 4
         assert tr.pull(endpoint.url, newer_than=kind(3), timeout=60).step == 4
         got = tr.recover(sources=[endpoint.url], min_step=kind(4))
@@ -59,7 +59,10 @@ def test_numbers_of_numpy_are_steps_of_a_relay(pool2: RankPool) -> None:
 
 @pytest.mark.parametrize("step", [np.int64(-1), np.bool_(True), np.float64(1), True, 1.0, "1"])
 def test_other_values_are_not(tmp_path: Path, step: Any) -> None:
-    with tr.Checkpointer(tmp_path) as checkpointer, pytest.raises(tr.UsageError, match="step is"):
+    with (
+        tr.Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(tr.errors.UsageError, match="step is"),
+    ):
         checkpointer.save(step, STATE)
 
 
@@ -84,11 +87,11 @@ def test_a_writer_of_dcp_takes_only_names_that_are_steps(tmp_path: Path) -> None
 @pytest.mark.parametrize("step", [MAX_STEP + 1, 10**18 * 9 + 10**18, 10**30, -1])
 def test_a_writer_of_dcp_refuses_steps_out_of_range(tmp_path: Path, step: int) -> None:
     for make in (Writer, Reader):
-        with pytest.raises(tr.UsageError, match=f"step is an int from 0 to {MAX_STEP}"):
+        with pytest.raises(tr.errors.UsageError, match=f"step is an int from 0 to {MAX_STEP}"):
             make(tmp_path, step=step)
     named = tmp_path / f"step-{10**18 * 9 + 10**18 - 1}"  # as long as the longest step
     for make in (Writer, Reader):
-        with pytest.raises(tr.UsageError, match="step is an int"):
+        with pytest.raises(tr.errors.UsageError, match="step is an int"):
             make(named)
     dcp.save({"w": torch.ones(2)}, storage_writer=Writer(tmp_path, step=MAX_STEP), no_dist=True)
     with tr.Checkpointer(tmp_path) as checkpointer:

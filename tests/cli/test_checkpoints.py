@@ -202,9 +202,9 @@ def test_ls_does_not_import_torch(place: Path) -> None:
 
 
 def test_damage_is_told_by_the_kind_of_error_not_by_its_words() -> None:
-    damaged = wrong(tr.DamagedError("cannot be read: Is a directory", step=1))
+    damaged = wrong(tr.errors.DamagedError("cannot be read: Is a directory", step=1))
     assert in_words(damaged) == "damaged: cannot be read: Is a directory (step 1)"
-    late = wrong(tr.StorageTimeoutError("the storage does not answer", step=1))
+    late = wrong(tr.errors.StorageTimeoutError("the storage does not answer", step=1))
     assert late["damage"] is None
     assert in_words(late) == "not checked: the storage does not answer (step 1)"
     assert in_words({"damage": None, "unread": None}) == ""

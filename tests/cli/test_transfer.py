@@ -21,13 +21,14 @@ from tests.support.commands import command
 from tests.support.ranks import run_ranks
 from tests.support.saved import equal
 from torchrelay.cli.commands import transfer
+from torchrelay.endpoint.front import Endpoint
 
 TOKEN = "the-token-of-this-test"
 STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "name": "a\x1b[2Jb", "step": 5}
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[tr.Endpoint]:
+def endpoint() -> Iterator[Endpoint]:
     with tr.serve(STATE, step=5, timeout=60, **access(token=TOKEN)) as found:
         yield found
 
@@ -46,7 +47,7 @@ def dead_url() -> str:
 
 
 def test_an_endpoint_is_read_with_its_token(
-    endpoint: tr.Endpoint, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHRELAY_TOKEN", raising=False)
     for words in (
@@ -73,7 +74,7 @@ def test_an_endpoint_is_read_with_its_token(
 
 
 def test_pull_names_the_urls_that_it_did_without(
-    endpoint: tr.Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
     dead = dead_url()
@@ -86,12 +87,12 @@ def test_pull_names_the_urls_that_it_did_without(
     assert f"note: {dead} was left out" in told.stdout
     nobody = command("pull", dead, "-o", tmp_path / "other.safetensors")
     assert nobody.returncode == 1 and dead in nobody.stderr
-    whole = command("pull", endpoint.url, "-o", tmp_path / "run", "--only", "model.*")
-    assert whole.returncode == 1 and "--only" in whole.stderr
+    whole = command("pull", endpoint.url, "-o", tmp_path / "run", "--include", "model.*")
+    assert whole.returncode == 1 and "--include" in whole.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
 
 
-def test_watch_tells_of_readers(endpoint: tr.Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_tells_of_readers(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
     tr.pull(endpoint.url, timeout=60)
     seen = command("watch", endpoint.url, "--timeout", 0.01, "--json")
@@ -161,7 +162,7 @@ def test_a_damaged_step_does_not_end_who_follows(
 
 
 def test_the_token_file_is_taken_before_and_after_the_command(
-    endpoint: tr.Endpoint, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHRELAY_TOKEN", raising=False)
     out = tmp_path / "m.safetensors"
@@ -180,17 +181,17 @@ def test_the_token_file_is_taken_before_and_after_the_command(
 
 
 def test_only_takes_a_subtree_by_its_name(
-    endpoint: tr.Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
     out = tmp_path / "m.safetensors"
-    done = command("pull", endpoint.url, "-o", out, "--only", "model")
+    done = command("pull", endpoint.url, "-o", out, "--include", "model")
     assert done.returncode == 0, done.stderr
     assert list(load_file(out)) == ["model.w"]
-    shown = command("inspect", endpoint.url, "--only", "model")
+    shown = command("inspect", endpoint.url, "--include", "model")
     assert shown.returncode == 0 and "model.w" in shown.stdout and "name" not in shown.stdout
     monkeypatch.delenv("TORCHRELAY_TOKEN")
     with tr.serve({f"part{n:02}": torch.ones(1) for n in range(20)}, step=1, timeout=60) as many:
-        done = command("pull", many.url, "-o", out, "--only", "nothing")
+        done = command("pull", many.url, "-o", out, "--include", "nothing")
     assert done.returncode == 1
     assert all(f"part{n:02}" in done.stderr for n in range(20)), done.stderr

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import torchrelay as tr
 from tests.conformance.jobs import Job, painted
 from torchrelay import dropin
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.stores.dcp import Reader, Writer
 
 TIMEOUT = 20.0
@@ -144,7 +145,7 @@ class ByPull(Durable):
     group with them. A pool of ranks keeps one endpoint for all of its jobs."""
 
     def __init__(self) -> None:
-        self._endpoint: tr.Endpoint | None = None
+        self._endpoint: Endpoint | None = None
         self._step = 0
 
     def save(self, root: str, job: Job) -> None:
@@ -227,12 +228,19 @@ class ByTransport(Live):
 
 
 class ByTorchft(Live):
+    """torchft's manager passes the metadata of a transport on; here a message does."""
+
     def send(self, job: Job, to: int) -> None:
-        self._transport(None).send_checkpoint([to], job.step, job.plain(), LIMIT)
+        transport = self._transport(None)
+        dist.send_object_list([transport.metadata()], to)
+        transport.send_checkpoint([to], job.step, job.plain(), LIMIT)
 
     def recv(self, job: Job, source: int) -> None:
         job.train(1)
-        job.adopt(self._transport(job.plain).recv_checkpoint(source, "torchrelay", 2, LIMIT))
+        metadata: list[Any] = [None]
+        dist.recv_object_list(metadata, source)
+        transport = self._transport(job.plain)
+        job.adopt(transport.recv_checkpoint(source, metadata[0], 2, LIMIT))
 
     def _transport(self, state: Any) -> Any:
         _find_torchft()

@@ -43,14 +43,16 @@ class Half:
 )
 def test_an_object_where_none_is_taken(tmp_path: Path, state: Any, path: str) -> None:
     with tr.Checkpointer(tmp_path) as held:
-        with pytest.raises(tr.UnsupportedLeafError, match=r"put its state_dict\(\)") as caught:
+        with pytest.raises(
+            tr.errors.UnsupportedLeafError, match=r"put its state_dict\(\)"
+        ) as caught:
             held.save(0, state)
         assert caught.value.path == path
 
 
 def test_a_class_in_place_of_a_module(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path) as held:
-        with pytest.raises(tr.UnsupportedLeafError, match="it is a class"):
+        with pytest.raises(tr.errors.UnsupportedLeafError, match="it is a class"):
             held.save(0, {"model": nn.Linear})
 
 
@@ -68,11 +70,13 @@ def test_the_state_dict_of_a_new_optimizer_as_a_destination(tmp_path: Path) -> N
         for steps in (0, 1):
             held.save(steps, {"o": trained(steps).state_dict()})
             into = {"o": trained(1 - steps).state_dict()}
-            with pytest.raises(tr.MismatchError, match="pass the optimizer itself") as caught:
+            with pytest.raises(
+                tr.errors.MismatchError, match="pass the optimizer itself"
+            ) as caught:
                 held.load(into=into, step=steps)
             assert "['o'] is the state dict of an optimizer" in str(caught.value)
             held.load(into={"o": trained(1 - steps)}, step=steps)
-        with pytest.raises(tr.MismatchError) as caught:  # for another reason
+        with pytest.raises(tr.errors.MismatchError) as caught:  # for another reason
             held.load(into={"o": trained(0), "more": 1})
         assert "optimizer" not in str(caught.value)
 
@@ -93,11 +97,11 @@ def test_the_state_dicts_of_a_wrapped_model_and_of_one_that_is_not(
         plain, wrapped = nn.Sequential(nn.Linear(2, 2)), Wrapped(name)
         for step, (offered, mine) in enumerate([(plain, wrapped), (wrapped, plain)]):
             held.save(step, {"model": offered.state_dict()})
-            with pytest.raises(tr.MismatchError, match="pass the module itself") as caught:
+            with pytest.raises(tr.errors.MismatchError, match="pass the module itself") as caught:
                 held.load(into={"model": mine.state_dict()}, step=step)
             assert f"the keys of ['model'] differ by '{name}'" in str(caught.value)
             held.load(into={"model": mine}, step=step)
-        with pytest.raises(tr.MismatchError) as caught:  # for another reason
+        with pytest.raises(tr.errors.MismatchError) as caught:  # for another reason
             held.load(into={"model": nn.Linear(2, 2).state_dict()})
         assert "wrapper" not in str(caught.value)
 
@@ -112,9 +116,9 @@ def test_destinations_without_memory_or_of_another_size(tmp_path: Path) -> None:
             ({"m": lazy}, "run the module once"),
             ({"s": sparse}, "number of specified elements differs: offered 9, the destination has"),
         ]:
-            with pytest.raises(tr.MismatchError, match=text):
+            with pytest.raises(tr.errors.MismatchError, match=text):
                 held.load(into=mine, include="s" if "s" in mine else "m.*")
-        with pytest.raises(tr.UnsupportedLeafError, match="run the module once") as caught:
+        with pytest.raises(tr.errors.UnsupportedLeafError, match="run the module once") as caught:
             held.save(2, {"m": lazy})
         assert caught.value.path == "['m']['weight']"
 
@@ -135,11 +139,11 @@ def told(rank: int, group: Any) -> list[str]:
         ]
         for offered, mine in cases:
             if rank == 0:
-                with pytest.raises(tr.PeerRefusedError) as refused:
+                with pytest.raises(tr.errors.PeerRefusedError) as refused:
                     relay.send(offered, to=1)
                 texts.append(str(refused.value))
             else:
-                with pytest.raises(tr.MismatchError) as caught:
+                with pytest.raises(tr.errors.MismatchError) as caught:
                     relay.recv(0, into=mine)
                 texts.append(str(caught.value))
     return texts
@@ -211,19 +215,19 @@ def one_step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tr.Checkpoint
 def test_an_argument_that_cannot_be(one_step: tr.Checkpointer, call: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     act, said = BAD_CALLS[call]
-    with pytest.raises(tr.UsageError, match=said):
+    with pytest.raises(tr.errors.UsageError, match=said):
         act(one_step)
     assert one_step.steps() == [1] and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_key_that_is_not_there(one_step: tr.Checkpointer) -> None:
-    with pytest.raises(tr.MismatchError, match="no key 'modl'; its keys: w"):
+    with pytest.raises(tr.errors.MismatchError, match="no key 'modl'; its keys: w"):
         one_step.load(key="modl")
 
 
 def test_a_step_that_is_not_there(one_step: tr.Checkpointer) -> None:
     for act in (one_step.verify, one_step.record, one_step.delete):
-        with pytest.raises(tr.StepNotFoundError, match="no step 9 in"):
+        with pytest.raises(tr.errors.StepNotFoundError, match="no step 9 in"):
             act(9)
 
 
@@ -236,13 +240,13 @@ def bad_relays(rank: int, group: Any) -> None:
         ({"timeout": None}, "timeout is a number of seconds"),
     ]
     for arguments, said in bad:
-        with pytest.raises(tr.UsageError, match=said):
+        with pytest.raises(tr.errors.UsageError, match=said):
             tr.Relay(group, **arguments)
     with tr.Relay(group, timeout=30) as relay:
         for peer in (None, 1.0, "1", [None], object()):
-            with pytest.raises(tr.UsageError, match="a rank, or several in a list"):
+            with pytest.raises(tr.errors.UsageError, match="a rank, or several in a list"):
                 relay.send({}, to=peer)  # type: ignore[arg-type]
-    with pytest.raises(tr.UsageError, match="timeout is a number"):
+    with pytest.raises(tr.errors.UsageError, match="timeout is a number"):
         PGTransport(group, None, torch.device("cpu"))  # type: ignore[arg-type]
     PGTransport(group, 5.0, torch.device("cpu"))  # type: ignore[arg-type]
 
@@ -260,7 +264,9 @@ def a_part_alone(rank: int, group: Any, folder: str) -> None:
             lambda: tr.serve(state, step=1, group=False),
             lambda: relay.share(state, step=1),
         ):
-            with pytest.raises(tr.UnsupportedLeafError, match="has 4 of the 8 elements") as caught:
+            with pytest.raises(
+                tr.errors.UnsupportedLeafError, match="has 4 of the 8 elements"
+            ) as caught:
                 act()
             assert caught.value.path == "w"
 

@@ -75,7 +75,7 @@ def dying_sender(rank: int, group: Any, ours: bool) -> list[float]:
             Stock(held, timedelta(seconds=30), CPU).send_checkpoint([1], mine)  # type: ignore[arg-type]
         return []
     if ours:
-        with pytest.raises(tr.PeerLostError):
+        with pytest.raises(tr.errors.PeerLostError):
             tr.Relay(group, timeout=30).recv(0, into=mine)
     else:
         with pytest.raises(RuntimeError):

@@ -101,7 +101,7 @@ def test_to_a_directory_of_dcp_and_back(steps: Path, tmp_path: Path) -> None:
     ids=lambda odd: type(odd).__name__ if not isinstance(odd, np.ndarray) else str(odd.dtype),
 )
 def test_what_no_reader_takes_is_refused_by_path(tmp_path: Path, write: Any, odd: Any) -> None:
-    with pytest.raises(tr.UnsupportedLeafError) as caught:
+    with pytest.raises(tr.errors.UnsupportedLeafError) as caught:
         write(tmp_path / "target", {"a": {"odd": [0, odd]}})
     assert caught.value.path == "['a']['odd'][1]"
     assert list(tmp_path.iterdir()) == []

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import torchrelay as tr
+from torchrelay.endpoint.front import Endpoint
 
 
 class Stage:
     """Publishes states at one endpoint, each as a step of its own."""
 
-    def __init__(self, endpoint: tr.Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._steps = count(1)
 
@@ -26,7 +27,7 @@ class Stage:
     def show(self, state: object) -> int:
         step = next(self._steps)
         published = self.endpoint.publish(state, step=step)
-        published.wait(60)
+        published.result(60)
         assert published.skipped is None
         return step
 

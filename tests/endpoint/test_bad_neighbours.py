@@ -19,6 +19,7 @@ import torchrelay as tr
 from tests.endpoint.liars import Between, answering
 from tests.support.access import access
 from tests.support.certificates import certificate
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.sources.connection import Host
 
 NBYTES = 24 << 20
@@ -31,17 +32,17 @@ def state() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[tr.Endpoint]:
+def endpoint() -> Iterator[Endpoint]:
     with tr.serve(state(), step=5, group=False, timeout=60) as made:
         tr.pull(made.url, timeout=60)  # the step is shown once it is hashed
         yield made
 
 
-def snapshot_of(endpoint: tr.Endpoint) -> str:
+def snapshot_of(endpoint: Endpoint) -> str:
     return str(endpoint.status()["steps"][-1]["snapshot"])
 
 
-def register(endpoint: tr.Endpoint, url: str, **options: Any) -> int:
+def register(endpoint: Endpoint, url: str, **options: Any) -> int:
     """Name a seed to an endpoint."""
     host = Host(endpoint.url, **options)
     word = msgspec.json.encode({"url": url, "snapshot": snapshot_of(endpoint)})
@@ -100,14 +101,14 @@ def drips(line: socket.socket, head: str) -> None:
 
 @pytest.mark.parametrize("how", [denies, drips], ids=["denies", "drips"])
 def test_seeds_that_claim_every_chunk_hold_up_no_puller(
-    endpoint: tr.Endpoint, how: Callable[[socket.socket, str], None]
+    endpoint: Endpoint, how: Callable[[socket.socket, str], None]
 ) -> None:
     with ExitStack() as liars:
         for _ in range(3):
             url = liars.enter_context(answering(liar(how)))
             assert register(endpoint, url) == 200
         begun = time.monotonic()
-        found: list[tr.PullResult] = []
+        found: list[tr.Loaded] = []
 
         def run() -> None:
             found.append(tr.pull(endpoint.url, reshare=True, timeout=60))
@@ -140,7 +141,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("url", BAD)
-def test_a_seed_with_a_bad_url_is_not_registered(endpoint: tr.Endpoint, url: str) -> None:
+def test_a_seed_with_a_bad_url_is_not_registered(endpoint: Endpoint, url: str) -> None:
     assert register(endpoint, url) == 400
     assert url not in [one["url"] for one in endpoint.status()["seeds"]]
 
@@ -148,7 +149,7 @@ def test_a_seed_with_a_bad_url_is_not_registered(endpoint: tr.Endpoint, url: str
 @pytest.mark.parametrize("url", BAD)
 @pytest.mark.parametrize("reshare", [False, True])
 def test_a_place_or_seed_with_a_bad_url_is_left_out(
-    endpoint: tr.Endpoint, url: str, reshare: bool
+    endpoint: Endpoint, url: str, reshare: bool
 ) -> None:
     """It comes from an endpoint that checks nothing."""
 
@@ -170,7 +171,7 @@ def test_a_place_or_seed_with_a_bad_url_is_left_out(
         got.seed.close()
 
 
-def test_a_place_with_a_bad_url_alone_is_a_typed_error(endpoint: tr.Endpoint) -> None:
+def test_a_place_with_a_bad_url_alone_is_a_typed_error(endpoint: Endpoint) -> None:
     def alter(line: str, body: bytes) -> bytes:
         if "/steps.json" in line:
             return re.sub(rb'"here":\[[^]]*\]', b'"here":[]', body)
@@ -207,7 +208,7 @@ def test_the_token_of_an_https_endpoint_is_never_sent_in_the_clear(tmp_path: Pat
     assert not any(TOKEN.encode() in data for data in heard)
 
 
-def name_seed(endpoint: tr.Endpoint, url: str, cert: str) -> None:
+def name_seed(endpoint: Endpoint, url: str, cert: str) -> None:
     import ssl
 
     context = ssl.create_default_context(cafile=cert)

@@ -22,6 +22,7 @@ import torch
 import torchrelay as tr
 from tests.support.access import access
 from tests.support.certificates import certificate
+from torchrelay.endpoint.front import Endpoint
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 
@@ -31,7 +32,7 @@ STATE = {"w": torch.arange(16_000_000.0)}
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[tr.Endpoint]:
+def endpoint() -> Iterator[Endpoint]:
     options = {"stall": STALL, "hold": 2.0, "connections": 12, "timeout": 60}
     with tr.serve(STATE, step=1, **access(token=TOKEN), **options) as made:  # type: ignore[arg-type]
         end = time.monotonic() + 60
@@ -41,12 +42,12 @@ def endpoint() -> Iterator[tr.Endpoint]:
         yield made
 
 
-def _connect(endpoint: tr.Endpoint) -> socket.socket:
+def _connect(endpoint: Endpoint) -> socket.socket:
     place = urlsplit(endpoint.url)
     return socket.create_connection((place.hostname or "", place.port or 0), timeout=30)
 
 
-def _ask(endpoint: tr.Endpoint, path: str, **headers: str) -> tuple[int, bytes]:
+def _ask(endpoint: Endpoint, path: str, **headers: str) -> tuple[int, bytes]:
     line = http.client.HTTPConnection(endpoint.url.removeprefix("http://"), timeout=30)
     try:
         line.request("GET", path, headers=headers)
@@ -73,7 +74,7 @@ def _is_closed(line: socket.socket) -> bool:
     "path",
     ["/record", "/steps.json", "/status.json", "/metrics", "/model.safetensors", "/x"],
 )
-def test_nothing_is_told_without_the_token(endpoint: tr.Endpoint, path: str) -> None:
+def test_nothing_is_told_without_the_token(endpoint: Endpoint, path: str) -> None:
     for given in (
         {},
         {"Authorization": "Bearer wrong"},
@@ -89,52 +90,52 @@ def test_nothing_is_told_without_the_token(endpoint: tr.Endpoint, path: str) -> 
     assert _ask(endpoint, "/healthz") == (200, b"ok\n")
 
 
-def test_the_token_is_nowhere_to_be_seen(endpoint: tr.Endpoint) -> None:
+def test_the_token_is_nowhere_to_be_seen(endpoint: Endpoint) -> None:
     pid = endpoint._server.pid
     for name in ("cmdline", "environ"):
         assert TOKEN.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
     assert TOKEN not in repr(endpoint.status())
     assert TOKEN not in endpoint.url
-    with pytest.raises(tr.EndpointError, match="does not take this token") as caught:
+    with pytest.raises(tr.errors.EndpointError, match="does not take this token") as caught:
         _pull(endpoint.url, timeout=30, **access(token="another-" + TOKEN))
     assert TOKEN not in str(caught.value)
 
 
 def test_the_token_by_argument_file_and_environment(
-    endpoint: tr.Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _pull(endpoint.url, timeout=60, **access(token=TOKEN)).step == 1
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     file.chmod(0o644)
-    with pytest.raises(tr.UsageError, match="chmod 600"):
+    with pytest.raises(tr.errors.UsageError, match="chmod 600"):
         _pull(endpoint.url, **access(token_file=file))
     file.chmod(0o600)
     assert _pull(endpoint.url, timeout=60, **access(token_file=file)).step == 1
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
     assert _pull(endpoint.url, timeout=60).step == 1
-    with pytest.raises(tr.UsageError, match="not both"):
+    with pytest.raises(tr.errors.UsageError, match="not both"):
         _pull(endpoint.url, **access(token=TOKEN, token_file=file))
     for bad in ("", "a b", "caf\u00e9", "x" * 2000):
-        with pytest.raises(tr.UsageError):
+        with pytest.raises(tr.errors.UsageError):
             _pull(endpoint.url, **access(token=bad))
 
 
 def test_strangers_are_kept_out_before_anything_listens(tmp_path: Path) -> None:
     state = {"w": torch.zeros(1)}
     for address in ("0.0.0.0:0", "[::]:0", "10.1.2.3:0", "example.org:80"):
-        with pytest.raises(tr.UsageError, match="give a token"):
+        with pytest.raises(tr.errors.UsageError, match="give a token"):
             tr.serve(state, step=1, address=address)
-    with pytest.raises(tr.UsageError, match="can be guessed"):
+    with pytest.raises(tr.errors.UsageError, match="can be guessed"):
         tr.serve(state, step=1, address="0.0.0.0:0", **access(token="short"))
     for address in ("127.0.0.1", "127.0.0.1:x", ":80", "127.0.0.1:70000"):
-        with pytest.raises(tr.UsageError, match="HOST:PORT"):
+        with pytest.raises(tr.errors.UsageError, match="HOST:PORT"):
             tr.serve(state, step=1, address=address)
-    with pytest.raises(tr.UsageError, match="no file"):
+    with pytest.raises(tr.errors.UsageError, match="no file"):
         tr.serve(state, step=1, **access(certfile=str(tmp_path / "none.pem")))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(tr.EndpointError, match="in use"):
+        with pytest.raises(tr.errors.EndpointError, match="in use"):
             tr.serve(state, step=1, address=place, timeout=60)
 
 
@@ -163,7 +164,7 @@ def test_without_a_token_other_users_and_strange_names_are_kept_out(tmp_path: Pa
     ],
     ids=["long line", "long header", "many headers", "no HTTP", "version", "long body"],
 )
-def test_requests_out_of_bounds(endpoint: tr.Endpoint, shout: bytes) -> None:
+def test_requests_out_of_bounds(endpoint: Endpoint, shout: bytes) -> None:
     with _connect(endpoint) as line:
         try:
             line.sendall(shout)
@@ -174,7 +175,7 @@ def test_requests_out_of_bounds(endpoint: tr.Endpoint, shout: bytes) -> None:
     assert _ask(endpoint, "/healthz")[0] == 200
 
 
-def test_a_request_that_never_ends_is_cut(endpoint: tr.Endpoint) -> None:
+def test_a_request_that_never_ends_is_cut(endpoint: Endpoint) -> None:
     lines = [_connect(endpoint) for _ in range(3)]
     lines[1].sendall(b"GET /healthz HTTP/1.1\r\nX-a: ")
     lines[2].sendall(b"G")
@@ -184,7 +185,7 @@ def test_a_request_that_never_ends_is_cut(endpoint: tr.Endpoint) -> None:
 
 
 def test_too_many_connections_are_turned_away_and_others_served_after(
-    endpoint: tr.Endpoint,
+    endpoint: Endpoint,
 ) -> None:
     deadline = time.monotonic() + 20
     with ExitStack() as lines:
@@ -206,7 +207,7 @@ def test_too_many_connections_are_turned_away_and_others_served_after(
             assert time.monotonic() < deadline
 
 
-def test_a_stalled_reader_never_blocks_a_publish_and_is_dropped(endpoint: tr.Endpoint) -> None:
+def test_a_stalled_reader_never_blocks_a_publish_and_is_dropped(endpoint: Endpoint) -> None:
     """It takes some bytes of the newest step and then none. Two publishes later its step is gone
     and it was cut off; the trainer never waited for it."""
     step = endpoint.status()["step"]
@@ -224,7 +225,7 @@ def test_a_stalled_reader_never_blocks_a_publish_and_is_dropped(endpoint: tr.End
             begun = time.monotonic()
             published = endpoint.publish(STATE, step=step)
             assert time.monotonic() - begun < 20
-            published.wait(60)
+            published.result(60)
             shown += [step] if published.skipped is None else []
             assert time.monotonic() < deadline
         assert _is_closed(stalled)
@@ -236,7 +237,7 @@ def test_a_stalled_reader_never_blocks_a_publish_and_is_dropped(endpoint: tr.End
 
 
 def test_volumes_go_to_others_while_some_readers_take_little_or_nothing(
-    endpoint: tr.Endpoint,
+    endpoint: Endpoint,
 ) -> None:
     """Each volume is sent by a thread of its own, which ends with a reader that is too slow."""
     bearer = {"Authorization": f"Bearer {TOKEN}"}
@@ -271,9 +272,9 @@ def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:
         assert endpoint.url.startswith("https://")
         got = _pull(endpoint.url, timeout=60, **access(token=TOKEN, cafile=cert))
         assert torch.equal(got.state["w"], state["w"])
-        with pytest.raises(tr.EndpointError, match="certificate"):
+        with pytest.raises(tr.errors.EndpointError, match="certificate"):
             _pull(endpoint.url, timeout=30, **access(token=TOKEN))
-        with pytest.raises(tr.UsageError, match="certfile"):
+        with pytest.raises(tr.errors.UsageError, match="certfile"):
             _pull(endpoint.url, reshare=True, **access(token=TOKEN, cafile=cert))
         own = {**access(certfile=cert, keyfile=key, cafile=cert, token=TOKEN), "timeout": 60}
         seeds = [_pull(endpoint.url, reshare=True, **own).seed for _ in range(2)]
@@ -306,15 +307,15 @@ def test_tls_errors_say_what_to_change(tmp_path: Path) -> None:
     options = {**access(certfile=cert, keyfile=key, token=TOKEN), "timeout": 60}
     state = {"w": torch.ones(3)}
     with tr.serve(state, step=1, address="127.0.0.2:0", **options) as endpoint:  # type: ignore[arg-type]
-        with pytest.raises(tr.EndpointError, match="address that the certificate names"):
+        with pytest.raises(tr.errors.EndpointError, match="address that the certificate names"):
             _pull(endpoint.url, timeout=30, **access(token=TOKEN, cafile=cert))
-        with pytest.raises(tr.EndpointError, match="give Access\\(cafile=\\)"):
+        with pytest.raises(tr.errors.EndpointError, match="give Access\\(cafile=\\)"):
             _pull(endpoint.url, timeout=30, **access(token=TOKEN))
-        with pytest.raises(tr.PeerLostError, match="is it https://"):
+        with pytest.raises(tr.errors.PeerLostError, match="is it https://"):
             _pull(endpoint.url.replace("https", "http"), timeout=5, **access(token=TOKEN))
     with (
         tr.serve(state, step=1, timeout=60, **access(token=TOKEN)) as endpoint,
-        pytest.raises(tr.EndpointError, match="does not speak TLS"),
+        pytest.raises(tr.errors.EndpointError, match="does not speak TLS"),
     ):
         _pull(endpoint.url.replace("http", "https"), timeout=30, **access(token=TOKEN))
 

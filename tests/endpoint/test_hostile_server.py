@@ -112,7 +112,10 @@ def _refused(url: str, **options: Any) -> tr.RelayError:
 def test_answers_that_are_none(act: Callable[[socket.socket], None], text: str) -> None:
     with answering(act) as url:
         fault = _refused(url)
-        assert isinstance(fault, (tr.EndpointError, tr.PeerLostError, tr.TransferTimeoutError))
+        assert isinstance(
+            fault,
+            (tr.errors.EndpointError, tr.errors.PeerLostError, tr.errors.TransferTimeoutError),
+        )
         import re
 
         assert url in str(fault) and re.search(text, str(fault)), fault
@@ -226,7 +229,10 @@ def test_lies_about_ranges(
     stage.show({"w": torch.ones(10)})
     with answering(_Liar(stage.url, says)) as url:
         fault = _refused(url)
-    assert isinstance(fault, (tr.PeerLostError, tr.StepNotFoundError, tr.TransferTimeoutError))
+    assert isinstance(
+        fault,
+        (tr.errors.PeerLostError, tr.errors.StepNotFoundError, tr.errors.TransferTimeoutError),
+    )
 
 
 def test_a_volume_that_trickles(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,4 +245,4 @@ def test_a_volume_that_trickles(stage: Stage, monkeypatch: pytest.MonkeyPatch) -
 
     with answering(_Liar(stage.url, says)) as url:
         fault = _refused(url, timeout=10)
-    assert isinstance(fault, (tr.PeerLostError, tr.TransferTimeoutError))
+    assert isinstance(fault, (tr.errors.PeerLostError, tr.errors.TransferTimeoutError))

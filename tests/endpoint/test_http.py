@@ -130,7 +130,7 @@ def test_a_download_that_broke_off_is_continued_by_its_step(stage: Stage, tmp_pa
 def test_a_step_that_is_gone_is_not_continued(tmp_path: Path) -> None:
     with tr.serve(_state(5), step=1, timeout=30, hold=0.001) as endpoint:
         for step in (2, 3):
-            endpoint.publish(_state(step), step=step).wait(30)
+            endpoint.publish(_state(step), step=step).result(30)
         url = f"{endpoint.url}/model.safetensors?step=1"
         status, _, text = _get(url, Range="bytes=100-")
         assert status == 404 and b"available: 2, 3" in text

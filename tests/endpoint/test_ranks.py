@@ -32,7 +32,7 @@ def serve_part(rank: int, group: Any, seed: int) -> tuple[str, dict[str, torch.T
 
 def publish_part(rank: int, group: Any, step: int) -> dict[str, torch.Tensor]:
     train(_kept["job"], 1)
-    _kept["endpoint"].publish(_kept["job"], step=step).wait(TIMEOUT)
+    _kept["endpoint"].publish(_kept["job"], step=step).result(TIMEOUT)
     return whole(_kept["job"])
 
 
@@ -71,7 +71,7 @@ def refuse_part(rank: int, group: Any, url: str) -> tuple[str, bool]:
         job["extra"] = torch.zeros(3)
     try:
         _pull(url, into=job, group=dist.group.WORLD, timeout=TIMEOUT)
-    except tr.MismatchError as fault:
+    except tr.errors.MismatchError as fault:
         after = whole(job)
         return str(fault), all(torch.equal(before[name], after[name]) for name in before)
     return "", False

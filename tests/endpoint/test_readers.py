@@ -13,18 +13,19 @@ import pytest
 import torch
 
 import torchrelay as tr
+from torchrelay.endpoint.front import Endpoint
 
 STATE = {"model": {"w": torch.arange(100_000.0)}, "other": torch.ones(500_000)}
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[tr.Endpoint]:
+def endpoint() -> Iterator[Endpoint]:
     with tr.serve(STATE, step=1, group=False, timeout=60) as made:
         tr.pull(made.url, timeout=60)
         yield made
 
 
-def ended(endpoint: tr.Endpoint, count: int) -> list[dict[str, Any]]:
+def ended(endpoint: Endpoint, count: int) -> list[dict[str, Any]]:
     """The transfers that are over, once there are so many."""
     while True:
         found: list[dict[str, Any]] = endpoint.status()["finished"]
@@ -32,10 +33,10 @@ def ended(endpoint: tr.Endpoint, count: int) -> list[dict[str, Any]]:
             return found
 
 
-def test_a_mapped_pull_that_fails_is_reported_as_failed(endpoint: tr.Endpoint) -> None:
+def test_a_mapped_pull_that_fails_is_reported_as_failed(endpoint: Endpoint) -> None:
     before = len(endpoint.status()["finished"])
     outcomes = _outcomes(endpoint)
-    with pytest.raises(tr.MismatchError):
+    with pytest.raises(tr.errors.MismatchError):
         into = {"model": {"w": torch.zeros(3)}, "other": torch.zeros(500_000)}
         tr.pull(endpoint.url, into=into, timeout=60)
     last = ended(endpoint, before + 1)[-1]
@@ -44,7 +45,7 @@ def test_a_mapped_pull_that_fails_is_reported_as_failed(endpoint: tr.Endpoint) -
     assert _outcomes(endpoint) == {**outcomes, "failed": outcomes["failed"] + 1}
 
 
-def test_a_mapped_pull_of_a_part_is_reported_with_its_bytes(endpoint: tr.Endpoint) -> None:
+def test_a_mapped_pull_of_a_part_is_reported_with_its_bytes(endpoint: Endpoint) -> None:
     before = len(endpoint.status()["finished"])
     got = tr.pull(endpoint.url, include="model.*", timeout=60)
     last = ended(endpoint, before + 1)[-1]
@@ -54,7 +55,7 @@ def test_a_mapped_pull_of_a_part_is_reported_with_its_bytes(endpoint: tr.Endpoin
     assert ended(endpoint, before + 2)[-1]["bytes"] == 2_400_000
 
 
-def _outcomes(endpoint: tr.Endpoint) -> dict[str, int]:
+def _outcomes(endpoint: Endpoint) -> dict[str, int]:
     found = {}
     for line in _get(endpoint, "/metrics").decode().splitlines():
         if line.startswith("torchrelay_transfers_total"):
@@ -63,7 +64,7 @@ def _outcomes(endpoint: tr.Endpoint) -> dict[str, int]:
     return found
 
 
-def _get(endpoint: tr.Endpoint, path: str, **headers: str) -> bytes:
+def _get(endpoint: Endpoint, path: str, **headers: str) -> bytes:
     line = http.client.HTTPConnection(endpoint.url.removeprefix("http://"), timeout=30)
     try:
         line.request("GET", path, headers=headers)
@@ -72,7 +73,7 @@ def _get(endpoint: tr.Endpoint, path: str, **headers: str) -> bytes:
         line.close()
 
 
-def test_status_while_many_readers_come_and_go(endpoint: tr.Endpoint) -> None:
+def test_status_while_many_readers_come_and_go(endpoint: Endpoint) -> None:
     """Readers are entered on the event loop, and the status is made there too."""
     over = threading.Event()
     faults: list[BaseException] = []

@@ -124,7 +124,7 @@ def test_strangers_are_kept_out(seed: Seed) -> None:
     for path in ("/record", f"/marks?snapshot={SNAPSHOT}", f"/volumes/{SNAPSHOT}/{VOLUME.name}"):
         for given in ("", "Bearer wrong", f"Basic {TOKEN}"):
             assert _ask(seed, path, Authorization=given)[0] == 401
-    with pytest.raises(tr.UsageError, match="token"):
+    with pytest.raises(tr.errors.UsageError, match="token"):
         Seed("0.0.0.0", tr.Access(), [VOLUME])
 
 

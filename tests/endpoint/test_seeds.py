@@ -12,6 +12,7 @@ import torch
 
 import torchrelay as tr
 from tests.endpoint.liars import Between
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.endpoint.seed import Seed
 from torchrelay.record.encoding import decode_at_rest
 from torchrelay.sources.connection import Answered, Host
@@ -25,7 +26,7 @@ def _state() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[tr.Endpoint]:
+def endpoint() -> Iterator[Endpoint]:
     with tr.serve(_state(), step=5, timeout=60) as made:
         tr.pull(made.url, timeout=60)  # the step is shown once it is hashed
         yield made
@@ -35,8 +36,8 @@ def _is(state: dict[str, Any]) -> bool:
     return state["n"] == 3 and torch.equal(state["w"], _state()["w"])
 
 
-def _together(count: int, url: str) -> list[tr.PullResult]:
-    found: list[tr.PullResult] = []
+def _together(count: int, url: str) -> list[tr.Loaded]:
+    found: list[tr.Loaded] = []
     faults: list[BaseException] = []
 
     def run() -> None:
@@ -54,7 +55,7 @@ def _together(count: int, url: str) -> list[tr.PullResult]:
     return found
 
 
-def test_pullers_take_from_each_other(endpoint: tr.Endpoint) -> None:
+def test_pullers_take_from_each_other(endpoint: Endpoint) -> None:
     before = endpoint.status()["sent_bytes"]
     found = _together(3, endpoint.url)
     try:
@@ -77,7 +78,7 @@ def test_pullers_take_from_each_other(endpoint: tr.Endpoint) -> None:
             one.seed.close()
 
 
-def test_a_seed_that_lies_or_dies_is_dropped_and_named(endpoint: tr.Endpoint) -> None:
+def test_a_seed_that_lies_or_dies_is_dropped_and_named(endpoint: Endpoint) -> None:
     first = tr.pull(endpoint.url, reshare=True, timeout=60)
     assert first.seed is not None
     true_url = first.seed.url
@@ -101,7 +102,7 @@ def test_a_seed_that_lies_or_dies_is_dropped_and_named(endpoint: tr.Endpoint) ->
     again.seed.close()
 
 
-def _record_of(endpoint: tr.Endpoint) -> tuple[str, bytes]:
+def _record_of(endpoint: Endpoint) -> tuple[str, bytes]:
     """The snapshot of the step, and its record."""
     host = Host(endpoint.url)
     shown = msgspec.json.decode(host.get("/steps.json", seconds=30).body)["steps"][-1]
@@ -110,7 +111,7 @@ def _record_of(endpoint: tr.Endpoint) -> tuple[str, bytes]:
     return shown["snapshot"], data
 
 
-def test_one_that_never_has_its_share_holds_up_nobody_for_long(endpoint: tr.Endpoint) -> None:
+def test_one_that_never_has_its_share_holds_up_nobody_for_long(endpoint: Endpoint) -> None:
     """It says of every chunk that it is on its way."""
     snapshot, data = _record_of(endpoint)
     volumes = decode_at_rest(data).volumes
@@ -127,7 +128,7 @@ def test_one_that_never_has_its_share_holds_up_nobody_for_long(endpoint: tr.Endp
             one.seed.close()
 
 
-def test_what_is_not_here_yet_is_not_sent(endpoint: tr.Endpoint) -> None:
+def test_what_is_not_here_yet_is_not_sent(endpoint: Endpoint) -> None:
     _, data = _record_of(endpoint)
     record = decode_at_rest(data)
     file = record.volumes[0]

@@ -15,6 +15,7 @@ import torch
 
 import torchrelay as tr
 from tests.endpoint.liars import Between
+from torchrelay.endpoint.front import Endpoint
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 
@@ -27,7 +28,7 @@ def _state() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[list[tr.Endpoint]]:
+def three() -> Iterator[list[Endpoint]]:
     state = _state()
     made = [tr.serve(state, step=5, timeout=30) for _ in range(3)]
     yield made
@@ -46,7 +47,7 @@ def _flipped(line: str, body: bytes) -> bytes:
     return body[:777] + bytes([body[777] ^ 1]) + body[778:]
 
 
-def test_chunks_come_from_whoever_is_free(three: list[tr.Endpoint]) -> None:
+def test_chunks_come_from_whoever_is_free(three: list[Endpoint]) -> None:
     got = _pull([one.url for one in three], timeout=30)
     assert _is(got.state)
     assert len(got.report.sources) > 1 and not got.report.failed
@@ -55,7 +56,7 @@ def test_chunks_come_from_whoever_is_free(three: list[tr.Endpoint]) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_one_killed_midway_and_one_with_a_flipped_byte(
-    three: list[tr.Endpoint], in_place: bool
+    three: list[Endpoint], in_place: bool
 ) -> None:
     """The server process of the first is killed for real, while it sends."""
     doomed = tr.serve(_state(), step=5, timeout=30)
@@ -81,7 +82,7 @@ def test_one_killed_midway_and_one_with_a_flipped_byte(
     doomed.close()
 
 
-def test_a_connection_that_breaks_is_resumed_where_it_was(three: list[tr.Endpoint]) -> None:
+def test_a_connection_that_breaks_is_resumed_where_it_was(three: list[Endpoint]) -> None:
     """With one endpoint alone: whole chunks that came before are not fetched again."""
     cuts = {"left": 3}
 
@@ -100,23 +101,23 @@ def test_a_connection_that_breaks_is_resumed_where_it_was(three: list[tr.Endpoin
         assert len(wanted) >= 4
 
 
-def test_all_of_them_lie(three: list[tr.Endpoint]) -> None:
+def test_all_of_them_lie(three: list[Endpoint]) -> None:
     """Nothing is written, and the error names each with what is wrong with it."""
     into = {"w": torch.zeros(ROWS, dtype=torch.uint8), "n": 0}
     with Between(three[0].url, _flipped) as one, Between(three[1].url, _flipped) as other:
-        with pytest.raises(tr.PeerLostError, match="wrong digest") as caught:
+        with pytest.raises(tr.errors.PeerLostError, match="wrong digest") as caught:
             _pull([one.url, other.url], into=into, timeout=30)
         assert one.url in str(caught.value) and other.url in str(caught.value)
     assert not into["w"].any() and into["n"] == 0
 
 
-def test_without_atomic_the_state_is_torn_and_says_so(three: list[tr.Endpoint]) -> None:
+def test_without_atomic_the_state_is_torn_and_says_so(three: list[Endpoint]) -> None:
     into = {"w": torch.zeros(ROWS, dtype=torch.uint8), "n": 0}
-    with Between(three[0].url, _flipped) as one, pytest.raises(tr.TornStateError):
+    with Between(three[0].url, _flipped) as one, pytest.raises(tr.errors.TornStateError):
         _pull(one.url, into=into, atomic=False, timeout=30)
 
 
-def test_endpoints_of_other_steps_or_bytes_are_left_out(three: list[tr.Endpoint]) -> None:
+def test_endpoints_of_other_steps_or_bytes_are_left_out(three: list[Endpoint]) -> None:
     other = {**_state(), "n": 4}
     with (
         tr.serve(other, step=5, timeout=30) as elsewhere,
@@ -131,7 +132,7 @@ def test_endpoints_of_other_steps_or_bytes_are_left_out(three: list[tr.Endpoint]
 
 
 def test_one_with_a_damaged_record_and_one_that_is_silent_are_left_out(
-    three: list[tr.Endpoint],
+    three: list[Endpoint],
 ) -> None:
     with (
         Between(three[1].url, _other_record) as liar,
@@ -149,7 +150,7 @@ def _other_record(line: str, body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("asked", ["/steps.json", "/record"])
-def test_an_answer_that_breaks_off_is_asked_for_again(three: list[tr.Endpoint], asked: str) -> None:
+def test_an_answer_that_breaks_off_is_asked_for_again(three: list[Endpoint], asked: str) -> None:
     spoilt: list[str] = []
 
     def once(line: str, body: bytes) -> bytes | None:
@@ -164,7 +165,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(three: list[tr.Endpoint], 
 
 
 def test_a_record_that_was_damaged_on_its_way_is_asked_for_again(
-    three: list[tr.Endpoint],
+    three: list[Endpoint],
 ) -> None:
     spoilt: list[str] = []
 
@@ -180,12 +181,12 @@ def test_a_record_that_was_damaged_on_its_way_is_asked_for_again(
 
 
 def test_nobody_is_there() -> None:
-    with pytest.raises(tr.PeerLostError, match=r"127.0.0.1:9.*refused"):
+    with pytest.raises(tr.errors.PeerLostError, match=r"127.0.0.1:9.*refused"):
         _pull("http://127.0.0.1:9", timeout=5)
-    with pytest.raises(tr.UsageError, match="TORCHRELAY_TOKEN"):
+    with pytest.raises(tr.errors.UsageError, match="TORCHRELAY_TOKEN"):
         _pull("http://me:secret@127.0.0.1:9", timeout=5)
     for url in ("ftp://127.0.0.1:9", "http://", "http://a/b"):
-        with pytest.raises(tr.UsageError):
+        with pytest.raises(tr.errors.UsageError):
             _pull(url, timeout=5)
-    with pytest.raises(tr.CheckpointError, match="no such directory"):
+    with pytest.raises(tr.errors.CheckpointError, match="no such directory"):
         _pull("127.0.0.1:9", timeout=5)

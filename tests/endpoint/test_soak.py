@@ -110,8 +110,8 @@ def test_a_thousand_clients_of_all_kinds() -> None:
     endpoint = tr.serve(state, step=1, access=access, group=False, timeout=120)
     keeper = tr.Keeper(job, access=access, group=False, timeout=120, lease=900)
     try:
-        endpoint.publish(state, step=1).wait(60)
-        keeper.stage(1, state).wait(60)
+        endpoint.publish(state, step=1).result(60)
+        keeper.stage(1, state).result(60)
         pids = {"endpoint": endpoint._server.pid or 0, "keeper": keeper.pid or 0}
         before = {name: Sample.of(pid) for name, pid in pids.items()}
         targets = [

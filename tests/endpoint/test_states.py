@@ -69,7 +69,7 @@ def test_memory_of_an_earlier_pull_shows_nothing_of_it(stage: Stage) -> None:
     del first
     step = stage.show({"a": torch.arange(2.0 * numel)[::2], "b": torch.full((numel,), 3.0)})
     into = {"a": torch.zeros(numel), "b": torch.zeros(numel - 1)}
-    with pytest.raises(tr.MismatchError):
+    with pytest.raises(tr.errors.MismatchError):
         _pull(stage.url, step=step, into=into, timeout=60)
     second = _pull(stage.url, step=step, include=patterns, timeout=60).state
     assert before in (second["a"].data_ptr(), second["b"].data_ptr())
@@ -87,7 +87,7 @@ def test_what_is_staged_may_change(stage: Stage) -> None:
     before = weight.clone()
     published = stage.endpoint.publish({"weight": weight}, step=stage.show({}) + 1)
     weight.zero_()
-    published.wait(30)
+    published.result(30)
     got = _pull(stage.url, step=published.step, timeout=30)
     assert torch.equal(got.state["weight"], before)
 
@@ -111,9 +111,9 @@ def test_a_trainer_publishes_while_it_trains_and_a_puller_trains_on(stage: Stage
 def test_a_destination_that_does_not_fit_stays_as_it_is(stage: Stage) -> None:
     step = stage.show({"a": torch.ones(3), "b": torch.ones(4)})
     into = {"a": torch.zeros(3), "b": torch.zeros(5)}
-    with pytest.raises(tr.MismatchError, match="shape"):
+    with pytest.raises(tr.errors.MismatchError, match="shape"):
         _pull(stage.url, step=step, into=into, timeout=30)
-    with pytest.raises(tr.MismatchError, match="b"):
+    with pytest.raises(tr.errors.MismatchError, match="b"):
         _pull(stage.url, step=step, into={"a": into["a"]}, timeout=30)
     assert not into["a"].any() and not into["b"].any()
     got = _pull(stage.url, step=step, into={"a": into["a"]}, strict=False, timeout=30)
@@ -132,7 +132,7 @@ def test_a_newer_step_is_waited_for(stage: Stage) -> None:
     import threading
 
     step = stage.show({"a": torch.ones(3)})
-    with pytest.raises(tr.TransferTimeoutError, match=f"no step above {step}"):
+    with pytest.raises(tr.errors.TransferTimeoutError, match=f"no step above {step}"):
         _pull(stage.url, newer_than=step, timeout=0.5)
     found: list[int] = []
     waiting = threading.Thread(
@@ -156,7 +156,7 @@ def test_a_step_with_the_same_number_or_a_lower_one_is_the_newest() -> None:
     w = torch.zeros(4)
     with tr.serve({"w": w}, step=5, group=False) as endpoint:
         for number, step in enumerate((5, 4, 4, 3, 6), start=1):
-            endpoint.publish({"w": w.fill_(number)}, step=step).wait(60)
+            endpoint.publish({"w": w.fill_(number)}, step=step).result(60)
             got = _pull(endpoint.url, timeout=60)
             assert got.step == step and got.state["w"][0] == number
 
@@ -193,9 +193,9 @@ def test_a_subtree_and_patterns(stage: Stage) -> None:
     into = {"w": torch.zeros(3), "layers": [torch.zeros(2), torch.zeros(2)]}
     assert _pull(stage.url, key="model", into=into, **options).state is into
     assert into["w"].all() and into["layers"][1][0] == 2
-    with pytest.raises(tr.MismatchError, match="model, optimizer, step"):
+    with pytest.raises(tr.errors.MismatchError, match="model, optimizer, step"):
         _pull(stage.url, key="nothing", **options)
-    with pytest.raises(tr.MismatchError, match="shape"):
+    with pytest.raises(tr.errors.MismatchError, match="shape"):
         _pull(stage.url, key="model", into={**into, "w": torch.zeros(4)}, **options)
 
 
@@ -203,6 +203,6 @@ def test_the_names_in_an_error_are_complete(stage: Stage) -> None:
     names = [f"part{number:02}" for number in range(30)]
     step = stage.show({name: torch.ones(1) for name in names})
     for chosen in ({"include": "zzz"}, {"key": "zzz"}):
-        with pytest.raises(tr.MismatchError) as caught:
+        with pytest.raises(tr.errors.MismatchError) as caught:
             _pull(stage.url, step=step, timeout=30, **chosen)
         assert all(name in str(caught.value) for name in names), caught.value

@@ -15,6 +15,7 @@ import torch
 import torchrelay as tr
 from tests.endpoint.liars import answering, asked
 from tests.faults.test_forked_children import end_of, fork, in_process
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.sources import connection
 from torchrelay.sources.connection import Host
 
@@ -22,9 +23,9 @@ STATE = {"w": torch.arange(1000.0)}
 
 
 @pytest.fixture
-def endpoint() -> Iterator[tr.Endpoint]:
+def endpoint() -> Iterator[Endpoint]:
     with tr.serve(STATE, step=1, group=False, timeout=60) as made:
-        made.publish(STATE, step=1).wait(60)
+        made.publish(STATE, step=1).result(60)
         yield made
 
 
@@ -47,22 +48,20 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_a_wait_is_longer_than_a_stall(
-    endpoint: tr.Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_is_longer_than_a_stall(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection may be silent for as long as the endpoint was asked to wait."""
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.3)
-    with pytest.raises(tr.TransferTimeoutError, match="no step above 1"):
+    with pytest.raises(tr.errors.TransferTimeoutError, match="no step above 1"):
         tr.pull(endpoint.url, newer_than=1, timeout=2)
 
 
 @pytest.mark.slow  # as long as a connection may really be silent
-def test_a_wait_of_twelve_seconds(endpoint: tr.Endpoint) -> None:
+def test_a_wait_of_twelve_seconds(endpoint: Endpoint) -> None:
     found: list[Any] = []
     thread = waiting(endpoint.url, found)
     thread.join(connection.STALL_SECONDS + 2)
     assert not found and thread.is_alive()
-    endpoint.publish(STATE, step=2).wait(60)
+    endpoint.publish(STATE, step=2).result(60)
     thread.join(60)
     assert found == [2]
 
@@ -76,7 +75,7 @@ def test_an_endpoint_that_is_not_up_yet_is_asked_again() -> None:
     assert found == [2]
 
 
-def test_the_second_of_two_is_asked_again_when_it_comes_up(endpoint: tr.Endpoint) -> None:
+def test_the_second_of_two_is_asked_again_when_it_comes_up(endpoint: Endpoint) -> None:
     port = free_port()
     found: list[Any] = []
     thread = waiting([endpoint.url, f"http://127.0.0.1:{port}"], found)
@@ -92,7 +91,7 @@ def test_a_token_that_is_refused_is_not_waited_for() -> None:
 
     with answering(refuse) as url:
         begun = time.monotonic()
-        with pytest.raises(tr.EndpointError, match="token"):
+        with pytest.raises(tr.errors.EndpointError, match="token"):
             tr.pull(url, newer_than=1, timeout=60)
         assert time.monotonic() - begun < 30
 

@@ -137,7 +137,7 @@ def test_memory_that_changes_after_a_gpu_has_hashed_it_is_not_committed(
 
         save(1)
         changes.append(7)
-        with pytest.raises(tr.CheckpointError, match="changed while it was saved"):
+        with pytest.raises(tr.errors.CheckpointError, match="changed while it was saved"):
             save(2)
         save(3)
         assert ckpt.steps() == [1, 3]

@@ -81,26 +81,26 @@ def falls_back(place: Place) -> None:
         loaded = place.checkpointer.load()
     assert len(warned) == 1
     assert loaded.step == 1 and which(loaded.state, [1]) == 1
-    assert list(loaded.report.damaged) == [2]
+    assert [attempt.step for attempt in loaded.report.attempts] == [2]
 
 
-def refused(place: Place, step: int = 2, *, fits: bool = True) -> tr.DamagedError:
+def refused(place: Place, step: int = 2, *, fits: bool = True) -> tr.errors.DamagedError:
     """The step is refused by `load`, whole and into live weights, and by `verify`.
 
     `fits`: whether what it says to hold would fit the live weights.
     """
-    with pytest.raises(tr.DamagedError) as verified:
+    with pytest.raises(tr.errors.DamagedError) as verified:
         place.checkpointer.verify(step)
-    with pytest.raises(tr.DamagedError) as loaded:
+    with pytest.raises(tr.errors.DamagedError) as loaded:
         place.checkpointer.load(step=step)
     live = state(77)
-    with pytest.raises((tr.DamagedError, tr.MismatchError)) as landed:
+    with pytest.raises((tr.errors.DamagedError, tr.errors.MismatchError)) as landed:
         place.checkpointer.load(live, step=step)
     assert which(live, [77]) == 77, "live weights were touched"
     for fault in (verified.value, loaded.value, landed.value):
-        if isinstance(fault, tr.DamagedError):
+        if isinstance(fault, tr.errors.DamagedError):
             assert fault.step == step and fault.file == verified.value.file
-    assert fits is isinstance(landed.value, tr.DamagedError), landed.value
+    assert fits is isinstance(landed.value, tr.errors.DamagedError), landed.value
     return loaded.value
 
 
@@ -114,10 +114,10 @@ def test_a_flipped_byte_anywhere_in_the_commit_record(place: Place) -> None:
     print(f"seed {SEED}, {len(whole)} bytes")
     for offset in range(len(whole)):
         flip(path, offset, 1 << rng.randrange(8))
-        with pytest.raises(tr.DamagedError, match=r"manifest\.json") as fault:
+        with pytest.raises(tr.errors.DamagedError, match=r"manifest\.json") as fault:
             place.checkpointer.load(step=2)
         assert fault.value.file == str(path)
-        with pytest.raises(tr.DamagedError, match=r"manifest\.json"):
+        with pytest.raises(tr.errors.DamagedError, match=r"manifest\.json"):
             place.checkpointer.verify()
         assert place.checkpointer.latest() == 1
         if offset % 16 == 0:
@@ -162,7 +162,7 @@ def test_the_leaf_that_is_named_is_the_one_that_was_hit(tmp_path: Path) -> None:
             stop = start + weights[tensor.name.split(".")[1]].nbytes
             for offset in (start, rng.randrange(start, stop), stop - 1):
                 flip(path, offset)
-                with pytest.raises(tr.DamagedError) as fault:
+                with pytest.raises(tr.errors.DamagedError) as fault:
                     checkpointer.load(step=1)
                 assert fault.value.path is not None and fault.value.offset is not None
                 assert tensor.name in fault.value.path.split(", ")
@@ -171,7 +171,7 @@ def test_the_leaf_that_is_named_is_the_one_that_was_hit(tmp_path: Path) -> None:
                 flip(path, offset)
         for offset in (0, 8, file.nbytes - 1):
             flip(path, offset)
-            with pytest.raises(tr.DamagedError, match=file.name):
+            with pytest.raises(tr.errors.DamagedError, match=file.name):
                 checkpointer.verify()
             flip(path, offset)
         assert checkpointer.verify() == 1
@@ -183,14 +183,17 @@ def test_everything_is_damaged(place: Place) -> None:
     with kept(place.step(1)):
         for step in (1, 2):
             flip(place.step(step) / "model.safetensors", 200)
-        with pytest.warns(RuntimeWarning), pytest.raises(tr.StepNotFoundError) as fault:
+        with pytest.warns(RuntimeWarning), pytest.raises(tr.errors.StepNotFoundError) as fault:
             place.checkpointer.load(live)
         assert "step 2: " in str(fault.value) and "step 1: " in str(fault.value)
         assert "model.safetensors" in str(fault.value)
         assert which(live, [77]) == 77
-        with pytest.warns(RuntimeWarning), pytest.raises(tr.TornStateError, match="load again"):
+        with (
+            pytest.warns(RuntimeWarning),
+            pytest.raises(tr.errors.TornStateError, match="load again"),
+        ):
             place.checkpointer.load(live, atomic=False)
-        with pytest.warns(RuntimeWarning), pytest.raises(tr.StepNotFoundError):
+        with pytest.warns(RuntimeWarning), pytest.raises(tr.errors.StepNotFoundError):
             place.checkpointer.load()
 
 
@@ -263,7 +266,7 @@ def test_no_commit_record_is_no_step(place: Place) -> None:
     (place.step(2) / "manifest.json").unlink()
     assert place.checkpointer.steps() == [1]
     assert place.checkpointer.load().step == 1
-    with pytest.raises(tr.StepNotFoundError, match="existing steps: 1"):
+    with pytest.raises(tr.errors.StepNotFoundError, match="existing steps: 1"):
         place.checkpointer.load(step=2)
 
 
@@ -312,10 +315,10 @@ def test_odd_names_beside_the_steps(place: Place) -> None:
 
 @pytest.mark.parametrize("step", [-1, 1 << 63, 1 << 70, 1.0, "1", None, True])
 def test_steps_that_are_none(place: Place, step: Any) -> None:
-    with pytest.raises(tr.UsageError):
+    with pytest.raises(tr.errors.UsageError):
         place.checkpointer.save(step, state(1))
     if step is not None:
-        with pytest.raises((tr.UsageError, tr.StepNotFoundError)):
+        with pytest.raises((tr.errors.UsageError, tr.errors.StepNotFoundError)):
             place.checkpointer.load(step=step)
 
 
@@ -579,7 +582,7 @@ def test_a_forged_record_is_refused(place: Place, name: str) -> None:
     begun = time.monotonic()
     with little_memory(2 << 30):
         if name in HARMLESS:
-            with suppress(tr.DamagedError):
+            with suppress(tr.errors.DamagedError):
                 found: Any = place.checkpointer.load(step=2).state
                 found.pop("more", None)
                 assert which(found, [2]) == 2
@@ -596,7 +599,7 @@ def test_records_with_forged_columns_are_refused(place: Place) -> None:
         body = body_of(whole)
         forge(body)
         begun = time.monotonic()
-        with little_memory(2 << 30), pytest.raises(tr.ManifestError):
+        with little_memory(2 << 30), pytest.raises(tr.errors.ManifestError):
             decode_at_rest(forged(body))
             pytest.fail(name)
         assert time.monotonic() - begun < 10, name
@@ -685,7 +688,7 @@ def test_records_forged_at_random(tmp_path: Path) -> None:
             data = forged(body)
             try:
                 decode_at_rest(data)
-            except tr.ManifestError:
+            except tr.errors.ManifestError:
                 counts["refused"] += 1
                 continue
             except Exception as fault:
@@ -703,9 +706,9 @@ def test_records_forged_at_random(tmp_path: Path) -> None:
                     try:
                         act()
                         counts["loaded"] += 1
-                    except (tr.DamagedError, tr.TornStateError):
+                    except (tr.errors.DamagedError, tr.errors.TornStateError):
                         counts["damaged"] += 1
-                    except (tr.UnsupportedLeafError, tr.MismatchError):
+                    except (tr.errors.UnsupportedLeafError, tr.errors.MismatchError):
                         counts["other"] += 1  # odd, or not what the destination is
                     except Exception as fault:
                         pytest.fail(f"seed {SEED}, mutant {index}, {name}: {fault!r}")
@@ -800,14 +803,14 @@ def test_nothing_in_a_blob_runs(tmp_path: Path, kind: str) -> None:
     for said in ("state", "raw"):
         with pytest.raises(tr.RelayError):
             blobs.give(said, data, DefaultLoadPlanner(), "model.x").read()
-    with suppress(tr.UnsupportedLeafError):
+    with suppress(tr.errors.UnsupportedLeafError):
         assert blobs.keep("model.x", io.BytesIO(data))[0] == "raw"
     assert not canary.exists()
 
 
 def test_an_object_that_takes_pickle_is_not_saved(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path / "steps") as checkpointer:
-        with pytest.raises(tr.UnsupportedLeafError) as fault:
+        with pytest.raises(tr.errors.UnsupportedLeafError) as fault:
             checkpointer.save(1, {"x": Payload(tmp_path / "canary")})
         assert fault.value.path and "x" in fault.value.path
         assert checkpointer.steps() == []

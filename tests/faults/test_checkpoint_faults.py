@@ -393,7 +393,7 @@ def test_a_failure_that_nobody_asked_for(tmp_path: Path, caplog: pytest.LogCaptu
         checkpointer.save_async(2, state(2))
         with caplog.at_level(logging.ERROR), pytest.raises(Exception) as fault:
             checkpointer.save(3, state(3))
-        assert isinstance(fault.value, tr.CheckpointError)
+        assert isinstance(fault.value, tr.errors.CheckpointError)
         assert (fault.value.phase, os.strerror(errno.EFBIG) in str(fault.value)) == ("write", True)
         assert fault.value.file and fault.value.file.endswith(".safetensors")
         assert "saving step 2 failed" in caplog.text
@@ -404,13 +404,15 @@ def test_a_failure_that_nobody_asked_for(tmp_path: Path, caplog: pytest.LogCaptu
         pending = checkpointer.save_async(4, state(4))
         while not pending.done():
             time.sleep(0.005)
-        with pytest.raises(tr.CheckpointError):
+        with pytest.raises(tr.errors.CheckpointError):
             checkpointer.load()
         assert checkpointer.load().step == 3
-        assert isinstance(checkpointer.save_async(5, state(5)).exception(20), tr.CheckpointError)
+        assert isinstance(
+            checkpointer.save_async(5, state(5)).exception(20), tr.errors.CheckpointError
+        )
         assert checkpointer.load().step == 3
         checkpointer.save_async(6, state(6))
-        with pytest.raises(tr.CheckpointError):
+        with pytest.raises(tr.errors.CheckpointError):
             checkpointer.close()
     assert only_steps(tmp_path, 1, 3)
 
@@ -495,7 +497,8 @@ def busy(rank: int, group: Any, root: str) -> list[Any]:
         first.result(20)
         third = checkpointer.save_async(3, mine(rank, 3), on_busy="skip")
         checkpointer.wait(20)
-        return [second.skipped, third.skipped, equal(checkpointer.load().state, mine(rank, 3))]
+        skipped = [one.skipped is not None for one in (second, third)]
+        return [*skipped, equal(checkpointer.load().state, mine(rank, 3))]
 
 
 def test_all_ranks_skip_or_none(pool2: RankPool, tmp_path: Path) -> None:
@@ -509,7 +512,7 @@ def test_a_lost_writer_process_is_told_and_replaced(tmp_path: Path) -> None:
         for step in range(2, 7):
             checkpointer.prepare(state(step))
             os.kill(writer_of(checkpointer), signal.SIGKILL)
-            with suppress(tr.CheckpointError):  # nothing else may come out
+            with suppress(tr.errors.CheckpointError):  # nothing else may come out
                 checkpointer.save_async(step, state(step)).result(20)
         checkpointer.save_async(9, state(9)).result(20)
         assert which(checkpointer.load().state, [9]) == 9
@@ -655,7 +658,7 @@ def test_which_steps_stay() -> None:
     assert (KeepLast(1) | KeepEvery(5) | KeepEvery(3)).wanted(steps) == {*steps}
     assert KeepEvery(7).wanted([1, 2]) == set() == KeepLast(1).wanted([])
     for bad in (lambda: KeepLast(0), lambda: KeepEvery(0), lambda: KeepLast(-1)):
-        with pytest.raises(tr.UsageError):
+        with pytest.raises(tr.errors.UsageError):
             bad()
 
 
@@ -700,7 +703,7 @@ def test_nothing_goes_for_a_save_that_failed(tmp_path: Path) -> None:
     with checkpointer:
         checkpointer.save(1, state(1))
         files.full = True
-        with pytest.raises(tr.CheckpointError):
+        with pytest.raises(tr.errors.CheckpointError):
             checkpointer.save(2, state(2))
         assert checkpointer.steps() == [1] and which(checkpointer.load().state, [1]) == 1
     assert only_steps(tmp_path, 1)

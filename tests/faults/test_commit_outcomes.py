@@ -25,10 +25,10 @@ from torchrelay.stores.local.files import Files
 def outcome(save: Callable[[], object]) -> str:
     try:
         save()
-    except tr.CommitUnknownError as fault:
+    except tr.errors.CommitUnknownError as fault:
         assert "steps()" in fault.message and "verify(" in fault.message, fault
         return "unknown"
-    except tr.CheckpointError as fault:
+    except tr.errors.CheckpointError as fault:
         return f"not committed: {type(fault).__name__}: {fault}"
     return "committed"
 
@@ -91,7 +91,7 @@ def test_an_overwrite_without_exchange_that_fails_leaves_the_step_there(
         assert len(broken) == (1 if back else 2)
         monkeypatch.undo()
         assert ckpt.steps() == [1] and seeds(tmp_path) == {1: 1}
-        with pytest.raises(tr.StepExistsError):
+        with pytest.raises(tr.errors.StepExistsError):
             ckpt.save(1, state(3))
         ckpt.save(1, state(4), overwrite=True)
         assert seeds(tmp_path) == {1: 4}

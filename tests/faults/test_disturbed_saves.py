@@ -105,7 +105,9 @@ def test_a_file_that_is_gone_from_the_draft_is_not_committed(
     with tr.Checkpointer(tmp_path, group=False) as ckpt:
         ckpt.save(1, state(1))
         after_writing(monkeypatch, disturb)
-        with pytest.raises((tr.CheckpointError, dcp.CheckpointException), match=r"model\.saf"):
+        with pytest.raises(
+            (tr.errors.CheckpointError, dcp.CheckpointException), match=r"model\.saf"
+        ):
             if door == "Checkpointer":
                 ckpt.save(2, state(2))
             else:
@@ -128,7 +130,7 @@ def test_an_object_that_is_gone_from_the_draft_is_not_committed(
             assert s3.ask("DELETE", gone.split()[1].partition("?")[0])[0] == 204
 
         after_writing(monkeypatch, disturb)
-        with pytest.raises(tr.CheckpointError, match=r"model\.safetensors"):
+        with pytest.raises(tr.errors.CheckpointError, match=r"model\.safetensors"):
             ckpt.save(1, state(1))
         assert ckpt.steps() == []
 
@@ -158,11 +160,13 @@ def test_a_folder_of_a_steps_name_without_a_record_is_no_step(tmp_path: Path) ->
     (tmp_path / "step-5" / "notes.txt").write_text("mine")
     with tr.Checkpointer(tmp_path) as ckpt:
         assert ckpt.steps() == [] and ckpt.latest() is None
-        with pytest.raises(tr.StepNotFoundError):
+        with pytest.raises(tr.errors.StepNotFoundError):
             ckpt.load(step=5)
-        with pytest.raises(tr.CheckpointError, match=r"not a step.*manifest.*move it") as caught:
+        with pytest.raises(
+            tr.errors.CheckpointError, match=r"not a step.*manifest.*move it"
+        ) as caught:
             ckpt.save(5, state(5))
-        assert not isinstance(caught.value, tr.StepExistsError)
+        assert not isinstance(caught.value, tr.errors.StepExistsError)
         ckpt.save(5, state(5), overwrite=True)
         assert ckpt.steps() == [5] and which(ckpt.load().state, range(9)) == 5
         assert [path.read_text() for path in tmp_path.glob("*/notes.txt")] == ["mine"]
@@ -188,7 +192,7 @@ def test_a_read_only_file_system_with_leftovers_can_be_read(
         assert ckpt.steps() == [1, 2]
         assert which(ckpt.load().state, range(9)) == 2
         assert which(ckpt.load(step=1).state, range(9)) == 1
-        with pytest.raises(tr.CheckpointError, match="Read-only"):
+        with pytest.raises(tr.errors.CheckpointError, match="Read-only"):
             ckpt.save(3, state(3))
 
 

@@ -46,7 +46,7 @@ def test_a_failed_save_stops_nothing_if_it_is_to_warn(
     with checkpointer_on(tmp_path, 1) as checkpointer:
         pending = checkpointer.save_async(1, state(1), on_error="warn")
         checkpointer.save_async(2, state(2)).result(20)
-        assert isinstance(pending.exception(20), tr.CheckpointError)
+        assert isinstance(pending.exception(20), tr.errors.CheckpointError)
         assert checkpointer.failures == 1
         assert which(checkpointer.load().state, [2]) == 2
     told = [record for record in caplog.records if "step 1 failed" in record.getMessage()]
@@ -60,11 +60,11 @@ def test_a_full_disk_stops_nothing_if_it_is_to_warn(
     monkeypatch.setattr(space, "HEADROOM", 1 << 60)
     with tr.Checkpointer(tmp_path, group=False, timeout=30) as checkpointer:
         pending = checkpointer.save_async(1, state(1), on_error="warn")
-        assert isinstance(fault := pending.exception(20), tr.CheckpointError)
+        assert isinstance(fault := pending.exception(20), tr.errors.CheckpointError)
         assert "no space" in str(fault) and checkpointer.failures == 1
-        with pytest.raises(tr.CheckpointError, match="no space"):
+        with pytest.raises(tr.errors.CheckpointError, match="no space"):
             checkpointer.save(1, state(1))
-        with pytest.raises(tr.UnsupportedLeafError):
+        with pytest.raises(tr.errors.UnsupportedLeafError):
             checkpointer.save_async(1, {"ours": object()}, on_error="warn")
         monkeypatch.undo()
         checkpointer.save_async(2, state(2)).result(20)
@@ -76,7 +76,7 @@ def test_a_place_that_cannot_be_listed_stops_nothing_if_it_is_to_warn(tmp_path: 
     with tr.Checkpointer(root, group=False, timeout=30) as checkpointer:
         root.write_text("in the way")
         pending = checkpointer.save_async(1, state(1), on_error="warn")
-        assert isinstance(pending.exception(20), tr.CheckpointError)
+        assert isinstance(pending.exception(20), tr.errors.CheckpointError)
         root.unlink()
         checkpointer.save_async(2, state(2)).result(20)
         assert checkpointer.steps() == [2] and checkpointer.failures == 1
@@ -85,7 +85,7 @@ def test_a_place_that_cannot_be_listed_stops_nothing_if_it_is_to_warn(tmp_path: 
 def test_a_failed_save_is_raised_by_the_next_call_by_default(tmp_path: Path) -> None:
     with checkpointer_on(tmp_path, 1) as checkpointer:
         checkpointer.save_async(1, state(1))
-        with pytest.raises(tr.CheckpointError, match="the medium has a fault"):
+        with pytest.raises(tr.errors.CheckpointError, match="the medium has a fault"):
             checkpointer.save_async(2, state(2))
         assert checkpointer.failures == 1
 
@@ -93,7 +93,7 @@ def test_a_failed_save_is_raised_by_the_next_call_by_default(tmp_path: Path) -> 
 def test_a_step_that_exists_is_refused_also_if_failures_only_warn(tmp_path: Path) -> None:
     with checkpointer_on(tmp_path, 0) as checkpointer:
         checkpointer.save(1, state(1))
-        with pytest.raises(tr.StepExistsError):
+        with pytest.raises(tr.errors.StepExistsError):
             checkpointer.save_async(1, state(2), on_error="warn")
         assert which(checkpointer.load().state, [1]) == 1
 
@@ -108,7 +108,7 @@ def warn_together(rank: int, group: Any, root: str) -> tuple[bool, int, bool]:
         checkpointer.save_async(2, live, on_error="warn").result(30)
         got = checkpointer.load().state
         right = bool((got["w"] == 1).all() and (got["own"] == rank).all())
-        return isinstance(failed, tr.CheckpointError), checkpointer.failures, right
+        return isinstance(failed, tr.errors.CheckpointError), checkpointer.failures, right
 
 
 def test_a_failed_save_of_ranks_stops_none_of_them(pool2: RankPool, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_failed_save_of_ranks_stops_none_of_them(pool2: RankPool, tmp_path: Pa
 def test_bad_arguments_are_refused(tmp_path: Path, bad: dict[str, Any]) -> None:
     with (
         tr.Checkpointer(tmp_path, group=False) as checkpointer,
-        pytest.raises(tr.UsageError, match=next(iter(bad))),
+        pytest.raises(tr.errors.UsageError, match=next(iter(bad))),
     ):
         checkpointer.save_async(1, state(1), **bad)
 

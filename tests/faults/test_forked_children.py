@@ -98,7 +98,7 @@ def use_in_child(root: str) -> None:
         for name, use in uses.items():
             try:
                 use()
-            except tr.UsageError as fault:
+            except tr.errors.UsageError as fault:
                 assert "fork" in str(fault) and "in the child" in str(fault), (name, fault)
             else:
                 raise AssertionError(f"{name} works in a forked child")

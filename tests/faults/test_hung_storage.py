@@ -65,7 +65,7 @@ def frozen(*calls: tuple[type, str]) -> Iterator[None]:
 
 
 def ended(
-    call: Callable[[], object], kind: type[BaseException] = tr.CheckpointError
+    call: Callable[[], object], kind: type[BaseException] = tr.errors.CheckpointError
 ) -> BaseException:
     """What a call raised, in time."""
     begun = time.monotonic()
@@ -91,7 +91,7 @@ def test_a_save_to_a_frozen_file_system_ends_in_time(
     with tr.Checkpointer(tmp_path, timeout=30) as ckpt:
         ckpt.save(1, state(1))
         with frozen(*CALLS[what]):
-            assert isinstance(ended(lambda: save(2)), tr.StorageTimeoutError)
+            assert isinstance(ended(lambda: save(2)), tr.errors.StorageTimeoutError)
         ckpt.save(3, state(3))
         assert ckpt.steps() == [1, 3]
         assert which(ckpt.load().state, range(9)) == 3
@@ -118,7 +118,7 @@ def test_listing_and_reading_a_frozen_file_system_ends_in_time(tmp_path: Path) -
         with frozen((StepRoot, "names")):
             calls = (ckpt.steps, ckpt.latest, lambda: ckpt.load(live), ckpt.verify)
             for call in calls:
-                assert isinstance(ended(call), tr.StorageTimeoutError)
+                assert isinstance(ended(call), tr.errors.StorageTimeoutError)
             ended(lambda: tr.Checkpointer(tmp_path, timeout=TIMEOUT))
         assert which(live, range(9)) == 5
         assert ckpt.load(live).step == 1 and which(live, range(9)) == 1
@@ -150,7 +150,7 @@ def test_reads_that_hang_while_a_state_is_landed_end_in_time(tmp_path: Path, int
     live = state(5)
     with tr.Checkpointer(tmp_path, timeout=TIMEOUT) as ckpt:
         with frozen_reads():
-            kind = tr.TornStateError if into else tr.StorageTimeoutError
+            kind = tr.errors.TornStateError if into else tr.errors.StorageTimeoutError
             fault = ended(lambda: ckpt.load(live if into else None, atomic=False), kind)
             assert "no answer in" in str(fault)
         assert ckpt.load(live, timeout=20).step == 1 and which(live, range(9)) == 1
@@ -161,7 +161,7 @@ def test_an_export_to_a_frozen_file_system_ends_in_time(tmp_path: Path) -> None:
         ckpt.save(1, {"model": {"w": torch.ones(3)}}, timeout=20)
         with frozen((Files, "write")):
             fault = ended(lambda: ckpt.export_hf(tmp_path / "hf"))
-            assert isinstance(fault, tr.StorageTimeoutError)
+            assert isinstance(fault, tr.errors.StorageTimeoutError)
 
 
 @pytest.mark.parametrize("where", ["the draft", "data files", "data", "the medium", "the commit"])
@@ -171,7 +171,7 @@ def test_torchs_own_save_to_a_frozen_file_system_ends_in_time(tmp_path: Path, wh
     with frozen(*calls):
         save = partial(dcp.save, {"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
         fault = wrapped(save)
-    kind = tr.CommitUnknownError if where == "the commit" else tr.StorageTimeoutError
+    kind = tr.errors.CommitUnknownError if where == "the commit" else tr.errors.StorageTimeoutError
     assert isinstance(fault, kind), fault
 
 
@@ -186,7 +186,7 @@ def test_torchs_own_load_from_a_frozen_file_system_ends_in_time(tmp_path: Path) 
     saved = {"w": torch.ones(3)}
     dcp.save(saved, storage_writer=Writer(tmp_path / "step-1"), no_dist=True)
     live = {"w": torch.zeros(3)}
-    for verify, kind in ((True, tr.StorageTimeoutError), (False, tr.TornStateError)):
+    for verify, kind in ((True, tr.errors.StorageTimeoutError), (False, tr.errors.TornStateError)):
         reader = Reader(tmp_path / "step-1", verify=verify, timeout=TIMEOUT)
         with frozen_reads():
             load = partial(dcp.load, live, storage_reader=reader, no_dist=True)
@@ -203,7 +203,7 @@ def test_a_writer_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
         os.kill(writer, signal.SIGSTOP)
         wait_until_stopped(writer)
         fault = ended(lambda: ckpt.save_async(2, state(2), timeout=TIMEOUT).result(60))
-        assert isinstance(fault, tr.StorageTimeoutError)
+        assert isinstance(fault, tr.errors.StorageTimeoutError)
         ckpt.save_async(3, state(3)).result(30)
         assert ckpt.steps() == [1, 3] and ckpt._saver.writer.process.pid != writer
 
@@ -218,7 +218,7 @@ ckpt.save(1, {"w": torch.ones(9)}, timeout=30)
 Files.sync = lambda *args: threading.Event().wait(600)
 try:
     ckpt.save(2, {"w": torch.ones(9)})
-except tr.StorageTimeoutError:
+except tr.errors.StorageTimeoutError:
     print("in time")
 """
 

@@ -64,7 +64,7 @@ def bad_recv(rank: int, group: Any) -> Any:
     for name, bad in BAD.items():
         try:
             relay.recv(0, into=live, **bad)
-        except tr.UsageError as fault:
+        except tr.errors.UsageError as fault:
             said[name] = str(fault)
     return said, received(relay, 0, live, OLD, 1, LONG)
 

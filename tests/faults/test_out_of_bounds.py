@@ -136,7 +136,12 @@ def test_an_endpoint_whose_record_contradicts_itself(environment: dict[str, str]
 def _refused(load: Callable[[], object]) -> None:
     try:
         load()
-    except (tr.DamagedError, tr.EndpointError, tr.MismatchError, tr.StepNotFoundError) as fault:
+    except (
+        tr.errors.DamagedError,
+        tr.errors.EndpointError,
+        tr.errors.MismatchError,
+        tr.errors.StepNotFoundError,
+    ) as fault:
         assert "something else" not in str(fault), "the digest was not forged"
         return
     raise AssertionError("a record that contradicts itself was loaded")

@@ -133,7 +133,7 @@ def check(root: Path, scenario: Scenario, ended: bool) -> None:
         if steps:
             assert checkpointer.load().step == max(steps)
         else:
-            with pytest.raises(tr.StepNotFoundError):
+            with pytest.raises(tr.errors.StepNotFoundError):
                 checkpointer.load()
         checkpointer.save(50, state(50))
         assert which(checkpointer.load().state, [50]) == 50
@@ -213,7 +213,7 @@ def test_a_call_that_fails_is_a_typed_error(name: str, quick: Path) -> None:
             except tr.RelayError as fault:
                 failed = fault
         if failed is not None:
-            assert isinstance(failed, tr.CheckpointError) and failed.file, failed
+            assert isinstance(failed, tr.errors.CheckpointError) and failed.file, failed
             assert os.strerror(errno.EIO) in str(failed)
         with warnings.catch_warnings(), tr.Checkpointer(root) as checkpointer:
             warnings.simplefilter("error")

@@ -89,7 +89,7 @@ def test_a_step_that_was_overwritten_after_its_record_was_read_is_read_again(
     with other, tr.Checkpointer(root, timeout=60, read_only=True) as held:
         into = state(9)
         got = held.load(into, step=1)
-        assert equal(into, state(2)) and got.report.damaged == {}
+        assert equal(into, state(2)) and got.report.attempts == ()
 
 
 def test_bytes_that_change_in_place_after_the_check_do_not_pass_as_verified(
@@ -135,8 +135,8 @@ def beside(rank: int, group: Any, root: str, how: str) -> list[str]:
             while len(seen) < 10 and time.monotonic() < end:
                 got = held.load(into)
                 seen.add(into["seed"])
-                if got.report.damaged or not equal(into, state(into["seed"])):
-                    wrong.append(f"{got.step} {into['seed']} {got.report.damaged}")
+                if got.report.attempts or not equal(into, state(into["seed"])):
+                    wrong.append(f"{got.step} {into['seed']} {got.report.attempts}")
                 if how == "keep one" and (held.latest() or 0) < got.step:
                     wrong.append(f"{held.latest()} after {got.step}")
     finally:
@@ -167,7 +167,7 @@ def test_a_step_that_is_pruned_while_it_is_loaded_has_a_successor(
     into = state(0)
     with trainer, reader:
         got = reader.load(into)
-        assert got.report.damaged == {}
+        assert got.report.attempts == ()
     assert got.step == 2 and equal(into, state(2))
 
 
@@ -226,7 +226,7 @@ def test_a_read_that_fails_for_a_while_is_not_damage(
     with tr.Checkpointer(tmp_path, read_only=True, timeout=30) as held:
         into = state(0)
         got = held.load(into)
-        assert (got.step, got.report.damaged) == (2, {}) and equal(into, state(2))
+        assert (got.step, got.report.attempts) == (2, ()) and equal(into, state(2))
         assert len(tries) == 5
 
 
@@ -248,7 +248,7 @@ def test_a_read_that_hangs_ends_at_the_deadline(
         with tr.Checkpointer(tmp_path, read_only=True, timeout=2) as held:
             into = state(0)
             begun = time.monotonic()
-            with pytest.raises(tr.StorageTimeoutError):
+            with pytest.raises(tr.errors.StorageTimeoutError):
                 held.load(into)
             assert time.monotonic() - begun < 20 and equal(into, state(0))
             answers.set()
@@ -266,14 +266,14 @@ def test_a_read_that_fails_for_good_is_raised_and_no_older_step_is_taken(
     with tr.Checkpointer(tmp_path, read_only=True, timeout=3) as held:
         into = state(0)
         begun = time.monotonic()
-        with pytest.raises(tr.CheckpointError, match="step-2") as told:
+        with pytest.raises(tr.errors.CheckpointError, match="step-2") as told:
             held.load(into)
-        assert not isinstance(told.value, (tr.DamagedError, tr.StepNotFoundError))
+        assert not isinstance(told.value, (tr.errors.DamagedError, tr.errors.StepNotFoundError))
         assert time.monotonic() - begun < 20 and equal(into, state(0))
         for look in (held.latest, lambda: held.record(2), lambda: held.holds(2)):
-            with pytest.raises(tr.CheckpointError) as told:
+            with pytest.raises(tr.errors.CheckpointError) as told:
                 look()
-            assert not isinstance(told.value, (tr.DamagedError, tr.StepNotFoundError))
+            assert not isinstance(told.value, (tr.errors.DamagedError, tr.errors.StepNotFoundError))
 
 
 def test_a_bucket_that_is_busy_for_a_while_does_not_cost_the_newest_step(s3: S3) -> None:
@@ -286,7 +286,7 @@ def test_a_bucket_that_is_busy_for_a_while_does_not_cost_the_newest_step(s3: S3)
 
         s3.hook = busy
         got = held.load()
-        assert (got.step, got.report.damaged) == (2, {})
+        assert (got.step, got.report.attempts) == (2, ())
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_bucket_that_refuses_is_not_asked_again_until_the_deadline(
     with tr.Checkpointer(f"s3://{bucket}/run", group=False, read_only=True, timeout=60) as there:
         for act in (there.load, there.verify, there.steps):
             before = len(s3.requests)
-            with pytest.raises(tr.CheckpointError, match=f"cannot list the steps: .*{why}"):
+            with pytest.raises(tr.errors.CheckpointError, match=f"cannot list the steps: .*{why}"):
                 act()
             assert len(s3.requests) == before + 1
 
@@ -353,9 +353,9 @@ def test_what_is_no_plain_file_is_damage_and_is_not_waited_for(
     make(tmp_path / "step-2" / name)
     with tr.Checkpointer(tmp_path, timeout=60) as held:
         into = state(0)
-        with pytest.raises(tr.DamagedError, match="no plain file"):
+        with pytest.raises(tr.errors.DamagedError, match="no plain file"):
             held.load(into, step=2)
-        with pytest.raises(tr.DamagedError):
+        with pytest.raises(tr.errors.DamagedError):
             held.verify(2)
         assert not held.holds(2) and held.latest() == 1
         with pytest.warns(RuntimeWarning, match="step 2"):
@@ -385,7 +385,7 @@ def test_an_object_that_announces_a_tebibyte_is_refused(
     assert MAX_MANIFEST_BYTES < 1 << 40
     with tr.Checkpointer(s3.url("run"), read_only=True, timeout=20) as held:
         into = state(0)
-        with pytest.raises(tr.DamagedError, match="step-2"):
+        with pytest.raises(tr.errors.DamagedError, match="step-2"):
             held.load(into, step=2)
         assert equal(into, state(0))
         monkeypatch.setattr(s3, "ask", ask)
@@ -432,9 +432,9 @@ def test_a_step_that_may_not_be_read_is_named_and_hides_no_other() -> None:
             assert there.load().step == there.verify() == there.latest() == 3
             assert there.load(step=1).step == 1
             for act in (there.record, there.holds, there.verify, lambda n: there.load(step=n)):
-                with pytest.raises(tr.CheckpointError, match="Permission denied") as caught:
+                with pytest.raises(tr.errors.CheckpointError, match="Permission denied") as caught:
                     act(2)
-                assert caught.value.step == 2 and type(caught.value) is tr.CheckpointError
+                assert caught.value.step == 2 and type(caught.value) is tr.errors.CheckpointError
             rows = [listed(there, step) for step in there.steps()]
         assert ["time" in row for row in rows] == [True, False, True]
         assert in_words(rows[1]).startswith("not checked: cannot be read: Permission denied")

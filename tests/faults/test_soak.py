@@ -56,7 +56,7 @@ def send(relay: tr.Relay, number: int, kind: str) -> tr.Report:
     return relay.send(weights(number), 1, step=number, **how)
 
 
-def receive(relay: tr.Relay, number: int, kind: str, live: Any) -> tr.Received:
+def receive(relay: tr.Relay, number: int, kind: str, live: Any) -> tr.Loaded:
     if kind == "late":
         time.sleep(0.1)  # the send is over by then
         return relay.recv(0, into=live, step=number, timeout=0.05)

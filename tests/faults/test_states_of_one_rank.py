@@ -23,7 +23,7 @@ def load_what_one_rank_has(rank: int, group: Any, root: str) -> list[str]:
             (1, {"w": torch.zeros(3), "scheduler": {"last": 0, "lr": torch.zeros(2)}}),
             (2, {"w": torch.zeros(3)}),
         ):
-            with pytest.raises(tr.MismatchError) as caught:
+            with pytest.raises(tr.errors.MismatchError) as caught:
                 ckpt.load(into, step=step)
             told.append(str(caught.value))
     return told

@@ -49,7 +49,7 @@ def test_no_older_step_is_taken_in_its_place(root: Path) -> None:
             lambda: tr.recover(into=live, sources=[checkpointer]),
         ):
             with pytest.raises(
-                tr.FormatError,
+                tr.errors.FormatError,
                 match=r"format 4\.0.*reads format 3: read it with the torchrelay that wrote it",
             ) as at:
                 ask()
@@ -72,10 +72,10 @@ def test_a_later_minor_format_is_read_unless_it_has_kinds_that_are_new(root: Pat
         rewrite(path, [VERSION[0], VERSION[1] + 1], hint="new")
         assert checkpointer.load(state(0)).step == 3
         rewrite(path, [VERSION[0], VERSION[1] + 1], objects=[["b", "new kind", 0, 0, 1]])
-        with pytest.raises(tr.FormatError, match="torchrelay that wrote it"):
+        with pytest.raises(tr.errors.FormatError, match="torchrelay that wrote it"):
             checkpointer.load(state(0))
         rewrite(path, list(VERSION), objects=[["b", "new kind", 0, 0, 1]])
-        with pytest.raises(tr.DamagedError):
+        with pytest.raises(tr.errors.DamagedError):
             checkpointer.load(state(0), step=3)
 
 
@@ -84,7 +84,7 @@ def test_the_same_step_of_another_source_is_taken(root: Path, tmp_path: Path) ->
     with tr.Checkpointer(tmp_path / "other", group=False) as other:
         other.save(1, state(1))
         for sources in ([root], [root, other], [other, root]):
-            with pytest.raises(tr.FormatError, match=r"format 4\.0"):
+            with pytest.raises(tr.errors.FormatError, match=r"format 4\.0"):
                 tr.recover(into=state(0), sources=sources)
         other.save(3, state(3))
         for sources in ([root, other], [other, root]):

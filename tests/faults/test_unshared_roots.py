@@ -20,7 +20,7 @@ def told(call: Callable[[], Any]) -> str:
     begun = time.monotonic()
     try:
         call()
-    except tr.CheckpointError as fault:
+    except tr.errors.CheckpointError as fault:
         assert time.monotonic() - begun < SECONDS / 3, "it was found out at the deadline"
         return str(fault)
     return "ok"
@@ -72,7 +72,7 @@ def test_no_space_says_how_much_the_steps_that_are_retained_take(
     for keep, need in ((3, "16,"), (tr.KeepLast(1), "8,"), (None, "never removed")):
         with (
             tr.Checkpointer(tmp_path, group=False, keep=keep) as ckpt,
-            pytest.raises(tr.CheckpointError, match=r"no space") as caught,
+            pytest.raises(tr.errors.CheckpointError, match=r"no space") as caught,
         ):
             ckpt.save(1, state)
         assert need in str(caught.value) and str(tmp_path) in str(caught.value), caught.value

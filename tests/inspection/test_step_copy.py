@@ -38,7 +38,7 @@ def test_a_copy_has_the_same_bytes(place: Path, tmp_path: Path) -> None:
 
 def test_a_step_that_is_there_stays(place: Path) -> None:
     held = open_newest(open_store(place))
-    with pytest.raises(tr.StepExistsError):
+    with pytest.raises(tr.errors.StepExistsError):
         copy_step(held, open_store(place), lambda told: None)
     held.close()
     assert [path.name for path in place.iterdir()] == ["step-7"]
@@ -50,7 +50,7 @@ def test_damage_is_not_copied(place: Path, tmp_path: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     held = open_newest(open_store(place))
-    with pytest.raises(tr.DamagedError):
+    with pytest.raises(tr.errors.DamagedError):
         copy_step(held, open_store(tmp_path / "copy"), lambda told: None)
     held.close()
     assert not list((tmp_path).glob("copy/*"))

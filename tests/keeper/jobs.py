@@ -36,7 +36,7 @@ def train_and_stage(
     keeper = keeper_of(rank, job, hosts, copies=0)
     for _ in range(steps):
         train(state, 1)
-        keeper.stage(state["step"], state).wait(TIMEOUT)
+        keeper.stage(state["step"], state).result(TIMEOUT)
     tell(whole(state))
     tell(train(state, 3))
     reached("staged", hold=True)
@@ -51,7 +51,7 @@ def recover_and_train(
     state["step"] = got.state["step"]
     found = whole(state)
     losses = train(state, 3)
-    return got.step, got.report.explain(), found, losses
+    return got.step, str(got.report), found, losses
 
 
 def end_keepers(job: str) -> None:

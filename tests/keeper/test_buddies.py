@@ -44,7 +44,7 @@ def stage_and_copy(rank: int, group: Any, job: str) -> None:
     keeper = keeper_of(rank, job, ["a", "a", "b", "b"])
     for _ in range(2):
         train(state["job"], 1)
-        keeper.stage(state["job"]["step"], state).wait(TIMEOUT)
+        keeper.stage(state["job"]["step"], state).result(TIMEOUT)
         wait_for_copies(keeper, state["job"]["step"])
     tell((whole(state["job"]), keeper.pid))
     tell(train(state["job"], 2))
@@ -67,7 +67,7 @@ def come_back(rank: int, group: Any, job: str, hosts: list[str]) -> Any:
     state["job"]["step"] = got.state["job"]["step"]
     found = whole(state["job"])
     losses = train(state["job"], 2)
-    keeper.stage(state["job"]["step"], state).wait(TIMEOUT)
+    keeper.stage(state["job"]["step"], state).result(TIMEOUT)
     copies = wait_for_copies(keeper, state["job"]["step"])  # other buddies are found
     return got.step, found, losses, copies["from"]
 
@@ -94,11 +94,11 @@ def change_a_little(rank: int, group: Any, job: str) -> Any:
     """Bytes that were fetched for the first copy, and for one of a step that differs a little."""
     keeper = keeper_of(rank, job, ["a", "b"], rate=1e9)
     state = {"x": torch.full((NUMEL,), 1000.0 + rank), "step": 1}
-    keeper.stage(1, state).wait(TIMEOUT)
+    keeper.stage(1, state).result(TIMEOUT)
     first = wait_for_copies(keeper, 1)["fetched_bytes"]
     state["x"][:100] = 7
     state["step"] = 2
-    keeper.stage(2, state).wait(TIMEOUT)
+    keeper.stage(2, state).result(TIMEOUT)
     second = wait_for_copies(keeper, 2)["fetched_bytes"] - first
     dist.barrier()
     return first, second, keeper.pid
@@ -109,11 +109,11 @@ def recover_both(rank: int, group: Any, job: str) -> tuple[bool, str]:
     state = {"x": torch.zeros(NUMEL), "step": 0}
     try:
         got = tr.recover(into=state, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
-    except tr.RecoveryError as fault:
+    except tr.errors.RecoveryError as fault:
         return False, str(fault)
     expected = torch.full((NUMEL,), 1000.0 + rank)
     expected[:100] = 7
-    return torch.equal(state["x"], expected) and got.step == 2, got.report.explain()
+    return torch.equal(state["x"], expected) and got.step == 2, str(got.report)
 
 
 def flip_in(pid: int, value: float) -> None:
@@ -159,7 +159,7 @@ def stage_while_copying(rank: int, group: Any, job: str, steps: int, parts: int 
             state["step"] += 1
             state["x"] += 1 + rank
             pending = keeper.stage(state["step"], state)
-            pending.wait(TIMEOUT)
+            pending.result(TIMEOUT)
             if pending.skipped is None:
                 last = state["step"]
             most = max(most, keeper.status()["staged_bytes"] / part)
@@ -190,7 +190,7 @@ def test_memory_is_bounded_where_copies_lag_behind(
 
 def stage_with_too_little(rank: int, group: Any, job: str, parts: float) -> str:
     keeper = keeper_of(rank, job, ["a", "b"], memory=int(parts * NUMEL * 4))
-    with pytest.raises(tr.UsageError, match="is too little") as fault:
+    with pytest.raises(tr.errors.UsageError, match="is too little") as fault:
         keeper.stage(1, {"x": torch.full((NUMEL,), float(rank))})
     return str(fault.value)
 
@@ -204,11 +204,11 @@ def lose_a_host_amid_a_copy(rank: int, group: Any, job: str) -> tuple[int, int |
     """Step 1 is copied; step 2 is on its way when a host is lost."""
     keeper = keeper_of(rank, job, ["a", "b"], rate=NUMEL)
     state = {"x": torch.full((NUMEL,), 1.0 + rank), "step": 1}
-    keeper.stage(1, state).wait(TIMEOUT)
+    keeper.stage(1, state).result(TIMEOUT)
     wait_for_copies(keeper, 1)
     dist.barrier()
     state["x"] += 1
-    keeper.stage(2, state).wait(TIMEOUT)
+    keeper.stage(2, state).result(TIMEOUT)
     assert keeper.stage(3, state).skipped is not None
     found = keeper.status()["copies"]["copying"]
     dist.barrier()
@@ -222,7 +222,7 @@ def come_back_to(rank: int, group: Any, job: str, wanted: int) -> bool:
     got = tr.recover(into=into, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
     right = got.step == wanted and bool((into["x"] == wanted + rank).all())
     for step in range(4, 8):  # others have taken the place of those, and steps are staged again
-        keeper.stage(step, into).wait(TIMEOUT)
+        keeper.stage(step, into).result(TIMEOUT)
         wait_for_copies(keeper, step)
     keeper.close()
     return right
@@ -241,13 +241,13 @@ def stage_by_tls(rank: int, group: Any, job: str, key: str, cert: str) -> Any:
     own = access(certfile=cert, keyfile=key, cafile=cert)
     keeper = keeper_of(rank, job, ["a", "b"], **own)
     state = {"x": torch.full((NUMEL,), 5.0 + rank), "step": 1}
-    keeper.stage(1, state).wait(TIMEOUT)
+    keeper.stage(1, state).result(TIMEOUT)
     wait_for_copies(keeper, 1)
-    with pytest.raises(tr.UsageError, match="with TLS: end it first"):
+    with pytest.raises(tr.errors.UsageError, match="with TLS: end it first"):
         tr.Keeper(f"{job}@{'ab'[rank]}", group=False, timeout=TIMEOUT)
     strange = access(certfile=cert, keyfile=key)
     stranger = tr.Keeper(f"{job}@{'ab'[rank]}", group=False, timeout=TIMEOUT, **strange)
-    with pytest.raises(tr.RecoveryError, match="certificate"):
+    with pytest.raises(tr.errors.RecoveryError, match="certificate"):
         # It trusts what the system trusts.
         tr.recover(sources=[stranger], group=False, timeout=TIMEOUT)
     stranger.close()

@@ -76,5 +76,5 @@ def test_the_least_budget() -> None:
     check_budget(parts, urls, [40, 40, 10, 2], copies=0)
     for url in least:
         budgets = [least[one] - (one == url) for one in urls]
-        with pytest.raises(tr.UsageError, match=f"the keeper at {url}"):
+        with pytest.raises(tr.errors.UsageError, match=f"the keeper at {url}"):
             check_budget(parts, urls, budgets, copies=1)

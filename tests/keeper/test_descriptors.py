@@ -51,7 +51,7 @@ def strain(pid: int, name: str) -> None:
 def test_a_keeper_accepts_again_and_has_its_steps() -> None:
     try:
         keeper = tr.Keeper(JOB, group=False, timeout=TIMEOUT)
-        keeper.stage(7, STATE).wait(TIMEOUT)
+        keeper.stage(7, STATE).result(TIMEOUT)
         pid = keeper.pid
         assert pid is not None
         strain(pid, KeeperName.of(JOB, None).address)

@@ -43,17 +43,17 @@ def come_back(rank: int, keeper: tr.Keeper, numel: int = NUMEL) -> int:
 def stage_with_no_memory_on(rank: int, group: Any, job: str, lacking: int) -> str:
     """One rank gets no memory for a state that has grown."""
     keeper = keeper_of(rank, job, ["a", "b"], copies=0)
-    keeper.stage(1, state_of(rank, 1)).wait(TIMEOUT)
+    keeper.stage(1, state_of(rank, 1)).result(TIMEOUT)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == lacking:  # it holds for files of memory too
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, limits[1]))
     try:
         with pytest.raises((MemoryError, RelayError)) as fault:
-            keeper.stage(2, state_of(rank, 2, GROWN)).wait(TIMEOUT)
+            keeper.stage(2, state_of(rank, 2, GROWN)).result(TIMEOUT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert come_back(rank, keeper) == 1
-    keeper.stage(3, state_of(rank, 3, GROWN)).wait(TIMEOUT)
+    keeper.stage(3, state_of(rank, 3, GROWN)).result(TIMEOUT)
     assert come_back(rank, keeper, GROWN) == 3
     keeper.close()
     return str(fault.value)
@@ -68,7 +68,7 @@ def test_a_rank_without_memory_is_named_by_all(pool2: RankPool, lacking: int) ->
 
 def lose_a_keeper_amid_a_stage(rank: int, group: Any, job: str) -> str:
     keeper = keeper_of(rank, job, ["a", "b"], copies=0)
-    keeper.stage(1, state_of(rank, 1)).wait(TIMEOUT)
+    keeper.stage(1, state_of(rank, 1)).result(TIMEOUT)
     stager = keeper._publisher
     hashed = stager._hashed
 
@@ -79,11 +79,11 @@ def lose_a_keeper_amid_a_stage(rank: int, group: Any, job: str) -> str:
 
     if rank == 1:
         stager._hashed = lose  # type: ignore[method-assign]
-    with pytest.raises(tr.EndpointError) as fault:
-        keeper.stage(2, state_of(rank, 2)).wait(TIMEOUT)
+    with pytest.raises(tr.errors.EndpointError) as fault:
+        keeper.stage(2, state_of(rank, 2)).result(TIMEOUT)
     if rank == 1:
         stager._hashed = hashed  # type: ignore[method-assign]
-    keeper.stage(3, state_of(rank, 3)).wait(TIMEOUT)
+    keeper.stage(3, state_of(rank, 3)).result(TIMEOUT)
     assert come_back(rank, keeper) == 3
     keeper.close()
     return str(fault.value)
@@ -96,9 +96,9 @@ def test_a_keeper_that_is_lost_amid_a_stage_is_named_by_all(pool2: RankPool) -> 
 
 def stage_different_steps(rank: int, group: Any, job: str) -> None:
     keeper = keeper_of(rank, job, copies=0)
-    with pytest.raises(tr.UsageError, match=r"different calls \(.*step 1[01]"):
+    with pytest.raises(tr.errors.UsageError, match=r"different calls \(.*step 1[01]"):
         keeper.stage(10 + rank, state_of(rank, 10))
-    keeper.stage(12, state_of(rank, 12)).wait(TIMEOUT)
+    keeper.stage(12, state_of(rank, 12)).result(TIMEOUT)
     assert come_back(rank, keeper) == 12
     keeper.close()
 

@@ -57,7 +57,7 @@ def die_in_mid_stage(rank: int, group: Any, job: str) -> None:
     state = fsdp_job(1)
     train(state, 1)
     keeper = keeper_of(rank, job)
-    keeper.stage(1, state).wait(TIMEOUT)
+    keeper.stage(1, state).result(TIMEOUT)
     tell(whole(state))
     train(state, 1)
     copy = publishing.stage
@@ -69,7 +69,7 @@ def die_in_mid_stage(rank: int, group: Any, job: str) -> None:
     if rank == 1:
         publishing.stage = half
     try:
-        keeper.stage(2, state, timeout=5).wait(TIMEOUT)
+        keeper.stage(2, state, timeout=5).result(TIMEOUT)
     except tr.RelayError:
         reached("failed", hold=True)
 

@@ -40,7 +40,7 @@ def save_and_stage(rank: int, group: Any, job: str, folder: str) -> Any:
     keeper = keeper_of(rank, job, ["a", "b"], copies=0)
     checkpointer = tr.Checkpointer(folder, keeper=keeper, timeout=TIMEOUT)
     train(state, 1)
-    keeper.stage(1, state).wait(TIMEOUT)
+    keeper.stage(1, state).result(TIMEOUT)
     train(state, 1)
     kept = whole(state)
     WriterSave.write = write_later  # type: ignore[method-assign]
@@ -49,12 +49,12 @@ def save_and_stage(rank: int, group: Any, job: str, folder: str) -> Any:
     steps = [one["step"] for one in keeper.status()["steps"]]
     for step in range(3, 8):  # into every slot that there is
         train(state, 1)
-        keeper.stage(step, state).wait(TIMEOUT)
+        keeper.stage(step, state).result(TIMEOUT)
     staged.set()
     pending.result(TIMEOUT)
     WriterSave.write = write  # type: ignore[method-assign]
     for step in range(8, 11):
-        keeper.stage(step, state).wait(TIMEOUT)
+        keeper.stage(step, state).result(TIMEOUT)
     checkpointer.verify(2)
     slots = keeper.status()["staged_bytes"], keeper.status()["most_bytes"]
     back = fsdp_job(3)

@@ -145,7 +145,7 @@ def test_one_flipped_byte(tmp_path: Path) -> None:
         path = tmp_path / "ours" / "step-1" / "model.safetensors"
         flip(path, path.read_bytes().index(weights.numpy().tobytes()) + 2001)
         live = {"model": {"w": torch.zeros(1000)}}
-        with pytest.raises(tr.DamagedError, match=r"model\.safetensors.*model\.w"):
+        with pytest.raises(tr.errors.DamagedError, match=r"model\.safetensors.*model\.w"):
             checkpointer.load(live, step=1)
         assert not live["model"]["w"].any()
 
@@ -173,14 +173,14 @@ def test_disk_full(small_disk: Path) -> None:  # noqa: F811
     assert len(list((small_disk / "theirs").glob("*.distcp"))) == 1
     with tr.Checkpointer(small_disk / "ours") as checkpointer:
         checkpointer.save(1, state(1))
-        with pytest.raises(tr.CheckpointError, match="are missing"):
+        with pytest.raises(tr.errors.CheckpointError, match="are missing"):
             checkpointer.save(2, big)
         assert which(checkpointer.load().state, [1]) == 1
     files = NoRoom()
     with stores_with(files):
         checkpointer = tr.Checkpointer(small_disk / "ours")
     with checkpointer:
-        with pytest.raises(tr.CheckpointError, match=r"No space left .*safetensors"):
+        with pytest.raises(tr.errors.CheckpointError, match=r"No space left .*safetensors"):
             checkpointer.save(2, state(2))
         assert checkpointer.steps() == [1]
 
@@ -271,7 +271,7 @@ def test_metadata_executes(tmp_path: Path) -> None:
         checkpointer.save(1, state(1))
         for path in (tmp_path / "ours" / "step-1").iterdir():
             path.write_bytes(pickle.dumps(Payload(canary)))
-        with pytest.raises(tr.DamagedError):
+        with pytest.raises(tr.errors.DamagedError):
             checkpointer.load(step=1)
     assert not canary.exists()
 
@@ -345,7 +345,7 @@ def test_plain_files(tmp_path: Path) -> None:
             data = (tmp_path / f"step-{number}" / "manifest.json").read_bytes()
             assert set(json.loads(data)) == {"record", "digest"}
             flip(tmp_path / f"step-{number}" / "model.safetensors", size // 2 + 60)
-            with pytest.raises(tr.DamagedError):
+            with pytest.raises(tr.errors.DamagedError):
                 checkpointer.load(step=number)
 
 

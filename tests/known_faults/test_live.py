@@ -78,7 +78,7 @@ def refused_in_place(rank: int, group: Any, source: Any, destination: Any, word:
     """torch fills a destination that does not fit; Relay refuses on both sides, by path."""
     if rank == 0:
         stock(group).send_checkpoint([1], {"w": source})
-        with pytest.raises(tr.PeerRefusedError, match=word) as refusal:
+        with pytest.raises(tr.errors.PeerRefusedError, match=word) as refusal:
             tr.Relay(group, timeout=20).send({"w": source}, 1)
         assert refusal.value.path == "['w']" and refusal.value.rank == 1
     else:
@@ -86,7 +86,7 @@ def refused_in_place(rank: int, group: Any, source: Any, destination: Any, word:
         stock(group, {"w": destination}).recv_checkpoint(0)
         assert not torch.equal(destination, before)
         kept = before.clone()
-        with pytest.raises(tr.MismatchError, match=word):
+        with pytest.raises(tr.errors.MismatchError, match=word):
             tr.Relay(group, timeout=20).recv(0, into={"w": kept})
         assert torch.equal(kept, before)
     return rank
@@ -113,13 +113,13 @@ def sharded_into_replicated(rank: int, group: Any) -> object:
     mine = DTensor.from_local(torch.zeros(2, 3), mesh, [Replicate()], run_check=False)
     if rank == 0:
         stock(group).send_checkpoint([1], {"w": sharded})
-        with pytest.raises(tr.PeerRefusedError):
+        with pytest.raises(tr.errors.PeerRefusedError):
             tr.Relay(group, timeout=20).send({"w": sharded}, 1)
     else:
         stock(group, {"w": mine}).recv_checkpoint(0)
         assert mine.to_local().sum() == 6  # half of a tensor where the whole is meant
         mine.to_local().zero_()
-        with pytest.raises(tr.MismatchError, match=r"shape|placements"):
+        with pytest.raises(tr.errors.MismatchError, match=r"shape|placements"):
             tr.Relay(group, timeout=20).recv(0, into={"w": mine})
         assert mine.to_local().sum() == 0
     return rank
@@ -191,17 +191,17 @@ def stale(rank: int, group: Any) -> object:
     relay = tr.Relay(group, timeout=20)
     if rank == 0:
         stock(group).send_checkpoint([1], {"a": torch.ones(2), "b": torch.ones(2)})
-        with pytest.raises(tr.StepMismatchError):
+        with pytest.raises(tr.errors.StepMismatchError):
             relay.send({"a": torch.ones(2)}, 1, step=99)
-        with pytest.raises(tr.PeerRefusedError):
+        with pytest.raises(tr.errors.PeerRefusedError):
             relay.send({"a": torch.ones(2), "b": torch.ones(2)}, 1, step=100)
         relay.send({"a": torch.ones(2), "b": torch.ones(2)}, 1, step=100)
     else:
         into = {"a": torch.zeros(2), "c": torch.zeros(2)}
         stock(group, into).recv_checkpoint(0)
-        with pytest.raises(tr.StepMismatchError, match="99"):
+        with pytest.raises(tr.errors.StepMismatchError, match="99"):
             relay.recv(0, step=100)
-        with pytest.raises(tr.MismatchError, match=r"'b'.*'c'"):
+        with pytest.raises(tr.errors.MismatchError, match=r"'b'.*'c'"):
             relay.recv(0, into=into, step=100)
         got = relay.recv(0, into=into, step=100, strict=False)
         assert (got.step, got.report.missing, got.report.extra) == (100, ("['b']",), ("['c']",))
@@ -213,13 +213,13 @@ def other_device(rank: int, group: Any) -> object:
     """A destination that torch skips without a word; here a meta tensor stands for a GPU's."""
     if rank == 0:
         stock(group).send_checkpoint([1], {"w": torch.ones(2)})
-        with pytest.raises(tr.PeerRefusedError, match="meta"):
+        with pytest.raises(tr.errors.PeerRefusedError, match="meta"):
             tr.Relay(group, timeout=20).send({"w": torch.ones(2)}, 1)
     else:
         into = {"w": torch.empty(2, device="meta")}
         got: Any = stock(group, into).recv_checkpoint(0)
         assert got["w"] is not into["w"]
-        with pytest.raises(tr.MismatchError, match="meta"):
+        with pytest.raises(tr.errors.MismatchError, match="meta"):
             tr.Relay(group, timeout=20).recv(0, into=into)
     return rank
 
@@ -259,13 +259,13 @@ def refusal(rank: int, group: Any, ours: bool) -> float:
     begun = time.monotonic()
     into = {"w": torch.zeros(3)}
     if rank == 0:
-        with pytest.raises((RuntimeError, tr.PeerRefusedError)):
+        with pytest.raises((RuntimeError, tr.errors.PeerRefusedError)):
             if ours:
                 tr.Relay(group, timeout=30).send({"w": torch.ones(4)}, 1)
             else:
                 stock(group).send_checkpoint([1], {"w": torch.ones(4)})
         return time.monotonic() - begun
-    with pytest.raises((AssertionError, tr.MismatchError)):
+    with pytest.raises((AssertionError, tr.errors.MismatchError)):
         if ours:
             tr.Relay(group, timeout=30).recv(0, into=into)
         else:
@@ -328,7 +328,7 @@ def waste(rank: int, group: Any) -> object:
             stock(counting).send_checkpoint([1], state)
             counted[name] = counting.bytes
             report = relay.send(state, 1)
-            assert report.wire_bytes in (
+            assert report.traffic.bytes in (
                 (0, *needed[name]) if report.route in ("memory", "nixl") else needed[name]
             )
         assert counted["small view"] >= flat.nbytes
@@ -336,8 +336,9 @@ def waste(rank: int, group: Any) -> object:
     else:
         for name in cases:
             theirs: Any = stock(group).recv_checkpoint(0)
-            ours, _, report = relay.recv(0)
-            assert report.wire_bytes in needed[name], (name, report)
+            got = relay.recv(0)
+            ours, report = got.state, got.report
+            assert report.traffic.bytes in needed[name], (name, report)
             if name == "small view":
                 assert theirs["v"].untyped_storage().nbytes() == flat.nbytes
                 assert ours["v"].untyped_storage().nbytes() == 40
@@ -355,9 +356,9 @@ def messages(rank: int, group: Any) -> object:
         stock(counting).send_checkpoint([1, 2, 3], state)
         assert counting.messages == 3 * 52
         report = relay.send(state, [1, 2, 3], route="tcp")
-        assert report.messages == 1 and report.wire_bytes <= 1.3 * report.bytes
+        assert report.traffic.messages == 1 and report.traffic.bytes <= 1.3 * report.bytes
         report = relay.send(state, [1, 2, 3], route="memory")
-        assert report.messages == 0 and report.wire_bytes == 0
+        assert report.traffic.messages == 0 and report.traffic.bytes == 0
     else:
         stock(group).recv_checkpoint(0)
         assert len(relay.recv(0).state) == 50
@@ -452,7 +453,7 @@ def hostile(rank: int, group: Any, path: str, ours: bool) -> bool:
         group.send([data], 1, 2).wait()
         return False
     transport: Any = (PGTransport if ours else Stock)(group, SHORT, CPU)
-    with pytest.raises(tr.RemoteProtocolError if ours else AttributeError):
+    with pytest.raises(tr.errors.RemoteProtocolError if ours else AttributeError):
         transport.recv_checkpoint(0)
     return Path(path).exists()
 

@@ -73,7 +73,10 @@ def unsent(rank: int, group: Any, name: str) -> Any:
             raise MemoryError("for a message")
         return message
 
-    with altering(alter), pytest.raises((MemoryError, tr.PeerLostError), match="for a message"):
+    with (
+        altering(alter),
+        pytest.raises((MemoryError, tr.errors.PeerLostError), match="for a message"),
+    ):
         relay.send(weights(NEW), 1, step=NEW)
     return attempt(lambda: relay.send(weights(2), 1, step=2))
 
@@ -258,7 +261,7 @@ def leaves(rank: int, group: Any, gathers: bool) -> Any:
     owner: Any = Gather if gathers else Receiving
 
     def slow(self: Any, *args: Any) -> Any:
-        raise tr.TransferTimeoutError("no time left")
+        raise tr.errors.TransferTimeoutError("no time left")
 
     with patched(owner, **{"_planned" if gathers else "_fit": slow}):
         return attempt(lambda: relay.recv([0] if gathers else 0))

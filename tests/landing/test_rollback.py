@@ -57,7 +57,7 @@ def test_a_step_below_the_newest_is_refused_with_the_way_out(
     saved(root, 300)
     with tr.Checkpointer(root, keep=tr.KeepLast(2), timeout=60) as held:
         for overwrite in (False, True):
-            with pytest.raises(tr.StepOrderError, match=r"300.*rollback\(210\)"):
+            with pytest.raises(tr.errors.StepOrderError, match=r"300.*rollback\(210\)"):
                 save(held, 210, state(210), overwrite=overwrite)
         assert held.steps() == [300]
         held.rollback(210)
@@ -83,11 +83,11 @@ def test_a_rollback_to_a_step_that_does_not_hold_is_refused(tmp_path: Path) -> N
     saved(str(tmp_path), 1, 2)
     (tmp_path / "step-1" / "model.safetensors").write_bytes(b"")
     with tr.Checkpointer(tmp_path) as held:
-        with pytest.raises(tr.DamagedError, match="step 1"):
+        with pytest.raises(tr.errors.DamagedError, match="step 1"):
             held.rollback(1)
         assert held.steps() == [1, 2]
     with tr.Checkpointer(tmp_path, read_only=True) as held:
-        with pytest.raises(tr.UsageError, match="read-only"):
+        with pytest.raises(tr.errors.UsageError, match="read-only"):
             held.rollback(1)
 
 
@@ -146,7 +146,7 @@ def test_a_rollback_in_a_bucket_that_fails_at_any_request_is_a_shorter_one(s3: S
             try:
                 held.rollback(1)
                 done = True
-            except tr.CheckpointError:
+            except tr.errors.CheckpointError:
                 done = False
             s3.hook = None
             left = held.steps()
@@ -166,12 +166,12 @@ def roll(rank: int, group: Any, root: str) -> tuple[Any, ...]:
             held.save(step, {"w": state(step)["clock"]})
         try:
             held.save(2, state(2), overwrite=False)
-        except tr.StepOrderError as fault:
+        except tr.errors.StepOrderError as fault:
             order = fault.step
         try:
             held.rollback(rank)
             refused = ""
-        except tr.UsageError as fault:
+        except tr.errors.UsageError as fault:
             refused = str(fault)
         first = held.steps()
         return order, refused, first, held.rollback(1), held.steps(), held.load().step

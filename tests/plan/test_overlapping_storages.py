@@ -122,6 +122,6 @@ def test_elements_that_begin_amid_others_are_refused_by_path(tmp_path: Path) -> 
         for name, at in (("even", 4), ("odd", 7))
     }
     for way in (lived, kept):
-        with pytest.raises(tr.UnsupportedLeafError, match="give a clone") as caught:
+        with pytest.raises(tr.errors.UnsupportedLeafError, match="give a clone") as caught:
             way(state, None, tmp_path)
     assert caught.value.path == "['even']"

@@ -173,7 +173,7 @@ def test_a_nested_tensor_does_not_end_the_process() -> None:
     """torch's guards abort on one: nobody may ask them about it."""
     state: dict[str, Any] = {str(n): torch.ones(3) for n in range(40)}
     state["7"] = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.raises(tr.UnsupportedLeafError) as caught:
+    with pytest.raises(tr.errors.UnsupportedLeafError) as caught:
         capture(state)
     assert caught.value.path == "['7']"
     assert 7 not in prepare(state).layout

@@ -147,16 +147,16 @@ def test_ranks_that_do_not_agree_on_a_tensor_are_refused() -> None:
     one = Tensor("x", "int8", (4,), [Shard((0,), (2,), 0, 0)])
     other = Tensor("x", "int16", (4,), [Shard((2,), (2,), 0, 0)])
     shares = [part([one], "a"), part([other], "b")]
-    with pytest.raises(tr.ManifestError, match="int16"):
+    with pytest.raises(tr.errors.ManifestError, match="int16"):
         with_boxes(outlined([one]), ["x"], shares)
-    with pytest.raises(tr.CheckpointError, match="int16") as refused:
+    with pytest.raises(tr.errors.CheckpointError, match="int16") as refused:
         commit_record(1, shares, outlined([one]))
     assert (refused.value.phase, refused.value.path) == ("commit", "x")
     past = Tensor("x", "int8", (4,), [Shard((2,), (2,), 0, (1 << 22) - 1)])
-    with pytest.raises(tr.CheckpointError, match="not in volume 0") as refused:
+    with pytest.raises(tr.errors.CheckpointError, match="not in volume 0") as refused:
         decode_shares(1, [encode(part([one])), encode(part([past]))])
     assert refused.value.rank == 1
-    with pytest.raises(tr.CheckpointError, match="would not be whole") as refused:
+    with pytest.raises(tr.errors.CheckpointError, match="would not be whole") as refused:
         commit_record(1, [shares[0]], outlined([one]))
     assert refused.value.path == "x"
 
@@ -165,7 +165,7 @@ def test_a_part_names_each_of_its_images() -> None:
     one = Tensor("x", "int8", (4,), [Shard((0,), (4,), 0, 0)])
     unnamed = part([one])
     unnamed = type(unnamed)(**{**fields(unnamed), "names": ()})
-    with pytest.raises(tr.CheckpointError, match="with a name"):
+    with pytest.raises(tr.errors.CheckpointError, match="with a name"):
         commit_record(1, [decode(encode(unnamed), "part")], outlined([one]))
 
 
@@ -180,5 +180,5 @@ def test_names_are_paths_but_for_those_that_are_given() -> None:
     given = type(record)(**{**fields(record), "names": ((1, "other"),)})
     assert Names(given).all() == ["a", "other", "c"]
     twice = type(record)(**{**fields(record), "names": ((1, "c"),)})
-    with pytest.raises(tr.ManifestError, match="one name"):
+    with pytest.raises(tr.errors.ManifestError, match="one name"):
         Names(twice).all()

@@ -13,6 +13,7 @@ import torch
 import torchrelay as tr
 from tests.support.forge import flip
 from torchrelay.deadlines import Deadline
+from torchrelay.endpoint.front import Endpoint
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.reading import fetch as reading
@@ -57,7 +58,7 @@ def test_damaged_chunks_come_from_another_place(tmp_path: Path, atomic: bool) ->
     given = got.report.sources
     assert set(given) == {one, other}
     assert 0 < given[other] <= 1 << 20, "one chunk came from the second place"
-    lines = got.report.explain().splitlines()
+    lines = str(got.report).splitlines()[1:]
     assert one in lines[0] and "except" in lines[0] and "are not those written" in lines[0]
     assert other in lines[1] and "bytes that the one taken did not give are from here" in lines[1]
 
@@ -81,7 +82,7 @@ def test_damage_in_both_places_is_no_state(tmp_path: Path) -> None:
     flip(first, middle)
     flip(second, middle)
     into = blank()
-    with pytest.raises(tr.RecoveryError) as nothing:
+    with pytest.raises(tr.errors.RecoveryError) as nothing:
         tr.recover(into=into, sources=[first.parents[1], second.parents[1]], timeout=60)
     assert str(nothing.value).count("step 5 was passed over") == 2
     assert not any(value.any() for value in into.values()), "the destination is as it was"
@@ -105,7 +106,7 @@ class FarEndpoint:
 
     cost = 1
 
-    def __init__(self, endpoint: tr.Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self._source = EndpointSource(endpoint.url, same_host=False)
         self.name, self.pid = endpoint.url, endpoint._server.pid
         self.end = self._source.end
@@ -149,6 +150,6 @@ def test_an_endpoint_that_dies_half_way_is_completed_from_disk(
     check(into)
     assert killed and got.report.source == far.name
     assert set(got.report.sources) == {far.name, str(disk)}
-    assert 0 < got.report.sources[str(disk)] < got.report.bytes, got.report.explain()
-    assert "except" in got.report.explain()
+    assert 0 < got.report.sources[str(disk)] < got.report.bytes, str(got.report)
+    assert "except" in str(got.report)
     endpoint.close()

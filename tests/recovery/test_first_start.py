@@ -27,7 +27,7 @@ def why_not(**options: Any) -> tr.RelayError:
     job = Job()
     with pytest.raises(tr.RelayError) as caught:
         tr.recover(into=job.state(), group=False, timeout=20, **options)
-    assert not isinstance(caught.value, tr.NothingToRecoverError), caught.value
+    assert not isinstance(caught.value, tr.errors.NothingToRecoverError), caught.value
     after = job.model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     return caught.value
@@ -40,7 +40,7 @@ def test_sources_that_are_empty_are_a_first_start(tmp_path: Path) -> None:
         with (
             tr.Checkpointer(tmp_path / "run", group=False) as checkpointer,
             tr.Keeper(job, group=False, timeout=60) as keeper,
-            pytest.raises(tr.NothingToRecoverError) as caught,
+            pytest.raises(tr.errors.NothingToRecoverError) as caught,
         ):
             sources = [keeper, checkpointer, tmp_path / "empty"]
             tr.recover(into=Job().state(), sources=sources, group=False, timeout=60)

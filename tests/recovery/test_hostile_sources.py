@@ -72,7 +72,7 @@ class Dripping(StoreSource):
         self.opened += 1
         while not deadline.passed:
             time.sleep(0.01)
-        raise tr.TransferTimeoutError("no time is left to read the step", phase="data")
+        raise tr.errors.TransferTimeoutError("no time is left to read the step", phase="data")
 
 
 def test_a_source_that_drips_is_dropped_with_all_its_steps(tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_a_source_that_drips_is_dropped_with_all_its_steps(tmp_path: Path) -> No
     slow = Dripping(tmp_path / "slow")
     got = tr.recover(into=Job().state(), sources=[slow, tmp_path / "good"], group=False, timeout=8)
     assert got.step == 0 and slow.opened == 1
-    assert "no time is left" in got.report.explain()
+    assert "no time is left" in str(got.report)
 
 
 def test_a_mismatch_names_the_source_and_the_step(tmp_path: Path) -> None:
     saved(tmp_path, Job())
-    with pytest.raises(tr.MismatchError) as caught:
+    with pytest.raises(tr.errors.MismatchError) as caught:
         tr.recover(into={"model": nn.Linear(8, 4)}, sources=[tmp_path], group=False, timeout=60)
     assert str(tmp_path) in str(caught.value) and caught.value.step == 0
 
@@ -107,8 +107,8 @@ def test_a_source_that_does_not_fit_is_skipped_where_another_fits(tmp_path: Path
         sources = [tmp_path / "other", tmp_path / "run"]
         got = tr.recover(into=again.state(), sources=sources, group=False, timeout=60)
     assert got.step == 2 and got.report.source == str(tmp_path / "run")
-    assert "does not fit" in got.report.explain()
-    with warnings.catch_warnings(), pytest.raises(tr.MismatchError, match="other"):
+    assert "does not fit" in str(got.report)
+    with warnings.catch_warnings(), pytest.raises(tr.errors.MismatchError, match="other"):
         warnings.simplefilter("ignore")
         tr.recover(into=again.state(), sources=[tmp_path / "other"], group=False, timeout=60)
 
@@ -118,7 +118,7 @@ def test_older_steps_of_a_source_that_does_not_fit_are_not_taken(tmp_path: Path)
     saved(tmp_path, Job())
     with tr.Checkpointer(tmp_path, group=False) as there:
         there.save(9, {"model": nn.Linear(3, 3).state_dict(), "step": 9})
-    with warnings.catch_warnings(), pytest.raises(tr.MismatchError) as caught:
+    with warnings.catch_warnings(), pytest.raises(tr.errors.MismatchError) as caught:
         warnings.simplefilter("ignore")
         tr.recover(into=Job().state(), sources=[tmp_path], group=False, timeout=60)
     assert caught.value.step == 9

@@ -80,7 +80,7 @@ def nobody_has_it(rank: int, group: Any) -> float:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert faults == [tr.StepMismatchError] * 2, faults
+    assert faults == [tr.errors.StepMismatchError] * 2, faults
     return time.monotonic() - begun
 
 
@@ -105,7 +105,7 @@ SCRIPT = """
         elif rank == 1:
             try:
                 relay.recv(0)
-            except tr.TransferTimeoutError:
+            except tr.errors.TransferTimeoutError:
                 pass
         dist.barrier()
         if destroys:

@@ -65,13 +65,13 @@ def check_three(results: list[Any], nbytes: int, way: str) -> None:
     (report, seen), *others = results
     assert report.bytes >= nbytes
     if way == "tcp":
-        assert report.bytes <= report.wire_bytes <= 1.1 * report.bytes
-        assert report.messages == len(seen) > 0 and report.verified
-        assert report.connections == usual_connections()
+        assert report.bytes <= report.traffic.bytes <= 1.1 * report.bytes
+        assert report.traffic.messages == len(seen) > 0 and report.verified
+        assert report.traffic.connections == usual_connections()
     elif way in ("memory", "nixl"):
-        assert report.wire_bytes == report.messages == 0  # the receivers do it all
+        assert report.traffic.bytes == report.traffic.messages == 0  # the receivers do it all
     else:
-        assert 3 * report.bytes <= report.wire_bytes <= 3.3 * report.bytes
+        assert 3 * report.bytes <= report.traffic.bytes <= 3.3 * report.bytes
     assert report.step == 5 and report.route == route_of(way)
     assert report.routes == dict.fromkeys((1, 2, 3), route_of(way))
     assert report.receivers == (1, 2, 3) and report.failed == {} and report.rerouted == ()
@@ -81,9 +81,9 @@ def check_three(results: list[Any], nbytes: int, way: str) -> None:
     assert seen[-1].done == seen[-1].total >= report.bytes
     for rank, (theirs, progress, right) in enumerate(others, 1):
         assert right, rank
-        assert theirs.receivers == (rank,)
+        assert theirs.source == 0 and theirs.receivers == ()
         assert theirs.route == route_of(way) and theirs.verified == (way in VERIFIED)
-        assert theirs.bytes == report.bytes <= theirs.wire_bytes <= 1.1 * report.bytes
+        assert theirs.bytes == report.bytes <= theirs.traffic.bytes <= 1.1 * report.bytes
         assert theirs.missing == theirs.extra == ()
         assert progress[-1].done == progress[-1].total
         assert {"call", "join", "data", "commit"} <= set(theirs.seconds)
@@ -137,7 +137,7 @@ def empty(rank: int, group: Any) -> Any:
     relay = tr.Relay(group, timeout=TIMEOUT)
     states: list[Any] = [{}, {"step": 3, "name": "x"}, {"none": torch.empty(0, 5)}]
     if rank == 0:
-        return [relay.send(state, [1, 2, 3]).wire_bytes for state in states]
+        return [relay.send(state, [1, 2, 3]).traffic.bytes for state in states]
     return [str(relay.recv(0).state) for _ in states]
 
 
@@ -203,7 +203,7 @@ def one_gives_up(rank: int, group: Any) -> Any:
 
         def progress(done: tr.Progress, victim: int = victim) -> None:
             if rank == victim and done.done > done.total // 2:
-                raise tr.UsageError("this rank has had enough")
+                raise tr.errors.UsageError("this rank has had enough")
 
         if rank == 0:
             outcomes.append(sent(relay, victim, [1, 2, 3], TIMEOUT))
@@ -248,7 +248,7 @@ def turmoil(rank: int, group: Any, rounds: int, seed: int) -> Any:
 
         def progress(done: tr.Progress, mood: str = mood, at: float = at[rank]) -> None:
             if mood == "gives up" and done.done > done.total * at:
-                raise tr.UsageError("enough")
+                raise tr.errors.UsageError("enough")
             if mood == "dawdles" and done.done % 5 == 0:
                 time.sleep(0.2 * at)
 

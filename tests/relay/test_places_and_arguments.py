@@ -37,7 +37,7 @@ def test_a_scheme_that_is_not_known_was_taken_for_a_directory(
     door: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(tr.UsageError, match=r"file://, s3://, gs://, az://"):
+    with pytest.raises(tr.errors.UsageError, match=r"file://, s3://, gs://, az://"):
         DOORS[door](place)
     assert list(tmp_path.iterdir()) == []
 
@@ -55,7 +55,7 @@ def test_a_place_that_is_none_is_refused(
     place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(tr.UsageError):
+    with pytest.raises(tr.errors.UsageError):
         tr.Checkpointer(place)
     assert list(tmp_path.iterdir()) == []
 
@@ -67,7 +67,7 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
         held.save(1, state(1))
     assert (tmp_path / "home" / "run" / "step-1").is_dir()
     assert not (tmp_path / "~").exists()
-    with pytest.raises(tr.UsageError, match="nobody-has-this-name"):
+    with pytest.raises(tr.errors.UsageError, match="nobody-has-this-name"):
         tr.Checkpointer("~nobody-has-this-name/run")
 
 
@@ -104,7 +104,7 @@ def test_a_root_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None:
     os.seteuid(65534)
     try:
         for name, use in uses(tmp_path / "run").items():
-            with pytest.raises(tr.CheckpointError, match="run"):
+            with pytest.raises(tr.errors.CheckpointError, match="run"):
                 use()
                 pytest.fail(name)
     finally:
@@ -120,7 +120,7 @@ def test_a_dead_endpoint_is_told_in_words_and_in_time(
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused.getsockname()[1]}")
         for name in ("make", "steps", "load"):
             begun = time.monotonic()
-            with pytest.raises(tr.CheckpointError, match="s3://bucket/run"):
+            with pytest.raises(tr.errors.CheckpointError, match="s3://bucket/run"):
                 uses("s3://bucket/run")[name]()
             assert time.monotonic() - begun < 30
 
@@ -153,7 +153,7 @@ def test_a_timeout_is_seconds_or_a_timedelta(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout", ["5", True, 0, -1, float("nan"), timedelta(0), [5]])
 def test_a_timeout_that_is_none_is_refused_at_once(tmp_path: Path, timeout: Any) -> None:
-    with pytest.raises(tr.UsageError, match="timeout"):
+    with pytest.raises(tr.errors.UsageError, match="timeout"):
         tr.Checkpointer(tmp_path / "run", timeout=timeout)
     with tr.Checkpointer(tmp_path / "run") as held:
         for act in (
@@ -161,7 +161,7 @@ def test_a_timeout_that_is_none_is_refused_at_once(tmp_path: Path, timeout: Any)
             lambda: held.save_async(1, state(1), timeout=timeout),
             lambda: held.load(timeout=timeout),
         ):
-            with pytest.raises(tr.UsageError, match="timeout"):
+            with pytest.raises(tr.errors.UsageError, match="timeout"):
                 act()
 
 
@@ -175,11 +175,11 @@ def test_a_number_of_steps_to_keep_is_a_policy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5, "3", [3], tr.KeepLast])
 def test_a_policy_that_is_none_is_refused_at_once(tmp_path: Path, keep: Any) -> None:
-    with pytest.raises(tr.UsageError, match=r"keep|Keep"):
+    with pytest.raises(tr.errors.UsageError, match=r"keep|Keep"):
         tr.Checkpointer(tmp_path, keep=keep)
-    with pytest.raises(tr.UsageError):
+    with pytest.raises(tr.errors.UsageError):
         tr.KeepLast(keep)
-    with pytest.raises(tr.UsageError):
+    with pytest.raises(tr.errors.UsageError):
         tr.KeepEvery(keep)
 
 
@@ -188,12 +188,12 @@ def test_a_pattern_that_matches_nothing_said_success(tmp_path: Path, into: bool)
     with tr.Checkpointer(tmp_path) as held:
         held.save(1, state(1))
         mine = state(0) if into else None
-        with pytest.raises(tr.MismatchError, match=r"modl\.\*.*model") as told:
+        with pytest.raises(tr.errors.MismatchError, match=r"modl\.\*.*model") as told:
             held.load(mine, include="modl.*")
         assert "optim" not in str(told.value)
-        with pytest.raises(tr.MismatchError, match=r"zzz.*clock, model, optim, seed"):
+        with pytest.raises(tr.errors.MismatchError, match=r"zzz.*clock, model, optim, seed"):
             held.load(mine, include=["model.*", "zzz"])
-        with pytest.raises(tr.MismatchError, match=r"model\.wt.*model\.w"):
+        with pytest.raises(tr.errors.MismatchError, match=r"model\.wt.*model\.w"):
             held.load(mine, include="model.wt")
         assert mine is None or equal(mine, state(0))
         assert held.load(include=["model.*", "seed"]).state.keys() == {"model", "seed"}

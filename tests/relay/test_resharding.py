@@ -493,5 +493,5 @@ def test_arguments() -> None:
 
 def single_rank_usage(words: str, sources: list[int], **options: Any) -> None:
     relay = tr.Relay(LoopGroup(Hub(2, "cpu"), 0))
-    with pytest.raises(tr.UsageError, match=words):
+    with pytest.raises(tr.errors.UsageError, match=words):
         relay.recv(sources, **options)

@@ -151,11 +151,11 @@ def refusal(rank: int, group: Any) -> Any:
     if rank == 1:
         live = weights(OLD)
         live["small"][1] = live["small"][1].to(torch.int32)
-        with pytest.raises(tr.MismatchError, match=r"small"):
+        with pytest.raises(tr.errors.MismatchError, match=r"small"):
             relay.recv(0, into=live)
         return None
     begun = time.monotonic()
-    with pytest.raises(tr.PeerRefusedError) as refused:
+    with pytest.raises(tr.errors.PeerRefusedError) as refused:
         relay.send(weights(1), 1, step=3)
     fault = refused.value
     return time.monotonic() - begun, fault.rank, fault.path, fault.step, str(fault)
@@ -174,7 +174,7 @@ def one_refuses(rank: int, group: Any) -> Any:
     meet(group)
     if rank == 0:
         begun = time.monotonic()
-        with pytest.raises(tr.PeerRefusedError) as refused:
+        with pytest.raises(tr.errors.PeerRefusedError) as refused:
             relay.send(weights(1), [1, 2, 3], step=1)
         report = refused.value.report
         assert isinstance(report, tr.Report)

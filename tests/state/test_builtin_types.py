@@ -106,7 +106,7 @@ class Config:
 )
 def test_others_are_refused_with_the_remedy(tmp_path: Path, leaf: Any, remedy: str) -> None:
     with tr.Checkpointer(tmp_path) as checkpointer:
-        with pytest.raises(tr.UnsupportedLeafError, match=remedy) as caught:
+        with pytest.raises(tr.errors.UnsupportedLeafError, match=remedy) as caught:
             checkpointer.save(1, {"x": [leaf]})
         assert caught.value.path == "['x'][0]"
 

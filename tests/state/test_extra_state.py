@@ -116,7 +116,7 @@ def test_one_that_refuses_leaves_all_as_it_was(tmp_path: Path, form: str, atomic
     here["model"].body[1].refuses = True
     with tr.Checkpointer(tmp_path) as held:
         held.save(1, there)
-        error = tr.MismatchError if atomic else tr.TornStateError
+        error = tr.errors.MismatchError if atomic else tr.errors.TornStateError
         with pytest.raises(error, match="not that one"):
             held.load(into=here, atomic=atomic)
     here["model"].body[1].refuses = False
@@ -130,7 +130,7 @@ def test_a_history_that_nobody_saved_is_missed(tmp_path: Path) -> None:
     plain = nn.Linear(4, 4)
     with tr.Checkpointer(tmp_path) as held:
         held.save(1, {"model": plain})
-        with pytest.raises(tr.MismatchError, match="_extra_state"):
+        with pytest.raises(tr.errors.MismatchError, match="_extra_state"):
             held.load(into={"model": Scaled("dict")})
         got = held.load(into={"model": (module := Scaled("bytes"))}, strict=False)
         assert torch.equal(module.weight, plain.weight) and module.history == []

@@ -333,16 +333,19 @@ def test_what_an_object_has_in_it_is_its_own_affair() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"inner": Position()}
 
-    with pytest.raises(tr.UnsupportedLeafError, match=r"\['a'\]\['inner'\]"):
+    with pytest.raises(tr.errors.UnsupportedLeafError, match=r"\['a'\]\['inner'\]"):
         capture({"a": Nested()}, objects=True)
-    with pytest.raises(tr.UnsupportedLeafError):
+    with pytest.raises(tr.errors.UnsupportedLeafError):
         capture({"a": Position()})
 
 
 def test_a_state_in_itself_is_refused(tmp_path: Path) -> None:
     state: dict[str, Any] = {"model": network(0)}
     state["again"] = state
-    with tr.Checkpointer(tmp_path) as held, pytest.raises(tr.UnsupportedLeafError, match="nested"):
+    with (
+        tr.Checkpointer(tmp_path) as held,
+        pytest.raises(tr.errors.UnsupportedLeafError, match="nested"),
+    ):
         held.save(0, state)
 
 
@@ -352,7 +355,7 @@ def test_an_object_that_cannot_tell_its_state_is_named(tmp_path: Path) -> None:
             raise RuntimeError("not now")
 
     with tr.Checkpointer(tmp_path) as held:
-        with pytest.raises(tr.UnsupportedLeafError, match="not now") as caught:
+        with pytest.raises(tr.errors.UnsupportedLeafError, match="not now") as caught:
             held.save(0, {"a": [Broken()]})
         assert caught.value.path == "['a'][0]"
 
@@ -361,7 +364,7 @@ def test_an_object_that_nothing_is_stored_for_is_extra(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path) as held:
         held.save(0, {"w": torch.ones(2)})
         into = {"w": torch.zeros(2), "at": Position()}
-        with pytest.raises(tr.MismatchError, match=r"not offered: \['at'\]"):
+        with pytest.raises(tr.errors.MismatchError, match=r"not offered: \['at'\]"):
             held.load(into=into)
         assert not into["w"].any()
         assert held.load(into=into, strict=False).report.extra == ("['at']",)

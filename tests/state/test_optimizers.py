@@ -33,7 +33,9 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(
     before = flatten(here.state_dict())
     with tr.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"o": there})
-        with pytest.raises(tr.MismatchError, match="another kind of optimizer than SGD") as caught:
+        with pytest.raises(
+            tr.errors.MismatchError, match="another kind of optimizer than SGD"
+        ) as caught:
             checkpointer.load({"o": here})
         assert "['o']['state'][0]['exp_avg']" in str(caught.value)
         assert "['o']['param_groups'][0]['betas']" in str(caught.value)
@@ -67,7 +69,7 @@ def test_only_the_state_of_the_same_kind_is_taken(tmp_path: Path, kind: str) -> 
         for other in KINDS:
             if other == kind or (kind, other) in ALIKE:
                 continue
-            with pytest.raises(tr.MismatchError, match="another kind of optimizer"):
+            with pytest.raises(tr.errors.MismatchError, match="another kind of optimizer"):
                 checkpointer.load({"o": trained(getattr(torch.optim, other))[1]}, step=1)
 
 

@@ -69,13 +69,13 @@ def skewed(rank: int, group: Any, how: str) -> None:
     with tr.Relay(group, timeout=30) as relay:
         if rank == 0:
             state = {"a": torch.ones(3), "at": [{"c": Colour.GREEN}], "z": 9}
-            with pytest.raises(tr.PeerRefusedError):
+            with pytest.raises(tr.errors.PeerRefusedError):
                 relay.send(state, to=1)
             relay.send({**state, "at": [{"c": Colour.RED}]}, to=1)
             return
         mine = {"a": torch.zeros(3), "at": [{"c": Colour.RED}], "z": 0}
         into: dict[str, Any] = {} if how == "new" else {"into": mine, "atomic": how == "staged"}
-        with pytest.raises(tr.UnsupportedLeafError, match=r"test.Colour.*GREEN") as caught:
+        with pytest.raises(tr.errors.UnsupportedLeafError, match=r"test.Colour.*GREEN") as caught:
             relay.recv(0, **into)
         assert caught.value.path == "['at'][0]['c']"
         assert not mine["a"].any() and mine["z"] == 0  # type: ignore[attr-defined]
@@ -96,14 +96,14 @@ def odd(rank: int, group: Any) -> None:
             for count in (3, 4, 4):
                 state = {"a": torch.ones(3), "e": Even(count, torch.ones(2)), "z": count}
                 if count == 3:
-                    with pytest.raises(tr.PeerRefusedError, match="an odd number"):
+                    with pytest.raises(tr.errors.PeerRefusedError, match="an odd number"):
                         relay.send(state, to=1)
                 else:
                     relay.send(state, to=1)
             return
         kept = torch.zeros(2)
         mine = {"a": torch.zeros(3), "e": Even(0, kept), "z": 0}
-        with pytest.raises(tr.UnsupportedLeafError, match="an odd number") as caught:
+        with pytest.raises(tr.errors.UnsupportedLeafError, match="an odd number") as caught:
             relay.recv(0, into=mine)
         assert caught.value.path == "['e']"
         assert not mine["a"].any() and not kept.any() and mine["z"] == 0  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def test_a_checkpoint_with_an_unknown_member_is_refused_by_path(
         code({"RED"})
         mine = {"a": torch.zeros(3), "c": Colour.RED, "z": 0}
         for into in (mine, None):
-            with pytest.raises(tr.UnsupportedLeafError, match="GREEN") as caught:
+            with pytest.raises(tr.errors.UnsupportedLeafError, match="GREEN") as caught:
                 held.load(into=into, atomic=atomic)
             assert caught.value.path == "['c']"
         assert not mine["a"].any() and mine["z"] == 0  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ def test_a_type_of_a_checkpoint_that_its_bytes_do_not_make_tears_nothing(
     with tr.Checkpointer(tmp_path) as held:
         held.save(1, {"a": torch.ones(3), "e": Even(3), "z": 3})
         held.save(2, {"a": torch.ones(3), "e": Even(4, torch.ones(2)), "z": 4})
-        with pytest.raises(tr.UnsupportedLeafError, match="an odd number"):
+        with pytest.raises(tr.errors.UnsupportedLeafError, match="an odd number"):
             held.load(into=mine, step=1, atomic=atomic)
         assert not mine["a"].any() and not kept.any() and mine["z"] == 0  # type: ignore[attr-defined]
         held.load(into=mine, step=2, atomic=atomic)
@@ -162,12 +162,12 @@ tr.register(Sour, name="test.Sour", encode=lambda one: {}[one], decode=lambda on
 
 def test_a_type_that_cannot_be_encoded_is_refused_by_path(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path) as held:
-        with pytest.raises(tr.UnsupportedLeafError, match="cannot be encoded") as caught:
+        with pytest.raises(tr.errors.UnsupportedLeafError, match="cannot be encoded") as caught:
             held.save(0, {"a": [Sour()]})
         assert caught.value.path == "['a'][0]"
         held.save(1, {"a": [torch.ones(2)]})
         with pytest.raises(
-            tr.UnsupportedLeafError, match=r"test.Sour.*cannot be encoded"
+            tr.errors.UnsupportedLeafError, match=r"test.Sour.*cannot be encoded"
         ) as caught:
             held.load(into={"a": [Sour()]})
         assert caught.value.path == "['a'][0]"
@@ -282,7 +282,7 @@ def test_an_object_that_refuses_leaves_a_load_as_it_was(
     parameters = list(mine["model"].parameters())
     with tr.Checkpointer(tmp_path) as held:
         held.save(1, job(1, KINDS[kind](1)))
-        with pytest.raises(tr.MismatchError, match="not that one") as caught:
+        with pytest.raises(tr.errors.MismatchError, match="not that one") as caught:
             held.load(into=mine, strict=strict)
         assert caught.value.path == "['last']" and "as it was" in str(caught.value)
         assert told(mine) == OLD and mine["last"].value == 0
@@ -298,14 +298,14 @@ def refused_by_relay(rank: int, group: Any, kind: str) -> None:
     with tr.Relay(group, timeout=30) as relay:
         if rank == 0:
             state = job(1, KINDS[kind](1))
-            with pytest.raises(tr.PeerRefusedError, match="not that one") as refusal:
+            with pytest.raises(tr.errors.PeerRefusedError, match="not that one") as refusal:
                 relay.send(state, to=1)
             assert (refusal.value.rank, refusal.value.path) == (1, "['last']")
             assert refusal.value.phase == "commit"
             relay.send(state, to=1)
             return
         mine = job(0, KINDS[kind](0, refuses=True))
-        with pytest.raises(tr.MismatchError, match="not that one") as caught:
+        with pytest.raises(tr.errors.MismatchError, match="not that one") as caught:
             relay.recv(0, into=mine)
         assert caught.value.path == "['last']"
         assert told(mine) == OLD and mine["last"].value == 0
@@ -323,7 +323,7 @@ def refused_on_one(rank: int, group: Any, folder: str) -> None:
     with tr.Checkpointer(folder, group=group, timeout=30) as held:
         held.save(1, job(1, Picky(1)))
         mine = job(0, Picky(0, refuses=rank == 1))
-        with pytest.raises(tr.MismatchError, match="not that one") as caught:
+        with pytest.raises(tr.errors.MismatchError, match="not that one") as caught:
             held.load(into=mine)
         assert caught.value.rank == 1
         assert told(mine) == OLD and mine["last"].value == 0
@@ -346,7 +346,7 @@ def torn_on_one(rank: int, group: Any, folder: str) -> None:
     with tr.Checkpointer(folder, group=group, timeout=30) as held:
         held.save(1, state(1, False))
         mine = state(0, True)
-        with pytest.raises(tr.TornStateError, match="the rest is new") as caught:
+        with pytest.raises(tr.errors.TornStateError, match="the rest is new") as caught:
             held.load(into=mine)
         assert caught.value.rank == 1
         if rank == 0:
@@ -370,7 +370,7 @@ def test_an_object_that_cannot_be_put_back_is_named_torn(tmp_path: Path) -> None
     mine = state(0, True)
     with tr.Checkpointer(tmp_path) as held:
         held.save(1, state(1, False))
-        with pytest.raises(tr.TornStateError) as caught:
+        with pytest.raises(tr.errors.TornStateError) as caught:
             held.load(into=mine)
     assert "['copier'] may be part new, the rest is old" in str(caught.value)
     assert not mine["w"].any() and mine["picky"].value == 0
@@ -383,7 +383,7 @@ def test_a_module_that_refuses_its_new_weights_is_named_torn(tmp_path: Path, ato
     mine = job(0, Late(0, refuses=True))
     with tr.Checkpointer(tmp_path) as held:
         held.save(1, job(1, Late(1)))
-        with pytest.raises(tr.TornStateError) as caught:
+        with pytest.raises(tr.errors.TornStateError) as caught:
             held.load(into=mine, atomic=atomic)
     assert caught.value.path == "['last']" and "the rest is new" in str(caught.value)
     assert told(mine)[0] == told(mine)[4] == told(mine)[5] == 1
@@ -396,7 +396,7 @@ def torn_by_relay(rank: int, group: Any, atomic: bool) -> None:
                 relay.send(job(1, Late(1)), to=1, step=5)
             return
         mine = job(0, Late(0, refuses=True))
-        with pytest.raises(tr.TornStateError) as caught:
+        with pytest.raises(tr.errors.TornStateError) as caught:
             relay.recv(0, into=mine, atomic=atomic)
         assert caught.value.path == "['last']" and caught.value.step == 5
         assert "the rest is new" in str(caught.value)
@@ -426,7 +426,7 @@ def test_a_step_that_goes_while_it_is_loaded_does_not_tear_what_was_not_touched(
         try:
             held.load(into=mine, step=step, progress=gone)
         except tr.RelayError as fault:
-            assert not isinstance(fault, tr.TornStateError), fault
+            assert not isinstance(fault, tr.errors.TornStateError), fault
             assert not mine["w"].any() and mine["picky"].value == 0
         else:
             assert mine["w"].all() and mine["picky"].value == 1

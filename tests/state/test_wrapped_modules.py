@@ -158,5 +158,5 @@ def test_what_a_wrapped_module_lacks_is_named(tmp_path: Path) -> None:
     _, state = job("ddp", 5)
     with tr.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"model": state["model"].module.layers})
-        with pytest.raises(tr.MismatchError, match=r"layers\.0\.weight"):
+        with pytest.raises(tr.errors.MismatchError, match=r"layers\.0\.weight"):
             checkpointer.load({"model": state["model"]})

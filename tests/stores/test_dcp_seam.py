@@ -278,7 +278,7 @@ def test_a_checkpoint_that_is_there_is_named_as_torch_names_it(tmp_path: Path) -
         with pytest.raises(CheckpointException, match="Checkpoint already exists"):
             dcp.save(job(2), storage_writer=writer, no_dist=True)
     writer = Writer(tmp_path, overwrite=False)
-    with pytest.raises(tr.CheckpointError, match="Checkpoint already exists"):
+    with pytest.raises(tr.errors.CheckpointError, match="Checkpoint already exists"):
         dropin.Checkpointer(writer, Reader(tmp_path), no_dist=True).save(job(3))
     loaded = job(0)
     dcp.load(loaded, storage_reader=Reader(tmp_path), no_dist=True)

@@ -152,10 +152,10 @@ def test_a_root_that_cannot_have_steps_is_not_taken_for_an_empty_one(
     root = tmp_path / name / below
     with tr.Checkpointer(root, group=False, read_only=True) as there:
         for act in (there.steps, there.latest, there.load, there.verify):
-            with pytest.raises(tr.CheckpointError, match=why) as caught:
+            with pytest.raises(tr.errors.CheckpointError, match=why) as caught:
                 act()
             assert caught.value.file == str(tmp_path / name)
-    with pytest.raises(tr.CheckpointError, match=why):
+    with pytest.raises(tr.errors.CheckpointError, match=why):
         tr.Checkpointer(root, group=False)
     (tmp_path / "gone").mkdir()
     if name == "link":

@@ -33,6 +33,6 @@ def test_metadata_that_is_not_utf8_spoils_its_own_step_alone(s3: S3) -> None:
         assert found.step == 1
     with (
         tr.Checkpointer(url, group=False, timeout=60) as there,
-        pytest.raises(tr.CheckpointError, match="Metadata"),
+        pytest.raises(tr.errors.CheckpointError, match="Metadata"),
     ):
         there.load(step=2)

@@ -56,7 +56,7 @@ def _save_on(root: str, first: int, seed: int, link: Connection) -> None:
             else:
                 checkpointer.save(step, training(step))
                 link.send(("ack", step))
-        except tr.CheckpointError:
+        except tr.errors.CheckpointError:
             link.send(("failed", step))
         link.send(("writer", checkpointer._saver.writer.process.pid))
 

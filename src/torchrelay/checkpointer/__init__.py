@@ -2,8 +2,6 @@
 
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep, KeepAll, KeepEvery, KeepLast
-from torchrelay.checkpointer.loader import Loaded, LoadReport
-from torchrelay.checkpointer.pending import Pending, Saved
 
 __all__ = [
     "Checkpointer",
@@ -11,8 +9,4 @@ __all__ = [
     "KeepAll",
     "KeepEvery",
     "KeepLast",
-    "LoadReport",
-    "Loaded",
-    "Pending",
-    "Saved",
 ]

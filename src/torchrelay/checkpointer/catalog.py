@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 from torchrelay.checkpointer.keep import Keep, KeepAll
-from torchrelay.checkpointer.pending import logger
 from torchrelay.errors import (
     CheckpointError,
     DamagedError,
@@ -16,6 +15,7 @@ from torchrelay.errors import (
     StepNotFoundError,
     StepOrderError,
 )
+from torchrelay.pending import logger
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.stores.opening import open_newest, open_step

@@ -15,8 +15,7 @@ import torch
 from torchrelay.checkpointer.catalog import Catalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, policy
-from torchrelay.checkpointer.loader import Loaded, Loader, LoadRequest
-from torchrelay.checkpointer.pending import Pending, Saved
+from torchrelay.checkpointer.loader import Loader, LoadRequest
 from torchrelay.checkpointer.preemption import Preemption
 from torchrelay.checkpointer.saver import Saver, SaveRequest
 from torchrelay.checkpointer.share_writer import ShareWriter
@@ -25,8 +24,10 @@ from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.owner import Owner, enrol
+from torchrelay.pending import Pending
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import Record
+from torchrelay.results import Loaded, Report
 from torchrelay.sources.store import StoreSource
 from torchrelay.steps import check_step
 from torchrelay.stores.locate import open_store
@@ -35,7 +36,6 @@ from torchrelay.stores.seam import Store
 from torchrelay.stores.shares.layout import FILE_BYTES
 
 if TYPE_CHECKING:
-    from torchrelay.endpoint.publishing import Published
     from torchrelay.keeper.front import Keeper
 
 MIN_BUDGET = 16 << 20
@@ -124,7 +124,7 @@ class Checkpointer:
         overwrite: bool = False,
         timeout: Timeout | None = None,
         progress: ProgressCallback | None = None,
-    ) -> Saved:
+    ) -> Report:
         """Write a state; returns when the step is committed on the medium.
 
         A step is never overwritten unless `overwrite=True`, which writes a new one and exchanges
@@ -162,7 +162,7 @@ class Checkpointer:
             skip, quiet = on_busy == "skip", on_error == "warn"
             return self._saver.save_async(request, state, self, skip=skip, quiet=quiet)
 
-    def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Published:
+    def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Pending:
         """Keep a state in the memory of the keeper, and write nothing: see `Keeper.stage`."""
         if self._keeper is None:
             raise UsageError("stage needs a keeper: Checkpointer(..., keeper=tr.Keeper(job))")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,31 +38,11 @@ from torchrelay.landing.places import Landed
 from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.bounded import bounded
 from torchrelay.progress import Bar, ProgressCallback
+from torchrelay.results import Attempt, Loaded, Outcome, Report
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.sources.subtree import Subtree
 
 MISSED = 2  # times that a rank may miss a step that rank 0 sees: it may be replaced meanwhile
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """How a load went. `damaged` says why newer steps were skipped."""
-
-    bytes: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    verified: bool = True
-    damaged: dict[int, str] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()  # stored, not in the destination (strict=False)
-    extra: tuple[str, ...] = ()  # in the destination, not stored (strict=False)
-    instead: dict[str, str] = field(default_factory=dict)  # why a faster path was not taken
-
-
-class Loaded(NamedTuple):
-    """What `load` returns: the state, its step, and how it went."""
-
-    state: Any
-    step: int
-    report: LoadReport
 
 
 class LoadRequest(NamedTuple):
@@ -154,13 +133,16 @@ class Loader:
                     break
                 self._skip(step, fault)
                 continue
-            report = LoadReport(
+            name = self._source.name
+            report = Report(
+                step,
                 loading.nbytes,
                 dict(watch.seconds),
-                request.verify,
-                self._skipped,
+                {name: Outcome(route="storage", bytes=loading.nbytes)},
+                tuple(Attempt(name, number, why) for number, why in self._skipped.items()),
                 tuple(landed.missing),
                 tuple(landed.extra),
+                request.verify,
                 loading.instead,
             )
             return Loaded(landed.state, step, report)

@@ -71,7 +71,7 @@ class Loading:
             self._share = RankShare(
                 rows_for(record, options.rank, world),
                 StoredTensors(record),
-                only=include,
+                include=include,
                 guessed=record.planned,
                 look=files.check_size,
                 lend=files.lend,

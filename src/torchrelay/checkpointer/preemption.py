@@ -22,12 +22,12 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from torchrelay.checkpointer.pending import logger
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.coordination.group_store import GroupStore
 from torchrelay.errors import CheckpointError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.owner import Owner
+from torchrelay.pending import logger
 
 LOOK_SECONDS = 1.0  # between two looks at the store
 STORE_SECONDS = 10.0  # that the store may take

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import msgspec
 
 from torchrelay.checkpointer.catalog import Catalog
-from torchrelay.checkpointer.pending import Pending, Saved, logger
 from torchrelay.checkpointer.share_writer import ShareWriter, StagedShare
 from torchrelay.checkpointer.step_draft import GRACE, Save, StepDraft
 from torchrelay.coordination.call import Call
@@ -28,9 +27,11 @@ from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
+from torchrelay.pending import Pending, logger
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.encoding import encode
 from torchrelay.record.schema import Record
+from torchrelay.results import Outcome, Report
 from torchrelay.stores.local.root import token
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
@@ -74,7 +75,7 @@ class Saver:
         self.failures = 0  # of asynchronous saves
         self.pending: Pending | None = None  # the last asynchronous save
 
-    def save(self, request: SaveRequest, state: object) -> Saved:
+    def save(self, request: SaveRequest, state: object) -> Report:
         """Write a state and return when it is committed."""
         save = self._save(request)
         try:
@@ -98,8 +99,9 @@ class Saver:
         """
         save = self._save(request)
         if skip and self._is_busy(save):
-            return Pending(save.step, skipped=True)
-        pending = Pending(save.step, quiet=quiet)
+            return Pending(save.step, "saving", "another save is in progress")
+        pending = Pending(save.step, "saving")
+        pending.seen = quiet
         outcome: _Outcome = queue.SimpleQueue()
         end = partial(self._complete, save, outcome, pending, owner)
         thread = threading.Thread(target=end, name="torchrelay-commit", daemon=True)
@@ -115,7 +117,7 @@ class Saver:
             outcome.put(fault)
             if thread.ident is None:  # there is no other thread
                 end()
-            if not pending.takes(fault):
+            if not _stays_in(pending, fault):
                 if self.pending is pending:
                     pending.exception()
                 raise
@@ -136,7 +138,7 @@ class Saver:
         call = self._ranks.call("rollback")
 
         def mine() -> bytes:
-            self._wait(deadline)
+            self._wait(deadline.left())
             return _encode(step)
 
         def decide(said: list[bytes]) -> list[bytes]:
@@ -166,16 +168,19 @@ class Saver:
         )
         return heard == b"busy"
 
-    def _wait(self, deadline: Deadline) -> None:
+    def _wait(self, seconds: float) -> None:
         """Wait for the save before; raises its failure if no caller has seen it."""
-        if self.pending is not None:
-            self.pending.wait(deadline.left())
+        if self.pending is not None and not self.pending.ends_within(seconds):
+            step = self.pending.step
+            text = f"step {step} is still being written: give a longer timeout"
+            raise CheckpointError(text, step=step, phase="write")
+        self.raise_unseen()
 
     def _settle(self, call: Call, deadline: Deadline) -> None:
         """Wait on all ranks for the save before."""
 
         def mine() -> bytes:
-            self._wait(deadline)
+            self._wait(deadline.left())
             return b""
 
         call.round("begin", mine, lambda said: said, deadline)
@@ -187,7 +192,7 @@ class Saver:
         store, deadline = self._catalog.store, save.deadline
 
         def mine() -> bytes:
-            self._wait(deadline)
+            self._wait(deadline.left())
             return b""
 
         def decide(said: list[bytes]) -> list[bytes]:
@@ -224,11 +229,11 @@ class Saver:
 
     def _ended(
         self, save: Save, outcome: _Outcome, pending: Pending
-    ) -> tuple[Saved | None, BaseException | None]:
+    ) -> tuple[Report | None, BaseException | None]:
         found = outcome.get()
         if isinstance(found, BaseException):
             self._give_up(save, found)
-            kept = pending.takes(found)  # otherwise the caller raises it, and has no `Pending`
+            kept = _stays_in(pending, found)  # otherwise the caller raises it, and has no `Pending`
             self.failures += kept
             return None, found if kept else None
         planned, staged = found
@@ -251,7 +256,7 @@ class Saver:
             self._give_up(save, fault)
             raise
 
-    def _commit(self, save: Save, planned: PlannedShare, written: Record) -> Saved:
+    def _commit(self, save: Save, planned: PlannedShare, written: Record) -> Report:
         """The last round: the coordinator commits what all ranks have written."""
         sizes: dict[str, int] = {}
 
@@ -275,8 +280,8 @@ class Saver:
                 save.call.drain()
         if self._ranks.coordinates:
             self._prune(save, sizes)
-        url = f"{self._catalog.url}/step-{save.step}"
-        return Saved(save.step, url, planned.share.nbytes, dict(save.watch.seconds))
+        url, seconds = f"{self._catalog.url}/step-{save.step}", dict(save.watch.seconds)
+        return Report(save.step, planned.share.nbytes, seconds, {url: Outcome(route="storage")})
 
     def _look(self, save: Save, silence: CheckpointError) -> None:
         """This rank does not know how the commit ended. Returns if the step is in place."""
@@ -312,8 +317,9 @@ class Saver:
 
     def raise_unseen(self) -> None:
         """Raise the failure of an asynchronous save that no caller has seen."""
-        if self.pending is not None:
-            self.pending.raise_unseen()
+        pending = self.pending
+        if pending is not None and pending.done() and not pending.seen:
+            pending.result()
 
     def detach_after_fork(self) -> None:
         """In a child of a fork: forget memory and process, which stay the parent's."""
@@ -322,7 +328,14 @@ class Saver:
     def close(self, seconds: float) -> None:
         """Wait for the save in progress, and free memory and process."""
         try:
-            if self.pending is not None:
-                self.pending.wait(seconds)
+            self._wait(seconds)
         finally:
             self.writer.close()
+
+
+def _stays_in(pending: Pending, fault: BaseException) -> bool:
+    """Whether a failure at the start of a save is kept in its `Pending` instead of being raised:
+    only a failure of the storage is, and only with on_error="warn"."""
+    if not pending.seen or type(fault) not in (CheckpointError, StorageTimeoutError):
+        return False
+    return isinstance(fault, StorageTimeoutError) or getattr(fault, "file", None) is not None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torchrelay.checkpointer.pending import logger
 from torchrelay.checkpointer.step_draft import Save
 from torchrelay.errors import CheckpointError, EndpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
@@ -20,6 +19,7 @@ from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.gpu.spare import DeviceCopy
 from torchrelay.memory.pages import PAGE
 from torchrelay.memory.pool import cores
+from torchrelay.pending import logger
 from torchrelay.progress import Bar
 from torchrelay.record.schema import Record
 from torchrelay.stores.seam import Store

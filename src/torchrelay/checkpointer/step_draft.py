@@ -15,11 +15,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from torchrelay.checkpointer.pending import logger
 from torchrelay.coordination.call import Call
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import CheckpointError, RelayError, StepExistsError, StorageTimeoutError
 from torchrelay.memory.bounded import bounded
+from torchrelay.pending import logger
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.stores.commit_point import commit_unknown

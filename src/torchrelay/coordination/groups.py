@@ -45,7 +45,7 @@ def default_group(group: Any) -> Any:
 def check_group(group: Any) -> None:
     """`UsageError` unless it is a process group that this rank is in."""
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise UsageError("this rank is not in the group that it was given")
+        raise UsageError("this rank is not in the group that it was given: give one that it is in")
     if not callable(getattr(group, "rank", None)) or not callable(getattr(group, "size", None)):
         hint = ": its get_group() is one" if hasattr(group, "get_group") else ""
         raise UsageError(f"group is a process group, not {type(group).__name__}{hint}")

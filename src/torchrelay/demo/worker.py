@@ -99,10 +99,10 @@ class InKeepers:
                 group=dist.group.WORLD,
                 timeout=self._plan.patience,
             )
-        except tr.NothingToRecoverError as nothing:
+        except tr.errors.NothingToRecoverError as nothing:
             return Brought(0, {}, nothing.message)
         job.take(got.state)
-        return Brought(got.step, got.report.seconds, got.report.explain())
+        return Brought(got.step or 0, got.report.seconds, str(got.report))
 
     def keep(self, job: ShardedJob) -> KeptByWorker:
         step, state = job.position, job.live_state()
@@ -112,9 +112,9 @@ class InKeepers:
         try:
             staged = self._checkpointer.stage(step, state)
             pid = self.keeper.pid
-            staged.wait(self._plan.patience)
+            staged.result(self._plan.patience)
             found = self.keeper.status()["copies"].get("step")
-        except tr.EndpointError:  # the keeper was lost; the next stage starts it again
+        except tr.errors.EndpointError:  # the keeper was lost; the next stage starts it again
             return KeptByWorker()
         return KeptByWorker(step if staged.skipped is None else -1, pid or 0, int(found or 0))
 

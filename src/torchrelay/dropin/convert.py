@@ -36,7 +36,7 @@ def kind_of(place: str | os.PathLike[str]) -> Kind | Literal["safetensors"]:
         return "dcp"
     if path.is_dir():
         return "torchrelay"
-    raise UsageError(f"{os.fspath(place)}: no checkpoint there")
+    raise UsageError(f"{os.fspath(place)}: no checkpoint there: name another path")
 
 
 def convert(

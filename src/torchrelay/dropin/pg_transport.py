@@ -84,7 +84,7 @@ class PGTransport:
                 f"not every rank is known to have the checkpoint: rank {rank} {reason} "
                 f"(failed: {sorted(report.failed)}, unknown: {sorted(report.unknown)}, "
                 f"got it: {list(report.receivers)})",
-                rank=rank,
+                rank=int(rank),
             )
 
     def recv_checkpoint(self, src_rank: int) -> object:

@@ -10,10 +10,11 @@ from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.process import ServerProcess
-from torchrelay.endpoint.publishing import EndpointPolicy, Published, Publisher
+from torchrelay.endpoint.publishing import EndpointPolicy, Publisher
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.owner import Owner, enrol
+from torchrelay.pending import Pending
 from torchrelay.sources.access import Access
 from torchrelay.steps import check_step
 from torchrelay.version import __version__
@@ -74,11 +75,11 @@ class Endpoint:
         """Where to read all of the state. All ranks of a group have the URL of the first."""
         return self._publisher.urls[0] if self._publisher.urls else self._own_url()
 
-    def publish(self, state: object, *, step: int, timeout: Timeout | None = None) -> Published:
+    def publish(self, state: object, *, step: int, timeout: Timeout | None = None) -> Pending:
         """Copy a state and return; another process shows it to readers.
 
         The state may change as soon as this returns. Readers of the step before continue with it.
-        Where some still read the one before that, the publish is skipped and `Published.skipped`
+        Where some still read the one before that, the publish is skipped and `Pending.skipped`
         says why. All ranks of a group call it together.
         """
         self._check_open()

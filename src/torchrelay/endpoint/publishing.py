@@ -6,7 +6,6 @@ All ranks publish a step, or none does.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import msgspec
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
-from torchrelay.deadlines import Deadline, Timeout, seconds_of, wait_until_set
+from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.process import ServerLink
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
@@ -26,8 +25,10 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.pages import PAGE, paged
 from torchrelay.memory.staging import Copy, stage
+from torchrelay.pending import Pending, logger
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest
 from torchrelay.record.schema import Record
+from torchrelay.results import Report
 from torchrelay.stores.safetensors import tensors_of
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
@@ -35,42 +36,7 @@ from torchrelay.stores.shares.share import Share
 from torchrelay.stores.shares.staging import arena_bytes
 from torchrelay.stores.writer.file_writer import WORKERS
 
-logger = logging.getLogger("torchrelay")
-
 _FINISH_SECONDS = 5.0  # for the last message of a publish
-
-
-class Published:
-    """A step on its way to its readers. The state that it was made of may change.
-
-    `skipped` says why it was never begun, where readers use the memory that it needs.
-    """
-
-    def __init__(self, step: int, skipped: str | None = None) -> None:
-        self.step, self.skipped = step, skipped
-        self._ended = threading.Event()
-        self._fault: BaseException | None = None
-        if skipped is not None:
-            self._ended.set()
-
-    def done(self) -> bool:
-        """Whether the step can be read, or will not come."""
-        return self._ended.is_set()
-
-    def wait(self, timeout: Timeout | None = None) -> None:
-        """Wait until the step can be read. Raises what went wrong, and `TimeoutError` after
-        `timeout` seconds, while the publish continues."""
-        if not wait_until_set(self._ended, None if timeout is None else seconds_of(timeout)):
-            raise TimeoutError(f"step {self.step} cannot be read yet: wait longer")
-        if self._fault is not None:
-            raise self._fault
-
-    def end(self, fault: BaseException | None) -> None:
-        """Called once by the publisher."""
-        self._fault = fault
-        if fault is not None:
-            logger.error("publishing step %d failed: %s", self.step, fault)
-        self._ended.set()
 
 
 class Policy(Protocol):
@@ -166,10 +132,10 @@ class Publisher:
         self._start, self._url = start, url
         self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members)
         self.arenas: dict[int, Arena] = {}  # by slot
-        self._last: Published | None = None
+        self._last: Pending | None = None
         self.urls: list[str] = []  # of the ranks' servers, each once; the first lists all parts
 
-    def publish(self, state: object, step: int, deadline: Deadline) -> Published:
+    def publish(self, state: object, step: int, deadline: Deadline) -> Pending:
         """Publish a state: returns when it is copied."""
         return self.publish_planned(
             lambda call: self._planner.plan(state, call, deadline), step, deadline
@@ -177,11 +143,11 @@ class Publisher:
 
     def publish_planned(
         self, plan: Callable[[Call], PlannedShare], step: int, deadline: Deadline
-    ) -> tuple[Published, StagedStep | None]:
+    ) -> tuple[Pending, StagedStep | None]:
         """The same for what `plan` returns; no staged step where it is skipped."""
         call = self._all.call("publish", step)
         with call.reporting("plan", deadline):
-            if self._last is not None and not wait_until_set(self._last._ended, deadline.left()):
+            if self._last is not None and not self._last.ends_within(deadline.left()):
                 raise TimeoutError(f"step {self._last.step} is still being published")
             begun = time.monotonic()
             self._have_server(deadline)
@@ -198,19 +164,19 @@ class Publisher:
             seconds = time.monotonic() - begun
             ended = m.FinishPublish(step, 0, seconds, skipped=why, unused=True)
             self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
-            return Published(step, skipped=why), None
-        self._last = published = Published(step)
+            return Pending(step, "publishing", why), None
+        self._last = pending = Pending(step, "publishing")
         try:
             volumes = self._copy(planned.share, slot)
         except BaseException as fault:
             self._give_up(step)
             # A thread tells the other ranks: they read it when they have copied their own parts.
-            self._in_background(self._tell_failure, call, fault, published, deadline)
+            self._in_background(self._tell_failure, call, fault, pending, deadline)
             raise
         seconds = time.monotonic() - begun
         staged = StagedStep(step, slot, planned, volumes, begin.urls, seconds)
-        self._in_background(self._finish, call, staged, published, deadline)
-        return published, staged
+        self._in_background(self._finish, call, staged, pending, deadline)
+        return pending, staged
 
     def _have_server(self, deadline: Deadline) -> None:
         if self._start(deadline.left()):
@@ -310,33 +276,34 @@ class Publisher:
 
     # Hash and show, on a thread.
 
-    def _finish(
-        self, call: Call, staged: StagedStep, published: Published, deadline: Deadline
-    ) -> None:
+    def _finish(self, call: Call, staged: StagedStep, pending: Pending, deadline: Deadline) -> None:
         begun = time.monotonic()
+        report: Report | None = None
         fault: BaseException | None = None
         try:
             self._show(call, staged, deadline)
             ended = m.FinishPublish(staged.step, staged.planned.share.nbytes, staged.seconds)
             ended.hash_seconds = time.monotonic() - begun
             self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
+            seconds = {"stage": staged.seconds, "hash": ended.hash_seconds}
+            report = Report(staged.step, staged.planned.share.nbytes, seconds)
         except BaseException as found:
             fault = found
             self._give_up(staged.step)
         call.drain()
-        published.end(fault)
+        pending.end(report, fault)
 
     def _tell_failure(
-        self, call: Call, fault: BaseException, published: Published, deadline: Deadline
+        self, call: Call, fault: BaseException, pending: Pending, deadline: Deadline
     ) -> None:
         """This rank could not copy its part, which its caller knows."""
         try:
             with call.reporting("write", deadline):
                 raise fault
         except BaseException as told:
-            logger.debug("step %d given up: %s", published.step, told)
+            logger.debug("step %d given up: %s", pending.step, told)
         call.drain()
-        published.end(None)
+        pending.end(None, None)
 
     def _show(self, call: Call, staged: StagedStep, deadline: Deadline) -> None:
         """Every rank shows its volumes. The coordinator shows the record of all of them when they
@@ -389,7 +356,7 @@ class Publisher:
     def settle(self, seconds: float) -> None:
         """Wait for what is being published."""
         if self._last is not None:
-            wait_until_set(self._last._ended, seconds)
+            self._last.ends_within(seconds)
 
     def forsake(self) -> None:
         for arena in self.arenas.values():

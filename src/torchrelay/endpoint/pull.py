@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpointer.loader import Loaded, Loader
+from torchrelay.checkpointer.loader import Loader
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request
-from torchrelay.endpoint.seed import Seed
 from torchrelay.endpoint.seeding import SeedingSource
 from torchrelay.errors import RelayError, StorageTimeoutError, TransferTimeoutError, UsageError
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
+from torchrelay.results import Loaded, Outcome, Peer
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.peer import PeerSource
@@ -32,32 +32,6 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 1.0  # between two looks for a newer step
 POOL_SECONDS = 60.0  # that memory of earlier pulls is kept for another
-
-
-@dataclass(frozen=True)
-class PullReport:
-    """How a pull went. `sources`: bytes that came from each URL; `failed`: URLs that were left out
-    or dropped, and why; `instead`: why a faster route was not taken."""
-
-    bytes: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    route: str = "http"
-    sources: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    verified: bool = True
-    missing: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-    instead: dict[str, str] = field(default_factory=dict)
-
-
-class PullResult(NamedTuple):
-    """What `pull` returns: the state, its step, and how it went. With `reshare=True`, `seed` serves
-    the step until it is closed."""
-
-    state: Any
-    step: int
-    report: PullReport
-    seed: Seed | None = None
 
 
 class NewerSteps:
@@ -103,7 +77,7 @@ def pull(
     reshare: bool = False,
     timeout: Timeout = 300.0,
     **landing: Unpack[PullOptions],
-) -> PullResult:
+) -> Loaded:
     """Read a state from an endpoint, from several that have the same step, or from another source.
 
     - `source`: a URL or several; also whatever `recover` takes as a source.
@@ -172,25 +146,26 @@ def _pool(process: int) -> Pool:
     return Pool(usual_limit(), seconds=POOL_SECONDS)
 
 
-def _pulled(
-    loaded: Loaded, origin: Source, verify: bool, seeding: SeedingSource | None
-) -> PullResult:
+def _pulled(loaded: Loaded, origin: Source, verify: bool, seeding: SeedingSource | None) -> Loaded:
+    """The result, with what the source knows of its servers."""
+    seed = None if seeding is None else seeding.seed
     endpoint = origin.endpoint if isinstance(origin, PeerSource) else origin
+    if not isinstance(endpoint, EndpointSource):
+        return replace(loaded, seed=seed)
     swarm = None if seeding is None else seeding.swarm
-    found = loaded.report
-    report = PullReport(found.bytes, found.seconds, missing=found.missing, extra=found.extra)
-    if isinstance(endpoint, EndpointSource):
-        mapped = endpoint.mapped
-        report = replace(
-            report,
-            route="mapped" if mapped else "http",
-            sources={**endpoint.supplied, **(swarm.supplied if swarm else {})},
-            failed={**endpoint.faulty, **(swarm.faulty if swarm else {})},
-            verified=verify or not mapped,
-            instead={**endpoint.instead, **found.instead},
-        )
-    else:
-        report = replace(
-            report, route="storage", sources={origin.name: found.bytes}, instead=found.instead
-        )
-    return PullResult(loaded.state, loaded.step, report, seeding.seed if seeding else None)
+    supplied = {**endpoint.supplied, **(swarm.supplied if swarm else {})}
+    route = "mapped" if endpoint.mapped else "http"
+    # Memory that is mapped is not counted by URL.
+    given = supplied or loaded.report.sources
+    peers: dict[Peer, Outcome] = {
+        url: Outcome(route=route, bytes=nbytes) for url, nbytes in given.items()
+    }
+    for url, why in {**endpoint.faulty, **(swarm.faulty if swarm else {})}.items():
+        peers[url] = Outcome("failed", why, bytes=supplied.get(url))
+    report = replace(
+        loaded.report,
+        peers=peers,
+        verified=verify or not endpoint.mapped,
+        instead={**endpoint.instead, **loaded.report.instead},
+    )
+    return replace(loaded, report=report, seed=seed)

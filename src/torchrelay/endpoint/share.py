@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchrelay.deadlines import Timeout
 from torchrelay.endpoint.front import Endpoint, serve
-from torchrelay.endpoint.publishing import Published
+from torchrelay.pending import Pending
 from torchrelay.sources.access import Access
 from torchrelay.sources.peer import PeerNotes, SharedAt
 from torchrelay.transports.meeting.addresses import listen_here
@@ -35,7 +35,7 @@ class SharedState:
             self._endpoint.close()
             raise
 
-    def publish(self, state: object, *, step: int) -> Published:
+    def publish(self, state: object, *, step: int) -> Pending:
         """Share a later step; the state may change as soon as this returns."""
         return self._endpoint.publish(state, step=step)
 

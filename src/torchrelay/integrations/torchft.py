@@ -81,7 +81,7 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
         if lost:
             raise PeerLostError(
                 f"not every rank is known to have the checkpoint: {lost}",
-                rank=next(iter(lost)),
+                rank=int(next(iter(lost))),
                 step=step,
             )
 

@@ -11,7 +11,7 @@ import msgspec
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.address import Address
-from torchrelay.endpoint.publishing import Published, Publisher
+from torchrelay.endpoint.publishing import Publisher
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.policy import KeeperPolicy, LentSlot
@@ -20,6 +20,7 @@ from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.settings import LEASE_SECONDS, RATE, STEPS, join_request
 from torchrelay.machine import machine
 from torchrelay.owner import Owner, enrol
+from torchrelay.pending import Pending
 from torchrelay.record.schema import Record
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
@@ -66,7 +67,7 @@ class Keeper:
     - `memory`: bytes that a keeper has at most; None: as many as it takes. Two steps and, where
       there are copies, two copies have to fit in, else `stage` raises `UsageError`.
     - `steps`: how many steps a keeper has of its workers at most. With 2, one that is staged while
-      the one before is copied is skipped, and `Published.skipped` says so; with 4 none is.
+      the one before is copied is skipped, and `Pending.skipped` says so; with 4 none is.
     - `copies`: how many other hosts have a copy of each host's part of a step.
     - `rate`: bytes a second at which a keeper fetches copies, at most.
     - `lease`: seconds.
@@ -186,12 +187,12 @@ class Keeper:
         """The process of this host's keeper."""
         return None if self._process.joined is None else self._process.joined.pid
 
-    def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Published:
+    def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Pending:
         """Copy a state to the keeper's memory and return; the keeper hashes it and shows it.
 
         The state may change as soon as this returns. A step can be recovered when all ranks have
         staged it; until then, and if that fails, the step before can. Where it would go over the
-        keeper's budget the step is skipped, and `Published.skipped` says why. A keeper that was
+        keeper's budget the step is skipped, and `Pending.skipped` says why. A keeper that was
         lost is started again. Ranks of a group call it together.
         """
         self._owner.check()

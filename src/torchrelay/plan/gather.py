@@ -35,6 +35,7 @@ from torchrelay.state.tree import check_types, show, slots
 _encode = msgspec.msgpack.Encoder().encode
 _NOTHING = m.ValueLeaf("plain", None)  # in the place of leaves that are not wanted
 WHOLE = -1  # in place of the number of a box
+PARTIAL = "a DTensor with a partial placement takes no value: redistribute it first"
 _none = np.zeros(0, np.int64)
 
 
@@ -206,9 +207,7 @@ class GatherShare:
             self._refuse(int(offered[row]), kind.dtype, kind.shape, pairs.path(int(some[row])))
         for row, number in zip(some.tolist(), numbers.tolist(), strict=True):
             if kinds[number].is_partial:
-                raise MismatchError(
-                    "a DTensor with a partial placement takes no value", path=pairs.path(row)
-                )
+                raise MismatchError(PARTIAL, path=pairs.path(row))
         union.check_values(offered)
         columns = (kind_of[numbers], union.source_of[offered], box_of[numbers])
         self._rows.append(_ShareRows(pairs.leaf[some], *columns, np.zeros(len(some), np.int64)))
@@ -249,7 +248,7 @@ class GatherShare:
             return m.ShardedLeaf(tuple(locals_), boxes, all_boxes, shape, dtype)
         local, spec = t.dtensor_parts(mine)
         if any(placement.is_partial() for placement in spec.placements):
-            raise MismatchError("a DTensor with a partial placement takes no value", path=path)
+            raise MismatchError(PARTIAL, path=path)
         whole = locals_[0] if locals_ else m.TensorLeaf(dtype, tuple(local.shape), None, NONE)
         coordinate = spec.mesh.get_coordinate()
         return m.DTensorLeaf(

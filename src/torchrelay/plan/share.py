@@ -72,7 +72,7 @@ class Portion(NamedTuple):
 
 class RankShare:
     """One rank's share of a recorded state: of the leaves of these `ranks`, laid over each other,
-    with the stored `tensors` by image. `only` chooses leaves by patterns of their paths.
+    with the stored `tensors` by image. `include` chooses leaves by patterns of their paths.
 
     `look` is called with each stored tensor for which memory is going to be taken; `lend` may have
     memory with so many bytes of a shard in it already. `lent`: images that it had.
@@ -84,7 +84,7 @@ class RankShare:
         ranks: Sequence[LeafRows],
         tensors: Sequence[StoredTensor],
         *,
-        only: tuple[str, ...] = (),
+        include: tuple[str, ...] = (),
         guessed: bool = False,
         converts: bool = False,
         look: Callable[[StoredTensor], None] = lambda stored: None,
@@ -103,7 +103,7 @@ class RankShare:
         self._first: dict[object, int] = {}  # by memory, the portion that goes there
         self.tree = self._offer.tree
         self.choice = Selection(
-            only, len(self._offer.leaves), exact=self._offer.exact, guessed=guessed
+            include, len(self._offer.leaves), exact=self._offer.exact, guessed=guessed
         )
         self.portions: list[Portion] = []  # by image
         # Portions of two tensors for one place: their bytes must be the same.

@@ -11,7 +11,7 @@ from torchrelay.errors import CheckpointError, MismatchError, RelayError
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.crew import Crew
 from torchrelay.record.schema import Record
-from torchrelay.recovery.report import SourceAccount
+from torchrelay.results import Attempt
 from torchrelay.sources.mended_step import MendedStep, StepGiver
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.steps import epoch_seconds
@@ -120,12 +120,12 @@ class Candidates:
         return self._sources[self._places(step)[0]].name
 
     def supplied(self, step: int, nbytes: int) -> dict[str, int]:
-        """Bytes of the step that was taken, by the source that they came from."""
+        """Bytes of the step that was taken by source, the chosen one first."""
         mended = {} if self._given is None else self._given.mended
         first = {self.source_of(step): max(0, nbytes - sum(mended.values()))}
-        return {name: some for name, some in {**first, **mended}.items() if some}
+        return {**first, **mended}
 
-    def accounts(self, taken: int | None = None) -> tuple[SourceAccount, ...]:
+    def attempts(self, taken: int | None = None) -> tuple[Attempt, ...]:
         """What there is to report of each source, where a step was taken or none was."""
         chosen = None if taken is None else self._places(taken)[0]
         found = []
@@ -135,7 +135,7 @@ class Candidates:
                 reasons.extend(self._outcome(place, taken, chosen == place))
             elif self._steps[place]:
                 reasons.append("not every rank could get one of its steps")
-            found.append(SourceAccount(source.name, self._newest[place], "; ".join(reasons)))
+            found.append(Attempt(source.name, self._newest[place], "; ".join(reasons)))
         return tuple(found)
 
     def _outcome(self, place: int, taken: int, chosen: bool) -> Iterator[str]:

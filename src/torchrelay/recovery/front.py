@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from torchrelay.checkpointer.loader import Loaded, Loader
+from torchrelay.checkpointer.loader import Loader
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout, seconds_of
@@ -27,7 +28,7 @@ from torchrelay.errors import (
 )
 from torchrelay.memory import threads
 from torchrelay.recovery.candidates import Candidates
-from torchrelay.recovery.report import Recovered, RecoveryReport
+from torchrelay.results import Loaded, Outcome
 from torchrelay.sources.access import Access
 from torchrelay.sources.places import Place, as_source
 from torchrelay.steps import check_step
@@ -63,14 +64,14 @@ def recover(
     reshare: bool = False,
     timeout: Timeout = 300.0,
     **landing: Unpack[PullOptions],
-) -> Recovered:
+) -> Loaded:
     """Bring a state back from the freshest source that verifies.
 
     All sources are asked at once which steps they have. The newest step is taken, from the nearest
     source that has it: memory of this machine, then a network, a file system, a bucket; of several,
     the one that was given first. Chunks that the source does not give, or gives wrong, come from
     others that have the same bytes. Where that is not possible, the next source or the next step is
-    tried. `report.explain()` says what became of each. A source with the highest step wins: give
+    tried. `str(report)` says what became of each. A source with the highest step wins: give
     only sources that you trust (docs/security.md).
 
     - `sources`: URLs of endpoints, directories, buckets, `Checkpointer`s, `Keeper`s, ranks that
@@ -143,7 +144,7 @@ class _Recovery:
         self._misfit: MismatchError | None = None
         self.reason, self.nbytes = "it was interrupted", 0
 
-    def run(self) -> Recovered:
+    def run(self) -> Loaded:
         call = self._all.call("recover")
         # A state that a rank shares with the others can be found once it has come here.
         call.round("gather", lambda: b"", lambda said: said, self._deadline)
@@ -181,7 +182,7 @@ class _Recovery:
     def _agree(self, call: Call) -> int:
         """The newest step that every rank can get. `FormatError` where that is older than one which
         a later version wrote."""
-        accounts = "\n".join(f"  {account}" for account in self._candidates.accounts())
+        accounts = "\n".join(f"  {one}" for one in self._candidates.attempts())
         steps = [] if self._deadline.passed else self._candidates.steps()
         mine = _Said(steps, accounts, self._candidates.empty)
         if self._misfit is not None:
@@ -212,17 +213,17 @@ class _Recovery:
         with self._watch("take"):
             return loader.load(call, load_request(self._into, step, self._landing), attempt)
 
-    def _recovered(self, step: int, loaded: Loaded) -> Recovered:
-        report = RecoveryReport(
-            self._candidates.source_of(step),
-            loaded.report.bytes,
-            self._candidates.supplied(step, loaded.report.bytes),
-            {**self._watch.seconds, **loaded.report.seconds},
-            self._candidates.accounts(step),
-            loaded.report.missing,
-            loaded.report.extra,
+    def _recovered(self, step: int, loaded: Loaded) -> Loaded:
+        found, spent = loaded.report, self._watch.seconds
+        earlier = spent["take"] - sum(found.seconds.values())
+        supplied = self._candidates.supplied(step, found.bytes)
+        report = replace(
+            found,
+            seconds={"ask": spent["ask"], "attempts": max(0.0, earlier), **found.seconds},
+            peers={name: Outcome(bytes=nbytes) for name, nbytes in supplied.items()},
+            attempts=self._candidates.attempts(step),
         )
-        return Recovered(loaded.state, step, report)
+        return replace(loaded, report=report)
 
 
 def _decide(said: list[bytes]) -> list[bytes]:

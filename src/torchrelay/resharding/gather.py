@@ -34,12 +34,12 @@ from torchrelay.memory.uninterrupted import uninterrupted
 from torchrelay.record.encoding import decode
 from torchrelay.record.reads import encode_reads
 from torchrelay.record.schema import Record
+from torchrelay.results import Loaded, Outcome, Peer, Report, Traffic
 from torchrelay.transports.meeting.connection import Inbox
 from torchrelay.transports.meeting.conversation import Conversation
 from torchrelay.transports.meeting.node import Node
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 from torchrelay.transports.protocol.receiver import Greeting, last_message
-from torchrelay.transports.protocol.report import Received, Report
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes.choice import Choice, choose
 from torchrelay.transports.routes.route import Incoming
@@ -83,7 +83,7 @@ class Gather:
         self._lost: dict[int, RelayError] = {}
         self._plan: GatherPlan | None = None
 
-    def run(self) -> Received:
+    def run(self) -> Loaded:
         try:
             with self._watch("join"):
                 self._join()
@@ -102,7 +102,7 @@ class Gather:
         finally:
             for talk in self._talks:
                 talk.close()
-        return Received(landed.state, self._step, self._report(landed, self._plan.nbytes))
+        return Loaded(landed.state, self._step, self._report(landed, self._plan.nbytes))
 
     # Meeting the sources
 
@@ -196,7 +196,7 @@ class Gather:
         found = set(steps.values())
         if len(found) > 1:
             listed = ", ".join(f"rank {rank} has {step}" for rank, step in steps.items())
-            raise StepMismatchError(f"the ranks do not send one step: {listed}")
+            raise StepMismatchError(f"the ranks do not send one step: {listed}; send the same")
         for rank, source in self._sources.items():
             if self._options.step is None and source.offer.several:
                 raise StepMismatchError(
@@ -308,22 +308,27 @@ class Gather:
 
     def _report(self, landed: Landed, nbytes: int) -> Report:
         choices = [one for source in self._sources.values() for one in source.choices]
-        routes = {one.route.name for one in choices}
-        by = routes.pop() if len(routes) == 1 else "mixed"
+        fetches = [one.fetch for one in choices]
+        peers: dict[Peer, Outcome] = {rank: _outcome(one) for rank, one in self._sources.items()}
+        peers |= {rank: Outcome("failed", str(why)) for rank, why in self._lost.items()}
         return Report(
             step=self._step,
             bytes=nbytes,
-            wire_bytes=sum(one.fetch.wire_bytes for one in choices),
-            messages=sum(one.fetch.messages for one in choices),
             seconds=self._watch.seconds,
-            route=by,
-            routes={self._me: by},
-            instead={name: why for one in choices for name, why in one.instead.items()},
-            verified=all(one.fetch.verified for one in choices),
-            receivers=(self._me,),
-            failed={rank: str(why) for rank, why in self._lost.items()},
+            peers=peers,
             missing=tuple(landed.missing),
             extra=tuple(landed.extra),
-            connections=sum(one.fetch.connections for one in choices),
-            sources={rank: source.nbytes for rank, source in self._sources.items()},
+            verified=all(fetch.verified for fetch in fetches),
+            instead={name: why for one in choices for name, why in one.instead.items()},
+            traffic=Traffic(
+                sum(fetch.wire_bytes for fetch in fetches),
+                sum(fetch.messages for fetch in fetches),
+                sum(fetch.connections for fetch in fetches),
+            ),
         )
+
+
+def _outcome(source: _Source) -> Outcome:
+    routes = {one.route.name for one in source.choices}
+    route = routes.pop() if len(routes) == 1 else "mixed" if routes else ""
+    return Outcome(route=route, bytes=source.nbytes)

@@ -352,7 +352,7 @@ def _record(host: Host, step: int, snapshot: str, seconds: float) -> tuple[bytes
         raise StepNotFoundError(f"no step {step} at {host.url}", step=step)
     _check(host, answer)
     if answer.headers.get("torchrelay-snapshot", snapshot) != snapshot:
-        raise StepNotFoundError(f"step {step} was replaced while it was opened", step=step)
+        raise StepNotFoundError(f"step {step} was replaced meanwhile: pull again", step=step)
     try:
         record = decode_at_rest(answer.body)
     except ManifestError as fault:

@@ -78,7 +78,7 @@ class PeerSource:
         if self.endpoint is None:
             self.steps(deadline)
         if self.endpoint is None:
-            raise StepNotFoundError(f"rank {self._rank} shares no state", step=step)
+            raise StepNotFoundError(f"rank {self._rank} shares no state: share it there", step=step)
         return self.endpoint.open(step, deadline)
 
     def end(self, reason: str = "", nbytes: int = 0) -> None:

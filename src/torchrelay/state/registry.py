@@ -51,7 +51,7 @@ def register(
         _subclasses[name] = type_
         return type_
     if (encode is None) != (decode is None):
-        raise UsageError("encode and decode go together")
+        raise UsageError("encode and decode go together: pass both")
     if encode is None or decode is None:
         encode, decode = _derived(type_)
     codec = Codec(name, type_, encode, decode)

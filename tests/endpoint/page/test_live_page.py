@@ -14,6 +14,7 @@ import torchrelay as tr
 from tests.support.access import access
 from tests.support.browser import browser_tab, chromium
 from tests.support.ranks import RankPool
+from torchrelay.endpoint.front import Endpoint
 
 TOKEN = "the-token-of-this-test"
 
@@ -36,7 +37,7 @@ def asked(url: str, path: str, token: str | None = TOKEN) -> tuple[int, Any]:
     return answer.status, body.decode() if plain else json.loads(body)
 
 
-async def watch(endpoint: tr.Endpoint) -> None:
+async def watch(endpoint: Endpoint) -> None:
     async with browser_tab() as tab:
         await tab.look_like(1280, 900)
         await tab.open(endpoint.url)
@@ -67,7 +68,7 @@ def test_the_page_of_an_endpoint_shows_its_readers() -> None:
     with tr.serve(state(1), step=1, timeout=60, **access(token=TOKEN)) as endpoint:
         asked(endpoint.url, "/steps.json")  # it waits for the step to be there
         asked(endpoint.url, "/page/steps.json")
-        endpoint.publish(state(2), step=2).wait(60)
+        endpoint.publish(state(2), step=2).result(60)
         asyncio.run(watch(endpoint))
 
 
@@ -89,7 +90,7 @@ def test_answers_about_steps_need_the_token_and_the_page_does_not() -> None:
         assert asked(url, "/page/tree.json?step=9")[0] == 404
         assert asked(url, "/page/tree.json?step=-1")[0] == 400
         assert asked(url, "/page/changes.json?before=1")[0] == 400
-        endpoint.publish(state(2), step=2).wait(60)
+        endpoint.publish(state(2), step=2).result(60)
         # A step that is gone is remembered by what it held.
         changes = asked(url, "/page/changes.json?before=1&after=2")[1]
         certain = [name for name, _, certain in changes["touched"] if certain]

@@ -44,5 +44,5 @@ def test_a_process_that_cannot_listen_says_which_setting_helps(
 ) -> None:
     monkeypatch.setenv(SETTING, "no-such-interface")
     monkeypatch.setattr(node_module, "listener_here", listen_here)
-    with pytest.raises(tr.UsageError, match=f"cannot listen for the other ranks.*{SETTING}"):
+    with pytest.raises(tr.errors.UsageError, match=f"cannot listen for the other ranks.*{SETTING}"):
         Node(GivenDirectory())

@@ -141,7 +141,7 @@ def test_a_process_that_stands_still_costs_no_more_than_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as here:
         there = identity(here.getsockname()[1])
         begun = time.monotonic()
-        with pytest.raises(tr.TransferTimeoutError, match=r"rank 4 at .* did not answer"):
+        with pytest.raises(tr.errors.TransferTimeoutError, match=r"rank 4 at .* did not answer"):
             call_rank(directory_with(there), RANK, ME, Deadline(0.3))
         assert 0.2 < time.monotonic() - begun < SOON
 

@@ -87,7 +87,7 @@ def test_reports_of_workers_come_the_same_way() -> None:
     ("event", "error", "words"),
     [
         (Abort("disk on fire"), PeerAbortedError, "disk on fire"),
-        (Abort("step 5 is offered", "step"), tr.StepMismatchError, "step 5 is offered"),
+        (Abort("step 5 is offered", "step"), tr.errors.StepMismatchError, "step 5 is offered"),
         (Done(), RemoteProtocolError, "Done out of turn"),
         ("lost", PeerLostError, "connection lost to rank 3 at 10.0.0.1 port 7: cut; 5 of 9 done"),
     ],
@@ -108,7 +108,9 @@ def test_a_wait_ends_with_the_deadline() -> None:
     talk, _ = talking(0.2)
     talk.done = "5 of 9 done"
     begun = time.monotonic()
-    with pytest.raises(tr.TransferTimeoutError, match=r"did not send its confirmed; 5 of 9 done"):
+    with pytest.raises(
+        tr.errors.TransferTimeoutError, match=r"did not send its confirmed; 5 of 9 done"
+    ):
         talk.expect(Confirmed)
     assert 0.15 < time.monotonic() - begun < 5
 
@@ -125,7 +127,7 @@ def test_what_came_while_this_process_stood_still_counts() -> None:
     hear(talk, node, Go(), Confirmed())
     time.sleep(0.2)
     assert talk.expect(Go) and talk.expect(Confirmed)
-    with pytest.raises(tr.TransferTimeoutError):
+    with pytest.raises(tr.errors.TransferTimeoutError):
         talk.expect(Confirmed)
 
 
@@ -146,7 +148,7 @@ def test_a_sender_that_says_more_and_more_does_not_keep_a_receiver(
     flooding.start()
     ends = time.monotonic() + 20
     try:
-        with pytest.raises(tr.TransferTimeoutError):
+        with pytest.raises(tr.errors.TransferTimeoutError):
             while time.monotonic() < ends:
                 talk.next("data")
     finally:

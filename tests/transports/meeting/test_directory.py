@@ -84,7 +84,7 @@ def test_ranks_meet_in_a_store_whichever_comes_first() -> None:
 
 def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     begun = time.monotonic()
-    with pytest.raises(tr.TransferTimeoutError, match="rank 5 made no Relay on this group"):
+    with pytest.raises(tr.errors.TransferTimeoutError, match="rank 5 made no Relay on this group"):
         store_of(1, dist.HashStore()).find(5, Deadline(0.1))
     assert time.monotonic() - begun < 5
 
@@ -127,7 +127,7 @@ def test_a_store_is_used_by_others_while_a_rank_looks() -> None:
     host = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60), wait_for_workers=False)
 
     def look() -> None:
-        with pytest.raises(tr.TransferTimeoutError):
+        with pytest.raises(tr.errors.TransferTimeoutError):
             store_of(1, host).find(5, Deadline(1))
 
     looking = threading.Thread(target=look)

@@ -37,7 +37,7 @@ def test_what_was_told_to_commit_may_have_it() -> None:
     peer.give_up("not done after 2 s", late=True)
     assert peer.stage is Stage.UNKNOWN
     fault = ended([peer])
-    assert isinstance(fault, tr.TransferTimeoutError)
+    assert isinstance(fault, tr.errors.TransferTimeoutError)
     assert "rank 3 not done after 2 s, and may have the state" in fault.message
     assert "no receiver is known to have the state" in fault.message
 
@@ -53,14 +53,14 @@ def test_all_are_named_if_none_has_it() -> None:
     for words in ("rank 4 connection lost", "rank 2 did not join", "5 of 9 bytes sent"):
         assert words in fault.message
     late = ended([failed(2, late=True), failed(4)])
-    assert isinstance(late, tr.TransferTimeoutError) and "timed out" in late.message
+    assert isinstance(late, tr.errors.TransferTimeoutError) and "timed out" in late.message
 
 
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        ("step", tr.StepMismatchError),
-        ("route", tr.RouteError),
+        ("step", tr.errors.StepMismatchError),
+        ("route", tr.errors.RouteError),
         ("mismatch", PeerRefusedError),
         ("manifest", PeerRefusedError),
         ("whatever a peer says", PeerRefusedError),

@@ -94,7 +94,9 @@ def test_a_route_that_the_sender_cannot_serve_is_not_tried(
         "memory",
         {"cuda_ipc": "no GPU there"},
     )
-    with pytest.raises(tr.RouteError, match="'wish' was asked for, but: the library is missing"):
+    with pytest.raises(
+        tr.errors.RouteError, match="'wish' was asked for, but: the library is missing"
+    ):
         chosen(monkeypatch, wanted="wish", unserved={"wish": "the library is missing"})
 
 
@@ -109,14 +111,14 @@ def test_one_route_alone(monkeypatch: pytest.MonkeyPatch, by_sender: bool) -> No
     assert only("memory", ipc=None) == ("memory", {"cuda_ipc": not_asked})
     assert only("cuda_ipc", ipc=None) == ("cuda_ipc", {})
     assert only("wish") == ("wish", {"cuda_ipc": not_asked, "memory": not_asked})
-    with pytest.raises(tr.RouteError, match="'cuda_ipc' was asked for, but: no GPU"):
+    with pytest.raises(tr.errors.RouteError, match="'cuda_ipc' was asked for, but: no GPU"):
         only("cuda_ipc")
-    with pytest.raises(tr.RouteError, match="'memory' was asked for, but: nor this"):
+    with pytest.raises(tr.errors.RouteError, match="'memory' was asked for, but: nor this"):
         only("memory", memory="nor this")
 
 
 def test_two_that_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(tr.RouteError, match="'tcp' alone, this side 'memory'"):
+    with pytest.raises(tr.errors.RouteError, match="'tcp' alone, this side 'memory'"):
         chosen(monkeypatch, offered="tcp", wanted="memory")
     assert chosen(monkeypatch, offered="memory", wanted="memory")[0] == "memory"
 
@@ -124,13 +126,13 @@ def test_two_that_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_route_of_a_newer_sender_is_not_taken_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(tr.RouteError, match="'teleport'"):
+    with pytest.raises(tr.errors.RouteError, match="'teleport'"):
         chosen(monkeypatch, offered="teleport")
 
 
 def test_a_route_that_is_none() -> None:
     listed = "cuda_ipc, memory, group, nixl, tcp or None, not 'host'"
-    with pytest.raises(tr.UsageError, match=listed):
+    with pytest.raises(tr.errors.UsageError, match=listed):
         routes.check_route("host")
     for name in (None, *routes.BY_NAME):
         assert routes.check_route(name) == name
@@ -193,12 +195,12 @@ def explained(rank: int, group: Any) -> Any:
     state = {"w": torch.full((1 << 20,), float(rank))}
     report = relay.send(state, to=1) if rank == 0 else relay.recv(0, into=state).report
     relay.close()
-    return report.seconds, report.explain()
+    return report.seconds, str(report)
 
 
 def test_reports_explain_themselves(pool2: Any) -> None:
     for seconds, text in pool2.run(explained):
-        assert "by route memory" in text and "not by cuda_ipc:" in text and "total" in text
+        assert "by route memory" in text and "not by cuda_ipc:" in text
         for phase in seconds:
             assert phase in text
 
@@ -250,7 +252,8 @@ def test_route_and_reasons_are_reported(
     pool2: Any, fact: str, liar: int, route: str, why: str | None
 ) -> None:
     for report in pool2.run(transfer, fact, liar):
-        assert report.route == route and report.routes == {1: route}
+        assert report.route == route
+        assert list(report.routes.values()) == [route]
         assert report.verified == (route == "tcp")
         assert "cuda_ipc" in report.instead
         if why is None:
@@ -269,7 +272,7 @@ def forced(rank: int, group: Any, fact: str, sender: str | None, receiver: str |
                 route = relay.send(weights(NEW), 1, route=sender).route
             else:
                 route = relay.recv(0, into=live, route=receiver, atomic=False).report.route
-    except tr.RouteError as raised:
+    except tr.errors.RouteError as raised:
         fault, route = raised, None
         if rank == 0:
             assert isinstance(raised.report, tr.Report) and 1 in raised.report.failed

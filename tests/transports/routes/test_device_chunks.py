@@ -208,9 +208,9 @@ def finds(rank: int, group: Any, often: int) -> Any:
     with Counts().watch(False), patched(kernels, digests=flipped):
         try:
             report = relay.recv(0, into=into).report
-        except tr.DigestError as fault:
+        except tr.errors.DigestError as fault:
             return str(fault), same(into, weights(2))
-    return report.wire_bytes > report.bytes, same(into, weights(1))
+    return report.traffic.bytes > report.bytes, same(into, weights(1))
 
 
 def test_a_bit_that_flips_on_the_device_is_found_and_fetched_again(pool2: Any) -> None:

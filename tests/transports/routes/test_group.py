@@ -85,7 +85,7 @@ def damaged(rank: int, group: Any, sent: dict[str, Any], device: str) -> Any:
         report = relay.recv(0, into=into).report
     except tr.RelayError as fault:
         return type(fault).__name__, rank == 0 or same(into, odd_state(2, device))
-    return torch.equal(into["big"], sent["big"]), report.wire_bytes - report.bytes
+    return torch.equal(into["big"], sent["big"]), report.traffic.bytes - report.bytes
 
 
 @pytest.mark.parametrize("device", DEVICES)

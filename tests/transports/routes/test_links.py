@@ -113,7 +113,7 @@ def over_connections(rank: int) -> Any:
     else:
         report = relay.recv(0, into=state, atomic=False).report
         assert not state["w"].any()
-    return report.connections, report.verified, report.route
+    return report.traffic.connections, report.verified, report.route
 
 
 def test_connections_reach_another_host(network: Switch) -> None:

@@ -36,7 +36,7 @@ from torchrelay.progress import Progress
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import Contents, OpenedState
 
-ONLY = typer.Option([], "--only", help="Paths that match a pattern, like 'model.*'.")
+INCLUDE = typer.Option([], "--include", help="Paths that match a pattern, like 'model.*'.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -48,7 +48,7 @@ def add_to(app: typer.Typer) -> None:
 def _inspect(
     source: str = SOURCE,
     step: int | None = STEP,
-    only: list[str] = ONLY,
+    include: list[str] = INCLUDE,
     stats: bool = typer.Option(
         False, "--stats", help="Read the values: norm, least, largest, how many are NaN."
     ),
@@ -60,8 +60,8 @@ def _inspect(
         from torchrelay.cli.tree import tree_rows
         from torchrelay.inspection.facts import narrowed, state_facts
 
-        chosen = narrowed(state.contents, only)
-        check_matched(only, [chosen], [state.contents])
+        chosen = narrowed(state.contents, include)
+        check_matched(include, [chosen], [state.contents])
         facts = state_facts(chosen)
         if stats:
             _add_statistics(state, chosen, facts)
@@ -79,7 +79,7 @@ def check_matched(
     if patterns and not any(one.tensors or one.values or one.aliases for one in chosen):
         tops = {tensor.name.partition(".")[0] for state in states for tensor in state.tensors}
         raise UsageError(
-            f"--only {patterns[0]} matches no path; the state has {', '.join(sorted(tops))}"
+            f"--include {patterns[0]} matches no path; the state has {', '.join(sorted(tops))}"
         )
 
 
@@ -115,7 +115,7 @@ def _verify(
     """Read every byte of a state and check every digest. Exit status 1 if one is wrong."""
     with one_line_errors():
         if every and step is not None:
-            raise UsageError("--step and --all exclude each other")
+            raise UsageError("--step and --all exclude each other: give one of them")
         steps: list[int | None] = [*_steps(source)] if every else [step]
         checked = [_verified(source, wanted, among=len(steps)) for wanted in steps]
         if as_json:
@@ -134,7 +134,9 @@ def _steps(source: str) -> list[int]:
 
     if is_url(source) or not is_place(source):
         kind_of_source(source)
-        raise UsageError(f"--all is for a directory with steps, and {source} is one state")
+        raise UsageError(
+            f"--all is for a directory with steps, and {source} is one state: leave it out"
+        )
     there = open_store(source)
     steps = there.steps()
     if not steps:

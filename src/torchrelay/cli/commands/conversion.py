@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 import torchrelay as tr
-from torchrelay.cli.commands.contents import ONLY, check_matched
+from torchrelay.cli.commands.contents import INCLUDE, check_matched
 from torchrelay.cli.commands.steps import PLACE, opened
 from torchrelay.cli.output import count, fail, one_line_errors, plain, progress_bar, size
 from torchrelay.cli.sources import STEP, at_newest, instead, is_torch_save_file, opened_source
@@ -42,11 +42,11 @@ def _convert(
     target: str = typer.Argument(help="Where the other kind is written."),
     to: Kind | None = TO,
     step: int | None = typer.Option(None, "--step", help="The step to read, and to write."),
-    only: list[str] = ONLY,
+    include: list[str] = INCLUDE,
 ) -> None:
     """Convert between steps, stock DCP directories, torch.save files and safetensors files.
 
-    A safetensors file gets the tensors alone, by their paths; --only chooses some of them.
+    A safetensors file gets the tensors alone, by their paths; --include chooses some of them.
     """
     with one_line_errors():
         if to is None:
@@ -55,10 +55,10 @@ def _convert(
             with _opened(source, step, beside=Path(target)) as state:
                 with progress_bar("verifying") as show:
                     state.verify(show)  # tensors are read without their digests
-                write_file(state, only, Path(target))
+                write_file(state, include, Path(target))
             return
-        if only:
-            raise tr.UsageError("--only is for --to safetensors")
+        if include:
+            raise tr.errors.UsageError("--include is for --to safetensors: leave it out")
         from torchrelay.dropin.convert import convert
 
         try:
@@ -66,9 +66,9 @@ def _convert(
                 # The newest step, or an error: what is damaged is not passed over for an older one.
                 exact = source if step is not None else at_newest(source)
                 written = convert(exact, target, to=to, step=step, progress=show)
-        except tr.StepExistsError as fault:
+        except tr.errors.StepExistsError as fault:
             fail(f"step {fault.step} is in {target} already: choose another --step, or rm it first")
-        except tr.StepOrderError as fault:
+        except tr.errors.StepOrderError as fault:
             fail(f"{target} has steps above {fault.step}: take a higher --step, or rollback first")
         else:
             print(f"{target}" + ("" if written is None else f" step {written}"))
@@ -86,7 +86,7 @@ def _opened(source: str, step: int | None, beside: Path) -> Iterator[OpenedState
     try:
         folder = TemporaryDirectory(dir=beside.parent, prefix=f".{beside.name}.")
     except OSError as fault:
-        raise tr.CheckpointError(
+        raise tr.errors.CheckpointError(
             f"cannot be written: {fault.strerror}", file=str(beside)
         ) from fault
     with folder as place:
@@ -95,14 +95,14 @@ def _opened(source: str, step: int | None, beside: Path) -> Iterator[OpenedState
             yield state
 
 
-def write_file(state: OpenedState, only: list[str], target: Path, *, quiet: bool = False) -> int:
+def write_file(state: OpenedState, include: list[str], target: Path, *, quiet: bool = False) -> int:
     """Write the tensors of a state as a safetensors file, and say what is not in it; returns its
     bytes."""
     from torchrelay.inspection.facts import narrowed
     from torchrelay.inspection.safetensors_file import write_safetensors
 
-    chosen = narrowed(state.contents, only)
-    check_matched(only, [chosen], [state.contents])
+    chosen = narrowed(state.contents, include)
+    check_matched(include, [chosen], [state.contents])
     with progress_bar("writing") as show:
         nbytes = write_safetensors(state, chosen.tensors, target, show)
     if not quiet:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from torchrelay.cli.commands.contents import ONLY, check_matched
+from torchrelay.cli.commands.contents import INCLUDE, check_matched
 from torchrelay.cli.output import (
     JSON,
     count,
@@ -34,7 +34,7 @@ def add_to(app: typer.Typer) -> None:
 def _diff(
     before: str = SOURCE,
     after: str = SOURCE,
-    only: list[str] = ONLY,
+    include: list[str] = INCLUDE,
     values: bool = typer.Option(False, "--values", help="Read the values: how far apart they are."),
     as_json: bool = JSON,
 ) -> None:
@@ -47,8 +47,8 @@ def _diff(
         from torchrelay.inspection.comparison import compare
         from torchrelay.inspection.facts import narrowed
 
-        chosen = [narrowed(state.contents, only) for state in (one, other)]
-        check_matched(only, chosen, [one.contents, other.contents])
+        chosen = [narrowed(state.contents, include) for state in (one, other)]
+        check_matched(include, chosen, [one.contents, other.contents])
         found = compare(*chosen)
         far = _distances(one, other, found) if values else []
         if as_json:

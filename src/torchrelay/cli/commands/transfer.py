@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import torchrelay as tr
 from torchrelay.cli.access import endpoints, given
-from torchrelay.cli.commands.contents import ONLY
+from torchrelay.cli.commands.contents import INCLUDE
 from torchrelay.cli.commands.conversion import write_file
 from torchrelay.cli.output import (
     JSON,
@@ -24,6 +24,9 @@ from torchrelay.cli.output import (
 )
 from torchrelay.cli.sources import SOURCE, STEP, at_newest, is_place, is_url
 from torchrelay.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchrelay.endpoint.front import Endpoint
 
 URLS = typer.Argument(help="An endpoint's URL, or several of endpoints that have the same step.")
 OUT = typer.Option(..., "-o", "--out", help="NAME.safetensors, or a place for a checkpoint step.")
@@ -70,7 +73,7 @@ def _serve(
                     number = _follow(endpoint, source, number)
 
 
-def _follow(endpoint: tr.Endpoint, source: str, number: int) -> int:
+def _follow(endpoint: Endpoint, source: str, number: int) -> int:
     """Publish a newer step of the directory, if there is one; returns the newest that was tried.
     The step that is served stays where a newer one cannot be read."""
     newer = number
@@ -78,12 +81,12 @@ def _follow(endpoint: tr.Endpoint, source: str, number: int) -> int:
         newer = max(number, _newest(source))
         if newer > number:
             published = endpoint.publish(_loaded(source, newer)[0], step=newer)
-            published.wait()
+            published.result()
             print(published.skipped or f"serving step {newer}", flush=True)
         return newer
-    except tr.CheckpointError as fault:
+    except tr.errors.CheckpointError as fault:
         print(plain(f"still serving what was served before: {fault}"), file=sys.stderr, flush=True)
-        return newer if isinstance(fault, tr.DamagedError) else number
+        return newer if isinstance(fault, tr.errors.DamagedError) else number
 
 
 def _loaded(source: str, step: int | None) -> tuple[Any, int]:
@@ -92,7 +95,7 @@ def _loaded(source: str, step: int | None) -> tuple[Any, int]:
 
     if is_url(source):
         pulled = tr.pull(source, step=step, access=given(), group=False)
-        return pulled.state, pulled.step
+        return pulled.state, pulled.step or 0
     with progress_bar("reading") as show:
         state, found = loaded(at_newest(source) if step is None else source, step, show)
     return state, found or 0
@@ -111,7 +114,7 @@ def _pull(
         None, "--newer-than", help="Wait for a step above this one."
     ),
     timeout: float = typer.Option(SECONDS, "--timeout", min=0.1, help="Seconds in all."),
-    only: list[str] = ONLY,
+    include: list[str] = INCLUDE,
     as_json: bool = JSON,
 ) -> None:
     """Write what endpoints serve as a safetensors file, or as a checkpoint step.
@@ -125,8 +128,8 @@ def _pull(
 
     with one_line_errors():
         as_file = out.endswith(".safetensors")
-        if only and not as_file:
-            raise UsageError("--only is for -o NAME.safetensors; a step is pulled whole")
+        if include and not as_file:
+            raise UsageError("--include is for -o NAME.safetensors; a step is pulled whole")
         begun = time.monotonic()
         deadline = Deadline(timeout)
         there = endpoints(urls)
@@ -140,7 +143,7 @@ def _pull(
                 if not held.files.trusted:
                     with progress_bar("verifying") as show:
                         state.verify(show)
-                nbytes = write_file(state, only, Path(out), quiet=as_json)
+                nbytes = write_file(state, include, Path(out), quiet=as_json)
             else:
                 nbytes = held.record.volume_bytes
                 with progress_bar("pulling") as show:
@@ -175,5 +178,7 @@ def _pull(
 def _awaited(found: list[int], above: int, name: str) -> int:
     newest = max(found, default=-1)
     if newest <= above:
-        raise tr.TransferTimeoutError(f"no step above {above} came at {name} in time", phase="wait")
+        raise tr.errors.TransferTimeoutError(
+            f"no step above {above} came at {name} in time: give a longer --timeout", phase="wait"
+        )
     return newest

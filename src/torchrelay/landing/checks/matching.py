@@ -74,7 +74,8 @@ def _branches(offered: m.Node, roots: Sequence[Path], choice: Selection) -> Bran
             found[root] = branch
         elif any(chosen):
             raise MismatchError(
-                "an object takes all of its state or none, and `only` leaves this out",
+                "an object takes all of its state or none, and `include` leaves this out: "
+                "name all of it",
                 path=show(paths[chosen.index(False)]),
             )
     return found

@@ -13,12 +13,11 @@ from torchrelay.transports.wire.messages import Digests, Want, from_ranges
 
 
 @dataclass(frozen=True)
-class ChunkHashed:
-    """A worker has made a digest."""
+class ChunksHashed:
+    """A worker has made digests."""
 
     outgoing: Outgoing
-    index: int
-    digest: bytes
+    digests: dict[int, bytes]
 
 
 @dataclass
@@ -32,7 +31,7 @@ class _Asked:
 
 
 class AskedDigests:
-    """Of all receivers of one send. `report` takes `ChunkHashed`, or the fault of a worker."""
+    """Of all receivers of one send. `report` takes `ChunksHashed`, or the fault of a worker."""
 
     def __init__(self, report: Callable[[object], None]) -> None:
         self._report = report
@@ -49,21 +48,26 @@ class AskedDigests:
         again = not asked.ever.isdisjoint(chunks)
         asked.ever.update(chunks)
         asked.untold.update(chunks)
-        for index in chunks:
-            self._workers.submit(partial(self._make, outgoing, index))
+        # A device hashes all that lies there at once.
+        on_gpu = [index for index in chunks if index in outgoing.layout.on_gpu]
+        jobs = [[index] for index in chunks if index not in outgoing.layout.on_gpu]
+        for job in [*([on_gpu] if on_gpu else ()), *jobs]:
+            self._workers.submit(partial(self._make, outgoing, job))
         return again
 
-    def _make(self, outgoing: Outgoing, index: int) -> None:
+    def _make(self, outgoing: Outgoing, chunks: list[int]) -> None:
         try:
-            self._report(ChunkHashed(outgoing, index, outgoing.chunks.digest(index)))
+            made = {index: outgoing.chunks.digest(index) for index in chunks}
+            self._report(ChunksHashed(outgoing, made))
         except Exception as fault:
             self._report(fault)
 
-    def hashed(self, event: ChunkHashed) -> None:
+    def hashed(self, event: ChunksHashed) -> None:
         for asked in self._asked.values():
-            if asked.outgoing is event.outgoing and event.index in asked.untold:
-                asked.untold.discard(event.index)
-                asked.known[event.index] = event.digest
+            if asked.outgoing is event.outgoing:
+                told = asked.untold & event.digests.keys()
+                asked.untold -= told
+                asked.known |= {index: event.digests[index] for index in told}
 
     def tell(self, send: Callable[[int, Digests], None]) -> None:
         """Tell receivers what has become known."""

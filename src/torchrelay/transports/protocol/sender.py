@@ -18,7 +18,7 @@ from torchrelay.record.reads import decode_reads
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.matching import OpenSend
 from torchrelay.transports.meeting.node import Node, ReceiverJoined, WrongStep
-from torchrelay.transports.protocol.digests import AskedDigests, ChunkHashed
+from torchrelay.transports.protocol.digests import AskedDigests, ChunksHashed
 from torchrelay.transports.protocol.fanout import Link
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
@@ -229,7 +229,7 @@ class Sending:
                     self.machine.lost(event.connection.rank, event.reason)
         elif isinstance(event, ChunkSent):
             self._count(event.index)
-        elif isinstance(event, ChunkHashed):
+        elif isinstance(event, ChunksHashed):
             self._digests.hashed(event)
         elif isinstance(event, FeedBroken) and not isinstance(event.fault, OSError):
             raise event.fault  # the state cannot be read

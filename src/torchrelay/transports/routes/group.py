@@ -64,7 +64,8 @@ def carriers(group: Any) -> list[str]:
 class _Use:
     """How this process uses the backends of a group."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any) -> None:
+        self.carriers = carriers(group)  # asked for once: torch takes milliseconds to tell
         self.alone = threading.Lock()  # held while a state of this process goes through the group
         self.given_up = False
         self.left: list[threads.Running] = []  # threads of transfers that are over
@@ -81,7 +82,9 @@ _uses_lock = threading.Lock()
 
 def _use_of(group: Any) -> _Use:
     with _uses_lock:
-        return _uses.setdefault(group, _Use())
+        if group not in _uses:
+            _uses[group] = _Use(group)
+        return _uses[group]
 
 
 class GroupService(RouteService):
@@ -97,11 +100,11 @@ class GroupService(RouteService):
         self.wire_bytes = self.messages = 0
 
     def offer(self, outgoing: Outgoing) -> bytes | Unavailable:
-        kinds = outgoing.snapshot.devices
-        found = [kind for kind in carriers(self._receiver.group) if kind in kinds]
+        kinds, use = outgoing.snapshot.devices, _use_of(self._receiver.group)
+        found = [kind for kind in use.carriers if kind in kinds]
         if not found:
             return Unavailable("no backend of the group moves the memory that the state is in")
-        if why := _use_of(self._receiver.group).why_not():
+        if why := use.why_not():
             return Unavailable(why)
         self._device = found[0]
         return messages.write(GroupFacts(found[0]))
@@ -215,9 +218,10 @@ class GroupRoute(Route):
 
     def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
         device = read_as(GroupFacts, facts).device
-        if device not in carriers(incoming.group):
+        use = _use_of(incoming.group)
+        if device not in use.carriers:
             return Unavailable(f"no backend of the group moves memory of {device} here")
-        if why := _use_of(incoming.group).why_not():
+        if why := use.why_not():
             return Unavailable(why)
         return GroupFetch(incoming, device)
 

@@ -8,8 +8,6 @@ import torch
 
 from torchrelay.memory.host import host_block
 
-IN_FLIGHT = 3  # chunks on their way at a time, each way
-
 
 class BufferPool:
     """Buffers by size. What is given back is kept, up to `limit` bytes, until `clear`."""

@@ -35,7 +35,6 @@ import msgspec
 from msgspec import Meta
 
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.steps import MAX_STEP
 from torchrelay.transports.wire.handshake import ID_BYTES, KEY_BYTES, VERSION
 
@@ -55,7 +54,6 @@ User = Annotated[int, Meta(ge=-1, le=(1 << 32) - 1)]
 Pid = Annotated[int, Meta(ge=0, le=1 << 22)]  # Linux has no larger ones
 Descriptor = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
 Serial = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # given by the kernel or a driver
-Offset = Annotated[int, Meta(ge=0, le=MAX_STREAM_BYTES)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 Name = Annotated[str, Meta(max_length=256)]
@@ -63,7 +61,6 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Nonce = Annotated[bytes, Meta(max_length=NONCE_BYTES)]
 Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-Digest = Annotated[bytes, Meta(max_length=16)]
 Blob = Annotated[bytes, Meta(max_length=_LARGE)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=1024)]
 Chunks = Annotated[tuple[Chunk, ...], Meta(max_length=MAX_CHUNKS)]

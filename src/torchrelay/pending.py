@@ -1,0 +1,68 @@
+"""`Pending`: work that continues in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from torchrelay.deadlines import Timeout, seconds_of, wait_until_set
+from torchrelay.owner import Owner
+from torchrelay.results import Report
+
+logger = logging.getLogger("torchrelay")
+
+
+class Pending:
+    """A step that is being saved, published or staged. The state that it was made of may change.
+
+    `skipped` says why it was never begun, or is None. `seen`: a caller knows of the failure, if
+    there is one.
+    """
+
+    def __init__(self, step: int, work: str, skipped: str | None = None) -> None:
+        self.step, self.skipped, self.seen = step, skipped, False
+        self._work = work  # "saving"
+        self._owner = Owner("Pending")
+        self._ended = threading.Event()
+        self._report: Report | None = None
+        self._fault: BaseException | None = None
+        if skipped is not None:
+            self._ended.set()
+
+    def done(self) -> bool:
+        """Whether the work has ended, with or without success."""
+        return self._ended.is_set()
+
+    def result(self, timeout: Timeout | None = None) -> Report | None:
+        """Wait until the step is committed, or can be read; None if it was skipped. Raises what
+        went wrong.
+
+        `TimeoutError` after `timeout` seconds; the work continues.
+        """
+        fault = self.exception(timeout)
+        if fault is not None:
+            raise fault
+        return self._report
+
+    def exception(self, timeout: Timeout | None = None) -> BaseException | None:
+        """Wait for the end and return the failure, or None. `TimeoutError` as for `result`."""
+        self._owner.check()
+        seconds = None if timeout is None else seconds_of(timeout)
+        if not wait_until_set(self._ended, seconds):
+            raise TimeoutError(
+                f"{self._work} step {self.step} takes longer than {seconds:g} s: wait longer, or "
+                "see whether the storage or the server is slow"
+            )
+        self.seen = True
+        return self._fault
+
+    def ends_within(self, seconds: float) -> bool:
+        """True if the work ends within so many seconds, with or without success."""
+        return wait_until_set(self._ended, seconds)
+
+    def end(self, report: Report | None, fault: BaseException | None) -> None:
+        """Called once, by what does the work."""
+        self._report, self._fault = report, fault
+        if fault is not None:
+            logger.error("%s step %d failed: %s", self._work, self.step, fault)
+        self._ended.set()

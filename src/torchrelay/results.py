@@ -1,0 +1,142 @@
+"""The results of a call: `Loaded` and `Report`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+Peer = int | str  # a rank, or the name of a source: a URL, a directory
+
+
+class Outcome(NamedTuple):
+    """What became of one of the other sides of a call.
+
+    - `why`: the reason, where it failed or is unknown.
+    - `bytes`: how many of the state came from it; None for a receiver.
+    - `rerouted`: the sender served it itself, after another receiver had fed it.
+    - `settled`: whether it had got the state of an earlier send, which left it unknown.
+    """
+
+    status: Literal["done", "failed", "unknown"] = "done"
+    why: str = ""
+    route: str = ""
+    bytes: int | None = None
+    rerouted: bool = False
+    settled: bool | None = None
+
+
+class Attempt(NamedTuple):
+    """A source or a step that a load or a recovery looked at, and what became of it."""
+
+    source: str
+    step: int | None
+    outcome: str
+
+    def __str__(self) -> str:
+        step = "no step" if self.step is None else f"step {self.step}"
+        return f"{self.source}: {step}; {self.outcome}"
+
+
+class Traffic(NamedTuple):
+    """Data that this rank sent or received: its bytes, its messages or copies, and the connections
+    that carried it."""
+
+    bytes: int = 0
+    messages: int = 0
+    connections: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a call went, as this rank saw it. `str` of it is for people."""
+
+    step: int | None
+    bytes: int  # of the state; of this rank's part, where ranks save or load together
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    peers: dict[Peer, Outcome] = field(default_factory=dict)  # receivers, or sources
+    attempts: tuple[Attempt, ...] = ()  # sources asked, and newer steps that were skipped
+    missing: tuple[str, ...] = ()  # offered, not in the destination (strict=False)
+    extra: tuple[str, ...] = ()  # in the destination, not offered (strict=False)
+    verified: bool = True  # whether digests were compared
+    instead: dict[str, str] = field(default_factory=dict)  # faster routes: why none was taken
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def route(self) -> str:
+        """How the bytes went; "mixed" where that differs between peers."""
+        taken = set(self.routes.values())
+        return taken.pop() if len(taken) == 1 else "mixed" if taken else ""
+
+    @property
+    def routes(self) -> dict[Peer, str]:
+        """The route of each peer that was not lost."""
+        return {name: peer.route for name, peer in self._with("done").items() if peer.route}
+
+    @property
+    def receivers(self) -> tuple[Peer, ...]:
+        """Ranks that have the state, or the URL that it was saved to."""
+        return tuple(name for name, peer in self._with("done").items() if peer.bytes is None)
+
+    @property
+    def sources(self) -> dict[Peer, int]:
+        """How many bytes came from each source."""
+        return {name: peer.bytes for name, peer in self.peers.items() if peer.bytes is not None}
+
+    @property
+    def source(self) -> Peer | None:
+        """The source that was chosen, and of several the first."""
+        return next(iter(self.sources), None)
+
+    @property
+    def failed(self) -> dict[Peer, str]:
+        """Peers that have not got the state, or were dropped as sources, and why."""
+        return {name: peer.why for name, peer in self._with("failed").items()}
+
+    @property
+    def unknown(self) -> dict[Peer, str]:
+        """Receivers that may have the state or not, and why that is not known."""
+        return {name: peer.why for name, peer in self._with("unknown").items()}
+
+    @property
+    def settled(self) -> dict[Peer, bool]:
+        """Receivers that an earlier send left unknown: whether they had got that state."""
+        return {name: peer.settled for name, peer in self.peers.items() if peer.settled is not None}
+
+    @property
+    def rerouted(self) -> tuple[Peer, ...]:
+        """Receivers that the sender served itself, after another had fed them."""
+        return tuple(name for name, peer in self.peers.items() if peer.rerouted)
+
+    def _with(self, status: str) -> dict[Peer, Outcome]:
+        return {name: peer for name, peer in self.peers.items() if peer.status == status}
+
+    def __str__(self) -> str:
+        spent = self.total_seconds
+        step = "" if self.step is None else f"step {self.step}: "
+        route = f" by route {self.route}" if self.route else ""
+        over = f" over {self.traffic.connections} connections" if self.traffic.connections else ""
+        rate = f", {self.bytes / spent / 1e9:.2f} GB/s" if spent else ""
+        lines = [f"{step}{self.bytes} bytes{route}{over} in {spent:.3g} s{rate}"]
+        lines += map(str, self.attempts)
+        for name, peer in self.peers.items():
+            if peer.status != "done":
+                shown = f"rank {name}" if isinstance(name, int) else name
+                lines.append(f"{shown} {peer.status}: {peer.why}")
+        lines += [f"not by {name}: {why}" for name, why in self.instead.items()]
+        lines.append(", ".join(f"{phase} {each:.3g} s" for phase, each in self.seconds.items()))
+        return "\n  ".join(line for line in lines if line)
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A state that was received, loaded, pulled or recovered: its step, None where the sender named
+    none, and how it went. With `pull(reshare=True)`, `seed` serves the step until it is closed."""
+
+    state: Any = field(repr=False)
+    step: int | None
+    report: Report
+    seed: Any = None
