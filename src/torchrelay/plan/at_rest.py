@@ -18,17 +18,16 @@ from msgspec.structs import replace
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.plan.description import Others, taken_apart
 from torchrelay.plan.images import Group, View, stored_dtype
 from torchrelay.plan.kinds import KindTable
 from torchrelay.plan.plain import PlainTensors, find_plain
-from torchrelay.plan.sharded import ShardedKind, ShardedLeaves
+from torchrelay.plan.sharded import ShardedLeaves, kind_of_dtensor, kind_of_sharded
 from torchrelay.record import manifest as m
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.rows import distributed_leaf
 from torchrelay.record.schema import (
     VERSION,
-    BoxSharding,
     ImageKind,
     LeafKind,
     Record,
@@ -38,7 +37,6 @@ from torchrelay.record.schema import (
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import finished
 from torchrelay.state.local_parts import tie_of
-from torchrelay.state.meshes import mesh_record
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import Path, dotted, show, slots
 
@@ -108,7 +106,9 @@ class _Describer:
         ordinary.nothing_else = types <= _TORCHS_OWN
         pieces, some = taken_apart(flat, without=wholes, sharded=ordinary)
         self._plain = pieces.plain
-        self._owners: list[int] = list(self._plain.leaves)  # of each entry, the leaf that names it
+        # Of each entry, the leaf that names it, and which tensor of that leaf it is.
+        self._owners: list[int] = list(self._plain.leaves)
+        self._tickets: list[int] = [0] * len(self._owners)
         self._tensors: list[torch.Tensor] = _bare_tensors(self._plain, self._leaves)
         self._image_kinds: list[int] = []  # of entries that are not plain tensors
         self._ties: dict[object, int] = {}  # entries of distributed tensors, by their memory
@@ -134,8 +134,9 @@ class _Describer:
 
     # Images.
 
-    def _entry(self, leaf: int, kind: int, tensor: torch.Tensor) -> int:
+    def _entry(self, leaf: int, kind: int, tensor: torch.Tensor, ticket: int = 0) -> int:
         self._owners.append(leaf)
+        self._tickets.append(ticket)
         self._image_kinds.append(kind)
         self._tensors.append(tensor)
         return len(self._owners) - 1
@@ -148,11 +149,11 @@ class _Describer:
         if layout is not None and whole:
             low, strides = first.low, None if first.tensor.is_contiguous() else layout.strides
             kind = self._kinds.image(ImageKind(stored_dtype(first.dtype), first.shape, strides, 0))
-            entry = self._entry(owner, kind, _bare(first))
+            entry = self._entry(owner, kind, _bare(first), group.tickets[0])
         else:
             low, memory = some.images.memory(group.tickets)
             kind = self._kinds.image(ImageKind("uint8", (memory.numel(),), None, 0))
-            entry = self._entry(owner, kind, memory)
+            entry = self._entry(owner, kind, memory, group.tickets[0])
         for ticket in group.tickets:
             view = some.images.view(ticket)
             strides = None if whole else view.kept_strides
@@ -194,7 +195,11 @@ class _Describer:
             key = (t.dtensor_parts(leaf)[1], leaf.requires_grad, t.is_parameter(leaf))
             found = self._known.get(key)
         if found is None:
-            kind = _sharded_kind(leaf) if key is None else _dtensor_kind(leaf)
+            kind = kind_of_sharded(leaf) if key is None else kind_of_dtensor(leaf)
+            if kind.is_partial:
+                raise UnsupportedLeafError(
+                    "a DTensor with a partial placement has no value yet: redistribute it first"
+                )
             image = ImageKind(t.NAMES[leaf.dtype], kind.shape, None, 0)
             found = self._kinds.sharded_leaf(kind), self._kinds.image(image)
             if key is not None:
@@ -211,34 +216,19 @@ class _Describer:
         meta = local is not None and local.is_meta
         if not meta and 0 not in self._kinds.leaves[kind].shape:
             return True
-        self._others[index] = self._without_bytes(kind, m.META if meta else 0)
+        found = self._kinds.leaves[kind]
+        how = self._kinds.shardings[found.sharding]
+        part = m.TensorLeaf(found.dtype, found.shape, None, -1, 0, m.META if meta else 0)
+        box = ((0,) * len(found.shape), found.shape)
+        self._others[index] = distributed_leaf(part, box, found, how, self._kinds.meshes)
         return False
-
-    def _without_bytes(self, number: int, flags: int) -> m.Leaf:
-        """The record of a distributed tensor that has no elements, or no memory."""
-        kind = self._kinds.leaves[number]
-        how = self._kinds.shardings[kind.sharding]
-        local = m.TensorLeaf(kind.dtype, kind.shape, None, -1, 0, flags)
-        if isinstance(how, BoxSharding):
-            mine = m.Box((0,) * len(kind.shape), kind.shape, None)
-            facts = (kind.shape, kind.dtype, kind.flags, how.pinned)
-            return m.ShardedLeaf((local,), (mine,), how.boxes, *facts)
-        return m.DTensorLeaf(
-            local,
-            self._kinds.meshes[how.mesh],
-            how.placements,
-            kind.shape,
-            contiguous_strides(kind.shape) if kind.strides is None else kind.strides,
-            None,
-            kind.flags,
-        )
 
     # The record.
 
     def _described(self, tree: m.Node, some: Others) -> Described:
         owners = np.array(self._owners, np.int64)
         place: Numbers = np.empty(len(owners), np.int64)  # of each entry, its image
-        order = np.argsort(owners, kind="stable")
+        order = np.lexsort((np.array(self._tickets, np.int64), owners))
         place[order] = np.arange(len(order))
         table = [
             (
@@ -322,42 +312,6 @@ def _local_of(leaf: Any) -> torch.Tensor | None:
         return t.dtensor_parts(leaf)[0]
     locals_ = t.sharded_parts(leaf)[0]
     return locals_[0] if locals_ else None
-
-
-def _dtensor_kind(leaf: t.DTensor) -> ShardedKind:
-    _, spec = t.dtensor_parts(leaf)
-    placements = tuple(t.placement_record(placement) for placement in spec.placements)
-    shape, strides = tuple(leaf.shape), tuple(leaf.stride())
-    flags = t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER)
-    kind = ShardedKind(
-        t.NAMES[leaf.dtype],
-        shape,
-        None if strides == contiguous_strides(shape) else strides,
-        flags,
-        ((0,) * len(shape), shape),
-        mesh_record(spec.mesh),
-        placements,
-    )
-    if kind.is_partial:
-        raise UnsupportedLeafError(
-            "a DTensor with a partial placement has no value yet: redistribute it first"
-        )
-    return kind
-
-
-def _sharded_kind(leaf: t.ShardedTensor) -> ShardedKind:
-    _, _, all_boxes, properties = t.sharded_parts(leaf)
-    shape = tuple(leaf.size())
-    return ShardedKind(
-        t.NAMES[properties.dtype],
-        shape,
-        None,
-        m.REQUIRES_GRAD if properties.requires_grad else 0,
-        ((0,) * len(shape), shape),
-        None,
-        boxes=all_boxes,
-        pinned=properties.pin_memory,
-    )
 
 
 def _bare_tensors(plain: PlainTensors, leaves: Sequence[Any]) -> list[torch.Tensor]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
-from torchrelay.record.schema import BoxSharding, LeafKind, RankDifference, Record
+from torchrelay.record.schema import BoxSharding, LeafKind, RankDifference, Record, Sharding
 
 Marks = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -103,36 +103,32 @@ class LeafRows(Sequence[m.Leaf]):
             image = -1
             flags |= 0 if device == "cpu" else m.ON_DEVICE
         if kind.sharding >= 0:
-            return self._sharded(kind, box, there.strides, image, flags & m.ON_DEVICE)
+            part = m.TensorLeaf(kind.dtype, box[1], there.strides, image, 0, flags & m.ON_DEVICE)
+            return distributed_leaf(part, box, kind, record.shardings[kind.sharding], record.meshes)
         strides = kind.strides
         if strides is None and not offset and there.shape == kind.shape and not self._at_rest:
             strides = there.strides
         return m.TensorLeaf(kind.dtype, kind.shape, strides, image, offset, flags)
 
-    def _sharded(
-        self,
-        kind: LeafKind,
-        box: tuple[tuple[int, ...], tuple[int, ...]],
-        strides: tuple[int, ...] | None,
-        image: int,
-        flags: int,
-    ) -> m.Leaf:
-        local = m.TensorLeaf(kind.dtype, box[1], strides, image, 0, flags)
-        how = self.record.shardings[kind.sharding]
-        if isinstance(how, BoxSharding):
-            own = (one for one in how.boxes if (one.offsets, one.sizes) == box)
-            mine = next(own, m.Box(*box, None))
-            facts = (kind.shape, kind.dtype, kind.flags, how.pinned)
-            return m.ShardedLeaf((local,), (mine,), how.boxes, *facts)
-        return m.DTensorLeaf(
-            local,
-            self.record.meshes[how.mesh],
-            how.placements,
-            kind.shape,
-            contiguous_strides(kind.shape) if kind.strides is None else kind.strides,
-            how.coordinate,
-            kind.flags,
-        )
+
+def distributed_leaf(
+    part: m.TensorLeaf, box: Box, kind: LeafKind, how: Sharding, meshes: Sequence[m.Mesh]
+) -> m.Leaf:
+    """The record of a distributed tensor of which a rank has one part, which is this box."""
+    if isinstance(how, BoxSharding):
+        own = (one for one in how.boxes if (one.offsets, one.sizes) == box)
+        mine = next(own, m.Box(*box, None))
+        facts = (kind.shape, kind.dtype, kind.flags, how.pinned)
+        return m.ShardedLeaf((part,), (mine,), how.boxes, *facts)
+    return m.DTensorLeaf(
+        part,
+        meshes[how.mesh],
+        how.placements,
+        kind.shape,
+        contiguous_strides(kind.shape) if kind.strides is None else kind.strides,
+        how.coordinate,
+        kind.flags,
+    )
 
 
 def rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
