@@ -160,8 +160,7 @@ class Worker:
         return time.process_time() - begun
 
     def rest(self, what: str, kind: str, scale: int) -> float:
-        """What the record of a step at rest costs rank 0, in seconds of the processor; or its
-        bytes."""
+        """Processor seconds that the record of a step at rest costs rank 0; or its bytes."""
         if kind not in self.states:
             self.states.clear()
             self.states[kind] = TREES[kind](scale)

@@ -65,7 +65,7 @@ def some_tensors(rng: random.Random) -> list[Tensor]:
 
 
 def outlined(tensors: Sequence[Tensor]) -> Record:
-    """The outline of a dict of these tensors, of which nothing is written."""
+    """The outline of a dict of these tensors, without boxes."""
     names = tuple(one.name for one in tensors)
     tree = m.DictNode("dict", names, tuple(range(len(names))))
     numbers = np.arange(len(tensors))

@@ -1,4 +1,4 @@
-"""The record of one outline, of leaves that are at hand one by one. Pure."""
+"""The record of one outline, made from a list of its leaves. Pure."""
 
 from __future__ import annotations
 

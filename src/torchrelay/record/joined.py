@@ -1,4 +1,4 @@
-"""The boxes of a state, of which several ranks have each written some, as one record. Pure."""
+"""Boxes that several ranks have written, joined into the record of one state. Pure."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _images(part: Record, known: dict[str, int]) -> Iterator[int]:
 
 
 def _runs(begins: Numbers, counts: Numbers) -> Numbers:
-    """The numbers of boxes that stand in runs."""
+    """The numbers of the boxes in some runs of them."""
     if (counts == 1).all():
         return begins
     before = np.cumsum(counts) - counts

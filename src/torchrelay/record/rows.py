@@ -114,7 +114,7 @@ class LeafRows(Sequence[m.Leaf]):
 def distributed_leaf(
     part: m.TensorLeaf, box: Box, kind: LeafKind, how: Sharding, meshes: Sequence[m.Mesh]
 ) -> m.Leaf:
-    """The record of a distributed tensor of which a rank has one part, which is this box."""
+    """The record of a distributed tensor. A rank has one part of it: this box."""
     if isinstance(how, BoxSharding):
         own = (one for one in how.boxes if (one.offsets, one.sizes) == box)
         mine = next(own, m.Box(*box, None))

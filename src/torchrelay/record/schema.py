@@ -143,8 +143,8 @@ class ImageKind(msgspec.Struct, array_like=True, frozen=True, dict=True):
         return {}
 
     def near(self, box: Bounds) -> Sequence[int]:
-        """The boxes that may have elements of this one, which is of a destination at hand: where
-        there are many, most have none."""
+        """The boxes that may have elements of this one, which a destination wants: where there are
+        many, most have none."""
         if self.count <= _FEW:
             return range(self.count)
         found = self._met.get(box)

@@ -18,8 +18,8 @@ class LocalPart(NamedTuple):
 
 
 class LocalBoxes:
-    """The boxes of DTensors that are in this process. Those of one spec have the same boxes: torch
-    is asked once for each spec, which takes it longer than all else that is done for a tensor."""
+    """The boxes of DTensors that are in this process. DTensors with one spec have the same boxes:
+    torch is asked once for each spec, because its answer takes longer than all other work."""
 
     def __init__(self) -> None:
         self._known: dict[object, list[Box]] = {}

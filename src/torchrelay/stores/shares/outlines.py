@@ -174,7 +174,7 @@ def merge(all_ranks: Iterable[RankOutline]) -> Record:
 
 
 def _difference(rank: int, one: RankOutline, base: _Base, joined: _Joined) -> RankDifference:
-    """What a rank has in place of what is in its outline."""
+    """The leaves and images that a rank has in place of those of its outline."""
     own = {}
     for index, leaf in one.leaves:
         if not 0 <= index < len(base.rows):
