@@ -20,8 +20,9 @@ SAMPLES = 4
 
 
 def facts_of(tensor: torch.Tensor) -> bytes:
-    """Dtype, shape, and the digest of the bytes of a strided tensor, or of samples of them."""
-    facts = f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} ".encode()
+    """Dtype, shape and layout of a tensor, and the digest of its bytes or of samples of them."""
+    layout = [] if tensor.is_contiguous() else list(tensor.stride())
+    facts = f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} {layout} ".encode()
     return facts + _fingerprint(Region.row_major(tensor))
 
 
