@@ -26,8 +26,11 @@ TRIALS = 60
 answer_of = msgspec.msgpack.Decoder(Question | Ruling)
 
 
-def leaf(dice: random.Random, value: float) -> Any:
-    """A leaf of any kind that a record has in another way."""
+KINDS = 14
+
+
+def leaf(dice: random.Random, value: float, kind: int) -> Any:
+    """A leaf; a record has each kind of them in another way."""
     tensor = torch.arange(12.0).reshape(3, 4) + value
     makes: list[Any] = [
         tensor,
@@ -45,22 +48,26 @@ def leaf(dice: random.Random, value: float) -> Any:
         value,
         {"deep": value, "more": tensor + 1},
     ]
-    return dice.choice(makes)
+    assert len(makes) == KINDS
+    return makes[kind]
 
 
 def states(dice: random.Random) -> list[dict[str, Any]]:
     """Ranks that share most of their state; some leaves differ, are tied, or are missing."""
     world = dice.randint(1, 4)
-    shared = {f"k{n}": leaf(dice, float(n)) for n in range(dice.randint(1, 8))}
+    kinds = {f"k{n}": dice.randrange(KINDS) for n in range(dice.randint(1, 8))}
+    shared = {name: leaf(dice, float(n), kinds[name]) for n, name in enumerate(kinds)}
     if dice.random() < 0.5:
         shared["tied"] = shared["k0"]
     found = [dict(shared) for _ in range(world)]
-    for name in shared:
+    alike = dice.random() < 0.6
+    for name, kind in kinds.items():
         if dice.random() < 0.4:
             for state in found:
                 if dice.random() < 0.5:
-                    state[name] = leaf(dice, float(dice.randint(0, 2)))
-                elif dice.random() < 0.2:
+                    other = kind if alike else dice.randrange(KINDS)
+                    state[name] = leaf(dice, float(dice.randint(0, 2)), other)
+                elif not alike and dice.random() < 0.2:
                     del state[name]
     return found
 
