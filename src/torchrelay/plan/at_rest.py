@@ -20,14 +20,13 @@ from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.description import Others, taken_apart
 from torchrelay.plan.images import Group, View, stored_dtype
-from torchrelay.plan.kinds import KindTable
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.sharded import ShardedLeaves, kind_of_dtensor, kind_of_sharded
 from torchrelay.record import manifest as m
+from torchrelay.record.kinds import KindTable
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import distributed_leaf
 from torchrelay.record.schema import (
-    VERSION,
     ImageKind,
     LeafKind,
     Record,
@@ -201,7 +200,7 @@ class _Describer:
                     "a DTensor with a partial placement has no value yet: redistribute it first"
                 )
             image = ImageKind(t.NAMES[leaf.dtype], kind.shape, None, 0)
-            found = self._kinds.sharded_leaf(kind), self._kinds.image(image)
+            found = kind.number_in(self._kinds), self._kinds.image(image)
             if key is not None:
                 self._known[key] = found
         return found
@@ -257,17 +256,7 @@ class _Describer:
             column_of(offsets),
         )
         names, given = self._names(order.tolist())
-        record = Record(
-            version=VERSION,
-            outlines=(outline,),
-            kinds=tuple(self._kinds.leaves),
-            images=len(order),
-            image_kinds=tuple(self._kinds.images),
-            kind_of=column_of(kind_of[order]),
-            meshes=tuple(self._kinds.meshes),
-            shardings=tuple(self._kinds.shardings),
-            names=given,
-        )
+        record = self._kinds.record((outline,), kind_of[order], names=given)
         paths = [self._paths[self._owners[entry]] for entry in order.tolist()]
         tops = [str(path[0]) if len(path) > 1 else None for path in paths]
         return Described(record, names, [self._tensors[n] for n in order.tolist()], tops)

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchrelay.record import manifest as m
+from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import (
-    VERSION,
     ImageKind,
     LeafKind,
     Record,
     StateOutline,
     column_of,
-    numbered,
 )
 
 
@@ -28,8 +27,9 @@ def in_rows(tree: m.Node, leaves: Sequence[m.Leaf], images: Sequence[ImageKind])
             rows.append((LeafKind(leaf.dtype, leaf.shape, None, leaf.flags), leaf.storage))
         else:
             others.append((index, leaf))
-    kinds, kind_of_rows = numbered([kind for kind, _ in rows])
-    image_kinds, kind_of = numbered(images)
+    kinds = KindTable()
+    kind_of_rows = np.array([kinds.leaf(kind) for kind, _ in rows], np.int64)
+    kind_of = np.array([*map(kinds.image, images)], np.int64)
     outline = StateOutline(
         tree,
         len(leaves),
@@ -38,14 +38,7 @@ def in_rows(tree: m.Node, leaves: Sequence[m.Leaf], images: Sequence[ImageKind])
         column_of(kind_of_rows),
         np.array([image for _, image in rows], np.int64),
     )
-    return Record(
-        version=VERSION,
-        outlines=(outline,),
-        kinds=tuple(kinds),
-        images=len(images),
-        image_kinds=tuple(image_kinds),
-        kind_of=column_of(kind_of),
-    )
+    return kinds.record((outline,), kind_of)
 
 
 def _is_image(leaf: m.TensorLeaf, images: Sequence[ImageKind]) -> bool:

@@ -16,8 +16,9 @@ from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Box
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
+from torchrelay.record.kinds import KindTable
 from torchrelay.record.meshes import local_box
-from torchrelay.record.schema import ImageKind
+from torchrelay.record.schema import BoxSharding, ImageKind, LeafKind, MeshSharding
 from torchrelay.state import tensors as t
 from torchrelay.state.meshes import mesh_record
 
@@ -45,6 +46,14 @@ class ShardedKind(NamedTuple):
     def image(self) -> ImageKind:
         """The kind of image that its part here is."""
         return ImageKind.of_boxes(self.dtype, self.shape, [self.box])
+
+    def number_in(self, kinds: KindTable) -> int:
+        """The number of the kind of its leaves."""
+        leaf = LeafKind(self.dtype, self.shape, self.strides, self.flags)
+        if self.mesh is None:
+            return kinds.distributed(leaf, BoxSharding(self.boxes, self.pinned), None)
+        how = MeshSharding(-1, self.placements, self.coordinate)
+        return kinds.distributed(leaf, how, self.mesh)
 
     @property
     def is_partial(self) -> bool:

@@ -9,25 +9,10 @@ import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.record.numbers import pack_column
+from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import ImageKind, Record, column_of
 
-_encode = msgspec.msgpack.Encoder(enc_hook=pack_column).encode
 _none: Numbers = np.zeros(0, np.int64)
-
-
-class _BoxedKinds:
-    """Kinds of images by number, each once."""
-
-    def __init__(self) -> None:
-        self.known: list[ImageKind] = []
-        self._numbers: dict[bytes, int] = {}  # by encoding: numbers of a peer may hash alike
-
-    def number(self, kind: ImageKind) -> int:
-        number = self._numbers.setdefault(_encode(kind), len(self.known))
-        if number == len(self.known):
-            self.known.append(kind)
-        return number
 
 
 def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) -> Record:
@@ -38,23 +23,23 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
     outlines about a tensor. Whether the boxes have every element once is the caller's to check.
     """
     known = {name: image for image, name in enumerate(names)}
-    pieces = _BoxedKinds()  # how a part cuts its boxes of an image
+    pieces = KindTable()  # how a part cuts its boxes of an image
     of_images, of_pieces, volumes, starts = [_none], [_none], [_none], [_none]
     first = 0
     for part in parts:
-        of_images.append(np.array(list(_images(part, known)), np.int64))
-        numbers = np.array([pieces.number(kind) for kind in part.image_kinds], np.int64)
+        of_images.append(_images(part, known))
+        numbers = np.array([pieces.image(kind) for kind in part.image_kinds], np.int64)
         of_pieces.append(numbers[part.image_kind] if part.images else _none)
         volumes.append(part.box_volumes + first)
         starts.append(part.box_starts)
         first += len(part.volumes)
     images, which = np.concatenate(of_images), np.concatenate(of_pieces)
-    counts = np.array([kind.count for kind in pieces.known], np.int64)[which]
+    counts = np.array([kind.count for kind in pieces.images], np.int64)[which]
     begins = np.cumsum(counts) - counts
     order = np.argsort(images, kind="stable")
     ends = np.cumsum(np.bincount(images, minlength=len(names))).tolist()
 
-    wholes = _BoxedKinds()
+    wholes = KindTable()
     made: dict[tuple[int, bytes], tuple[int, Numbers]] = {}  # by outlined kind, and pieces in order
     kinds, boxes, at = [], [_none], 0
     for image, (number, end) in enumerate(zip(outlined.image_kind.tolist(), ends, strict=True)):
@@ -62,16 +47,16 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
         at = end
         key = number, which[rows].tobytes()
         if key not in made:
-            several = [pieces.known[piece] for piece in which[rows].tolist()]
+            several = [pieces.images[piece] for piece in which[rows].tolist()]
             kind, places = _together(outlined.image_kinds[number], several, names[image])
-            made[key] = wholes.number(kind), places
+            made[key] = wholes.image(kind), places
         whole, places = made[key]
         kinds.append(whole)
         boxes.append(_runs(begins[rows], counts[rows])[places])
     found = np.concatenate(boxes)
     return msgspec.structs.replace(
         outlined,
-        image_kinds=tuple(wholes.known),
+        image_kinds=tuple(wholes.images),
         kind_of=column_of(np.array(kinds, np.int64)),
         volumes=tuple(volume for part in parts for volume in part.volumes),
         volume_of=column_of(np.concatenate(volumes)[found]),
@@ -80,14 +65,16 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
     )
 
 
-def _images(part: Record, known: dict[str, int]) -> Iterator[int]:
+def _images(part: Record, known: dict[str, int]) -> Numbers:
     """The image of the whole that each image of a part is."""
     if len(part.names) != part.images:
         raise ManifestError(f"{part.images} images, {len(part.names)} of them with a name")
-    for _, name in part.names:
-        if name not in known:
-            raise ManifestError("a tensor that was written is in no rank's state", path=name)
-        yield known[name]
+    names = [name for _, name in part.names]
+    found = [known.get(name, -1) for name in names]
+    if -1 in found:
+        path = names[found.index(-1)]
+        raise ManifestError("a tensor that was written is in no rank's state", path=path)
+    return np.array(found, np.int64)
 
 
 def _runs(begins: Numbers, counts: Numbers) -> Numbers:

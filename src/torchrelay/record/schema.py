@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -378,14 +377,3 @@ def zeros_or(column: Column, count: int) -> Numbers:
 def column_of(numbers: Numbers) -> Column:
     """A column; None where all numbers are 0."""
     return numbers if numbers.any() else None
-
-
-Kind = TypeVar("Kind", LeafKind, ImageKind)
-
-
-def numbered(kinds: Sequence[Kind]) -> tuple[list[Kind], Numbers]:
-    """The different ones of some kinds that have no boxes, and the number of each."""
-    known: dict[bytes, int] = {}  # by their encoding: a peer's numbers may hash alike
-    numbers = [known.setdefault(_encode(kind), len(known)) for kind in kinds]
-    firsts = dict(zip(reversed(numbers), reversed(kinds), strict=True))
-    return [firsts[number] for number in range(len(known))], np.array(numbers, np.int64)

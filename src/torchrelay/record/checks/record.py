@@ -8,6 +8,7 @@ time and memory to get there are bounded by the length of the encoded record.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import lt
 from typing import Any
 
 import msgspec
@@ -72,18 +73,21 @@ def _check(record: Record, mode: Mode, limits: TreeLimits) -> None:
     _check_count(record, mode)
     _check_shardings(record)
     check_images(record, mode)
-    rows = _Rows(record, mode)
+    if mode != "part" or record.outlines or record.ranks:
+        _check_outlines(record, _Rows(record, mode), limits)
+    _check_rest(record)
+    if mode == "whole" and record.origin is None:
+        raise ManifestError("a step that does not say what saved it")
+
+
+def _check_outlines(record: Record, rows: _Rows, limits: TreeLimits) -> None:
     for outline in record.outlines:
         _check_others(outline, rows, limits)
         rows.check(outline)
     check_meshes((leaf for one in record.outlines for leaf in one.others), record.meshes)
-    if mode == "stream":
+    if rows.mode == "stream":
         rows.check_reached()
-    if mode != "part" or record.outlines or record.ranks:
-        _check_ranks(record, rows, limits)
-    _check_rest(record)
-    if mode == "whole" and record.origin is None:
-        raise ManifestError("a step that does not say what saved it")
+    _check_ranks(record, rows, limits)
 
 
 def _check_one_rank(record: Record) -> None:
@@ -136,7 +140,7 @@ class _Rows:
 
     def __init__(self, record: Record, mode: Mode) -> None:
         kinds, images = record.kinds, record.image_kinds
-        self._record, self._mode = record, mode
+        self._record, self.mode = record, mode
         self._boxes: dict[int, set[bytes]] = {}  # of ShardedTensors, by sharding, encoded
         self._box_shapes: dict[int, tuple[int, ...]] = {}
         for kind in kinds:
@@ -208,7 +212,7 @@ class _Rows:
         inside &= offsets % self._itemsize[kinds] == 0
         for row in np.flatnonzero(~(whole | inside))[:1].tolist():
             self._refuse(record.kinds[int(kinds[row])], int(images[row]), int(offsets[row]))
-        if sharded.any() and self._mode == "stream":
+        if sharded.any() and self.mode == "stream":
             self._check_own_boxes(kinds[sharded], of_image[sharded])
         np.maximum.at(self._reach, images, np.where(whole, sizes, ends))
         self._used[images] = True
@@ -253,7 +257,7 @@ class _Rows:
         fits = there.shape == kind.shape and nbytes == room and not offset
         if kind.sharding < 0:
             fits = fits and kind.strides is None and bool(self._all_there[number])
-            fits = fits and (any_layout or there.strides is None or self._mode != "stream")
+            fits = fits and (any_layout or there.strides is None or self.mode != "stream")
             inside = _is_bytes(there) and offset + nbytes <= room and offset % size == 0
             fits = fits or inside
         if not fits:
@@ -315,11 +319,10 @@ def _check_ranks(record: Record, rows: _Rows, limits: TreeLimits) -> None:
 
 
 def _check_ascending(numbers: Sequence[int], stop: int, what: str) -> None:
-    last = -1
-    for number in numbers:
-        if not last < number < stop:
-            raise ManifestError(f"{what} out of order: {number} after {last}, of {stop}")
-        last = number
+    if numbers and not (
+        numbers[0] >= 0 and numbers[-1] < stop and all(map(lt, numbers, numbers[1:]))
+    ):
+        raise ManifestError(f"{what}: out of order, or not from 0 to {stop - 1}")
 
 
 def _check_rest(record: Record) -> None:

@@ -15,13 +15,12 @@ import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.kinds import KindTable
 from torchrelay.plan.stored import Names
+from torchrelay.record.kinds import KindTable
 from torchrelay.record.manifest import Leaf, TensorLeaf, parts
 from torchrelay.record.numbers import pack_column
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import (
-    VERSION,
     ImageKind,
     LeafKind,
     MeshSharding,
@@ -126,9 +125,8 @@ class _Joined:
         if kind.sharding < 0:
             return self.kinds.leaf(kind)
         how = record.shardings[kind.sharding]
-        if isinstance(how, MeshSharding):
-            how = _replace(how, mesh=self.kinds.mesh(record.meshes[how.mesh]))
-        return self.kinds.leaf(_replace(kind, sharding=self.kinds.sharding(how)))
+        mesh = record.meshes[how.mesh] if isinstance(how, MeshSharding) else None
+        return self.kinds.distributed(kind, how, mesh)
 
     def image(self, name: str, kind: int) -> int:
         """The image with a name; a new one has that kind."""
@@ -156,15 +154,9 @@ def merge(all_ranks: Iterable[RankOutline]) -> Record:
         found = _difference(rank, one, base, joined)
         if found.leaves or found.images:
             differences.append(found)
-    record = Record(
-        version=VERSION,
-        outlines=tuple(base.outline for base in bases),
-        kinds=tuple(joined.kinds.leaves),
-        images=len(joined.kind_of),
-        image_kinds=tuple(joined.kinds.images),
-        kind_of=column_of(np.array(joined.kind_of, np.int64)),
-        meshes=tuple(joined.kinds.meshes),
-        shardings=tuple(joined.kinds.shardings),
+    record = joined.kinds.record(
+        tuple(base.outline for base in bases),
+        np.array(joined.kind_of, np.int64),
         ranks=tuple(ranks),
         differences=tuple(differences),
     )

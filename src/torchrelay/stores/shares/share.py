@@ -10,11 +10,10 @@ import torch
 
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry.boxes import Box
-from torchrelay.plan.kinds import KindTable
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
+from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import (
-    VERSION,
     ImageKind,
     ObjectBytes,
     Record,
@@ -156,13 +155,10 @@ class Share:
                 known[key] = kinds.image(ImageKind.of_boxes(entry.dtype, entry.shape, cut))
             kind_of.append(known[key])
         places = np.array([row[1:] for placed in boxes.values() for row in placed], np.int64)
-        return Record(
-            version=VERSION,
-            outlines=(),
+        return kinds.record(
+            (),
+            np.array(kind_of, np.int64),
             ranks=(),
-            images=len(boxes),
-            image_kinds=tuple(kinds.images),
-            kind_of=column_of(np.array(kind_of, np.int64)),
             volumes=tuple(
                 VolumeRecord(file.name, file.nbytes, file.chunk_bytes, None, known_digests)
                 for file, known_digests in zip(self.files, digests, strict=True)
