@@ -41,33 +41,30 @@ _NOTHING = m.ValueLeaf("plain", None)  # in the place of leaves that nobody want
 
 
 class Portion(NamedTuple):
-    """What an image of a share has: a box of a stored tensor, laid out with `strides`."""
+    """What an image of a share has: a box of a stored tensor. `layout` has its strides, unless they
+    are row-major."""
 
     tensor: StoredTensor
     box: Box
-    strides: tuple[int, ...]
+    layout: tuple[int, ...] | None
 
     @property
     def nbytes(self) -> int:
         return prod(self.box[1]) * itemsize(self.tensor.dtype)
 
     @property
-    def layout(self) -> tuple[int, ...] | None:
-        """The strides, unless they are row-major."""
-        return None if self.strides == contiguous_strides(self.box[1]) else self.strides
-
-    @property
     def shard(self) -> Shard | None:
         """The shard that is all of it, byte for byte; none where it has to be put together."""
-        found = next(iter(self.tensor.shards), None)
-        if found is None or (found.offsets, found.sizes) != self.box:
+        if self.layout is not None or not self.tensor.shards:
             return None
-        return found if self.strides == contiguous_strides(self.box[1]) else None
+        found: Shard = self.tensor.shards[0]
+        return found if (found.offsets, found.sizes) == self.box else None
 
     def over(self, storage: torch.UntypedStorage, offset: int = 0) -> torch.Tensor:
         """Its elements in the memory of an image."""
         record = m.TensorLeaf(self.tensor.dtype, self.box[1], None, 0)
-        return t.over_storage(storage, offset, record, self.strides)
+        strides = self.layout or contiguous_strides(self.box[1])
+        return t.over_storage(storage, offset, record, strides)
 
 
 class RankShare:
@@ -92,9 +89,8 @@ class RankShare:
     ) -> None:
         self._offer = Overlay(ranks)
         self._recorded = ranks[0].record
-        self._known: dict[int, StoredTensor] = {}
         self._boxes = LocalBoxes()
-        self._tensors = tensors
+        self._tensors = list(tensors)
         self._converts = converts
         self._look, self._lend = look, lend
         self.lent: set[int] = set()
@@ -179,7 +175,9 @@ class RankShare:
         """The leaves, and the portions as images."""
         dtypes = [portion.tensor.dtype for portion in self.portions]
         for leaf in leaves:
-            if isinstance(leaf, m.TensorLeaf) and self._is_portion(leaf):
+            if not isinstance(leaf, m.TensorLeaf) or leaf.storage < 0:
+                continue
+            if leaf.dtype != dtypes[leaf.storage] and self._is_portion(leaf):
                 dtypes[leaf.storage] = leaf.dtype  # another one where values are converted
         images = [
             ImageKind(dtype, portion.box[1], portion.layout)
@@ -189,27 +187,23 @@ class RankShare:
 
     def _is_portion(self, leaf: m.TensorLeaf) -> bool:
         """Whether a tensor is all of a portion, as that is laid out."""
-        if leaf.storage < 0 or leaf.offset or leaf.flags & m.META:
+        if leaf.offset or leaf.flags & m.META:
             return False
         portion = self.portions[leaf.storage]
         return portion.box[1] == leaf.shape and portion.layout == leaf.strides
 
     def _portion(self, image: int, box: Box | None = None, strides: tuple[int, ...] = ()) -> int:
         """The number of a portion with this box of a stored tensor, or all of it."""
-        stored = self._stored(image)
+        stored = self._tensors[image]
         if box is None:
             box = (0,) * len(stored.shape), stored.shape
         key = image, box, strides
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.portions)
-            self.portions.append(Portion(stored, box, strides or contiguous_strides(box[1])))
+            is_layout = strides and strides != contiguous_strides(box[1])
+            self.portions.append(Portion(stored, box, strides if is_layout else None))
         return number
-
-    def _stored(self, image: int) -> StoredTensor:
-        if image not in self._known:
-            self._known[image] = self._tensors[image]
-        return self._known[image]
 
     def _all_of(self, leaf: m.Leaf) -> int | None:
         """The image that is all of a leaf, element for element."""
@@ -218,7 +212,7 @@ class RankShare:
         part = next(parts(leaf))
         if part.storage < 0 or part.strides is not None or part.offset:
             return None
-        stored = self._stored(part.storage)
+        stored = self._tensors[part.storage]
         same = (stored.dtype, stored.shape) == (part.dtype, part.shape)
         return part.storage if same else None
 
@@ -237,7 +231,7 @@ class RankShare:
         def place(part: m.TensorLeaf) -> m.TensorLeaf:
             if part.storage < 0:
                 return part
-            stored = self._stored(part.storage)
+            stored = self._tensors[part.storage]
             self._look(stored)
             layout = kinds[int(kind_of[part.storage])].strides or ()
             number = self._portion(part.storage, None, layout)
@@ -256,7 +250,7 @@ class RankShare:
         image = self._all_of(leaf)
         if image is None or not t.is_dtensor(like):
             return self._made(index)
-        stored = self._stored(image)
+        stored = self._tensors[image]
         if not stored.shape or stored.shape != tuple(like.shape):
             return self._made(index)
         self._look(stored)
@@ -318,6 +312,9 @@ class RankShare:
         return leaf, max(numbers, default=-1)
 
     def _compare(self, leaf: m.TensorLeaf, mine: torch.Tensor) -> None:
+        dtype = leaf.dtype if self._converts else t.NAMES[mine.dtype]
+        if leaf.shape == mine.size() and leaf.dtype == dtype and type(mine) is torch.Tensor:
+            return
         facts: list[tuple[str, object, object]] = [("shape", leaf.shape, tuple(mine.size()))]
         if not self._converts:
             facts.insert(0, ("dtype", leaf.dtype, t.NAMES[mine.dtype]))

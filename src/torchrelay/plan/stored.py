@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -28,18 +28,20 @@ class Shard(NamedTuple):
 
 
 class StoredTensor:
-    """A tensor and the boxes that it is cut into. The name may be made when it is asked for."""
+    """A tensor and the boxes that it is cut into. `names` may be the names of all images, of which
+    this is one: then its name is made when it is asked for."""
 
-    __slots__ = ("_name", "dtype", "shape", "shards")
+    __slots__ = ("_image", "_names", "dtype", "shape", "shards")
 
     def __init__(
         self,
-        name: str | Callable[[], str],
+        names: str | Names,
         dtype: str,
         shape: tuple[int, ...],
         shards: Sequence[Shard],
+        image: int = 0,
     ) -> None:
-        self._name = name
+        self._names, self._image = names, image
         self.dtype, self.shape, self.shards = dtype, shape, shards
 
     @property
@@ -50,9 +52,8 @@ class StoredTensor:
 
     @property
     def name(self) -> str:
-        if not isinstance(self._name, str):
-            self._name = self._name()
-        return self._name
+        names = self._names
+        return names if isinstance(names, str) else str(names[self._image])
 
 
 class Shards(Sequence[Shard]):
@@ -154,6 +155,9 @@ class StoredTensors(Sequence[StoredTensor]):
         self.names = Names(record)
         self._firsts: list[int] = record.first_boxes.tolist()
         self._kinds: list[int] = record.image_kind.tolist()
+        # Where the first box of each image lies; most tensors of most states have no other.
+        columns = (np.append(one, 0) for one in (record.box_volumes, record.box_starts))
+        self._volumes, self._starts = (one[record.first_boxes[:-1]].tolist() for one in columns)
 
     def __len__(self) -> int:
         return self._record.images
@@ -166,9 +170,14 @@ class StoredTensors(Sequence[StoredTensor]):
         image %= len(self)
         record = self._record
         kind = record.image_kinds[self._kinds[image]]
-        some = slice(self._firsts[image], self._firsts[image + 1])
-        shards = Shards(kind, record.box_volumes[some], record.box_starts[some])
-        return StoredTensor(lambda: self.names[image], kind.dtype, kind.shape, shards)
+        shards: Sequence[Shard]
+        if kind.count == 1:
+            ((offsets, sizes),) = kind.boxes
+            shards = (Shard(offsets, sizes, self._volumes[image], self._starts[image]),)
+        else:
+            some = slice(self._firsts[image], self._firsts[image + 1])
+            shards = Shards(kind, record.box_volumes[some], record.box_starts[some])
+        return StoredTensor(self.names, kind.dtype, kind.shape, shards, image)
 
     def listed(self) -> list[StoredTensor]:
         """All of them, with their names; see `Names.all`."""
