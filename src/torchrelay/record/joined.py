@@ -69,10 +69,10 @@ def _images(part: Record, known: dict[str, int]) -> Numbers:
     """The image of the whole that each image of a part is."""
     if len(part.names) != part.images:
         raise ManifestError(f"{part.images} images, {len(part.names)} of them with a name")
-    names = [name for _, name in part.names]
-    found = [known.get(name, -1) for name in names]
-    if -1 in found:
-        path = names[found.index(-1)]
+    _, names = zip(*part.names, strict=True) if part.names else ((), ())
+    found = list(map(known.get, names))
+    if None in found:
+        path = names[found.index(None)]
         raise ManifestError("a tensor that was written is in no rank's state", path=path)
     return np.array(found, np.int64)
 

@@ -326,8 +326,10 @@ def _check_ascending(numbers: Sequence[int], stop: int, what: str) -> None:
 
 
 def _check_rest(record: Record) -> None:
-    _check_ascending([image for image, _ in record.names], record.images, "names of images")
-    _check_different([name for _, name in record.names], "name")
+    if record.names:
+        images, names = zip(*record.names, strict=True)
+        _check_ascending(images, record.images, "names of images")
+        _check_different(names, "name")
     _check_different([one.name for one in record.objects], "object")
     for one in record.objects:
         if one.kind not in ("state", "raw"):

@@ -16,6 +16,7 @@ from torchrelay.plan.stored import Names
 from torchrelay.record.checks.images import check_kind
 from torchrelay.record.encoding import decode, decode_at_rest, encode_at_rest
 from torchrelay.record.joined import with_boxes
+from torchrelay.record.pause import gc_paused
 from torchrelay.record.schema import Origin, Record
 from torchrelay.stores.seam import Draft
 from torchrelay.version import __version__
@@ -24,9 +25,10 @@ from torchrelay.version import __version__
 def decode_shares(step: int, reports: Sequence[bytes]) -> list[Record]:
     """The boxes and volumes that each rank reports to have written."""
     shares = []
-    for rank, data in enumerate(reports):
-        with _refused(step, rank):
-            shares.append(decode(data, "part"))
+    with gc_paused():  # once for all: each of many ranks would end a pause of its own
+        for rank, data in enumerate(reports):
+            with _refused(step, rank):
+                shares.append(decode(data, "part"))
     return shares
 
 
