@@ -47,9 +47,6 @@ class TrainingRun(NamedTuple):
     comebacks: list[Comeback]
     differing: list[int]  # steps that were done twice, with another loss
 
-    def mean(self, step: int) -> float:
-        return sum(self.losses[step].values()) / len(self.losses[step])
-
 
 class Teller:
     """Whoever watches a run; does nothing by itself."""
