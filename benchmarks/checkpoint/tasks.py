@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.checkpoint import sides
 from benchmarks.checkpoint.states import Size, flat, make
-from torchrelay.demo.job import SMALL, DemoJob, Settings, clear, fingerprint
+from benchmarks.workloads import clear
+from torchrelay.demo.job import SMALL, DemoJob, Settings, fingerprint
 
 _state: Any = None
 _seen = ""
