@@ -128,7 +128,7 @@ def _training(go_on: Callable[[int], bool]) -> list[float]:
     steps: list[float] = []
     while go_on(len(steps)):
         begun = time.perf_counter()
-        _job.train(1)
+        _job.step()
         steps.append(time.perf_counter() - begun)
     torch.set_num_threads(threads)
     return steps

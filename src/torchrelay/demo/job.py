@@ -61,11 +61,8 @@ class DemoJob:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.position = 0
 
-    def train(self, steps: int) -> list[float]:
-        """Train on the next batches; returns the loss of each step."""
-        return [self._step() for _ in range(steps)]
-
-    def _step(self) -> float:
+    def step(self) -> float:
+        """Train on the next batch; returns the loss."""
         settings = self._settings
         data = torch.Generator().manual_seed(self._seed_of(self.position))
         # Each row counts up from a random number: something that can be learned.

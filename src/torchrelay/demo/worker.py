@@ -150,7 +150,7 @@ def _train(
         tell("recovered", steps.recover(job))
     while job.position < plan.settings.steps:
         begun = time.monotonic()
-        (loss,) = job.train(1)
+        loss = job.step()
         tell("loss", (job.position, loss))
         kept = KeptByWorker() if steps is None else steps.keep(job)
         if steps is not None:
