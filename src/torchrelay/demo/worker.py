@@ -1,4 +1,4 @@
-"""What a training worker does: recover, train, keep each step, and tell its launcher."""
+"""A training worker: it recovers, trains, keeps each step, and reports to its launcher."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """What was brought back: the step, seconds by phase, and what is to be said of it."""
+    """A recovered state: its step, seconds by phase, and a summary in words."""
 
     step: int
     seconds: dict[str, float]
@@ -58,7 +58,7 @@ class Brought(NamedTuple):
 
 
 class KeptByWorker(NamedTuple):
-    """What a worker knows to be kept after a step."""
+    """The copies of a step that a worker knows of."""
 
     step: int = -1  # that was kept, or -1
     keeper: int = 0  # the process that has it in its memory
@@ -95,7 +95,7 @@ class KeptSteps:
         step, state = job.position, job.live_state()
         due = step % self._plan.settings.save_every == 0
         if due and not self._checkpointer.save_async(step, state, on_busy="skip").skipped:
-            return KeptByWorker()  # in memory too, which nobody is told of here
+            return KeptByWorker()  # the save stages it in memory too, without a handle to wait for
         try:
             staged = self._checkpointer.stage(step, state)
             pid = self.keeper.pid
@@ -111,7 +111,7 @@ class KeptSteps:
 
 
 def main(conn: Connection, plan: Plan, post: Post) -> None:
-    """The whole life of a worker. What it tells: a word, the time, and a value."""
+    """The whole life of a worker. Its messages: a word, the time, and a value."""
 
     def tell(word: str, value: Any = None) -> None:
         conn.send((word, time.monotonic(), value))
