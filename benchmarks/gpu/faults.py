@@ -22,7 +22,7 @@ from torchrelay.memory.gpu import kernels
 from torchrelay.transports.routes.cuda_ipc import CudaFetch
 from torchrelay.transports.routes.memory import MemoryFetch
 from torchrelay.transports.routes.route import RETRIES
-from torchrelay.transports.streams import outgoing_chunks
+from torchrelay.transports.streams import outgoing_chunks, sockets
 from torchrelay.transports.streams.chunk_receiver import ChunkReceiver
 
 # Tools
@@ -89,12 +89,19 @@ def altered(me: Me, route: str, mode: str, verify: bool | None) -> Any:
         found = hashed(data, cells=cells)
         return bytes([found[0] ^ 1]) + found[1:]
 
-    digests, hashed = kernels.digests, outgoing_chunks.digest_of
+    def on_the_way() -> Any:
+        """The digest of other bytes: some come before those that are sent."""
+        running = made()
+        running.update(b"others")
+        return running
+
+    digests, hashed, made = kernels.digests, outgoing_chunks.digest_of, sockets.running_digest
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
         by_host = (outgoing_chunks, "digest_of", digest)
         by_gpu = (kernels, "digests", hash_memory)
-        with patched(*by_host), patched(*by_gpu):
+        by_socket = (sockets, "running_digest", on_the_way)
+        with patched(*by_host), patched(*by_gpu), patched(*by_socket):
             expect(("PeerLostError",), lambda: relay.send(state, to=1))
         report = relay.send(state, to=1)
     else:
