@@ -99,7 +99,7 @@ def listed(there: Store, step: int) -> dict[str, Any]:
     try:
         with closing(open_step(there, step)) as held:
             record, holds = held.record, held.holds()
-    except RelayError as fault:
+    except (RelayError, OSError) as fault:
         return {"step": step, "verified": False, **wrong(fault)}
     return {
         "step": step,
