@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -115,6 +116,20 @@ def test_a_receiver_that_left_while_it_waited_is_given_to_no_send(two: Two) -> N
         assert nothing_comes(inbox)
 
 
+def test_a_receiver_that_left_just_before_a_send_is_not_given_to_it(two: Two) -> None:
+    """What it said last is here, and has yet to be read."""
+    ours, _ = two.join()
+    two.until(lambda: two.waiting == 1)
+    busy = threading.Event()
+    two.sender._listener.run(busy.wait, SOON)
+    ours.send(Abort("timed out"))
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        busy.set()
+        assert nothing_comes(inbox)
+    assert not two.waiting
+
+
 def late(two: Two) -> tuple[Connection, Inbox, Inbox]:
     """A receiver that is with a send which ends before it has looked at it."""
     send, inbox = opened()
@@ -122,6 +137,19 @@ def late(two: Two) -> tuple[Connection, Inbox, Inbox]:
         ours, answers = two.join()
         two.until(lambda: len(inbox._events) == 1)
     return ours, answers, inbox
+
+
+def test_one_that_left_while_a_send_ended_is_given_to_no_other(two: Two) -> None:
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        ours, _ = two.join()
+        two.until(lambda: len(inbox._events) == 1)
+        ours.send(Abort("timed out"))
+        two.until(lambda: len(inbox._events) == 2)
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        assert nothing_comes(inbox)
+    assert not two.waiting
 
 
 def test_a_receiver_that_came_too_late_waits_for_the_next_send(two: Two) -> None:

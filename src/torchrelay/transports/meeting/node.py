@@ -280,26 +280,33 @@ class _Desk:
 
         connection.deliver = deliver
         self._matcher.join(waiting)
-        self._match()
+        self._match_soon()
 
     # Sends
 
     def open(self, send: OpenSend, inbox: Inbox) -> None:
         self._inboxes[send] = inbox
         self._matcher.open(send)
-        self._match()
+        self._match_soon()
 
     def close(self, send: OpenSend, inbox: Inbox) -> None:
         self._matcher.close(send)
         self._inboxes.pop(send, None)
         # Receivers that came too late for this send wait for the next one.
+        late: set[Connection] = set()
         for event in inbox.drain():
             if isinstance(event, ReceiverJoined):
                 self.wait(event.connection, event.join)
+                late.add(event.connection)
             elif isinstance(event, MessageHeard):
-                event.connection.deliver = self._first
-                self._first(event)
-        self._match()
+                if event.connection not in late:
+                    event.connection.deliver = self._first
+                event.connection.deliver(event)
+        self._match_soon()
+
+    def _match_soon(self) -> None:
+        """Match when everything that is here by now has been read: a receiver may have left."""
+        self._listener.loop.call_soon(self._match)
 
     def _match(self) -> None:
         for waiting, send, several in self._matcher.matches():
