@@ -53,7 +53,7 @@ class DcpSource:
                 if isinstance(item, StockTensor):
                     tensors.append(self._stored(name, item))
                 else:
-                    values += _values(name, self._files.load(name, item.piece))
+                    values += _values(name, self._files.load(name, item))
         except OSError as fault:
             raise CheckpointError(f"could not be read: {fault}", file=path) from fault
         self.contents = Contents(
