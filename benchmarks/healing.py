@@ -26,9 +26,9 @@ from torch.distributed.checkpoint._pg_transport import PGTransport
 import torchrelay as tr
 from benchmarks.harness import machine
 from benchmarks.versus import hush_torch
-from benchmarks.workloads import large
+from benchmarks.workloads import clear, large
 from tests.support.netns import GIGABIT, HostFailed, Hosts, Switch, Unavailable, sent_bytes
-from torchrelay.demo.job import clear, fingerprint
+from torchrelay.demo.job import fingerprint
 
 RESULT = Path(__file__).parent / "results" / "healing.json"
 STATE_BYTES = 400_000_000

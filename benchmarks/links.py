@@ -27,9 +27,9 @@ from torch.distributed.checkpoint._pg_transport import PGTransport
 
 from benchmarks.harness import machine
 from benchmarks.versus import DIRECT, IN_PLACE, NEW, Mode, Who, hush_torch
-from benchmarks.workloads import large
+from benchmarks.workloads import clear, large
 from tests.support.netns import GIGABIT, HostFailed, Hosts, Switch, Unavailable, sent_bytes
-from torchrelay.demo.job import clear, fingerprint
+from torchrelay.demo.job import fingerprint
 from torchrelay.relay import Relay
 
 RESULT = Path(__file__).parent / "results" / "links.json"

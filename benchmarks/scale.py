@@ -22,20 +22,19 @@ import torch
 
 from benchmarks.harness import machine, save
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.plan.outline import outline
+from torchrelay.plan.at_rest import describe
 from torchrelay.plan.reads import plan_reads
+from torchrelay.plan.stored import StoredTensors
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint.commit import decode
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.encoding import decode_at_rest, encode
 from torchrelay.record.meshes import mesh_of as described
+from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.state.local_parts import local_parts
+from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.meshes import described_mesh
-from torchrelay.stores.reading.box_reads import by_name
-from torchrelay.stores.shares.commit_record import commit_record, sealed
+from torchrelay.stores.shares.commit_record import commit_record, decode_shares, sealed
 from torchrelay.stores.shares.ownership import Question, Ruling
 from torchrelay.stores.shares.planner import SavePlan, SharePlanner
-from torchrelay.stores.shares.share import Written
 
 ANSWER = msgspec.msgpack.Decoder(Question | Ruling)
 RESULT = Path(__file__).parent / "results" / "scale.json"
@@ -127,7 +126,7 @@ def save_once(job: Job) -> tuple[dict[str, float], bytes]:
         shares.append(timed(lambda plan=plan, answer=answer: written(plan, answer), mine))
     per_rank = sum(mine) / job.world
     record, manifest = timed(lambda: commit(shares, plans[0]), decided)
-    assert sum(file.nbytes for file in record.files) > 0
+    assert sum(file.nbytes for file in record.volumes) > 0
     return {
         "seconds of a rank": per_rank,
         "seconds of the coordinator": sum(decided),
@@ -141,12 +140,12 @@ def save_once(job: Job) -> tuple[dict[str, float], bytes]:
 def written(plan: SavePlan, answer: bytes) -> bytes:
     share = plan.share(ANSWER.decode(answer))
     digests = [bytes(DIGEST_BYTES * -(-file.nbytes // file.chunk_bytes)) for file in share.files]
-    return msgspec.msgpack.encode(share.written(digests))
+    return encode(share.written(digests))
 
 
-def commit(shares: list[bytes], plan: SavePlan) -> tuple[Checkpoint, bytes]:
-    known = [msgspec.msgpack.decode(data, type=Written) for data in shares]
-    record = commit_record(1, known, plan.outlines)
+def commit(shares: list[bytes], plan: SavePlan) -> tuple[Record, bytes]:
+    assert plan.outlined is not None
+    record = commit_record(1, decode_shares(1, shares), plan.outlined)
     return record, sealed(record)
 
 
@@ -156,7 +155,7 @@ def load_once(job: Job, manifest: bytes, ranks: list[int]) -> dict[str, float]:
     planning: list[float] = []
     for rank in ranks:
         state = job.state(rank)
-        record: Checkpoint = timed(lambda: decode(manifest), decoding)
+        record: Record = timed(lambda: decode_at_rest(manifest), decoding)
         reads = timed(lambda state=state, record=record: list(reads_of(record, state)), planning)
         wanted = sum(nbytes for nbytes in _sizes(state))
         found = sum(read.destination.nbytes for read in reads)
@@ -164,10 +163,11 @@ def load_once(job: Job, manifest: bytes, ranks: list[int]) -> dict[str, float]:
     return {"decode seconds": median(decoding), "plan seconds": median(planning)}
 
 
-def reads_of(record: Checkpoint, state: dict[str, Any]) -> Iterator[Any]:
-    stored = by_name(record)
-    for name, tensor in outline(state).tensors.items():
-        for part in local_parts(tensor):
+def reads_of(record: Record, state: dict[str, Any]) -> Iterator[Any]:
+    stored = {tensor.name: tensor for tensor in StoredTensors(record).listed()}
+    found, boxes = describe(state), LocalBoxes()
+    for name, tensor in zip(found.names, found.tensors, strict=True):
+        for part in local_parts(tensor, boxes):
             yield from plan_reads(stored[name], part.box, part.tensor)
 
 

@@ -11,8 +11,8 @@ from benchmarks.contenders import ByCopy, ByTorchft
 from benchmarks.harness import SECONDS
 from benchmarks.rows import Kind
 from benchmarks.versus import SOURCE, Contender, Course, Lap, Who
-from benchmarks.workloads import suite
-from torchrelay.demo.job import clear, fingerprint, leaves
+from benchmarks.workloads import clear, suite
+from torchrelay.demo.job import fingerprint, leaves
 
 _state: Any = None
 _made = ""

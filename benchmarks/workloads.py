@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.rows import Bar, Case, Kind
 from benchmarks.versus import AS_IT_COMES, DIRECT, IN_PLACE, NEW, Mode, Setup
+from torchrelay.demo.job import leaves
 
 MIB = 1 << 20
 
@@ -26,6 +27,14 @@ class Workload:
     repeats: int = 5
     memory: int = 0  # bytes that have to be free: it must not push others out
     cold_samples: int = 0  # of new tensors in cold memory
+
+
+def clear(state: object) -> None:
+    """Zero every tensor, so that a transfer into it has something to prove."""
+    with torch.no_grad():
+        for _, leaf in leaves(state):
+            if isinstance(leaf, torch.Tensor):
+                leaf.zero_()
 
 
 def ramp(numel: int, start: int) -> torch.Tensor:

@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.checkpoint import sides
 from benchmarks.checkpoint.states import Size, flat, make
-from torchrelay.demo.job import SMALL, DemoJob, Settings, clear, fingerprint
+from benchmarks.workloads import clear
+from torchrelay.demo.job import SMALL, DemoJob, Settings, fingerprint
 
 _state: Any = None
 _seen = ""
@@ -127,7 +128,7 @@ def _training(go_on: Callable[[int], bool]) -> list[float]:
     steps: list[float] = []
     while go_on(len(steps)):
         begun = time.perf_counter()
-        _job.train(1)
+        _job.step()
         steps.append(time.perf_counter() - begun)
     torch.set_num_threads(threads)
     return steps

@@ -57,6 +57,12 @@ def jobs(small: bool) -> list[Job]:
         for kind, title in (trees | {"dtensors": "5,000 DTensors"}).items():
             command = ["record", what, kind, many]
             found.append(Job(f"record, {what}, {title}", 2, command, best=True))
+    for what in ("describe", "encode", "decode", "bytes"):
+        for kind, title in trees.items():
+            command = ["rest", what, kind, many]
+            found.append(Job(f"at rest, {what}, {title}", 2, command, best=True))
+    command = ["rest", "describe", "dtensors", many]
+    found.append(Job("at rest, describe, 5,000 DTensors", 2, command, best=True))
     for to in (1, 3):
         for mode in ("direct", "atomic", "new"):
             title = f"{mib // 4} MiB over 1 Gbit/s to {to}, {mode}"

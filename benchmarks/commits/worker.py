@@ -60,6 +60,7 @@ class Worker:
         self.by_wire = "tcp" if find_spec("torchrelay.transports.routes.tcp") else "group"
         self.folder = Path(folder)
         self.states: dict[str, Any] = {}
+        self.manifests: dict[str, Any] = {}
 
     def state(self, kind: str, scale: int) -> Any:
         """The same tensors in every lap, as a training job has them."""
@@ -158,6 +159,54 @@ class Worker:
         landing.commit()
         return time.process_time() - begun
 
+    def rest(self, what: str, kind: str, scale: int) -> float:
+        """Processor seconds that the record of a step at rest costs rank 0; or its bytes."""
+        if kind not in self.states:
+            self.states.clear()
+            self.states[kind] = TREES[kind](scale)
+        if self.rank:
+            return 0.0
+        state = self.states[kind]
+        describe, encode, decode = _at_rest()
+        if what == "describe":
+            begun = time.process_time()
+            describe(state)
+            return time.process_time() - begun
+        data = self.manifest(kind, state)
+        if what == "bytes":
+            return float(len(data))
+        begun = time.process_time()
+        found = decode(data)
+        spent = time.process_time() - begun
+        if what == "encode":
+            begun = time.process_time()
+            encode(found)
+            spent = time.process_time() - begun
+        return spent
+
+    def manifest(self, kind: str, state: Any) -> bytes:
+        """The record of a step of rank 0 alone, saved once."""
+        if self.manifests.get("kind") != kind:
+            root = self.folder / "rested"
+            with self.tr.Checkpointer(str(root), group=False, timeout=120) as there:
+                there.save(1, state)
+            data = (root / "step-1" / "manifest.json").read_bytes()
+            self.manifests = {"kind": kind, "data": data}
+            shutil.rmtree(root)
+        found: bytes = self.manifests["data"]
+        return found
+
+
+def _at_rest() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """What describes a state at rest, and encodes and decodes its record, wherever the commit has
+    them."""
+    if find_spec("torchrelay.plan.at_rest"):
+        codec = import_module("torchrelay.record.encoding")
+        describe = import_module("torchrelay.plan.at_rest").describe
+        return describe, codec.encode_at_rest, codec.decode_at_rest
+    codec = import_module("torchrelay.record.checkpoint.commit")
+    return import_module("torchrelay.plan.outline").outline, codec.encode, codec.decode
+
 
 def _planning() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What lands and what describes a state, wherever the commit has them."""
@@ -223,6 +272,7 @@ def main() -> None:
         "durable": worker.durable,
         "plan": worker.plan,
         "record": worker.record,
+        "rest": worker.rest,
     }
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

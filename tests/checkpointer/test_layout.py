@@ -14,6 +14,7 @@ from torch import nn
 
 import torchrelay as tr
 from tests.support.states import STRIDED_DTYPES, assert_same, bits, storage_of, strided
+from torchrelay.plan.stored import StoredTensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -126,10 +127,10 @@ def test_every_file_is_aligned_and_accounted_for(there: tr.Checkpointer, tmp_pat
     }
     there.save(0, state)
     record = there.record(0)
-    sizes = {file.name: file.nbytes for file in record.files}
+    sizes = {file.name: file.nbytes for file in record.volumes}
     on_disk = {f.name: f.stat().st_size for f in (tmp_path / "step-0").iterdir()}
     assert on_disk.pop("manifest.json")
     assert sizes == on_disk
-    for stored in record.tensors:
+    for stored in StoredTensors(record):
         for shard in stored.shards:
             assert shard.start % getattr(torch, stored.dtype).itemsize == 0

@@ -399,7 +399,7 @@ def test_tied_weights(there: tr.Checkpointer) -> None:
     got = kept(there, state)
     assert got["in"] is got["out"]
     assert got["turned"].data_ptr() == got["alias"].data_ptr() == got["in"].data_ptr()
-    assert sum(file.nbytes for file in there.record(0).files) < 2 * weight.nbytes + 600
+    assert sum(file.nbytes for file in there.record(0).volumes) < 2 * weight.nbytes + 600
     apart = {key: torch.zeros_like(value) for key, value in state.items()}
     assert_same(state, there.load(into=apart).state, in_place=True)
 

@@ -63,7 +63,7 @@ def test_memory_that_is_lent_is_never_written_to(stage: Stage) -> None:
     for seed in (5, 6, 7):
         stage.show(_state(seed))
         assert _is(tr.pull(stage.url, timeout=60).state, seed)
-    file = opened.record.files[0]
+    file = opened.record.volumes[0]
     whole = bytearray(file.nbytes)
     opened.files.reader(file.name).read_into(0, [memoryview(whole)])
     assert _state(4)["w"].numpy().tobytes() in bytes(whole)

@@ -21,12 +21,12 @@ from torchrelay.endpoint.seed import Seed
 from torchrelay.endpoint.server.messages import Listen
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.memory.kept_ranges import KeptRanges
-from torchrelay.record.checkpoint.schema import DataFile
+from torchrelay.record.schema import VolumeRecord
 
 TOKEN = "correct-horse-battery-staple"
 ACCESS = tr.Access(token=TOKEN)
 SNAPSHOT = "a" * 32
-VOLUME = DataFile("model.safetensors", 3 << 20, 1 << 20, bytes(3 * 16))
+VOLUME = VolumeRecord("model.safetensors", 3 << 20, 1 << 20, None, bytes(3 * 16))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torchrelay as tr
 from tests.endpoint.liars import Between
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.endpoint.seed import Seed
-from torchrelay.record.checkpoint.commit import decode
+from torchrelay.record.encoding import decode_at_rest
 from torchrelay.sources.connection import Answered, Host
 
 NBYTES = 24 << 20
@@ -114,7 +114,8 @@ def _record_of(endpoint: Endpoint) -> tuple[str, bytes]:
 def test_one_that_never_has_its_share_holds_up_nobody_for_long(endpoint: Endpoint) -> None:
     """It says of every chunk that it is on its way."""
     snapshot, data = _record_of(endpoint)
-    with Seed("127.0.0.1", tr.Access(), decode(data).files, expects=lambda chunk: True) as idle:
+    volumes = decode_at_rest(data).volumes
+    with Seed("127.0.0.1", tr.Access(), volumes, expects=lambda chunk: True) as idle:
         idle.show(5, snapshot, data)
         word = msgspec.json.encode({"url": idle.url, "snapshot": snapshot})
         host = Host(endpoint.url)
@@ -129,9 +130,9 @@ def test_one_that_never_has_its_share_holds_up_nobody_for_long(endpoint: Endpoin
 
 def test_what_is_not_here_yet_is_not_sent(endpoint: Endpoint) -> None:
     _, data = _record_of(endpoint)
-    record = decode(data)
-    file = record.files[0]
-    with Seed("127.0.0.1", tr.Access(), record.files) as seed:
+    record = decode_at_rest(data)
+    file = record.volumes[0]
+    with Seed("127.0.0.1", tr.Access(), record.volumes) as seed:
         seed.show(5, "a" * 32, data)
         asking = Host(seed.url)
         view = [memoryview(bytearray(file.chunk_bytes))]

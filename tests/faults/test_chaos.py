@@ -150,7 +150,7 @@ def settings(steps: int) -> Settings:
 
 def calm(folder: Path, steps: int) -> TrainingRun:
     folder.mkdir()
-    plan = Plan(settings(steps), "nothing", str(folder), "", PATIENCE)
+    plan = Plan(settings(steps), str(folder), None, PATIENCE)
     return Story(plan, HOSTS, ()).play(300)
 
 
@@ -166,7 +166,7 @@ def disturbed(
     folder.mkdir()
     job = f"chaos-{os.getpid()}-{seed}"
     sites = None if switch is None else sites_at(switch)
-    plan = Plan(settings(steps), "keeper", str(folder), job, PATIENCE, PACE, sites)
+    plan = Plan(settings(steps), str(folder), job, PATIENCE, PACE, sites)
     chaos = Chaos(plan, kinds, seed)
     chaos.switch = switch
     try:

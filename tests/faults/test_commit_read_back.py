@@ -18,9 +18,10 @@ import torchrelay as tr
 from torchrelay import dropin
 from torchrelay.dropin.stock_dcp import read_stock, write_stock
 from torchrelay.errors import CheckpointError
-from torchrelay.plan.outline import outline
+from torchrelay.plan.at_rest import describe
+from torchrelay.record.encoding import encode
 from torchrelay.stores.dcp import Reader, Writer
-from torchrelay.stores.shares.commit_record import sealed
+from torchrelay.stores.shares.commit_record import commit_record, decode_shares, sealed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -100,10 +101,15 @@ def test_a_written_tensor_that_no_state_has_is_not_committed(tmp_path: Path) -> 
     with tr.Checkpointer(tmp_path) as held:
         held.save(1, {"a": torch.ones(2), "b": torch.ones(3)})
     found = Reader(tmp_path).record
-    whole = outline({"a": torch.ones(2)}).outline
+    share = msgspec.structs.replace(
+        found, outlines=(), ranks=(), names=((0, "a"), (1, "b")), origin=None
+    )
+    outlined = describe({"a": torch.ones(2)}).record
     with pytest.raises(CheckpointError, match="in no rank's state") as failed:
-        sealed(msgspec.structs.replace(found, outlines=(whole,)))
+        commit_record(1, decode_shares(1, [encode(share)]), outlined)
     assert failed.value.path == "b"
+    with pytest.raises(CheckpointError, match="cannot be read back"):
+        sealed(msgspec.structs.replace(found, starts=found.starts + 1))
 
 
 def test_a_stock_directory_that_cannot_be_read_back_is_no_checkpoint(tmp_path: Path) -> None:

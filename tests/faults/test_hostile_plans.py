@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,73 +20,43 @@ from tests.support.ranks import RankPool
 from tests.support.records import rank_record
 from torchrelay.errors import CheckpointError, ManifestError, MismatchError
 from torchrelay.landing.gathering import plan_gather
-from torchrelay.plan.outline import outline
-from torchrelay.record.checkpoint.schema import Checkpoint, DataFile, Outline
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
+from torchrelay.plan.at_rest import describe
 from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
+from torchrelay.record.schema import VolumeRecord
 from torchrelay.stores.shares import planner
-from torchrelay.stores.shares.commit_record import sealed
-from torchrelay.stores.shares.outlines import RankOutline, merge
+from torchrelay.stores.shares.outlines import shape_of
+from torchrelay.stores.shares.ownership import Details
 
 SECONDS = 2.0  # of the processor, for any input of 2 MB
 
 
-def slow_numbers() -> list[int]:
-    """Numbers that a dict looks up slowly: half of them fill places that follow each other in its
-    search, and the search for each of the others begins there."""
-    filled, total = 60_000, 87_300  # of a dict's table of 2**17 places
-    mask = (1 << 17) - 1
-    turn = np.full(mask + 1, -1)
-    place, first = 0, []
-    for number in range(filled):
-        turn[place] = number
-        first.append(place)
-        place = (5 * place + 1) & mask
-    found = np.arange(mask + 1, 1 << 24)
-    at, rest = found & mask, found.copy()
-    fits = turn[at] >= 0
-    while rest.any():
-        rest >>= 5
-        at = (5 * at + rest + 1) & mask
-        fits &= turn[at] >= 0
-    fits &= turn[at] < filled // 4
-    return first + found[fits][: total - filled].tolist()
-
-
-@pytest.mark.parametrize("strides", [slow_numbers, lambda: [7, 7]], ids=["slow", "twice"])
-def test_strides_of_another_rank_that_make_no_good_dict_are_refused(
-    strides: Callable[[], list[int]],
-) -> None:
-    mine = outline({"w": torch.zeros(4, 4)}).outline
-    told = msgspec.structs.replace(
-        mine, names=("x",), strides=tuple((index, ()) for index in strides())
-    )
-    data = msgspec.msgpack.encode(told)
-    begun = time.process_time()
-    hostile = msgspec.msgpack.decode(data, type=Outline)
-    merged = merge([RankOutline.whole(one, {}) for one in (mine, hostile)])
-    tensors = Tensors.of([StoredTensor("x", "int8", (1,), [Shard((0,), (1,), 0, 0)])])
-    record = Checkpoint(
-        step=1,
-        time="",
-        torch="",
-        torchrelay="",
-        outlines=merged.outlines[1:],
-        ranks=(0,),
-        tensors=tensors,
-        files=(DataFile("x", 1, 1, bytes(16)),),
-    )
-    with pytest.raises(CheckpointError, match="strides that have no place"):
-        sealed(record)
-    assert time.process_time() - begun < SECONDS
+def test_strides_of_another_rank_that_overlap_are_refused() -> None:
+    mine = describe({"w": torch.zeros(4, 4).t()}).record
+    assert mine.image_kinds[0].strides == (1, 4)
+    kind = msgspec.structs.replace(mine.image_kinds[0], strides=(0, 0))
+    with pytest.raises(ManifestError, match="strides"):
+        decode(encode(msgspec.structs.replace(mine, image_kinds=(kind,))), "part")
 
 
 def test_an_outline_is_the_same_after_its_way_to_another_rank() -> None:
-    found = outline({"x": torch.zeros(3, 5).t(), "y": [1, torch.ones(2)]}).outline
-    assert found.strides
-    data = msgspec.msgpack.encode(found)
-    assert msgspec.msgpack.decode(data, type=Outline) == found
+    found = describe({"x": torch.zeros(3, 5).t(), "y": [1, torch.ones(2)]}).record
+    again = decode(encode(found), "part")
+    assert encode(again) == encode(found) and shape_of(again) == shape_of(found)
+
+
+def test_an_outline_of_another_rank_has_no_boxes_and_names_each_tensor_once() -> None:
+    mine = describe({"a": torch.zeros(3), "b": torch.ones(2)}).record
+    whole = tuple(msgspec.structs.replace(kind, count=1) for kind in mine.image_kinds)
+    volume = VolumeRecord("x", 64, 64)
+    boxed = msgspec.structs.replace(
+        mine, image_kinds=whole, volumes=(volume,), starts=np.array([0, 16])
+    )
+    named = msgspec.structs.replace(mine, names=((1, "a"),))
+    for told, why in ((boxed, "not the outline of one rank"), (named, "one name")):
+        with pytest.raises(CheckpointError, match=why) as refused:
+            planner._outline(Details([], [], encode(told), 0), 1)
+        assert refused.value.rank == 1
 
 
 def test_a_live_rank_whose_boxes_have_one_hash_costs_no_more_than_others() -> None:

@@ -28,6 +28,7 @@ from torchrelay.cli.output import in_words, one_line_errors
 from torchrelay.cli.sources import opened_source
 from torchrelay.stores.local import step as local_reader
 from torchrelay.stores.local.store import LocalStore
+from torchrelay.stores.locate import open_store
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES
 
 PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {
@@ -435,7 +436,7 @@ def test_a_step_that_may_not_be_read_is_named_and_hides_no_other() -> None:
                 with pytest.raises(tr.errors.CheckpointError, match="Permission denied") as caught:
                     act(2)
                 assert caught.value.step == 2 and type(caught.value) is tr.errors.CheckpointError
-            rows = [listed(there, step) for step in there.steps()]
+            rows = [listed(open_store(folder / "run"), step) for step in there.steps()]
         assert ["time" in row for row in rows] == [True, False, True]
         assert in_words(rows[1]).startswith("not checked: cannot be read: Permission denied")
 

@@ -14,18 +14,18 @@ import torchrelay as tr
 from tests.support.commands import command
 from tests.support.forge import body_of, forged
 from tests.support.ranks import RankPool
-from torchrelay.record.checkpoint.schema import FORMAT
+from torchrelay.record.schema import VERSION
 
-LATER = [FORMAT[0] + 1, 0]
+LATER = [VERSION[0] + 1, 0]
 
 
 def state(value: float) -> dict[str, Any]:
     return {"model": {"w": torch.full((64,), value)}, "step": int(value)}
 
 
-def rewrite(path: Path, format: list[int], **fields: object) -> None:
+def rewrite(path: Path, version: list[int], **fields: object) -> None:
     body = body_of(path.read_bytes())
-    path.write_bytes(forged({**body, "format": format, **fields}))
+    path.write_bytes(forged({**body, "version": version, **fields}))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_no_older_step_is_taken_in_its_place(root: Path) -> None:
         ):
             with pytest.raises(
                 tr.errors.FormatError,
-                match=r"format 3\.0.*reads format 2: read it with the torchrelay that wrote it",
+                match=r"format 4\.0.*reads format 3: read it with the torchrelay that wrote it",
             ) as at:
                 ask()
             assert at.value.step == 3 and at.value.file == str(root / "step-3" / "manifest.json")
@@ -69,12 +69,12 @@ def test_training_goes_on_above_it_and_it_stays(root: Path) -> None:
 def test_a_later_minor_format_is_read_unless_it_has_kinds_that_are_new(root: Path) -> None:
     path = root / "step-3" / "manifest.json"
     with tr.Checkpointer(root, group=False) as checkpointer:
-        rewrite(path, [FORMAT[0], FORMAT[1] + 1], hint="new")
+        rewrite(path, [VERSION[0], VERSION[1] + 1], hint="new")
         assert checkpointer.load(state(0)).step == 3
-        rewrite(path, [FORMAT[0], FORMAT[1] + 1], blobs=[["b", "new kind", 0, 0, 1]])
+        rewrite(path, [VERSION[0], VERSION[1] + 1], objects=[["b", "new kind", 0, 0, 1]])
         with pytest.raises(tr.errors.FormatError, match="torchrelay that wrote it"):
             checkpointer.load(state(0))
-        rewrite(path, list(FORMAT), blobs=[["b", "new kind", 0, 0, 1]])
+        rewrite(path, list(VERSION), objects=[["b", "new kind", 0, 0, 1]])
         with pytest.raises(tr.errors.DamagedError):
             checkpointer.load(state(0), step=3)
 
@@ -84,7 +84,7 @@ def test_the_same_step_of_another_source_is_taken(root: Path, tmp_path: Path) ->
     with tr.Checkpointer(tmp_path / "other", group=False) as other:
         other.save(1, state(1))
         for sources in ([root], [root, other], [other, root]):
-            with pytest.raises(tr.errors.FormatError, match=r"format 3\.0"):
+            with pytest.raises(tr.errors.FormatError, match=r"format 4\.0"):
                 tr.recover(into=state(0), sources=sources)
         other.save(3, state(3))
         for sources in ([root, other], [other, root]):
@@ -117,5 +117,5 @@ def test_commands_say_that_it_was_not_checked(root: Path) -> None:
     told = command("ls", root, "--json")
     assert told.returncode == 1
     found = {step["step"]: step for step in json.loads(told.stdout)}
-    assert found[3]["damage"] is None and "format 3.0" in found[3]["unread"]
+    assert found[3]["damage"] is None and "format 4.0" in found[3]["unread"]
     assert found[2]["damage"] is None and found[2]["unread"] is None

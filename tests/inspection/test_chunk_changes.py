@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchrelay.inspection.chunk_changes import Touched, touched
 from torchrelay.inspection.seam import Contents, VolumeFacts
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor
+from torchrelay.plan.stored import Shard, StoredTensor
 
 
 def chunked(values: list[int], tensors: dict[str, tuple[int, int]]) -> Contents:

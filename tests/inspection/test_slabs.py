@@ -38,7 +38,7 @@ def test_slabs_are_the_tensor_in_order(
     shape, boxes = cut
     tensor = torch.randn(shape).mul(100).to(dtype)
     source = HeldSource({"t": tensor}, {"t": boxes})
-    found = list(slabs(source, source.contents.tensors[0], dtype.itemsize, most))
+    found = list(slabs(source, source.contents.tensors[0], most))
     joined = np.concatenate(found)
     assert joined.tobytes() == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     assert max(slab.size for slab in found) <= max(most, dtype.itemsize)
@@ -47,7 +47,7 @@ def test_slabs_are_the_tensor_in_order(
 
 def test_a_tensor_without_elements_has_no_slab() -> None:
     source = HeldSource({"t": torch.empty(0, 3)})
-    assert list(slabs(source, source.contents.tensors[0], 4)) == []
+    assert list(slabs(source, source.contents.tensors[0])) == []
 
 
 def test_statistics_of_a_large_tensor_take_little_memory() -> None:

@@ -27,7 +27,7 @@ def test_a_copy_has_the_same_bytes(place: Path, tmp_path: Path) -> None:
     held = open_newest(open_store(place))
     copy_step(held, open_store(tmp_path / "copy"), seen.append)
     held.close()
-    assert seen[-1].done == seen[-1].total == held.record.nbytes
+    assert seen[-1].done == seen[-1].total == held.record.volume_bytes
     for file in (place / "step-7").iterdir():
         assert (tmp_path / "copy" / "step-7" / file.name).read_bytes() == file.read_bytes()
     with tr.Checkpointer(tmp_path / "copy", group=False) as there:

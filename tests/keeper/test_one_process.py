@@ -144,11 +144,12 @@ def test_a_reader_keeps_its_step_while_others_are_staged(keeper: tr.Keeper, near
     if not near:
         for supplier in opened.files.suppliers.all:  # type: ignore[union-attr]
             supplier._mapped.clear()
-    name = opened.record.files[0].name
-    nbytes = opened.record.files[0].nbytes
+    name = opened.record.volumes[0].name
+    nbytes = opened.record.volumes[0].nbytes
     found = bytearray(nbytes)
     reader = opened.files.reader(name)
-    half = nbytes // opened.record.files[0].chunk_bytes // 2 * opened.record.files[0].chunk_bytes
+    chunk = opened.record.volumes[0].chunk_bytes
+    half = nbytes // chunk // 2 * chunk
     reader.read_into(0, [memoryview(found)[:half]])
     for step in (31, 32, 33, 34):
         assert keeper.stage(step, state_of(step)).skipped is None

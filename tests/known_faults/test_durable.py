@@ -343,7 +343,7 @@ def test_plain_files(tmp_path: Path) -> None:
             checkpointer.save(number, odd)
             assert equal(checkpointer.load(step=number).state, odd)
             data = (tmp_path / f"step-{number}" / "manifest.json").read_bytes()
-            assert set(json.loads(data)) == {"checkpoint", "digest"}
+            assert set(json.loads(data)) == {"record", "digest"}
             flip(tmp_path / f"step-{number}" / "model.safetensors", size // 2 + 60)
             with pytest.raises(tr.errors.DamagedError):
                 checkpointer.load(step=number)

@@ -34,12 +34,12 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_what_is_there() -> None:
-    assert VERSIONS == ["format-2.0"]
+    assert VERSIONS == ["format-3.0"]
     files = [path for path in GOLDEN.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 200_000
     for manifest in GOLDEN.rglob("manifest.json"):
-        record = json.loads(manifest.read_text())["checkpoint"]
-        assert manifest.parts[-3] == "format-{}.{}".format(*record["format"])
+        record = json.loads(manifest.read_text())["record"]
+        assert manifest.parts[-3] == "format-{}.{}".format(*record["version"])
 
 
 def test_by_one_process(root: Path) -> None:

@@ -27,7 +27,7 @@ from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record import encoding
 from torchrelay.record import manifest as m
-from torchrelay.record.encoding import decode, decode_at_rest, encode, encode_at_rest, step_of
+from torchrelay.record.encoding import decode, decode_at_rest, encode, encode_at_rest
 from torchrelay.record.numbers import pack_column, unpack_column
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import VERSION, ImageKind, LeafKind, Record, StateOutline
@@ -138,14 +138,9 @@ def test_both_encodings_say_the_same_of_any_state(state: object, chunk_bytes: in
 @pytest.mark.parametrize("step", [None, 0, 127, 128, 1 << 16, 1 << 32, (1 << 63) - 1])
 def test_every_step(step: int | None) -> None:
     data = capture(_tied(), step).encoded()
-    assert decode(data).step == step == step_of(data)
+    assert decode(data).step == step
     for kind in (bytearray, memoryview):
         assert decode(kind(data)).step == step
-
-
-def test_the_step_of_what_is_no_record() -> None:
-    for data in (b"", b"\x00", b"\x91" * 900, b"garbage", msgspec.msgpack.encode({"version": 3})):
-        assert step_of(data) is None
 
 
 def test_a_step_at_rest_keeps_what_it_has() -> None:

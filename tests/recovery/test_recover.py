@@ -14,7 +14,7 @@ from torch import nn
 
 import torchrelay as tr
 from tests.support.forge import flip
-from torchrelay.record.checkpoint.commit import decode, encode
+from torchrelay.record.encoding import decode_at_rest, encode_at_rest
 
 
 class Job:
@@ -136,8 +136,9 @@ def test_what_is_too_old_is_not_taken(tmp_path: Path) -> None:
     saved(tmp_path, job)
     record = tmp_path / "step-0" / "manifest.json"
 
-    old = msgspec.structs.replace(decode(record.read_bytes()), time="2020-01-01T00:00:00Z")
-    record.write_bytes(encode(old))
+    found = decode_at_rest(record.read_bytes())
+    origin = msgspec.structs.replace(found.saved, time="2020-01-01T00:00:00Z")
+    record.write_bytes(encode_at_rest(msgspec.structs.replace(found, origin=origin)))
     with pytest.raises(tr.errors.RecoveryError, match="max_age is 60 s"):
         tr.recover(sources=[tmp_path], max_age=60, timeout=60)
     assert tr.recover(sources=[tmp_path], timeout=60).step == 0

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,8 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay import dropin
-from torchrelay.record.checkpoint.commit import encode
-from torchrelay.record.checkpoint.schema import Blob
+from torchrelay.record.encoding import encode_at_rest
 from torchrelay.stores.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -177,11 +177,9 @@ def test_pickled_bytes_put_in_a_file_are_not_unpickled(tmp_path: Path) -> None:
     dcp.save(state, storage_writer=writer, planner=RawSavePlanner(), no_dist=True)
     for kind in ("raw", "state"):
         record = Reader(tmp_path / "c").record
-        blobs = tuple(Blob(b.name, kind, b.file, b.start, b.nbytes) for b in record.blobs)
-        forged = type(record)(
-            **{**{f: getattr(record, f) for f in record.__struct_fields__}, "blobs": blobs}
-        )
-        (tmp_path / "c" / "step-0" / "manifest.json").write_bytes(encode(forged))
+        objects = tuple(msgspec.structs.replace(one, kind=kind) for one in record.objects)
+        forged = msgspec.structs.replace(record, objects=objects)
+        (tmp_path / "c" / "step-0" / "manifest.json").write_bytes(encode_at_rest(forged))
         with pytest.raises(CheckpointException):
             dcp.load(
                 {"raw": b"", "w": torch.zeros(2)},

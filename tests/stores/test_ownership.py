@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay.errors import CheckpointError
-from torchrelay.plan.outline import outline
+from torchrelay.plan.at_rest import describe
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import Record
 from torchrelay.stores.shares import ownership
-from torchrelay.stores.shares.outlines import Outlines, RankOutline, merge
+from torchrelay.stores.shares.outlines import RankOutline, merge
 from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling
 from torchrelay.stores.shares.planner import SavePlan, SharePlanner
 
@@ -28,7 +30,7 @@ SEED = 11
 answer_of = msgspec.msgpack.Decoder(Question | Ruling)
 
 
-def plan(states: list[Any]) -> tuple[Outlines, list[list[str]], int, int]:
+def plan(states: list[Any]) -> tuple[Record, list[list[str]], int, int]:
     """Plan a save of these states, one a rank. Returns the outlines, what each rank writes by name,
     the rounds that it took, and the bytes that the coordinator got."""
     world = len(states)
@@ -46,9 +48,9 @@ def plan(states: list[Any]) -> tuple[Outlines, list[list[str]], int, int]:
         rounds += 1
     shares = [one.share(answer).contents for one, answer in zip(ranks, answers, strict=True)]
     assert ranks[0].nbytes == sum(x.nbytes for one in shares for x in one.tensors)
-    assert ranks[0].outlines is not None
+    assert ranks[0].outlined is not None
     names = [[entry.name for entry in one.entries] for one in shares]
-    return ranks[0].outlines, names, rounds, sent
+    return ranks[0].outlined, names, rounds, sent
 
 
 def test_what_all_ranks_have_is_written_once_and_in_equal_shares() -> None:
@@ -60,7 +62,7 @@ def test_what_all_ranks_have_is_written_once_and_in_equal_shares() -> None:
     )
     sizes = [sum(int(name.split(".")[1]) + 1 for name in names) for names in written]
     assert max(sizes) - min(sizes) <= 2, sizes
-    assert outlines.ranks == (0, 0, 0, 0) and not outlines.own
+    assert outlines.ranks == (0, 0, 0, 0) and not outlines.differences
 
 
 def test_what_a_rank_has_of_its_own_is_written_by_it_under_its_own_name() -> None:
@@ -71,8 +73,10 @@ def test_what_a_rank_has_of_its_own_is_written_by_it_under_its_own_name() -> Non
     found = Counter(name for names in written for name in names)
     assert found == Counter([*map(str, range(20)), "rng", "rng@rank-1", "rng@rank-2"])
     assert [f"rng@rank-{rank}" in written[rank] for rank in (1, 2)] == [True, True]
-    assert len(outlines.outlines) == 1 and [own.rank for own in outlines.own] == [1, 2]
-    assert [name for _, name in outlines.own[1].names] == ["rng@rank-2"]
+    assert len(outlines.outlines) == 1 and [own.rank for own in outlines.differences] == [1, 2]
+    names = dict(outlines.names)
+    assert [names[image] for _, image in outlines.differences[1].images] == ["rng@rank-2"]
+    assert [rows[-1].value for rows in (LeafRows(outlines, rank) for rank in range(3))] == [0, 1, 2]
 
 
 def test_a_name_that_is_taken_is_not_given_again() -> None:
@@ -136,13 +140,16 @@ def test_every_value_of_random_worlds_is_written_once() -> None:
 
 
 def test_rows_of_another_rank_that_cannot_be_are_refused() -> None:
-    mine = outline({"w": torch.zeros(4)}).outline
-    details = [
-        Details([], [], None, 0),
-        Details([], [(9, mine.leaves[0])], None, 0),
-    ]
-    with pytest.raises(CheckpointError, match="leaf 9 of 1"):
-        merge([RankOutline(b"same", mine, one.leaves, {}) for one in details])
+    mine = describe({"w": torch.zeros(4)})
+    outlined, leaf = (mine.record, mine.names), LeafRows(mine.record)[0]
+    for sent, refusal in {
+        (9, leaf): "leaf 9 of 1",
+        (0, msgspec.structs.replace(leaf, storage=9)): "image 9 of 1",
+    }.items():
+        details = [Details([], [], None, 0), Details([], [sent], None, 0)]
+        with pytest.raises(CheckpointError, match=refusal) as wrong:
+            merge([RankOutline(b"same", outlined, one.leaves, {}, {}) for one in details])
+        assert wrong.value.rank == 1
     two = [
         Details([Row("w", fact, 4, mesh)], [], None, 0)
         for fact, mesh in ((b"a", b"m"), (b"b", b"m"))

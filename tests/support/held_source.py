@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from torchrelay.inspection.seam import Contents, VolumeFacts
+from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.progress import ProgressCallback
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.state.tensors import NAMES
 
 BoxOf = tuple[tuple[int, ...], tuple[int, ...]]

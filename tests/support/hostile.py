@@ -6,6 +6,7 @@ the worst first.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import pickle
 import sys
@@ -24,10 +25,11 @@ from torchrelay import Checkpointer
 from torchrelay.dropin._pickles.state_record import loads
 from torchrelay.dropin.stock_dcp import read_stock
 from torchrelay.errors import RelayError
+from torchrelay.inspection.step_source import contents_of
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.packed import unpack
 from torchrelay.landing.seam import land
-from torchrelay.record.encoding import decode
+from torchrelay.record.encoding import decode, decode_at_rest
 from torchrelay.record.keys import MAX_NUMBER_KEYS, MAX_OTHER_KEYS
 from torchrelay.record.numbers import pack_column
 
@@ -448,25 +450,15 @@ def chain_of_records(depth: int) -> Any:
 # Commit records ----------------------------------------------------------------------------------
 
 
+ORIGIN = {"time": "", "torch": "", "torchrelay": ""}
+DATA = ["data", 1 << 40, 1 << 40, None, "A" * 22 + "=="]
+
+
 def record(**fields: Any) -> bytes:
-    body = msgspec.json.encode(
-        {
-            "format": [1, 0],
-            "step": 7,
-            "time": "",
-            "torch": "",
-            "torchrelay": "",
-            "outlines": [[["d", "dict", [], []], [], [], {}]],
-            "ranks": [0],
-            "own": {},
-            "tensors": [],
-            "files": [],
-            "blobs": [],
-            **fields,
-        }
-    )
+    fields.setdefault("outlines", [outlined(["d", "dict", [], []], [])])
+    body = msgspec.json.encode({"version": [3, 0], "step": 7, **fields, "origin": ORIGIN})
     digest = xxhash.xxh3_128_hexdigest(body)
-    return b'{"checkpoint":%b,"digest":"%b"}' % (body, digest.encode())
+    return b'{"record":%b,"digest":"%b"}' % (body, digest.encode())
 
 
 def load(**options: Any) -> Callable[[bytes], object]:
@@ -482,27 +474,35 @@ def load(**options: Any) -> Callable[[bytes], object]:
     return read
 
 
+def listed(data: bytes) -> object:
+    return contents_of(decode_at_rest(data))
+
+
+def outlined(tree: Any, others: list[Any], **columns: Any) -> Any:
+    """An outline of leaves none of which is a row."""
+    at = list(range(len(others)))
+    return {"tree": tree, "leaves": len(others), "others": others, "others_at": at, **columns}
+
+
+def in_rows(count: int, tree: Any = None) -> Any:
+    """An outline of as many rows of the first kind and image."""
+    return {"tree": tree or ["l", "list", list(range(count))], "leaves": count}
+
+
 def outline(tree: Any, leaves: list[Any]) -> bytes:
-    return record(outlines=[[tree, leaves, [], {}]])
+    return record(outlines=[outlined(tree, leaves)])
 
 
-def staircase(dims: int, steps: int) -> bytes:
-    """Shards whose edges make a fine grid of many dimensions."""
-    shards = []
-    for k in range(steps):
-        offsets, sizes = [0] * dims, [1] * dims
-        offsets[0], sizes[0] = k, 1
-        for dim in range(1, dims):
-            sizes[dim] = 2
-        shards.append([offsets, sizes, 0, 0])
-    shape = [steps] + [2] * (dims - 1)
-    return _stored(shape, shards)
-
-
-def _stored(shape: list[int], shards: list[Any]) -> bytes:
-    nbytes = 1 << 40
-    files = [["data", nbytes, nbytes, "A" * 22 + "=="]]
-    return record(tensors=[["x", "int8", shape, shards]], files=files)
+def _stored(shape: list[int], boxes: list[Any], images: int = 1) -> bytes:
+    columns = ([n for box in boxes for n in box[at]] for at in (0, 1))
+    kind = ["int8", shape, None, len(boxes), *columns]
+    return record(
+        images=images,
+        image_kinds=[kind] * images,
+        kind_of=list(range(images)),
+        volumes=[DATA],
+        starts=[0] * (len(boxes) * images),
+    )
 
 
 def staircase_shards() -> bytes:
@@ -514,9 +514,9 @@ def staircase_shards() -> bytes:
     for dim in range(20):
         offsets, sizes = list(rest_offsets), list(rest_sizes)
         offsets[dim], sizes[dim] = 1, 1
-        shards.append([offsets, sizes, 0, 0])
+        shards.append([offsets, sizes])
         rest_sizes[dim] = 1
-    shards.append([rest_offsets, rest_sizes, 0, 0])
+    shards.append([rest_offsets, rest_sizes])
     return _stored(shape, shards)
 
 
@@ -526,8 +526,8 @@ def staggered_shards() -> bytes:
     def make(n: int) -> bytes:
         shards = []
         for k in range(n):
-            shards.append([[k, 0], [1, k + 1], 0, 0])
-            shards.append([[k, k + 1], [1, n - k], 0, 0])
+            shards.append([[k, 0], [1, k + 1]])
+            shards.append([[k, k + 1], [1, n - k]])
         return _stored([n, n + 1], shards)
 
     return fitted(make, 40_000)
@@ -537,67 +537,79 @@ def crossing_shards() -> bytes:
     """Long thin boxes along one dimension, and as many along the other."""
 
     def make(n: int) -> bytes:
-        shards = [[[k, 0], [1, n], 0, 0] for k in range(n)]
-        shards += [[[n, k], [n, 1], 0, 0] for k in range(n)]
+        shards = [[[k, 0], [1, n]] for k in range(n)]
+        shards += [[[n, k], [n, 1]] for k in range(n)]
         return _stored([2 * n, n], shards)
 
     return fitted(make, 40_000)
 
 
 def many_small_grids() -> bytes:
-    def make(n: int) -> bytes:
-        grid = [[[i, j], [1, 1], 0, 0] for i in range(8) for j in range(8)]
-        files = [["data", 1 << 20, 1 << 20, "A" * 22 + "=="]]
-        tensors = [[f"t{k}", "int8", [8, 8], grid] for k in range(n)]
-        return record(tensors=tensors, files=files)
-
-    return fitted(make, 2_000)
+    grid = [[[i, j], [1, 1]] for i in range(8) for j in range(8)]
+    return fitted(lambda n: _stored([8, 8], grid, n), 2_000)
 
 
 def own_ranks() -> bytes:
     ranks = 20_000
-    leaves = [["z", []]] * 20_000
-    tree = ["l", "list", list(range(20_000))]
-    own = {str(rank): [{"0": ["z", []]}, {}] for rank in range(ranks)}
-    return record(outlines=[[tree, leaves, [], {}]], ranks=[0] * ranks, own=own)
+    outlines = [outlined(["l", "list", list(range(20_000))], [["z", []]] * 20_000)]
+    own = [[rank, [[0, ["z", []]]], []] for rank in range(ranks)]
+    return record(outlines=outlines, ranks=[0] * ranks, differences=own)
 
 
-def own_names() -> bytes:
+def tensors(rows: Any, images: int = 1, **fields: Any) -> bytes:
+    """Images of one byte, and an outline of rows of the first of them."""
+    return record(
+        outlines=[{**rows, "images": packed_column(np.zeros(rows["leaves"], np.int64))}],
+        kinds=[["int8", [1]]],
+        images=images,
+        image_kinds=[["int8", [1]]],
+        volumes=[DATA],
+        starts=[0] * images,
+        **fields,
+    )
+
+
+def packed_column(numbers: Any) -> str:
+    return base64.b64encode(pack_column(numbers)).decode()
+
+
+def own_images() -> bytes:
+    """Each of many ranks has another image in one of very many rows."""
     ranks = 20_000
-    files = [["data", 1, 1, "A" * 22 + "=="]]
-    tensors = [["t", "int8", [1], [[[0], [1], 0, 0]]]]
-    leaves = [["t", "int8", [1], None, 0]]
-    own = {str(rank): [{}, {"0": "t"}] for rank in range(ranks)}
-    outlines = [[0, leaves, ["t"] * 100_000, {}]]
-    return record(outlines=outlines, ranks=[0] * ranks, own=own, tensors=tensors, files=files)
+    own = [[rank, [], [[0, 1]]] for rank in range(ranks)]
+    return tensors(in_rows(100_000), 2, ranks=[0] * ranks, differences=own)
 
 
-def own_moved() -> bytes:
-    """A name that many leaves lie in, and that every rank has another of."""
+def own_leaves_in_rows() -> bytes:
+    """Each of many ranks has another leaf in place of one of very many rows."""
     ranks = 10_000
-    files = [["data", 1, 1, "A" * 22 + "=="]]
-    tensors = [["t", "int8", [1], [[[0], [1], 0, 0]]]]
-    n = 40_000
-    leaves = [["t", "int8", [1], None, 0]] * n
-    own = {str(rank): [{}, {"0": "t"}] for rank in range(ranks)}
-    outlines = [[["l", "list", list(range(n))], leaves, ["t"], {}]]
-    return record(outlines=outlines, ranks=[0] * ranks, own=own, tensors=tensors, files=files)
+    own = [[rank, [[5, ["t", "int8", [1], None, 0]]], []] for rank in range(ranks)]
+    return tensors(in_rows(100_000), ranks=[0] * ranks, differences=own)
+
+
+def own_outlines() -> bytes:
+    """Many outlines, and many ranks with something of their own."""
+    n = 12_000
+    outlines = [outlined(["l", "list", [0]], [["z", []]])] * n
+    own = [[rank, [[0, ["z", [1]]]], []] for rank in range(n)]
+    return record(outlines=outlines, ranks=list(range(n)), differences=own)
 
 
 def outlines_of_ranks() -> bytes:
     """Many ranks of one large outline, loaded by a group of another size."""
-    n = 100_000
-    leaves = [["z", []]] * n
-    tree = ["l", "list", list(range(n))]
-    other = ["l", "list", list(range(1))]
-    outlines = [[tree, leaves, [], {}], [other, [["z", []]], [], {}]]
-    return record(outlines=outlines, ranks=[0, 1] * 150_000)
+    n = 60_000
+    outlines = [
+        outlined(["l", "list", list(range(n))], [["z", []]] * n),
+        outlined(["l", "list", [0]], [["z", []]]),
+    ]
+    return record(outlines=outlines, ranks=[0, 1] * 125_000)
 
 
-def strides_keys() -> bytes:
-    """`strides` by numbers that a dict finds hard."""
-    keys = probing_keys()
-    return record(outlines=[[["d", "dict", [], []], [], [], {str(k): [] for k in keys}]])
+def record_long_names() -> bytes:
+    """Tensors whose names are long, because of one key above all of them."""
+    n = 60_000
+    tree = ["d", "dict", ["k" * 100_000], [["l", "list", list(range(n))]]]
+    return tensors(in_rows(n, tree))
 
 
 def record_sign_keys() -> bytes:
@@ -621,8 +633,8 @@ def laid_over_keys() -> bytes:
 
     def make(n: int) -> bytes:
         keys = [["t", key] for key in signs(n)]
-        first = [["d", "dict", keys, [0] * n], [VALUE], [], {}]
-        second = [["d", "dict", keys[::-1], [0] * n], [VALUE], [], {}]
+        first = outlined(["d", "dict", keys, [0] * n], [VALUE])
+        second = outlined(["d", "dict", keys[::-1], [0] * n], [VALUE])
         return record(outlines=[first, second], ranks=[0, 1])
 
     return fitted(make, 25_000)
@@ -1275,11 +1287,14 @@ CASES = [
     Case("record: staggered shards", staggered_shards, load()),
     Case("record: crossing shards", crossing_shards, load()),
     Case("record: many small grids", many_small_grids, load()),
-    Case("record: `own` for 20,000 ranks, many leaves", own_ranks, load()),
-    Case("record: `own` for 20,000 ranks, many names", own_names, load()),
-    Case("record: `own` for 10,000 ranks, many leaves in a name", own_moved, load()),
-    Case("record: 300,000 ranks of two outlines", outlines_of_ranks, load()),
-    Case("record: strides by hard numbers", strides_keys, load()),
+    Case("record: differences of 20,000 ranks, many leaves", own_ranks, load()),
+    Case("record: images of 20,000 ranks, many rows", own_images, load()),
+    Case("record: leaves of 10,000 ranks in place of rows", own_leaves_in_rows, load()),
+    Case("record: differences of as many ranks as outlines", own_outlines, load()),
+    Case("record: 250,000 ranks of two outlines", outlines_of_ranks, load()),
+    Case("record: long names of many tensors", record_long_names, load()),
+    Case("record: long names of many tensors, into=", record_long_names, load(into=small)),
+    Case("record: long names of many tensors, listed", record_long_names, listed),
     Case("record: a long key and many leaves", record_long_keys, load()),
     Case("record: a long key and many leaves, into=", record_long_keys, load(into=small)),
     Case(

@@ -29,7 +29,7 @@ def main(root: Path) -> None:
     with tr.Checkpointer(root, timeout=30) as there:
         for step in there.steps():
             there.verify(step)
-            print(f"{root}/step-{step}: {sum(f.nbytes for f in there.record(step).files)} bytes")
+            print(f"{root}/step-{step}: {sum(f.nbytes for f in there.record(step).volumes)} bytes")
 
 
 if __name__ == "__main__":

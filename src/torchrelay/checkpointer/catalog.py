@@ -17,7 +17,7 @@ from torchrelay.errors import (
 )
 from torchrelay.pending import logger
 from torchrelay.progress import Bar, ProgressCallback
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.schema import Record
 from torchrelay.stores.opening import open_newest, open_step
 from torchrelay.stores.reading.chunks import check_chunks
 from torchrelay.stores.retry import Retry
@@ -79,7 +79,7 @@ class Catalog:
             if found == (steps[-1] if steps else None) or self.steps() == steps:
                 return found
 
-    def record(self, step: int) -> Checkpoint:
+    def record(self, step: int) -> Record:
         """The commit record of a step. `DamagedError` unless it is whole and of that step."""
         with closing(open_step(self.store, step)) as opened:
             return opened.record
@@ -91,7 +91,8 @@ class Catalog:
             else:
                 opened = open_step(self.store, step, patience)
         with closing(opened):
-            check_chunks(opened.files, opened.record, Bar(progress, opened.record.nbytes).add)
+            check_chunks(opened.files, opened.record, Bar(progress, opened.record.volume_bytes).add)
+            assert opened.record.step is not None
             return opened.record.step
 
     def holds(self, step: int) -> bool:
@@ -106,7 +107,7 @@ class Catalog:
         try:
             with closing(open_step(self.store, step)) as opened, self._faults("look at a step"):
                 found = opened.files.sizes()
-                expected = {file.name: file.nbytes for file in opened.record.files}
+                expected = {file.name: file.nbytes for file in opened.record.volumes}
         except (DamagedError, StepNotFoundError):
             return None
         return expected if expected.items() <= found.items() else None

@@ -26,7 +26,7 @@ from torchrelay.memory.bounded import bounded
 from torchrelay.owner import Owner, enrol
 from torchrelay.pending import Pending
 from torchrelay.progress import ProgressCallback
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Report
 from torchrelay.sources.store import StoreSource
 from torchrelay.steps import check_step
@@ -268,7 +268,7 @@ class Checkpointer:
         """The newest committed step that is intact: see `holds`."""
         return self._bounded("look for the newest step", self._catalog.latest)
 
-    def record(self, step: int) -> Checkpoint:
+    def record(self, step: int) -> Record:
         """The commit record of a step: its contents and where they are; `DamagedError` if it is
         broken."""
         step = check_step(step)

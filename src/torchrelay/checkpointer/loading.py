@@ -24,12 +24,13 @@ from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.reads import BoxRead, plan_reads
 from torchrelay.plan.region import Region
 from torchrelay.plan.share import Portion, RankShare
-from torchrelay.record.checkpoint.schema import Checkpoint
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor
+from torchrelay.plan.stored import Shard, StoredTensor, StoredTensors
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.rows import rows_for
+from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.tree import show
-from torchrelay.stores.reading.box_reads import ShardRead, Wave, arrived, by_name, waves
+from torchrelay.stores.reading.box_reads import ShardRead, Wave, arrived, waves
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.reading.ranges import opened
@@ -48,7 +49,7 @@ class Loading:
     def __init__(
         self,
         step: OpenStep | None,
-        record: Checkpoint,
+        record: Record,
         into: object,
         options: LandingOptions,
         *,
@@ -68,8 +69,8 @@ class Loading:
         self.instead: dict[str, str] = {}  # why a faster path was not taken
         with gc_paused():
             self._share = RankShare(
-                record.outlines_for(options.rank, world),
-                by_name(record),
+                rows_for(record, options.rank, world),
+                StoredTensors(record),
                 include=include,
                 guessed=record.planned,
                 look=files.check_size,
@@ -237,7 +238,7 @@ class _StepFiles:
     """The files of a step, for planning. It does not refer to its load: if the two referred to each
     other, memory of a state would wait for the garbage collector."""
 
-    def __init__(self, step: OpenStep | None, record: Checkpoint) -> None:
+    def __init__(self, step: OpenStep | None, record: Record) -> None:
         self._step, self._record = step, record
         self._seen: set[int] = set()  # files that exist, with their sizes
 
@@ -245,16 +246,15 @@ class _StepFiles:
         """No memory is allocated for a tensor whose files are smaller than the record says."""
         if self._step is None:
             return
-        for shard in stored.shards:
-            if shard.file not in self._seen:
-                opened(self._step, self._record, shard.file).close()
-                self._seen.add(shard.file)
+        for file in stored.files - self._seen:
+            opened(self._step, self._record, file).close()
+            self._seen.add(file)
 
     def lend(self, shard: Shard, nbytes: int) -> torch.Tensor | None:
         """The bytes of a new tensor, if the step has them in memory that a tensor can keep."""
         if not isinstance(self._step, LendingStep) or not self._step.trusted:
             return None
-        name = self._record.files[shard.file].name
+        name = self._record.volumes[shard.file].name
         return torch.frombuffer(self._step.lend(name, shard.start, nbytes), dtype=torch.uint8)
 
 

@@ -29,11 +29,13 @@ from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.pending import Pending, logger
 from torchrelay.progress import ProgressCallback
+from torchrelay.record.encoding import encode
+from torchrelay.record.schema import Record
 from torchrelay.results import Outcome, Report
 from torchrelay.stores.local.root import token
-from torchrelay.stores.shares.commit_record import commit_record
+from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
-from torchrelay.stores.shares.share import Share, Written
+from torchrelay.stores.shares.share import Share
 from torchrelay.stores.shares.space import Space
 
 
@@ -55,7 +57,6 @@ class _Begun(msgspec.Struct, array_like=True):
 
 
 _begun = msgspec.msgpack.Decoder(_Begun)
-_written = msgspec.msgpack.Decoder(Written)
 _encode = msgspec.msgpack.Encoder().encode
 
 _Outcome = queue.SimpleQueue[tuple[PlannedShare, StagedShare] | BaseException]
@@ -245,7 +246,7 @@ class Saver:
             self.failures += 1
             return None, fault
 
-    def _written(self, save: Save, staged: StagedShare) -> Written:
+    def _written(self, save: Save, staged: StagedShare) -> Record:
         share: Share = staged.share
         try:
             save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
@@ -255,21 +256,20 @@ class Saver:
             self._give_up(save, fault)
             raise
 
-    def _commit(self, save: Save, planned: PlannedShare, written: Written) -> Report:
+    def _commit(self, save: Save, planned: PlannedShare, written: Record) -> Report:
         """The last round: the coordinator commits what all ranks have written."""
         sizes: dict[str, int] = {}
 
         def decide(said: list[bytes]) -> list[bytes]:
-            shares = [decoded(_written, data, rank) for rank, data in enumerate(said)]
-            assert planned.outlines is not None and save.draft is not None
-            record = commit_record(save.step, shares, planned.outlines)
+            assert planned.outlined is not None and save.draft is not None
+            record = commit_record(save.step, decode_shares(save.step, said), planned.outlined)
             save.draft.commit(record)
-            sizes.update((file.name, file.nbytes) for file in record.files)
+            sizes.update((file.name, file.nbytes) for file in record.volumes)
             return [b""] * len(said)
 
         with save.watch("commit"):
             try:
-                payload = _encode(written)
+                payload = encode(written)
                 save.call.round("write", lambda: payload, decide, save.deadline)
             except BaseException as fault:
                 if save.call.answered or not isinstance(fault, CheckpointError):

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from torchrelay.errors import MismatchError
 from torchrelay.patterns import matches
 from torchrelay.plan.selection import Texts
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.schema import Record
 from torchrelay.state.tree import show, slots
 
 _SHOWN = 8
@@ -16,7 +16,7 @@ _COMPARED = 2048  # keys that a pattern is compared with to find a similar one
 _LONGEST = 200  # characters of a key that is
 
 
-def check_include(record: Checkpoint, patterns: Sequence[str]) -> None:
+def check_include(record: Record, patterns: Sequence[str]) -> None:
     """Raise `MismatchError` for a pattern that matches no path of any rank; it names similar
     keys."""
     left = list(patterns)
@@ -31,14 +31,14 @@ def check_include(record: Checkpoint, patterns: Sequence[str]) -> None:
         )
 
 
-def _names(record: Checkpoint) -> Iterator[str]:
-    texts = Texts(sum(len(outline.leaves) for outline in record.outlines))
+def _names(record: Record) -> Iterator[str]:
+    texts = Texts(sum(outline.leaves for outline in record.outlines))
     for outline in record.outlines:
         for path, _ in slots(outline.tree):
             yield texts.of(path)
 
 
-def _near(pattern: str, record: Checkpoint) -> str:
+def _near(pattern: str, record: Record) -> str:
     asked = pattern.rstrip("*").rstrip(".")
     depth = asked.count(".") + 1
     tops: set[str] = set()
@@ -54,7 +54,7 @@ def _near(pattern: str, record: Checkpoint) -> str:
     return f"its keys: {', '.join(sorted(tops))}"
 
 
-def with_savers(fault: MismatchError, record: Checkpoint, rank: int) -> MismatchError:
+def with_savers(fault: MismatchError, record: Record, rank: int) -> MismatchError:
     """The same mismatch; if other ranks alone saved the path, it says which."""
     if fault.path is None or len(record.ranks) < 2:
         return fault

@@ -21,9 +21,10 @@ from torchrelay.memory.pages import PAGE
 from torchrelay.memory.pool import cores
 from torchrelay.pending import logger
 from torchrelay.progress import Bar
+from torchrelay.record.schema import Record
 from torchrelay.stores.seam import Store
 from torchrelay.stores.shares.planner import PlannedShare
-from torchrelay.stores.shares.share import Share, ShareContents, Written
+from torchrelay.stores.shares.share import Share, ShareContents
 from torchrelay.stores.shares.staging import (
     Pipeline,
     Target,
@@ -81,7 +82,7 @@ class ShareWriter:
 
     # From this process, while the caller waits.
 
-    def write(self, save: Save, share: Share) -> Written:
+    def write(self, save: Save, share: Share) -> Record:
         """Write a share; gives up at the deadline."""
         writers: list[FileWriter] = []
 
@@ -174,7 +175,7 @@ class ShareWriter:
         if self._keeper is None or not whole:
             return None
         try:
-            lent = self._keeper._lend(save.step, share, planned.outlines, save.deadline.left())
+            lent = self._keeper._lend(save.step, share, planned.outlined, save.deadline.left())
         except (EndpointError, CheckpointError, TimeoutError) as fault:
             logger.warning("step %d is saved without its keeper: %s", save.step, fault)
             return None

@@ -21,7 +21,7 @@ from torchrelay.errors import CheckpointError, RelayError, StepExistsError, Stor
 from torchrelay.memory.bounded import bounded
 from torchrelay.pending import logger
 from torchrelay.progress import ProgressCallback
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.schema import Record
 from torchrelay.stores.commit_point import commit_unknown
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.shares.commit_record import check_files, sealed
@@ -90,7 +90,7 @@ class StepDraft:
                 file=self.files.place,
             ) from None
 
-    def commit(self, record: Checkpoint) -> None:
+    def commit(self, record: Record) -> None:
         """Make it the step, if it has what the record says."""
         manifest = sealed(record)
 

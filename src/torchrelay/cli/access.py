@@ -1,4 +1,5 @@
-"""How commands get access to endpoints: --token-file and --cafile, before or after the command."""
+"""How commands get access to endpoints: --token-file and --cafile, before or after the command; and
+how they serve by TLS."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ TOKEN_FILE = typer.Option(
     None, "--token-file", help="A file with the token of endpoints; or set TORCHRELAY_TOKEN."
 )
 CAFILE = typer.Option(None, "--cafile", help="Certificates that an endpoint's is signed by.")
+CERTFILE = typer.Option(None, "--certfile", help="Serve by TLS with this certificate,")
+KEYFILE = typer.Option(None, "--keyfile", help="and this key.")
 
 _given: dict[str, str] = {}
 

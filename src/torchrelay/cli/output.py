@@ -98,7 +98,7 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(map(plain, cells)).rstrip())
 
 
-def wrong(fault: RelayError) -> dict[str, str | None]:
+def wrong(fault: RelayError | OSError) -> dict[str, str | None]:
     """What is wrong with a state, as facts. One that cannot be read may be whole: no damage."""
     damaged = isinstance(fault, DamagedError | DigestError | ManifestError)
     unread = not damaged or isinstance(fault, FormatError)

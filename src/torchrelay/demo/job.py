@@ -61,26 +61,8 @@ class DemoJob:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.position = 0
 
-    def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on. The tensors are the live ones."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-            "position": self.position,
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
-        self.position = state["position"]
-
-    def train(self, steps: int) -> list[float]:
-        """Train on the next batches; returns the loss of each step."""
-        return [self._step() for _ in range(steps)]
-
-    def _step(self) -> float:
+    def step(self) -> float:
+        """Train on the next batch; returns the loss."""
         settings = self._settings
         data = torch.Generator().manual_seed(self._seed_of(self.position))
         # Each row counts up from a random number: something that can be learned.
@@ -121,11 +103,3 @@ def fingerprint(state: object) -> str:
         else:
             hasher.update(f"{path} {leaf!r} ".encode())
     return hasher.hexdigest()
-
-
-def clear(state: object) -> None:
-    """Zero every tensor, so that a transfer into it has something to prove."""
-    with torch.no_grad():
-        for _, leaf in leaves(state):
-            if isinstance(leaf, torch.Tensor):
-                leaf.zero_()

@@ -17,10 +17,9 @@ from rich.table import Table
 from torchrelay.demo.job import Settings
 from torchrelay.demo.launcher import LaunchError, import_ahead
 from torchrelay.demo.story import PHASES, Comeback, Kill, Story, Teller, TrainingRun
-from torchrelay.demo.worker import Plan, Way
+from torchrelay.demo.worker import Plan
 
 HOSTS = ("a", "a", "b", "b")
-RUNS: dict[Way, str] = {"nothing": "undisturbed", "keeper": "killed"}
 
 
 class _Bar(Teller):
@@ -51,17 +50,18 @@ def play(settings: Settings, console: Console) -> int:
     import_ahead()
     scratch = Path(tempfile.mkdtemp(prefix="torchrelay-demo-"))
     try:
-        runs = _runs(settings, console, scratch)
+        calm, killed = _runs(settings, console, scratch)
     except LaunchError as fault:
         console.print(f"[red]The demo failed:[/red] {escape(str(fault))}", highlight=False)
         return 1
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    _show_comebacks(runs["keeper"].comebacks, console)
-    return 0 if _check(runs["nothing"], runs["keeper"], console) else 1
+    _show_comebacks(killed.comebacks, console)
+    return 0 if _check(calm, killed, console) else 1
 
 
-def _runs(settings: Settings, console: Console, scratch: Path) -> dict[Way, TrainingRun]:
+def _runs(settings: Settings, console: Console, scratch: Path) -> list[TrainingRun]:
+    """A run that nothing happens to, and the same one with kills."""
     kills = [Kill(settings.worker_dies, "worker", 1), Kill(settings.host_dies, "host", 3)]
     columns = (
         TextColumn("{task.description:20}"),
@@ -70,16 +70,18 @@ def _runs(settings: Settings, console: Console, scratch: Path) -> dict[Way, Trai
         TextColumn("steps"),
         TimeElapsedColumn(),
     )
-    found: dict[Way, TrainingRun] = {}
+    found = []
     with Progress(*columns, console=console) as bars:
-        for way, name in RUNS.items():
-            folder = scratch / way
+        for name, job, happens in (
+            ("undisturbed", None, []),
+            ("killed", f"demo-{os.getpid()}", kills),
+        ):
+            folder = scratch / name
             folder.mkdir()
-            plan = Plan(settings, way, str(folder), f"demo-{os.getpid()}")
             teller = _Bar(bars, name, settings.steps)
-            story = Story(plan, HOSTS, () if way == "nothing" else kills, teller)
+            story = Story(Plan(settings, str(folder), job), HOSTS, happens, teller)
             try:
-                found[way] = story.play(settings.seconds)
+                found.append(story.play(settings.seconds))
             finally:
                 for host in list(story.launcher.keepers):
                     story.launcher.kill_keeper(host)

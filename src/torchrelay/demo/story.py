@@ -1,4 +1,4 @@
-"""A run of a training job that things happen to, and what is to be known of it afterwards."""
+"""A run of a training job with kills, and its results: losses, weights, times of recovery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHASES = ("detect", "start", "fetch", "verify", "land", "train")
 
 
 class Kill(NamedTuple):
-    """What is killed when a step is done: a worker, or the host that it is on with its keeper."""
+    """A kill after a step: of a worker, or of its host with the keeper there."""
 
     step: int
     what: Literal["worker", "host"]
@@ -26,7 +26,7 @@ class Kill(NamedTuple):
 
 
 class Comeback(NamedTuple):
-    """How training went on after a kill: seconds by phase, up to the first new step."""
+    """The recovery after a kill: seconds by phase, up to the first new step."""
 
     what: str
     step: int  # that was done when it came
@@ -47,12 +47,9 @@ class TrainingRun(NamedTuple):
     comebacks: list[Comeback]
     differing: list[int]  # steps that were done twice, with another loss
 
-    def mean(self, step: int) -> float:
-        return sum(self.losses[step].values()) / len(self.losses[step])
-
 
 class Teller:
-    """Whoever watches a run; does nothing by itself."""
+    """An observer of a run. This base class ignores all events."""
 
     def step(self, step: int) -> None: ...
     def event(self, text: str) -> None: ...

@@ -1,4 +1,4 @@
-"""What a training worker does: recover, train, keep each step, and tell its launcher."""
+"""A training worker: it recovers, trains, keeps each step, and reports to its launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ import torch.distributed as dist
 import torchrelay as tr
 from torchrelay.demo.job import Settings
 from torchrelay.demo.sharded import ShardedJob
-
-Way = Literal["keeper", "nothing"]
 
 
 class Post(NamedTuple):
@@ -41,9 +39,8 @@ class Plan(NamedTuple):
     """What all workers of a job do, at every start."""
 
     settings: Settings
-    way: Way
     folder: str
-    job: str  # the name that its keepers go by
+    job: str | None  # the name that its keepers go by; None: no step is kept
     patience: float = 60.0  # seconds that a worker waits for another, or a call may take
     pace: float = 0.0  # seconds that a step takes at least
     sites: dict[str, Site] | None = None  # by host, where that is not this one
@@ -53,7 +50,7 @@ class Plan(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """What was brought back: the step, seconds by phase, and what is to be said of it."""
+    """A recovered state: its step, seconds by phase, and a summary in words."""
 
     step: int
     seconds: dict[str, float]
@@ -61,25 +58,15 @@ class Brought(NamedTuple):
 
 
 class KeptByWorker(NamedTuple):
-    """What a worker knows to be kept after a step."""
+    """The copies of a step that a worker knows of."""
 
     step: int = -1  # that was kept, or -1
     keeper: int = 0  # the process that has it in its memory
     copied: int = 0  # the step that this process has copies of, from other hosts
 
 
-class Storing(Protocol):
-    """How a job keeps its steps and gets one back."""
-
-    def recover(self, job: ShardedJob) -> Brought: ...
-    def keep(self, job: ShardedJob) -> KeptByWorker:
-        """Keep the state."""
-
-    def close(self) -> None: ...
-
-
-class InKeepers:
-    """Each step in the memory of keepers, some on disk: torchrelay."""
+class KeptSteps:
+    """Each step in the memory of keepers, some on disk."""
 
     def __init__(self, plan: Plan, post: Post) -> None:
         self._plan = plan
@@ -108,7 +95,7 @@ class InKeepers:
         step, state = job.position, job.live_state()
         due = step % self._plan.settings.save_every == 0
         if due and not self._checkpointer.save_async(step, state, on_busy="skip").skipped:
-            return KeptByWorker()  # in memory too, which nobody is told of here
+            return KeptByWorker()  # the save stages it in memory too, without a handle to wait for
         try:
             staged = self._checkpointer.stage(step, state)
             pid = self.keeper.pid
@@ -123,25 +110,8 @@ class InKeepers:
         self.keeper.close()
 
 
-class Nothing:
-    """A run that nothing happens to."""
-
-    def recover(self, job: ShardedJob) -> Brought:
-        return Brought(0, {}, "")
-
-    def keep(self, job: ShardedJob) -> KeptByWorker:
-        return KeptByWorker()
-
-    def close(self) -> None:
-        """Nothing was kept."""
-
-
-def memory_of(plan: Plan, post: Post) -> Storing:
-    return InKeepers(plan, post) if plan.way == "keeper" else Nothing()
-
-
 def main(conn: Connection, plan: Plan, post: Post) -> None:
-    """The whole life of a worker. What it tells: a word, the time, and a value."""
+    """The whole life of a worker. Its messages: a word, the time, and a value."""
 
     def tell(word: str, value: Any = None) -> None:
         conn.send((word, time.monotonic(), value))
@@ -162,7 +132,7 @@ def main(conn: Connection, plan: Plan, post: Post) -> None:
         )
         job = ShardedJob(plan.settings, post.rank, post.world)
         tell("ready")
-        _train(job, memory_of(plan, post), plan, tell)
+        _train(job, None if plan.job is None else KeptSteps(plan, post), plan, tell)
         conn.poll(plan.patience)  # one that leaves early breaks connections that others still use
     except BaseException:
         code = 1
@@ -172,18 +142,21 @@ def main(conn: Connection, plan: Plan, post: Post) -> None:
         os._exit(code)  # skips waiting for connections that a lost peer has left half open
 
 
-def _train(job: ShardedJob, memory: Storing, plan: Plan, tell: Callable[[str, Any], None]) -> None:
-    if isinstance(memory, InKeepers):
-        tell("keeper", memory.keeper.pid)
-    tell("recovered", memory.recover(job))
+def _train(
+    job: ShardedJob, steps: KeptSteps | None, plan: Plan, tell: Callable[[str, Any], None]
+) -> None:
+    if steps is not None:
+        tell("keeper", steps.keeper.pid)
+        tell("recovered", steps.recover(job))
     while job.position < plan.settings.steps:
         begun = time.monotonic()
-        (loss,) = job.train(1)
+        loss = job.step()
         tell("loss", (job.position, loss))
-        kept = memory.keep(job)
-        if isinstance(memory, InKeepers):
-            tell("keeper", memory.keeper.pid)  # one that was lost has been started again
+        kept = KeptByWorker() if steps is None else steps.keep(job)
+        if steps is not None:
+            tell("keeper", steps.keeper.pid)  # one that was lost has been started again
         tell("kept", (job.position, kept))
         time.sleep(max(0.0, begun + plan.pace - time.monotonic()))
     tell("done", job.weights())
-    memory.close()
+    if steps is not None:
+        steps.close()

@@ -11,8 +11,9 @@ import copy
 import inspect
 import logging
 import pickle
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -93,7 +94,7 @@ def save(
         writer.finish(metadata=metadata, results=results)
         return metadata
 
-    with _Told("save", meeting):
+    with _told("save", meeting.rank):
         plan = meeting.reduce_scatter("plan", local_plan, global_plan)
         return meeting.all_reduce("write", write, finish)
 
@@ -122,7 +123,7 @@ def load(
     def read() -> None:
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
-    with _Told("load", meeting):
+    with _told("load", meeting.rank):
         plan = meeting.reduce_scatter("plan", local_plan, global_plan)
         meeting.all_gather("read", read)
 
@@ -164,40 +165,33 @@ def _failed_on_ranks(
     return FailedOnRanksError(message, failures, rank=rank, phase=phase)
 
 
-class _Told:
+@contextmanager
+def _told(what: str, rank: int) -> Iterator[None]:
     """Says in a `CheckpointError` what went wrong inside, and on which ranks."""
+    try:
+        yield
+    except CheckpointException as fault:
+        _raise_failures(what, rank, fault)
+    except RelayError:
+        raise
+    except Exception as fault:
+        # Failures of a rank's own work were raised above: this one is the group's.
+        raise CheckpointError(
+            f"{what} failed: the process group broke: {fault}", rank=rank
+        ) from fault
 
-    def __init__(self, what: str, meeting: Meeting) -> None:
-        self.what = what
-        self.rank = meeting.rank
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, fault: BaseException | None, __: object) -> None:
-        if isinstance(fault, CheckpointException):
-            self._tell(fault)
-        if isinstance(fault, Exception) and not isinstance(fault, RelayError):
-            # Failures of a rank's own work were raised above: this one is the group's.
-            raise CheckpointError(
-                f"{self.what} failed: the process group broke: {fault}", rank=self.rank
-            ) from fault
-
-    def _tell(self, fault: CheckpointException) -> None:
-        failures = {rank: error for rank, (error, _) in sorted(fault.failures.items())}
-        own = failures.get(self.rank)
-        if own is not None and not isinstance(own, Exception):
-            raise own from None  # Ctrl-C here, not a failure
-        phase, first = str(fault.args[0]), min(failures)
-        each = "; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, e in failures.items())
-        torn = (
-            "; the state is part old, part new: load again"
-            if (self.what, phase) == ("load", "read")
-            else ""
-        )
-        raise FailedOnRanksError(
-            f"{self.what} failed on {each}{torn}", fault.failures, rank=first, phase=phase
-        ) from failures[first]
+def _raise_failures(what: str, rank: int, fault: CheckpointException) -> NoReturn:
+    failures = {failed: error for failed, (error, _) in sorted(fault.failures.items())}
+    own = failures.get(rank)
+    if own is not None and not isinstance(own, Exception):
+        raise own from None  # Ctrl-C here, not a failure
+    phase, first = str(fault.args[0]), min(failures)
+    each = "; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, e in failures.items())
+    torn = "; the state is part old, part new: load again" if phase == "read" else ""
+    raise FailedOnRanksError(
+        f"{what} failed on {each}{torn}", fault.failures, rank=first, phase=phase
+    ) from failures[first]
 
 
 def _takes(method: Callable[..., Any], parameter: str) -> bool:

@@ -200,8 +200,7 @@ class _Leaf(NamedTuple):
             kind = type(sent).__name__.strip("_").removesuffix("Meta")
             why = f"it is a {type(into).__name__}, and a {kind} was sent"
         if why is None:
-            reasons = map(_why_not_into, parts, targets)
-            why = next((reason for reason in reasons if reason is not None), None)
+            why = next(filter(None, map(_misfit, parts, targets)), None)
         if why is not None:
             raise MismatchError(f"the destination does not fit: {why}", path=keystr(path))
         return cls(sent, into, targets)
@@ -219,11 +218,8 @@ class _Leaf(NamedTuple):
         return tensors[0] if tensors else self.sent
 
 
-def _why_not_into(part: _TensorMeta, target: torch.Tensor) -> str | None:
-    return _unwritable(target) or _other_tensor(part, target)
-
-
-def _unwritable(target: torch.Tensor) -> str | None:
+def _misfit(part: _TensorMeta, target: torch.Tensor) -> str | None:
+    """Why a tensor cannot be written over another; None if it can."""
     reason = _why_not(target)
     if reason is not None:
         return f"it is {reason}"
@@ -231,10 +227,6 @@ def _unwritable(target: torch.Tensor) -> str | None:
         return "its elements share memory (an expanded tensor)"
     if target.is_inference() and not torch.is_inference_mode_enabled():
         return "it is an inference tensor, which cannot be written outside inference mode"
-    return None
-
-
-def _other_tensor(part: _TensorMeta, target: torch.Tensor) -> str | None:
     if part.dtype != target.dtype:
         return f"its dtype is {target.dtype}, and {part.dtype} was sent"
     if part.shape != target.shape:

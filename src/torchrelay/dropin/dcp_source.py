@@ -19,8 +19,8 @@ from torchrelay.errors import CheckpointError
 from torchrelay.inspection.numbers import memory_of
 from torchrelay.inspection.seam import Contents, PlainValue, VolumeFacts
 from torchrelay.inspection.step_source import shown
+from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.progress import Progress, ProgressCallback
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.record.dtypes import itemsize
 from torchrelay.state.tensors import NAMES
 
@@ -53,7 +53,7 @@ class DcpSource:
                 if isinstance(item, StockTensor):
                     tensors.append(self._stored(name, item))
                 else:
-                    values += _values(name, self._files.load(name, item.piece))
+                    values += _values(name, self._files.load(name, item))
         except OSError as fault:
             raise CheckpointError(f"could not be read: {fault}", file=path) from fault
         self.contents = Contents(

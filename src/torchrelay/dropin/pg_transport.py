@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from torchrelay.coordination.groups import check_group
 from torchrelay.deadlines import TICK, Deadline, seconds_of
-from torchrelay.dropin._torch_wire import recv_torch, send_torch
+from torchrelay.dropin._torch_wire import LENGTH_TAG, Wait, recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
 from torchrelay.landing.options import LandingOptions
 from torchrelay.memory import threads
@@ -28,7 +28,6 @@ from torchrelay.transports.c10d import watch
 from torchrelay.transports.meeting.directory import directory_of
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 
-FIRST_TAG = 1  # of the length of the metadata, with which torch's protocol begins
 OFFER_SECONDS = 1.0  # for the offer of a rank that has a `Relay`, before torch's protocol is tried
 PARTING_SECONDS = 10.0  # that a transfer of torch's protocol has after an interrupt
 
@@ -65,7 +64,7 @@ class PGTransport:
         self._device = torch.device(device)
         self._state_dict = state_dict
         self._relay = Relay(pg, timeout=self._timeout) if protocol == "relay" else None
-        self._firsts = _first_messages(pg)
+        self._firsts = _firsts.setdefault(pg, {})
 
     def send_checkpoint(self, dst_ranks: list[int], state_dict: object) -> None:
         """Send a state dict to each rank in `dst_ranks`.
@@ -110,7 +109,7 @@ class PGTransport:
             with self._looking_for_torch(src_rank, call):
                 got = self._relay.receive(src_rank, options, call)
         except TransferTimeoutError:
-            first = self._firsts.posted(src_rank)
+            first = self._firsts.get(src_rank)
             if first is None or not first.here:
                 raise
             return self._recv_torch(src_rank, into, deadline)
@@ -140,23 +139,37 @@ class PGTransport:
         wait = _waiter(self._pg, deadline)
 
         def receive() -> object:
-            first = self._firsts.get(self._pg, src_rank, self._message_device())
-            first.wait(wait)
-            self._firsts.drop(src_rank)
-            return recv_torch(self._pg, src_rank, first.value, self._device, wait, leaves)
+            first = self._first(src_rank)
+            first.wait(deadline, "at the start", phase="join")
+            del self._firsts[src_rank]
+            length = int(first.tensor.item())
+            return recv_torch(self._pg, src_rank, length, self._device, wait, leaves)
 
         return uninterrupted(receive, hurry=lambda: deadline.hasten(PARTING_SECONDS))
 
-    def _message_device(self) -> torch.device:
-        return self._device if _is_device_only(self._pg) else torch.device("cpu")
+    def _first(self, src_rank: int) -> _Posted:
+        """The first message of a torch sender. A receive that was posted for it cannot be taken
+        back, so it serves the next call on the group."""
+        if src_rank not in self._firsts:
+            device = self._device if self._is_device_only else torch.device("cpu")
+            length = torch.zeros(1, dtype=torch.int64, device=device)
+            work = self._pg.recv([length], src_rank, LENGTH_TAG)
+            self._firsts[src_rank] = _Posted(self._pg, work, length)
+        return self._firsts[src_rank]
+
+    @property
+    def _is_device_only(self) -> bool:
+        """Whether the backend cannot move host memory."""
+        backends = device_backends(self._pg)
+        return bool(backends) and "cpu" not in backends and "gloo" not in backends.values()
 
     def _comes_from_torch(self, src_rank: int, deadline: Deadline) -> bool:
         """Whether the next checkpoint comes by torch's protocol. Waits until that shows: a rank
         with a `Relay` has published where it listens."""
         directory = directory_of(self._pg)
-        first = self._firsts.posted(src_rank)
-        if first is None and not directory.knows(src_rank) and not _is_device_only(self._pg):
-            first = self._firsts.get(self._pg, src_rank, torch.device("cpu"))
+        first = self._firsts.get(src_rank)
+        if first is None and not directory.knows(src_rank) and not self._is_device_only:
+            first = self._first(src_rank)
         while first is not None and not directory.knows(src_rank):
             if first.over.wait(min(TICK, deadline.left())):
                 return True
@@ -176,11 +189,15 @@ class PGTransport:
         over = threading.Event()
 
         def look() -> None:
-            if not over.wait(OFFER_SECONDS):
-                first = self._firsts.get(self._pg, src_rank, torch.device("cpu"))
-                first.when_here(lambda: _leave(call))
+            if over.wait(OFFER_SECONDS):
+                return
+            first = self._first(src_rank)
+            while not over.wait(TICK):
+                # A receive that has no offer by now will get none: its sender speaks torch's.
+                if first.here and call.watch.phase in ("start", "call"):
+                    call.deadline.hasten(0.0)
 
-        running = None if _is_device_only(self._pg) else threads.run(look, "worker")
+        running = None if self._is_device_only else threads.run(look, "worker")
         try:
             yield
         finally:
@@ -189,106 +206,37 @@ class PGTransport:
                 running.wait()
 
 
-def _leave(call: TransferCall) -> None:
-    """The sender has come by torch's protocol: a receive that has no offer yet is over."""
-    if call.watch.phase in ("start", "call"):
-        call.deadline.hasten(0.0)
+class _Posted:
+    """An operation that was posted on a group, which is left alone until it is over."""
 
-
-class _FirstMessage:
-    """The first message of a torch sender, from the moment a receive is posted for it."""
-
-    _act: Callable[[], None] | None = None
-
-    def __init__(self, pg: Any, src_rank: int, device: torch.device) -> None:
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+    def __init__(self, pg: Any, work: Work, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
         self.over = threading.Event()
         self._fault: Exception | None = None
+        watch(pg, work, tensor, self._report)
 
-        def report(fault: Exception | None) -> None:
-            self._fault = fault
-            self.over.set()
-            if self.here and self._act is not None:
-                self._act()
-
-        watch(pg, pg.recv([self._number], src_rank, FIRST_TAG), self._number, report)
-
-    def wait(self, wait: Callable[[threading.Event, str], None]) -> None:
-        wait(self.over, "at the start")
-        if self._fault is not None:
-            raise PeerLostError(f"connection lost at the start: {self._fault}", phase="join")
+    def _report(self, fault: Exception | None) -> None:
+        self._fault = fault
+        self.over.set()
 
     @property
     def here(self) -> bool:
         return self.over.is_set() and self._fault is None
 
-    def when_here(self, act: Callable[[], None]) -> None:
-        """Do something when it comes; at once if it is here."""
-        self._act = act
-        if self.here:
-            act()
-
-    @property
-    def value(self) -> int:
-        return int(self._number.item())
-
-
-class _FirstMessages:
-    """The receives that are posted on a group for the first message of a torch sender. One that
-    was posted cannot be taken back, so it serves the next call."""
-
-    def __init__(self) -> None:
-        self._posted: dict[int, _FirstMessage] = {}
-
-    def get(self, pg: Any, rank: int, device: torch.device) -> _FirstMessage:
-        if rank not in self._posted:
-            self._posted[rank] = _FirstMessage(pg, rank, device)
-        return self._posted[rank]
-
-    def posted(self, rank: int) -> _FirstMessage | None:
-        return self._posted.get(rank)
-
-    def drop(self, rank: int) -> None:
-        self._posted.pop(rank, None)
-
-
-_posted: weakref.WeakKeyDictionary[Any, _FirstMessages] = weakref.WeakKeyDictionary()
-
-
-def _first_messages(pg: Any) -> _FirstMessages:
-    return _posted.setdefault(pg, _FirstMessages())
-
-
-def _is_device_only(pg: Any) -> bool:
-    """Whether the backend cannot move host memory."""
-    backends = device_backends(pg)
-    return bool(backends) and "cpu" not in backends and "gloo" not in backends.values()
-
-
-def _waiter(pg: Any, deadline: Deadline) -> Callable[..., None]:
-    """Waits for a posted operation, or an event, until the deadline. The group is left alone."""
-
-    def wait(what: Work | threading.Event, when: str) -> None:
-        faults: list[Exception] = []
-        over = what if isinstance(what, threading.Event) else _watched(pg, what, faults)
-        while not over.wait(min(deadline.left(), TICK)):
+    def wait(self, deadline: Deadline, when: str, phase: str) -> None:
+        while not self.over.wait(min(deadline.left(), TICK)):
             if deadline.passed:
                 raise TransferTimeoutError(
-                    f"timed out after {deadline.seconds:.3g} s {when}", phase="data"
+                    f"timed out after {deadline.seconds:.3g} s {when}", phase=phase
                 )
-        if faults:
-            raise PeerLostError(f"connection lost {when}: {faults[0]}", phase="data")
-
-    return wait
+        if self._fault is not None:
+            raise PeerLostError(f"connection lost {when}: {self._fault}", phase=phase)
 
 
-def _watched(pg: Any, work: Work, faults: list[Exception]) -> threading.Event:
-    over = threading.Event()
+# The receives that are posted for the first message of a torch sender, by group and rank.
+_firsts: weakref.WeakKeyDictionary[Any, dict[int, _Posted]] = weakref.WeakKeyDictionary()
 
-    def report(fault: Exception | None) -> None:
-        if fault is not None:
-            faults.append(fault)
-        over.set()
 
-    watch(pg, work, torch.empty(0, device="cpu"), report)
-    return over
+def _waiter(pg: Any, deadline: Deadline) -> Wait:
+    none = torch.empty(0, device="cpu")
+    return lambda work, when: _Posted(pg, work, none).wait(deadline, when, phase="data")

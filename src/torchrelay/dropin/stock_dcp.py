@@ -65,7 +65,7 @@ def read_stock(path: str | os.PathLike[str], *, check_crc: bool = True) -> dict[
             values = {
                 fqn: whole_tensor(files, fqn, item)
                 if isinstance(item, StockTensor)
-                else files.load(fqn, item.piece)
+                else files.load(fqn, item)
                 for fqn, item in found.items.items()
             }
     except OSError as fault:

@@ -26,13 +26,13 @@ from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.pages import PAGE, paged
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.pending import Pending, logger
-from torchrelay.record.checkpoint.commit import content_digest, encode
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.encoding import content_digest, encode, encode_at_rest
+from torchrelay.record.schema import Record
 from torchrelay.results import Report
 from torchrelay.stores.safetensors import tensors_of
-from torchrelay.stores.shares.commit_record import commit_record
+from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
-from torchrelay.stores.shares.share import Share, Written
+from torchrelay.stores.shares.share import Share
 from torchrelay.stores.shares.staging import arena_bytes
 from torchrelay.stores.writer.file_writer import WORKERS
 
@@ -91,7 +91,6 @@ _offer = msgspec.msgpack.Decoder(_Offer)
 _begin = msgspec.msgpack.Decoder(_Begin)
 _room = msgspec.msgpack.Decoder(tuple[int, str])
 _recorded = msgspec.msgpack.Decoder(_Recorded)
-_written = msgspec.msgpack.Decoder(Written)
 _encode = msgspec.msgpack.encode
 
 
@@ -299,17 +298,17 @@ class Publisher:
         """Every rank shows its volumes, those that list the step with the record of all of them.
         The coordinator is the last: what it lists can be read."""
         listing = self._policy.listing(staged.urls)
-        written: list[Written] = []
+        written: list[Record] = []
 
         def hash_mine() -> bytes:
             written.append(self._hashed(staged, deadline))
-            return _encode(written[0])
+            return encode(written[0])
 
         def decide(said: list[bytes]) -> list[bytes]:
-            shares = [decoded(_written, data, rank) for rank, data in enumerate(said)]
-            assert staged.planned.outlines is not None
-            record = commit_record(staged.step, shares, staged.planned.outlines)
-            places = [rank for rank, share in enumerate(shares) for _ in share.files]
+            shares = decode_shares(staged.step, said)
+            assert staged.planned.outlined is not None
+            record = commit_record(staged.step, shares, staged.planned.outlined)
+            places = [rank for rank, share in enumerate(shares) for _ in share.volumes]
             snapshot = content_digest(record)
             whole = _whole(record, staged.urls, places)
             brief, full = _encode(_Recorded(snapshot)), _encode(_Recorded(snapshot, whole))
@@ -319,7 +318,7 @@ class Publisher:
         found = decoded(_recorded, heard, COORDINATOR)
         own = [
             msgspec.structs.replace(volume, digests=file.digests)
-            for volume, file in zip(staged.volumes, written[0].files, strict=True)
+            for volume, file in zip(staged.volumes, written[0].volumes, strict=True)
         ]
         shown = m.Show(staged.slot, staged.step, found.snapshot, own, found.whole)
 
@@ -334,7 +333,7 @@ class Publisher:
         mine = (lambda: b"") if self._all.coordinates else show
         call.round("show", mine, show_last, deadline)
 
-    def _hashed(self, staged: StagedStep, deadline: Deadline) -> Written:
+    def _hashed(self, staged: StagedStep, deadline: Deadline) -> Record:
         arena = self.arenas[staged.slot]
         request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
         found = self._server.stage(request, arena.fd, deadline.left())
@@ -364,10 +363,11 @@ class Publisher:
             self._drop_arena(slot)
 
 
-def _whole(record: Checkpoint, urls: list[str], places: list[int]) -> m.StepRecord:
+def _whole(record: Record, urls: list[str], places: list[int]) -> m.StepRecord:
     """A record with everything that it lists, wherever that is."""
     volumes = [
         m.Volume(file.name, -1, file.nbytes, file.chunk_bytes, file.digests)
-        for file in record.files
+        for file in record.volumes
     ]
-    return m.StepRecord(encode(record), volumes, len(tensors_of(record)), urls, places)
+    count = len(tensors_of(record))
+    return m.StepRecord(encode_at_rest(record), volumes, count, urls, places)

@@ -24,7 +24,7 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.kept_ranges import KeptRanges
 from torchrelay.memory.pages import PAGE, paged
 from torchrelay.owner import Owner
-from torchrelay.record.checkpoint.schema import DataFile
+from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.access import Access
 from torchrelay.sources.connection import Host
 from torchrelay.sources.lent_memory import MappedReader
@@ -43,7 +43,7 @@ class Seed:
         self,
         host: str,
         access: Access,
-        files: Sequence[DataFile],
+        files: Sequence[VolumeRecord],
         *,
         expects: Callable[[int], bool] = lambda chunk: False,
         met: Callable[[str], None] = lambda url: None,

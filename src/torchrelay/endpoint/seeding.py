@@ -10,7 +10,7 @@ from torchrelay.endpoint.seed import Seed
 from torchrelay.endpoint.swarm import Swarm
 from torchrelay.errors import UsageError
 from torchrelay.progress import Bar, ProgressCallback
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.schema import Record
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_memory import MappedReader
@@ -71,7 +71,7 @@ class SeedingSource:
         origin = next(host for host in endpoint.hosts if host.url not in endpoint.failed)
         access = endpoint.access if origin.tls else Access(token=endpoint.access.secret())
         self.close()
-        bar = Bar(self._progress, remote.record.nbytes)
+        bar = Bar(self._progress, remote.record.volume_bytes)
         self.swarm = swarm = Swarm(
             origin,
             remote,
@@ -79,7 +79,7 @@ class SeedingSource:
             deadline=deadline,
             progress=bar.add,
         )
-        files = remote.record.files
+        files = remote.record.volumes
         self.seed = seed = Seed(
             origin.address, access, files, expects=swarm.expects, met=swarm.meet
         )
@@ -104,7 +104,7 @@ class SeededStep:
     trusted = True
 
     def __init__(self, seed: Seed, remote: RemoteStep) -> None:
-        self.record: Checkpoint = remote.record
+        self.record: Record = remote.record
         self.url, self.digest = remote.url, remote.digest
         self.manifest, self.sizes = remote.manifest, remote.sizes
         self.lend: Callable[[str, int, int], memoryview] = seed.lend

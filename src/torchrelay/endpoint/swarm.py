@@ -23,7 +23,7 @@ from torchrelay.endpoint.seed import Seed
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
 from torchrelay.errors import EndpointError, TransferTimeoutError, UsageError
 from torchrelay.memory.crew import Crew, share_out
-from torchrelay.record.checkpoint.schema import DataFile
+from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.connection import Answered, Host
 from torchrelay.sources.remote_step import ArrivingChunks, RemoteStep
 
@@ -54,7 +54,7 @@ _answer = msgspec.json.Decoder(SeedAnswer)
 class Piece(NamedTuple):
     """Chunks [first, last) of a volume; `number`: of the first among all chunks."""
 
-    file: DataFile
+    file: VolumeRecord
     first: int
     last: int
     number: int
@@ -65,7 +65,7 @@ class Piece(NamedTuple):
         return self.first * size, min(self.last * size, self.file.nbytes)
 
 
-def pieces_of(files: Sequence[DataFile]) -> list[Piece]:
+def pieces_of(files: Sequence[VolumeRecord]) -> list[Piece]:
     found, number = [], 0
     for file in files:
         several = max(1, PIECE_BYTES // file.chunk_bytes)
@@ -111,7 +111,7 @@ class Swarm:
         self._deadline, self._progress = deadline, progress
         self._own = ""  # the URL of this puller, once it serves
         self._seed: Seed | None = None
-        self._pieces = pieces_of(remote.record.files)
+        self._pieces = pieces_of(remote.record.volumes)
         self._numbers = np.arange(len(self._pieces))
         self._first_chunks = [piece.number for piece in self._pieces]
         self._open: Flags = np.ones(len(self._pieces), bool)  # neither here nor on their way

@@ -86,7 +86,7 @@ def distance(
     as_numbers = numbers_of(tensor.dtype)
     elements = differing = 0
     largest = gaps = squares = 0.0
-    for before, after in zip(slabs(*one, itemsize=size), slabs(*other, itemsize=size), strict=True):
+    for before, after in zip(slabs(*one), slabs(*other), strict=True):
         elements += before.size // size
         unequal = (before.reshape(-1, size) != after.reshape(-1, size)).any(axis=1)
         count = int(unequal.sum())

@@ -14,7 +14,6 @@ from torchrelay.inspection.numbers import memory_of
 from torchrelay.inspection.seam import BoxedTensor, OpenedState
 from torchrelay.inspection.slabs import slabs
 from torchrelay.progress import Progress, ProgressCallback
-from torchrelay.record.dtypes import itemsize
 from torchrelay.state.tensors import dtype_named
 from torchrelay.stores.local.files import atomic_file
 from torchrelay.stores.shares.layout import Entry, arrange
@@ -41,7 +40,7 @@ def write_safetensors(
             file.write(layout.header)
             for start, index in layout.placed:
                 assert file.tell() == start
-                for slab in slabs(source, tensors[index], itemsize(tensors[index].dtype)):
+                for slab in slabs(source, tensors[index]):
                     file.write(memory_of(slab))
                     progress(Progress(file.tell(), layout.nbytes))
     except OSError as fault:
@@ -55,7 +54,7 @@ def read_tensors(source: OpenedState) -> dict[str, torch.Tensor]:
     for tensor in source.contents.tensors:
         whole = torch.empty(nbytes_of(tensor), dtype=torch.uint8, device="cpu")
         at = 0
-        for slab in slabs(source, tensor, itemsize(tensor.dtype)):
+        for slab in slabs(source, tensor):
             whole[at : at + slab.size] = torch.from_numpy(slab)
             at += slab.size
         found[tensor.name] = whole.view(dtype_named(tensor.dtype)).view(tensor.shape)

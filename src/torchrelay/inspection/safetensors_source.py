@@ -11,8 +11,8 @@ import msgspec
 
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError
 from torchrelay.inspection.seam import Contents, VolumeFacts
+from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.progress import ProgressCallback
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.record.dtypes import itemsize
 from torchrelay.stores.local.files import through
 from torchrelay.stores.safetensors import DTYPES, METADATA

@@ -7,12 +7,22 @@ implementation of `OpenedState`. Statistics, differences and commands use nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torchrelay.progress import ProgressCallback
 
-if TYPE_CHECKING:
-    from torchrelay.record.checkpoint.places import PlacedBox
+
+class PlacedBox(Protocol):
+    """A box of a tensor, and the volume and the byte of it where its elements begin."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def file(self) -> int: ...
+    @property
+    def start(self) -> int: ...
 
 
 class BoxedTensor(Protocol):

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchrelay.inspection.numbers import Array, memory_of
+from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, StateReader
-    from torchrelay.record.checkpoint.places import PlacedBox
+    from torchrelay.inspection.seam import BoxedTensor, PlacedBox, StateReader
 
 SLAB_BYTES = 8 << 20
 
@@ -30,26 +30,24 @@ class _Cut(NamedTuple):
     high: int
 
 
-def slabs(
-    source: StateReader, tensor: BoxedTensor, itemsize: int, most: int = SLAB_BYTES
-) -> Iterator[Array]:
+def slabs(source: StateReader, tensor: BoxedTensor, most: int = SLAB_BYTES) -> Iterator[Array]:
     """The elements of a tensor in row-major order, as bytes; one slab after the other."""
     if 0 in tensor.shape:
         return
-    shape = tensor.shape or (1,)
+    shape, item = tensor.shape or (1,), itemsize(tensor.dtype)
     tail = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    depth = next((dim for dim in range(len(shape)) if tail[dim] * itemsize <= most), len(shape) - 1)
-    rows = max(1, most // (tail[depth] * itemsize))
+    depth = next((dim for dim in range(len(shape)) if tail[dim] * item <= most), len(shape) - 1)
+    rows = max(1, most // (tail[depth] * item))
     for fixed in product(*map(range, shape[:depth])):
         for low in range(0, shape[depth], rows):
             cut = _Cut(fixed, low, min(low + rows, shape[depth]))
-            slab = np.empty((cut.high - cut.low, *shape[depth + 1 :]), f"V{itemsize}")
+            slab = np.empty((cut.high - cut.low, *shape[depth + 1 :]), f"V{item}")
             for shard in tensor.shards:
-                _fill(source, slab, cut, shard, itemsize)
+                _fill(source, slab, cut, shard)
             yield slab.reshape(-1).view("uint8")
 
 
-def _fill(source: StateReader, slab: Array, cut: _Cut, shard: PlacedBox, itemsize: int) -> None:
+def _fill(source: StateReader, slab: Array, cut: _Cut, shard: PlacedBox) -> None:
     """Read what a box has of a slab into its place there."""
     depth = len(cut.fixed)
     offsets, sizes = shard.offsets or (0,), shard.sizes or (1,)
@@ -65,7 +63,7 @@ def _fill(source: StateReader, slab: Array, cut: _Cut, shard: PlacedBox, itemsiz
         first = first * size + at
     first *= prod(sizes[depth + 1 :])
     box = np.empty((high - low, *sizes[depth + 1 :]), slab.dtype)
-    source.read_into(shard.file, shard.start + first * itemsize, memory_of(box))
+    source.read_into(shard.file, shard.start + first * slab.itemsize, memory_of(box))
     rest = zip(offsets[depth + 1 :], sizes[depth + 1 :], strict=True)
     place = [slice(offset, offset + size) for offset, size in rest]
     place.insert(0, slice(low - cut.low, high - cut.low))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from torchrelay.inspection.numbers import Array, numbers_of
 from torchrelay.inspection.slabs import slabs
-from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import BoxedTensor, StateReader
@@ -47,16 +46,14 @@ def values(source: StateReader, tensor: BoxedTensor) -> Iterator[Array] | None:
     as_numbers = numbers_of(tensor.dtype)
     if as_numbers is None:
         return None
-    return map(as_numbers, slabs(source, tensor, itemsize(tensor.dtype)))
+    return map(as_numbers, slabs(source, tensor))
 
 
 def statistics(source: StateReader, tensor: BoxedTensor) -> Statistics | None:
     """The statistics of a tensor; None for a dtype that has no numbers."""
-    found = values(source, tensor)
-    return None if found is None else _statistics(found)
-
-
-def _statistics(parts: Iterable[Array]) -> Statistics:
+    parts = values(source, tensor)
+    if parts is None:
+        return None
     found = Statistics()
     count, total, squares = 0, 0.0, 0.0
     for part in parts:

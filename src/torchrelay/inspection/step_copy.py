@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrelay.errors import CheckpointError, StepExistsError
 from torchrelay.memory.crew import share_out
 from torchrelay.progress import Bar, ProgressCallback
-from torchrelay.record.checkpoint.schema import DataFile
+from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.local.root import token
 from torchrelay.stores.reading.chunks import check_chunks
@@ -19,13 +19,14 @@ WORKERS = 4
 def copy_step(held: Opened, target: Store, progress: ProgressCallback) -> None:
     """Write a step to a store, whole or not at all; `StepExistsError` if it is there."""
     record = held.record
+    assert record.step is not None
     draft = target.draft(record.step, token())
-    bar = Bar(progress, record.nbytes)
+    bar = Bar(progress, record.volume_bytes)
     if not held.files.trusted:  # else its reads are checked as they come
         check_chunks(held.files, record)
     try:
         draft.begin()
-        for index in range(len(record.files)):
+        for index in range(len(record.volumes)):
             _copy_file(held, index, draft, bar)
         draft.commit(held.files.manifest())
     except FileExistsError:
@@ -44,7 +45,7 @@ def copy_step(held: Opened, target: Store, progress: ProgressCallback) -> None:
 
 
 def _copy_file(held: Opened, index: int, draft: Draft, bar: Bar) -> None:
-    file: DataFile = held.record.files[index]
+    file: VolumeRecord = held.record.volumes[index]
     reader = opened(held.files, held.record, index, once=True)
     sink: Sink = draft.open(file.name, file.nbytes)
     size = max(1, PIECE // file.chunk_bytes) * file.chunk_bytes

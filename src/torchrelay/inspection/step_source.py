@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchrelay.inspection.seam import Alias, Contents, PlainValue, VolumeFacts
+from torchrelay.plan.selection import Texts
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint.schema import Checkpoint, Outline
 from torchrelay.record.manifest import parts
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import Record
 from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened
-from torchrelay.state.paths import dotted, slots
+from torchrelay.state.paths import slots
 from torchrelay.stores.reading.chunks import check_chunks, read_chunks
 from torchrelay.stores.reading.ranges import Task
 from torchrelay.stores.safetensors import tensors_of
@@ -61,14 +63,14 @@ class StepSource:
 
     def _read_chunks(self, volume: int, start: int, stop: int) -> _Window:
         record = self._held.record
-        file = record.files[volume]
+        file = record.volumes[volume]
         first = start // file.chunk_bytes * file.chunk_bytes
         last = min(-(-stop // file.chunk_bytes) * file.chunk_bytes, file.nbytes)
         return _Window(first, read_chunks(self._held.files, record, Task(volume, first, last)))
 
     def verify(self, progress: ProgressCallback) -> str:
         record = self._held.record
-        check_chunks(self._held.files, record, Bar(progress, record.nbytes).add)
+        check_chunks(self._held.files, record, Bar(progress, record.volume_bytes).add)
         return ""
 
     def close(self) -> None:
@@ -77,39 +79,40 @@ class StepSource:
         self._ended()
 
 
-def contents_of(record: Checkpoint) -> Contents:
-    """The contents that a commit record describes."""
-    outline = record.outline(0)
+def contents_of(record: Record) -> Contents:
+    """The contents that the record of a step describes."""
+    rows = LeafRows(record, at_rest=True)
     tensors = tensors_of(record)
     names = {tensor.name for tensor in tensors}
-    others = [dict(own.leaves) for own in record.own]
+    others = [dict(one.leaves) for one in record.differences]
     found_values: list[PlainValue] = []
     aliases: list[Alias] = []
-    for path, index in slots(outline.tree):
-        name = dotted(path)
+    texts = Texts(len(rows))
+    for path, index in slots(rows.tree):
+        name = texts.of(path)
         if name in names:
             continue
-        leaf = outline.leaves[index]
+        leaf = rows[index]
         text = _text(leaf)
         if text is not None:
             own = {_text(leaves[index]) for leaves in others if index in leaves}
             found_values.append(PlainValue(name, text, len(own | {text})))
         else:
-            target = _target(outline, index)
-            if target is not None:
-                aliases.append(Alias(name, target))
+            images = [part.storage for part in parts(leaf) if part.storage >= 0]
+            if len(images) == 1:
+                aliases.append(Alias(name, tensors[images[0]].name))
     return Contents(
         record.step,
-        record.world,
+        len(record.ranks),
         tuple(tensors),
         tuple(
             VolumeFacts(file.name, file.nbytes, rank_of(file.name), file.chunk_bytes, file.digests)
-            for file in record.files
+            for file in record.volumes
         ),
         tuple(found_values),
         tuple(aliases),
-        record.time,
-        record.torch,
+        record.saved.time,
+        record.saved.torch,
     )
 
 
@@ -134,8 +137,3 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
-
-
-def _target(outline: Outline, index: int) -> str | None:
-    found = [part.storage for part in parts(outline.leaves[index]) if part.storage >= 0]
-    return outline.names[found[0]] if len(found) == 1 else None

@@ -21,10 +21,10 @@ from torchrelay.keeper.settings import LEASE_SECONDS, RATE, STEPS, join_request
 from torchrelay.machine import machine
 from torchrelay.owner import Owner, enrol
 from torchrelay.pending import Pending
+from torchrelay.record.schema import Record
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.steps import check_step
-from torchrelay.stores.shares.outlines import Outlines
 from torchrelay.stores.shares.planner import PlannedShare
 from torchrelay.stores.shares.share import Share
 
@@ -204,7 +204,7 @@ class Keeper:
             return self._publisher.publish(state, step, deadline)
 
     def _lend(
-        self, step: int, share: Share, outlines: Outlines | None, timeout: float
+        self, step: int, share: Share, outlined: Record | None, timeout: float
     ) -> LentSlot | None:
         """For a `Checkpointer`: stage what it has planned, and lend it the memory to write from;
         None where the step has to be skipped."""
@@ -213,7 +213,7 @@ class Keeper:
             if self._closed:
                 return None
             deadline = Deadline(min(timeout, self._timeout))
-            planned = PlannedShare(share, outlines)
+            planned = PlannedShare(share, outlined)
             _, staged = self._publisher.publish_planned(lambda _: planned, step, deadline)
             if staged is None:
                 return None

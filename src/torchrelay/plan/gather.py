@@ -17,13 +17,13 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.plan.holders import NONE
-from torchrelay.plan.kinds import KindTable
 from torchrelay.plan.offer import DestinationLayout, FittedShare
 from torchrelay.plan.selection import Selection
 from torchrelay.plan.sharded import ShardedKind
 from torchrelay.plan.union import Union
 from torchrelay.record import manifest as m
-from torchrelay.record.schema import VERSION, ImageKind, LeafKind, Record, StateOutline, column_of
+from torchrelay.record.kinds import KindTable
+from torchrelay.record.schema import ImageKind, LeafKind, Record, StateOutline, column_of
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import with_parts
 from torchrelay.state.local_parts import local_parts
@@ -200,7 +200,7 @@ class GatherShare:
             kind = kinds[number]
             facts[number] = union.fact(kind.dtype, kind.shape)
             box_of[number] = self._box(kind.box, kind.shape)
-            kind_of[number] = self._kinds.sharded_leaf(kind._replace(flags=0))
+            kind_of[number] = kind._replace(flags=0).number_in(self._kinds)
         wrong = np.flatnonzero(union.fact_of[offered] != facts[numbers])
         for row in wrong[:1].tolist():
             kind = kinds[int(numbers[row])]
@@ -335,17 +335,7 @@ class GatherShare:
             numbers[: len(leaves)][order],
             column_of(offsets[order]),
         )
-        return Record(
-            version=VERSION,
-            step=self.union.joined.records[0].step,
-            outlines=(outline,),
-            kinds=tuple(self._kinds.leaves),
-            images=len(refs),
-            image_kinds=tuple(self._kinds.images),
-            kind_of=column_of(kind_of),
-            meshes=tuple(self._kinds.meshes),
-            shardings=tuple(self._kinds.shardings),
-        )
+        return self._kinds.record((outline,), kind_of, step=self.union.joined.records[0].step)
 
     def _image_kinds(self) -> Numbers:
         """The kind of each image of the share."""

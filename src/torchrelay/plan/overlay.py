@@ -7,35 +7,24 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint.schema import Outline
 from torchrelay.record.keys import identities
+from torchrelay.record.rows import LeafRows
 from torchrelay.record.values import Key
 
 
 class Overlay:
-    """Leaves by index, and the outline in whose names each is written (`homes`).
+    """The leaves of ranks in one record, laid over each other: where two have a path, the first
+    counts.
 
     `exact`: the tree is that of one rank, so everything in it was one state.
     """
 
-    def __init__(self) -> None:
-        self.tree: m.Node = m.DictNode("dict", (), ())
-        self.leaves: list[m.Leaf] = []
-        self.homes: list[Outline] = []
-        self.exact = True
-
-    @classmethod
-    def of(cls, outlines: Sequence[Outline]) -> Overlay:
-        """Several outlines are laid over each other: where two have a path, the first counts."""
-        offer = cls()
-        first = outlines[0].tree
-        others = [outline for outline in outlines[1:] if outline.tree != first]
-        offer.exact = not others
-        for outline in [outlines[0], *others]:
-            offer.leaves += outline.leaves
-            offer.homes += [outline] * len(outline.leaves)
-        offer.tree = laid_over([(one.tree, len(one.leaves)) for one in [outlines[0], *others]])
-        return offer
+    def __init__(self, ranks: Sequence[LeafRows]) -> None:
+        others = [rows for rows in ranks[1:] if rows.tree != ranks[0].tree]
+        some = [ranks[0], *others]
+        self.exact = not others
+        self.leaves: list[m.Leaf] = [leaf for rows in some for leaf in rows]
+        self.tree = laid_over([(rows.tree, len(rows)) for rows in some])
 
 
 def laid_over(trees: Sequence[tuple[m.Node, int]]) -> m.Node:

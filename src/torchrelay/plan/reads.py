@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from torchrelay.geometry.boxes import Box, shared, within
-from torchrelay.record.checkpoint.stored import Shard, Shards, StoredTensor
+from torchrelay.plan.stored import Shard, Shards, StoredTensor
 from torchrelay.state.local_parts import cut
 
 
@@ -36,5 +36,5 @@ def plan_reads(stored: StoredTensor, box: Box, place: torch.Tensor) -> Iterator[
 def _near(shards: Sequence[Shard], box: Box) -> Iterable[Shard]:
     """The shards that may have elements of a box of a destination."""
     if isinstance(shards, Shards):
-        return map(shards.__getitem__, shards.tiling.near(box))
+        return map(shards.__getitem__, shards.kind.near(box))
     return shards

@@ -20,9 +20,7 @@ class Texts:
         name = dotted(path)
         self._left -= len(name) + 8 * len(path)
         if self._left < 0:
-            raise MismatchError(
-                "the paths of the step are too long to be looked through by `include`: use `key`"
-            )
+            raise MismatchError("the paths of the step are too long to be looked through")
         return name
 
 

@@ -16,8 +16,9 @@ from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Box
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
+from torchrelay.record.kinds import KindTable
 from torchrelay.record.meshes import local_box
-from torchrelay.record.schema import ImageKind
+from torchrelay.record.schema import BoxSharding, ImageKind, LeafKind, MeshSharding
 from torchrelay.state import tensors as t
 from torchrelay.state.meshes import mesh_record
 
@@ -45,6 +46,14 @@ class ShardedKind(NamedTuple):
     def image(self) -> ImageKind:
         """The kind of image that its part here is."""
         return ImageKind.of_boxes(self.dtype, self.shape, [self.box])
+
+    def number_in(self, kinds: KindTable) -> int:
+        """The number of the kind of its leaves."""
+        leaf = LeafKind(self.dtype, self.shape, self.strides, self.flags)
+        if self.mesh is None:
+            return kinds.distributed(leaf, BoxSharding(self.boxes, self.pinned), None)
+        how = MeshSharding(-1, self.placements, self.coordinate)
+        return kinds.distributed(leaf, how, self.mesh)
 
     @property
     def is_partial(self) -> bool:
@@ -104,21 +113,12 @@ class ShardedLeaves:
 
     def _add_sharded(self, leaf: int, tensor: t.ShardedTensor) -> None:
         try:
-            locals_, boxes, all_boxes, properties = t.sharded_parts(tensor)
+            locals_, boxes, all_boxes, _ = t.sharded_parts(tensor)
         except UnsupportedLeafError:
             return  # refused by the general path, by its name
         if len(locals_) != 1 or boxes[0] not in all_boxes:
             return
-        kind = ShardedKind(
-            t.NAMES[properties.dtype],
-            tuple(tensor.size()),
-            None,
-            m.REQUIRES_GRAD if properties.requires_grad else 0,
-            (boxes[0].offsets, boxes[0].sizes),
-            None,
-            boxes=all_boxes,
-            pinned=properties.pin_memory,
-        )
+        kind = kind_of_sharded(tensor)._replace(box=(boxes[0].offsets, boxes[0].sizes))
         number = self._known.setdefault(_encode(kind), len(self.kinds))
         if number == len(self.kinds):
             self.kinds.append(kind)
@@ -146,26 +146,46 @@ def find_sharded(leaves: Sequence[object]) -> ShardedLeaves:
 
 
 def _dtensor_kind(tensor: Any, spec: Any) -> ShardedKind | None:
+    """The kind of a DTensor's part here; None where that is not a box of it."""
     coordinate = spec.mesh.get_coordinate()
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    if coordinate is None or len(shape) > m.MAX_DIMS:
+    if coordinate is None or tensor.dim() > m.MAX_DIMS:
         return None
-    mesh = mesh_record(spec.mesh)
     try:
-        placements = tuple(map(t.placement_record, spec.placements))
+        kind = kind_of_dtensor(tensor)
     except UnsupportedLeafError:
         return None  # refused by the general path, by its name
-    box = local_box(shape, mesh.shape, tuple(coordinate), placements)
-    if box is None:
-        return None
+    assert kind.mesh is not None
+    box = local_box(kind.shape, kind.mesh.shape, tuple(coordinate), kind.placements)
+    return None if box is None else kind._replace(box=box, coordinate=tuple(coordinate))
+
+
+def kind_of_dtensor(tensor: Any) -> ShardedKind:
+    """The kind of a whole DTensor."""
+    _, spec = t.dtensor_parts(tensor)
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     return ShardedKind(
         t.NAMES[tensor.dtype],
         shape,
         None if strides == contiguous_strides(shape) else strides,
         (m.REQUIRES_GRAD if tensor.requires_grad else 0)
         | (m.PARAMETER if t.is_parameter(tensor) else 0),
-        box,
-        mesh,
-        placements,
-        tuple(coordinate),
+        ((0,) * len(shape), shape),
+        mesh_record(spec.mesh),
+        tuple(map(t.placement_record, spec.placements)),
+    )
+
+
+def kind_of_sharded(tensor: t.ShardedTensor) -> ShardedKind:
+    """The kind of a whole ShardedTensor."""
+    _, _, all_boxes, properties = t.sharded_parts(tensor)
+    shape = tuple(tensor.size())
+    return ShardedKind(
+        t.NAMES[properties.dtype],
+        shape,
+        None,
+        m.REQUIRES_GRAD if properties.requires_grad else 0,
+        ((0,) * len(shape), shape),
+        None,
+        boxes=all_boxes,
+        pinned=properties.pin_memory,
     )

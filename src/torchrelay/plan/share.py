@@ -11,32 +11,24 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box
 from torchrelay.geometry.strides import contiguous_strides
+from torchrelay.plan.in_rows import in_rows
 from torchrelay.plan.offer import DestinationLayout, FittedShare
 from torchrelay.plan.overlay import Overlay, pruned
 from torchrelay.plan.selection import Selection
+from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint.schema import Outline
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.manifest import parts
-from torchrelay.record.schema import (
-    VERSION,
-    ImageKind,
-    LeafKind,
-    Record,
-    StateOutline,
-    column_of,
-    numbered,
-)
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import ImageKind, Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import with_parts
-from torchrelay.state.local_parts import local_parts
+from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.matching import Matched, Pair
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import LeafPaths
@@ -49,38 +41,35 @@ _NOTHING = m.ValueLeaf("plain", None)  # in the place of leaves that nobody want
 
 
 class Portion(NamedTuple):
-    """What an image of a share has: a box of a stored tensor, laid out with `strides`."""
+    """What an image of a share has: a box of a stored tensor. `layout` has its strides, unless they
+    are row-major."""
 
     tensor: StoredTensor
     box: Box
-    strides: tuple[int, ...]
+    layout: tuple[int, ...] | None
 
     @property
     def nbytes(self) -> int:
         return prod(self.box[1]) * itemsize(self.tensor.dtype)
 
     @property
-    def layout(self) -> tuple[int, ...] | None:
-        """The strides, unless they are row-major."""
-        return None if self.strides == contiguous_strides(self.box[1]) else self.strides
-
-    @property
     def shard(self) -> Shard | None:
         """The shard that is all of it, byte for byte; none where it has to be put together."""
-        found = next(iter(self.tensor.shards), None)
-        if found is None or (found.offsets, found.sizes) != self.box:
+        if self.layout is not None or not self.tensor.shards:
             return None
-        return found if self.strides == contiguous_strides(self.box[1]) else None
+        found: Shard = self.tensor.shards[0]
+        return found if (found.offsets, found.sizes) == self.box else None
 
     def over(self, storage: torch.UntypedStorage, offset: int = 0) -> torch.Tensor:
         """Its elements in the memory of an image."""
         record = m.TensorLeaf(self.tensor.dtype, self.box[1], None, 0)
-        return t.over_storage(storage, offset, record, self.strides)
+        strides = self.layout or contiguous_strides(self.box[1])
+        return t.over_storage(storage, offset, record, strides)
 
 
 class RankShare:
-    """One rank's share of a recorded state: of its `outlines`, laid over each other, with the
-    stored `tensors` by name. `include` chooses leaves by patterns of their paths.
+    """One rank's share of a recorded state: of the leaves of these `ranks`, laid over each other,
+    with the stored `tensors` by image. `include` chooses leaves by patterns of their paths.
 
     `look` is called with each stored tensor for which memory is going to be taken; `lend` may have
     memory with so many bytes of a shard in it already. `lent`: images that it had.
@@ -89,8 +78,8 @@ class RankShare:
 
     def __init__(
         self,
-        outlines: Sequence[Outline],
-        tensors: Mapping[str, StoredTensor],
+        ranks: Sequence[LeafRows],
+        tensors: Sequence[StoredTensor],
         *,
         include: tuple[str, ...] = (),
         guessed: bool = False,
@@ -98,12 +87,14 @@ class RankShare:
         look: Callable[[StoredTensor], None] = lambda stored: None,
         lend: Callable[[Shard, int], torch.Tensor | None] = lambda shard, nbytes: None,
     ) -> None:
-        self._offer = Overlay.of(outlines)
-        self._tensors = tensors
+        self._offer = Overlay(ranks)
+        self._recorded = ranks[0].record
+        self._boxes = LocalBoxes()
+        self._tensors = list(tensors)
         self._converts = converts
         self._look, self._lend = look, lend
         self.lent: set[int] = set()
-        self._numbers: dict[tuple[str, Box, tuple[int, ...]], int] = {}
+        self._numbers: dict[tuple[int, Box, tuple[int, ...]], int] = {}
         self._likes: dict[int, tuple[m.DTensorLeaf, t.DeviceMesh]] = {}
         self._first: dict[object, int] = {}  # by memory, the portion that goes there
         self.tree = self._offer.tree
@@ -181,71 +172,49 @@ class RankShare:
         return FittedShare(self._record(self.tree, found), matched, late)
 
     def _record(self, tree: m.Node, leaves: list[m.Leaf]) -> Record:
-        """The leaves, and the portions as images. Tensors that are all of a portion are rows."""
+        """The leaves, and the portions as images."""
         dtypes = [portion.tensor.dtype for portion in self.portions]
-        rows: list[tuple[LeafKind, int]] = []
-        others: list[tuple[int, m.Leaf]] = []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, m.TensorLeaf) and self._is_portion(leaf):
-                rows.append((LeafKind(leaf.dtype, leaf.shape, None, leaf.flags), leaf.storage))
+        for leaf in leaves:
+            if not isinstance(leaf, m.TensorLeaf) or leaf.storage < 0:
+                continue
+            if leaf.dtype != dtypes[leaf.storage] and self._is_portion(leaf):
                 dtypes[leaf.storage] = leaf.dtype  # another one where values are converted
-            else:
-                others.append((index, leaf))
-        kinds, kind_of_rows = numbered([kind for kind, _ in rows])
-        stored = [
+        images = [
             ImageKind(dtype, portion.box[1], portion.layout)
             for dtype, portion in zip(dtypes, self.portions, strict=True)
         ]
-        image_kinds, kind_of = numbered(stored)
-        outline = StateOutline(
-            tree,
-            len(leaves),
-            tuple(leaf for _, leaf in others),
-            column_of(np.array([index for index, _ in others], np.int64)),
-            column_of(kind_of_rows),
-            np.array([image for _, image in rows], np.int64),
-        )
-        return Record(
-            version=VERSION,
-            outlines=(outline,),
-            kinds=tuple(kinds),
-            images=len(self.portions),
-            image_kinds=tuple(image_kinds),
-            kind_of=column_of(kind_of),
-        )
+        return in_rows(tree, leaves, images)
 
     def _is_portion(self, leaf: m.TensorLeaf) -> bool:
         """Whether a tensor is all of a portion, as that is laid out."""
-        if leaf.storage < 0 or leaf.offset or leaf.flags & m.META:
+        if leaf.offset or leaf.flags & m.META:
             return False
         portion = self.portions[leaf.storage]
         return portion.box[1] == leaf.shape and portion.layout == leaf.strides
 
-    def _portion(
-        self, stored: StoredTensor, box: Box | None = None, strides: tuple[int, ...] = ()
-    ) -> int:
-        """The number of an image with this box of a tensor, or all of it."""
+    def _portion(self, image: int, box: Box | None = None, strides: tuple[int, ...] = ()) -> int:
+        """The number of a portion with this box of a stored tensor, or all of it."""
+        stored = self._tensors[image]
         if box is None:
             box = (0,) * len(stored.shape), stored.shape
-        key = stored.name, box, strides
+        key = image, box, strides
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.portions)
-            self.portions.append(Portion(stored, box, strides or contiguous_strides(box[1])))
+            is_layout = strides and strides != contiguous_strides(box[1])
+            self.portions.append(Portion(stored, box, strides if is_layout else None))
         return number
 
-    def _stored(self, index: int, storage: int) -> StoredTensor:
-        return self._tensors[self._offer.homes[index].names[storage]]
-
-    def _all_of(self, index: int, leaf: m.Leaf) -> StoredTensor | None:
-        """The stored tensor that is all of a leaf, element for element."""
+    def _all_of(self, leaf: m.Leaf) -> int | None:
+        """The image that is all of a leaf, element for element."""
         if not isinstance(leaf, _WHOLE):
             return None
         part = next(parts(leaf))
         if part.storage < 0 or part.strides is not None or part.offset:
             return None
-        stored = self._stored(index, part.storage)
-        return stored if (stored.dtype, stored.shape) == (part.dtype, part.shape) else None
+        stored = self._tensors[part.storage]
+        same = (stored.dtype, stored.shape) == (part.dtype, part.shape)
+        return part.storage if same else None
 
     def _made(self, index: int) -> m.Leaf:
         """A leaf as it is made without the ranks that had it: distributed tensors are whole."""
@@ -253,21 +222,19 @@ class RankShare:
         if isinstance(leaf, (m.DTensorLeaf, m.ShardedLeaf)):
             part = next(parts(leaf))
             leaf = m.TensorLeaf(part.dtype, part.shape, None, part.storage, 0, leaf.flags)
-        return self._placed(index, leaf)
+        return self._placed(leaf)
 
-    def _placed(self, index: int, leaf: m.Leaf) -> m.Leaf:
+    def _placed(self, leaf: m.Leaf) -> m.Leaf:
         """A leaf over images of whole tensors, in the layout that they had in memory."""
-        layouts = self._offer.homes[index].layouts
+        kinds, kind_of = self._recorded.image_kinds, self._recorded.image_kind
 
         def place(part: m.TensorLeaf) -> m.TensorLeaf:
             if part.storage < 0:
                 return part
-            stored = self._stored(index, part.storage)
+            stored = self._tensors[part.storage]
             self._look(stored)
-            layout = layouts.get(part.storage, ())
-            if len(layout) != len(stored.shape):
-                layout = ()
-            number = self._portion(stored, None, layout)
+            layout = kinds[int(kind_of[part.storage])].strides or ()
+            number = self._portion(part.storage, None, layout)
             strides = part.strides
             if layout and strides is None and not part.offset and part.shape == stored.shape:
                 strides = layout
@@ -280,16 +247,14 @@ class RankShare:
     def _given(self, index: int, like: torch.Tensor | None) -> m.Leaf:
         """A leaf that is made for an object: distributed as `like` is, where that has its shape."""
         leaf = self._offer.leaves[index]
-        stored = self._all_of(index, leaf)
-        if (
-            stored is None
-            or not stored.shape
-            or not t.is_dtensor(like)
-            or stored.shape != tuple(like.shape)
-        ):
+        image = self._all_of(leaf)
+        if image is None or not t.is_dtensor(like):
+            return self._made(index)
+        stored = self._tensors[image]
+        if not stored.shape or stored.shape != tuple(like.shape):
             return self._made(index)
         self._look(stored)
-        return self._part_of(stored, stored.dtype, like)[0]
+        return self._part_of(image, stored.dtype, like)[0]
 
     def _local(self, index: int, mine: object, *, known: bool) -> tuple[m.Leaf, int | None]:
         """A leaf as it goes to `mine`, and the image that is all of what goes there, if there is
@@ -298,33 +263,33 @@ class RankShare:
         if isinstance(leaf, (m.DTensorLeaf, m.ShardedLeaf)):
             leaf = next(parts(leaf))
         if not isinstance(leaf, m.TensorLeaf) or not isinstance(mine, torch.Tensor):
-            return self._placed(index, leaf), None
-        stored = self._all_of(index, leaf)
+            return self._placed(leaf), None
+        image = self._all_of(leaf)
         if t.is_distributed(mine):
-            if stored is not None or 0 in leaf.shape:
+            if image is not None or 0 in leaf.shape:
                 self._compare(leaf, mine)
-                return self._part_of(stored, leaf.dtype, mine)
-        elif stored is not None and not leaf.flags & _ODD and (known or _is_settable(mine)):
+                return self._part_of(image, leaf.dtype, mine)
+        elif image is not None and not leaf.flags & _ODD and (known or _is_settable(mine)):
             self._compare(leaf, mine)
-            number = self._portion(stored)
+            number = self._portion(image)
             dtype = t.NAMES[mine.dtype] if self._converts else leaf.dtype
             if (number, dtype) == (leaf.storage, leaf.dtype):
                 return leaf, number
             return m.TensorLeaf(dtype, leaf.shape, None, number, 0, leaf.flags), number
-        return self._placed(index, leaf), None
+        return self._placed(leaf), None
 
     def _part_of(
-        self, stored: StoredTensor | None, dtype: str, mine: torch.Tensor
+        self, image: int | None, dtype: str, mine: torch.Tensor
     ) -> tuple[m.Leaf, int | None]:
         """The part of a tensor that a distributed one has in this process, described like it."""
         if self._converts:
             dtype = t.NAMES[mine.dtype]
         shape = tuple(mine.size())
         numbers, locals_ = [], []
-        for part in local_parts(mine):
+        for part in local_parts(mine, self._boxes):
             number = -1
-            if stored is not None and part.tensor.numel():
-                number = self._portion(stored, part.box)
+            if image is not None and part.tensor.numel():
+                number = self._portion(image, part.box)
             numbers.append(number)
             locals_.append(m.TensorLeaf(dtype, tuple(part.tensor.shape), None, number))
         if isinstance(mine, t.ShardedTensor):
@@ -347,6 +312,9 @@ class RankShare:
         return leaf, max(numbers, default=-1)
 
     def _compare(self, leaf: m.TensorLeaf, mine: torch.Tensor) -> None:
+        dtype = leaf.dtype if self._converts else t.NAMES[mine.dtype]
+        if leaf.shape == mine.size() and leaf.dtype == dtype and type(mine) is torch.Tensor:
+            return
         facts: list[tuple[str, object, object]] = [("shape", leaf.shape, tuple(mine.size()))]
         if not self._converts:
             facts.insert(0, ("dtype", leaf.dtype, t.NAMES[mine.dtype]))

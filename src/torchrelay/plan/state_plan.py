@@ -18,18 +18,16 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Column, Runs
 from torchrelay.plan.description import Others, taken_apart
 from torchrelay.plan.images import LEAF, SHARDED, Image, stored_dtype
-from torchrelay.plan.kinds import KindTable
 from torchrelay.plan.pieces import Indices, Pieces
 from torchrelay.plan.region import Region
 from torchrelay.plan.sharded import ShardedKind, ShardedLeaves, find_sharded
 from torchrelay.plan.stream import Stream
 from torchrelay.record import manifest as m
+from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import (
     ON_HOST,
-    VERSION,
     ImageKind,
     LeafKind,
-    Record,
     StateOutline,
     VolumeRecord,
     column_of,
@@ -75,19 +73,13 @@ class StatePlan:
             device_of = np.empty(len(order), np.int64)
             device_of[order] = on
         outline = self._outline(flat, some, odd, row_kinds, order)
-        record = Record(
-            version=VERSION,
+        record = kinds.record(
+            (outline,),
+            kind_of,
             step=step,
-            outlines=(outline,),
-            kinds=tuple(kinds.leaves),
-            images=len(order),
-            image_kinds=tuple(kinds.images),
-            kind_of=column_of(kind_of),
             devices=devices,
             device_of=None if device_of is None else column_of(device_of),
             storage_of=self._storage_of,
-            meshes=tuple(kinds.meshes),
-            shardings=tuple(kinds.shardings),
         )
         sizes = record.box_bytes
         total = cutting.stream_bytes(sizes)
@@ -273,7 +265,7 @@ def _kinds_of_pieces(
             image = ImageKind(stored_dtype(kind.dtype), kind.shape)
         else:
             part = sharded.kinds[number - count]
-            leaf, image = kinds.sharded_leaf(part), part.image
+            leaf, image = part.number_in(kinds), part.image
         found[:, number] = leaf, kinds.image(image)
     return found[0][of], found[1][of]
 
@@ -322,7 +314,7 @@ class _OddRows:
             image = self._first_empty + len(self.empties)
             self.empties.append((kind, view.tensor.device.type))
         if role >= SHARDED:
-            number = self._kinds.sharded_leaf(self._sharded[role])
+            number = self._sharded[role].number_in(self._kinds)
         else:
             strides = None if place.whole else place.strides
             flags = view.flags & ~m.ON_DEVICE

@@ -36,7 +36,6 @@ class _Head(msgspec.Struct):
     """What records of all versions have."""
 
     version: tuple[int, int]
-    step: int | None = None
 
 
 class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
@@ -108,17 +107,15 @@ def decode(
     return record
 
 
-def step_of(data: bytes | bytearray | memoryview) -> int | None:
-    """The step alone of an encoded record; None also where it cannot be read."""
-    try:
-        return _wire_head.decode(data).step
-    except _FAULTS:
-        return None
-
-
 def encode_at_rest(record: Record) -> bytes:
     body = _rest_encoder.encode(record)
     return msgspec.json.encode(_Sealed(msgspec.Raw(body), xxhash.xxh3_128_hexdigest(body)))
+
+
+def content_digest(record: Record) -> str:
+    """A digest of what a step holds, whenever and by whichever program it was saved."""
+    bare = msgspec.structs.replace(record, origin=None)
+    return xxhash.xxh3_128_hexdigest(_rest_encoder.encode(bare))
 
 
 def decode_at_rest(data: bytes, mode: Mode = "whole") -> Record:
@@ -158,7 +155,7 @@ def _unsealed(data: bytes) -> bytes:
 def _unknown(version: tuple[int, int]) -> FormatError:
     return FormatError(
         f"a checkpoint of format {version[0]}.{version[1]}, this version reads format "
-        f"{VERSION[0]}.{VERSION[1]}: read it with the torchrelay that wrote it"
+        f"{VERSION[0]}: read it with the torchrelay that wrote it"
     )
 
 

@@ -10,27 +10,19 @@ from __future__ import annotations
 
 import math
 import struct
-import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import cast
 
 import msgspec
 
 from torchrelay.errors import ManifestError
 from torchrelay.record.values import BigInt, Float, Key, Text, TupleKey, decode_key, decode_value
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
 # So many keys take a second, or two, if all of them collide.
 MAX_NUMBER_KEYS = 1 << 15
 MAX_OTHER_KEYS = 1 << 12
 MAX_KEY_ITEMS = 1 << 16  # of tuples, those in them included
 _PLAIN = frozenset((str, int, bool, type(None)))
-FEW = 256  # keys that are no trouble, whichever they are
-_SOME = 64  # keys between two looks at the clock
-_PATIENCE = 0.005  # seconds for a set of keys, and
-_PATIENCE_EACH = 3e-6  # seconds for each of them, and
-_PATIENCE_ITEM = 2e-7  # seconds for each item of those that are tuples
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -140,36 +132,3 @@ def _items(key: Key) -> int:
     if isinstance(key, TupleKey):
         return 1 + sum(map(_items, key.items))
     return 1 + len(key.hex) // 16 if isinstance(key, BigInt) else 1
-
-
-class KeyTable:
-    """A dict or a set of values from outside, made to see whether it can be.
-
-    `ManifestError` ends it when they take far longer than values that nobody chose for their
-    hashes: whatever is made of them later would take as long.
-    """
-
-    def __init__(self, kind: type[dict[Any, Any]] | type[set[Any]] = dict) -> None:
-        self._values: Any = kind()
-        self._left = _PATIENCE
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def put(self, values: Sequence[object], weight: int = 0) -> None:
-        """`weight`: how many items there are in the tuples of tuples, in all."""
-        self._left += weight * _PATIENCE_ITEM
-        for at in range(0, len(values), _SOME):
-            some = values[at : at + _SOME]
-            few = len(self._values) + len(some) <= FEW
-            begun = 0.0 if few else time.thread_time()
-            self._values.update(dict.fromkeys(some))
-            if not few:
-                items = sum(len(one) for one in some if isinstance(one, tuple))
-                allowed = len(some) * _PATIENCE_EACH + items * _PATIENCE_ITEM
-                self._left += allowed - (time.thread_time() - begun)
-            if self._left < 0:
-                raise ManifestError(
-                    f"{len(values)} keys of a dict, or items of a set, that are far too slow to "
-                    "look up: their hashes collide"
-                )

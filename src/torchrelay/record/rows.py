@@ -1,4 +1,4 @@
-"""The leaves of a live rank's record, as a sequence of leaf records made when asked for."""
+"""The leaves of a rank in a record, as a sequence of leaf records made when asked for."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
-from torchrelay.record.schema import BoxSharding, LeafKind, Record
+from torchrelay.record.schema import BoxSharding, LeafKind, RankDifference, Record, Sharding
 
 Marks = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class LeafRows(Sequence[m.Leaf]):
-    """Leaves of a valid record of a stream. Tensors are rows: `leaves` has the leaf that each is,
+    """Leaves of a rank in a valid record. Tensors are rows: `leaves` has the leaf that each is,
     `kinds` its kind, `images` and `offsets` where it lies. `others` has the rest, by leaf.
 
-    A record that is made of a row has the strides of its image in memory.
+    A record that is made of a row has the strides of its image in memory, unless it is `at_rest`:
+    images of a step are row-major, and their strides a hint. There a distributed tensor is whole.
     """
 
-    def __init__(self, record: Record) -> None:
-        (found,) = record.outlines
+    def __init__(self, record: Record, rank: int = 0, *, at_rest: bool = False) -> None:
+        found = record.outlines[record.ranks[rank]]
         self.record = record
+        self._at_rest = at_rest
         self.tree = found.tree
         self._count = found.leaves
         self.leaves: Numbers = found.row_leaves
@@ -34,6 +36,20 @@ class LeafRows(Sequence[m.Leaf]):
         self.offsets: Numbers = found.row_offsets
         pairs = zip(found.other_leaves.tolist(), found.others, strict=True)
         self.others: dict[int, m.Leaf] = dict(pairs)
+        if rank in record.difference_of:
+            self._differ(record.difference_of[rank])
+
+    def _differ(self, own: RankDifference) -> None:
+        if own.images:
+            rows, images = np.array(own.images, np.int64).T
+            self.images = self.images.copy()
+            self.images[rows] = images
+        self.others.update(own.leaves)
+        replaced = np.isin(self.leaves, np.array([leaf for leaf, _ in own.leaves], np.int64))
+        if replaced.any():
+            columns = (self.leaves, self.kinds, self.images, self.offsets)
+            found = [column[~replaced] for column in columns]
+            self.leaves, self.kinds, self.images, self.offsets = found
 
     def __len__(self) -> int:
         return self._count
@@ -81,36 +97,52 @@ class LeafRows(Sequence[m.Leaf]):
         image, offset = int(self.images[row]), int(self.offsets[row])
         there = record.image_kinds[int(record.image_kind[image])]
         flags, device = kind.flags, record.devices[int(record.image_devices[image])]
-        if not record.box_bytes[image]:
+        # At rest an image has elements, in one box that is all of it, or in several.
+        box = there.boxes[0] if there.count == 1 else ((0,) * len(there.shape), there.shape)
+        if 0 in box[1]:
             image = -1
             flags |= 0 if device == "cpu" else m.ON_DEVICE
         if kind.sharding >= 0:
-            return self._sharded(kind, there.boxes[0], there.strides, image, flags & m.ON_DEVICE)
+            part = m.TensorLeaf(kind.dtype, box[1], there.strides, image, 0, flags & m.ON_DEVICE)
+            return distributed_leaf(part, box, kind, record.shardings[kind.sharding], record.meshes)
         strides = kind.strides
-        if strides is None and not offset and there.shape == kind.shape:
+        if strides is None and not offset and there.shape == kind.shape and not self._at_rest:
             strides = there.strides
         return m.TensorLeaf(kind.dtype, kind.shape, strides, image, offset, flags)
 
-    def _sharded(
-        self,
-        kind: LeafKind,
-        box: tuple[tuple[int, ...], tuple[int, ...]],
-        strides: tuple[int, ...] | None,
-        image: int,
-        flags: int,
-    ) -> m.Leaf:
-        local = m.TensorLeaf(kind.dtype, box[1], strides, image, 0, flags)
-        how = self.record.shardings[kind.sharding]
-        if isinstance(how, BoxSharding):
-            mine = next(one for one in how.boxes if (one.offsets, one.sizes) == box)
-            facts = (kind.shape, kind.dtype, kind.flags, how.pinned)
-            return m.ShardedLeaf((local,), (mine,), how.boxes, *facts)
-        return m.DTensorLeaf(
-            local,
-            self.record.meshes[how.mesh],
-            how.placements,
-            kind.shape,
-            contiguous_strides(kind.shape) if kind.strides is None else kind.strides,
-            how.coordinate,
-            kind.flags,
-        )
+
+def distributed_leaf(
+    part: m.TensorLeaf, box: Box, kind: LeafKind, how: Sharding, meshes: Sequence[m.Mesh]
+) -> m.Leaf:
+    """The record of a distributed tensor. A rank has one part of it: this box."""
+    if isinstance(how, BoxSharding):
+        own = (one for one in how.boxes if (one.offsets, one.sizes) == box)
+        mine = next(own, m.Box(*box, None))
+        facts = (kind.shape, kind.dtype, kind.flags, how.pinned)
+        return m.ShardedLeaf((part,), (mine,), how.boxes, *facts)
+    return m.DTensorLeaf(
+        part,
+        meshes[how.mesh],
+        how.placements,
+        kind.shape,
+        contiguous_strides(kind.shape) if kind.strides is None else kind.strides,
+        how.coordinate,
+        kind.flags,
+    )
+
+
+def rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
+    """The leaves that a rank of a group of `world` loads from, the first of them first.
+
+    Its own where the group is as large as the one that saved. Else those of the same rank, and
+    those of the others, laid over each other.
+    """
+    saved = len(record.ranks)
+    if world == saved or (len(record.outlines) == 1 and not record.differences):
+        return [LeafRows(record, min(rank, saved - 1), at_rest=True)]
+    first = rank if rank < saved else 0
+    # Ranks of one outline have the same paths, and the first of them counts.
+    ranks = {record.ranks[first]: first}
+    for other, number in enumerate(record.ranks):
+        ranks.setdefault(number, other)
+    return [LeafRows(record, other, at_rest=True) for other in ranks.values()]

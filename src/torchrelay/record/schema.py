@@ -3,7 +3,8 @@
 One schema describes three things:
 
 - a *stream*: the state of one live rank, whose memory is the only volume;
-- a *part*: what one rank has of a state, in some boxes of its tensors;
+- a *part*: what one rank reports of a step that several ranks save: its outline, without any box,
+  or the boxes that it has written, by the names of their images, without an outline;
 - the *whole*: a state at rest, with every element of every tensor once.
 
 The bytes of a state are *images*: an image is one tensor, or the memory that several different
@@ -18,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from torchrelay.record.dtypes import itemsize
 from torchrelay.record.manifest import Box, Leaf, Mesh, Node, Placement
 
 VERSION = (3, 0)
+_FEW = 32  # boxes that are looked at one by one
 ON_HOST = ("cpu",)  # the devices of a state that lies in host memory alone
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -103,6 +104,11 @@ class ImageKind(msgspec.Struct, array_like=True, frozen=True, dict=True):
         return cls(dtype, shape, strides, len(boxes), *columns)
 
     @property
+    def without_boxes(self) -> ImageKind:
+        """The same dtype, shape and layout, and no box."""
+        return ImageKind(self.dtype, self.shape, self.strides, 0)
+
+    @property
     def is_whole(self) -> bool:
         """Whether its one box is all of the image."""
         return self.count == 1 and self.offsets is None and self.sizes is None
@@ -129,6 +135,24 @@ class ImageKind(msgspec.Struct, array_like=True, frozen=True, dict=True):
         if self.is_whole:
             return np.array([prod(self.shape) * itemsize(self.dtype)], np.int64)
         found: Numbers = self.columns[1].prod(1) * itemsize(self.dtype)
+        return found
+
+    @cached_property
+    def _met(self) -> dict[Bounds, list[int]]:
+        return {}
+
+    def near(self, box: Bounds) -> Sequence[int]:
+        """The boxes that may have elements of this one, which a destination wants: where there are
+        many, most have none."""
+        if self.count <= _FEW:
+            return range(self.count)
+        found = self._met.get(box)
+        if found is None:
+            offsets, sizes = self.columns
+            first = np.array(box[0], np.int64)
+            last = first + np.array(box[1], np.int64)
+            meet = ((offsets < last) & (offsets + sizes > first)).all(1)
+            found = self._met[box] = np.flatnonzero(meet).tolist()
         return found
 
 
@@ -217,7 +241,8 @@ class ObjectBytes(_RowRecord, frozen=True):
 
 
 class Origin(_MapRecord, frozen=True):
-    """The program and time of a save. `save_id`: the name that a writer of torch's DCP gave it."""
+    """The program and time (UTC, as 2026-01-02T03:04:05Z) of a save. `save_id`: the name that a
+    writer of torch's DCP gave it."""
 
     time: str
     torch: str
@@ -248,6 +273,11 @@ class Record(_MapRecord, frozen=True, kw_only=True):
     names: tuple[tuple[int, str], ...] = ()  # images that are not named by their first path
     objects: tuple[ObjectBytes, ...] = ()
     origin: Origin | None = None
+
+    @cached_property
+    def difference_of(self) -> dict[int, RankDifference]:
+        """The differences by rank."""
+        return {one.rank: one for one in self.differences}
 
     @cached_property
     def image_kind(self) -> Numbers:
@@ -323,6 +353,22 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         """Bytes of all boxes, without padding."""
         return int(self.box_bytes.sum())
 
+    @property
+    def volume_bytes(self) -> int:
+        return sum(volume.nbytes for volume in self.volumes)
+
+    @property
+    def saved(self) -> Origin:
+        """The origin of a step at rest, which always has one."""
+        assert self.origin is not None
+        return self.origin
+
+    @property
+    def planned(self) -> bool:
+        """Whether a planner of torch's described the containers, as it does to the DCP writer: it
+        takes tuples of tensors for lists, and drops empty containers."""
+        return self.origin is not None and self.origin.save_id is not None
+
 
 def zeros_or(column: Column, count: int) -> Numbers:
     return np.zeros(count, np.int64) if column is None else column
@@ -331,14 +377,3 @@ def zeros_or(column: Column, count: int) -> Numbers:
 def column_of(numbers: Numbers) -> Column:
     """A column; None where all numbers are 0."""
     return numbers if numbers.any() else None
-
-
-Kind = TypeVar("Kind", LeafKind, ImageKind)
-
-
-def numbered(kinds: Sequence[Kind]) -> tuple[list[Kind], Numbers]:
-    """The different ones of some kinds that have no boxes, and the number of each."""
-    known: dict[bytes, int] = {}  # by their encoding: a peer's numbers may hash alike
-    numbers = [known.setdefault(_encode(kind), len(known)) for kind in kinds]
-    firsts = dict(zip(reversed(numbers), reversed(kinds), strict=True))
-    return [firsts[number] for number in range(len(known))], np.array(numbers, np.int64)

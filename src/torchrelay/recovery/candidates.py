@@ -10,10 +10,11 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, MismatchError, RelayError
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.crew import Crew
-from torchrelay.record.checkpoint.schema import Checkpoint, epoch_seconds
+from torchrelay.record.schema import Record
 from torchrelay.results import Attempt
 from torchrelay.sources.mended_step import MendedStep, StepSupplier
 from torchrelay.sources.seam import Opened, Source
+from torchrelay.steps import epoch_seconds
 
 ASK_SECONDS = 10.0  # that a source may take to list its steps
 FIRST_SHARE = 0.6  # of the time of an attempt, which its first source may take
@@ -97,8 +98,8 @@ class Candidates:
         self._given = MendedStep(opened(first, share), suppliers, deadline)
         return self._given
 
-    def _check_age(self, record: Checkpoint, step: int) -> None:
-        age = time.time() - (epoch_seconds(record.time) or 0.0)  # no time: as old as can be
+    def _check_age(self, record: Record, step: int) -> None:
+        age = time.time() - (epoch_seconds(record.saved.time) or 0.0)  # no time: as old as can be
         if self._max_age is not None and age > self._max_age:
             raise TooOldError(
                 f"it is {age:.0f} s old, and max_age is {self._max_age:g} s", step=step

@@ -25,8 +25,8 @@ from torchrelay.errors import (
 )
 from torchrelay.items import items_of
 from torchrelay.memory.crew import Crew
-from torchrelay.record.checkpoint.commit import content_digest, decode
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.encoding import content_digest, decode_at_rest
+from torchrelay.record.schema import Record
 from torchrelay.sources.access import Access
 from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
 from torchrelay.sources.lent_memory import Count, LentMemory, LocalFacts
@@ -260,11 +260,11 @@ class EndpointSource:
         return self._opened[-1]
 
     def _suppliers(
-        self, holders: Holders, record: Checkpoint, snapshot: str, deadline: Deadline
+        self, holders: Holders, record: Record, snapshot: str, deadline: Deadline
     ) -> Suppliers:
         """Each volume is at servers that list it, or at the ranks that an endpoint names."""
         known: dict[str, HttpSupplier] = {}
-        volumes: dict[str, list[Supplier]] = {file.name: [] for file in record.files}
+        volumes: dict[str, list[Supplier]] = {file.name: [] for file in record.volumes}
 
         def add(name: str, url: str, host: Host) -> None:
             supplier = known.setdefault(url, HttpSupplier(host, snapshot))
@@ -288,12 +288,12 @@ class EndpointSource:
             raise self._nobody()
         return Suppliers(volumes, deadline, f"step {record.step} of {self.name}")
 
-    def _map(self, suppliers: Suppliers, record: Checkpoint, snapshot: str) -> None:
+    def _map(self, suppliers: Suppliers, record: Record, snapshot: str) -> None:
         """Have the servers of this host lend their memory, where it is that of the record."""
         if not self._same_host:
             self.instead["mapped"] = "same_host=False"
             return
-        sizes = {file.name: file.nbytes for file in record.files}
+        sizes = {file.name: file.nbytes for file in record.volumes}
         for supplier in suppliers.all:
             assert isinstance(supplier, HttpSupplier)
             try:
@@ -346,7 +346,7 @@ def _by_snapshot(listed: Holders) -> dict[str, Holders]:
     return found
 
 
-def _record(host: Host, step: int, snapshot: str, seconds: float) -> tuple[bytes, Checkpoint]:
+def _record(host: Host, step: int, snapshot: str, seconds: float) -> tuple[bytes, Record]:
     answer = host.get(f"/record?step={step}", seconds=seconds, limit=RECORD_BYTES)
     if answer.status == 404:
         raise StepNotFoundError(f"no step {step} at {host.url}", step=step)
@@ -354,7 +354,7 @@ def _record(host: Host, step: int, snapshot: str, seconds: float) -> tuple[bytes
     if answer.headers.get("torchrelay-snapshot", snapshot) != snapshot:
         raise StepNotFoundError(f"step {step} was replaced meanwhile: pull again", step=step)
     try:
-        record = decode(answer.body)
+        record = decode_at_rest(answer.body)
     except ManifestError as fault:
         raise _DamagedRecordError(f"{host.url} has no valid record: {fault.message}") from fault
     if record.step != step or content_digest(record) != snapshot:

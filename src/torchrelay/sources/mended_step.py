@@ -15,8 +15,8 @@ import xxhash
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError, RelayError
-from torchrelay.record.checkpoint.commit import content_digest
-from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
+from torchrelay.record.encoding import content_digest
+from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.sources.remote_step import RemoteReader, digest_of
 from torchrelay.sources.seam import Opened
 from torchrelay.sources.suppliers import Supplier, Suppliers
@@ -64,14 +64,14 @@ class MendedStep:
 
     def __init__(self, first: Opened, others: Sequence[StepSupplier], deadline: Deadline) -> None:
         self._first = first
-        self.record: Checkpoint = first.record
+        self.record: Record = first.record
         content = content_digest(self.record)
         self.digest = bytes.fromhex(content)
         self.url = first.files.url
         self.costly_reads = first.files.costly_reads
         self.trusted = first.files.trusted
         self.manifest = first.files.manifest
-        self._files = {file.name: file for file in self.record.files}
+        self._files = {file.name: file for file in self.record.volumes}
         for one in others:
             one.content = content
         volumes: dict[str, list[Supplier]] = {name: [*others] for name in self._files}
@@ -117,7 +117,7 @@ class MendedStep:
             self.patches[name, at] = data
         return True
 
-    def _first_has(self, file: DataFile, start: int) -> bool:
+    def _first_has(self, file: VolumeRecord, start: int) -> bool:
         """Whether a chunk of the first source is right. A source that compares digests itself has
         failed already, and is not asked again."""
         if self.trusted:
@@ -148,7 +148,7 @@ class MendedStep:
 class MendedReader:
     """A volume of the first source, except for the chunks that came from others."""
 
-    def __init__(self, step: MendedStep, file: DataFile, first: DataReader | None) -> None:
+    def __init__(self, step: MendedStep, file: VolumeRecord, first: DataReader | None) -> None:
         self._step, self._file, self._first = step, file, first
         self.nbytes = file.nbytes
         self.cold = first is not None and first.cold

@@ -18,13 +18,13 @@ from torchrelay.sources.connection import Answered
 from torchrelay.sources.suppliers import Supplier, Suppliers
 
 if TYPE_CHECKING:  # a keeper reads from others too, and has no torch
-    from torchrelay.record.checkpoint.schema import Checkpoint
+    from torchrelay.record.schema import Record
 
 _PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others later
 
 
 class ChunkedVolume(Protocol):
-    """A volume and the digests of its chunks: a `DataFile` of a record, or a server's `Volume`."""
+    """A volume and the digests of its chunks: of a record, or a server's `Volume`."""
 
     @property
     def name(self) -> str: ...
@@ -46,7 +46,7 @@ class RemoteStep:
         self,
         url: str,
         data: bytes,
-        record: Checkpoint,
+        record: Record,
         snapshot: str,
         suppliers: Suppliers,
         deadline: Deadline,
@@ -61,7 +61,7 @@ class RemoteStep:
         self.costly_reads = not self.mapped
         self.trusted = not (self.mapped and verify)
         self._data, self._deadline, self._verify = data, deadline, verify or not self.mapped
-        self._files = {file.name: file for file in record.files}
+        self._files = {file.name: file for file in record.volumes}
 
     @property
     def files(self) -> RemoteStep:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torchrelay.deadlines import Deadline
 
 if TYPE_CHECKING:
-    from torchrelay.record.checkpoint.schema import Checkpoint
+    from torchrelay.record.schema import Record
     from torchrelay.stores.seam import OpenStep
 
 
@@ -20,7 +20,7 @@ class Opened(Protocol):
     """A step that can be read. Steps that are open with the same `digest` are the same."""
 
     @property
-    def record(self) -> Checkpoint: ...
+    def record(self) -> Record: ...
     @property
     def files(self) -> OpenStep: ...
     @property

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.overlay import renumbered
+from torchrelay.plan.stored import Names
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint.schema import Checkpoint, Outline, Own, pairs
+from torchrelay.record.schema import RankDifference, Record, StateOutline, column_of
 from torchrelay.sources.seam import Opened
 from torchrelay.state.tree import children_of, text_of
 
@@ -20,7 +23,7 @@ class Subtree:
         self.files, self.digest, self.close = opened.files, opened.digest, opened.close
 
 
-def below(record: Checkpoint, key: str) -> Checkpoint:
+def below(record: Record, key: str) -> Record:
     """The record of the state below a key; `MismatchError` where no rank has such a key."""
     nodes = [_find(outline.tree, key) for outline in record.outlines]
     if all(node is None for node in nodes):
@@ -30,24 +33,58 @@ def below(record: Checkpoint, key: str) -> Checkpoint:
         raise MismatchError(
             f"the step has no key {key!r}; its keys: {', '.join(names)}", step=record.step
         )
-    outlines, numbers = [], []
+    outlines, moves = [], []
     for outline, node in zip(record.outlines, nodes, strict=True):
-        order: dict[int, int] = {}  # leaves of the subtree, by their numbers in the whole
-        empty = m.DictNode("dict", (), ())
-        tree = renumbered(
-            empty if node is None else node,
-            lambda n, o=order: o.setdefault(n, len(o)),  # type: ignore[misc]
+        move = _Move(outline, m.DictNode("dict", (), ()) if node is None else node)
+        outlines.append(move.outline)
+        moves.append(move)
+    own = tuple(moves[record.ranks[one.rank]].difference(one) for one in record.differences)
+    # Tensors keep their names.
+    given = tuple(enumerate(Names(record).all()))
+    return replace(record, outlines=tuple(outlines), differences=own, names=given)
+
+
+class _Move:
+    """Leaves of an outline that are in a part of its tree, with new numbers."""
+
+    def __init__(self, outline: StateOutline, node: m.Node) -> None:
+        order: dict[int, int] = {}  # new numbers by those in the whole
+        tree = renumbered(node, lambda number: order.setdefault(number, len(order)))
+        new: Numbers = np.full(outline.leaves, -1, np.int64)
+        new[np.array([*order], np.int64)] = np.arange(len(order))
+        rows, others = (_chosen(new, c) for c in (outline.row_leaves, outline.other_leaves))
+        self._leaves = new
+        self._rows: Numbers = np.full(outline.rows, -1, np.int64)
+        self._rows[rows] = np.arange(len(rows))
+        self.outline = StateOutline(
+            tree,
+            len(order),
+            tuple(outline.others[number] for number in others.tolist()),
+            column_of(new[outline.other_leaves[others]]),
+            column_of(outline.row_kinds[rows]),
+            outline.row_images[rows],
+            column_of(outline.row_offsets[rows]),
         )
-        leaves = tuple(outline.leaves[number] for number in order)
-        outlines.append(Outline(tree, leaves, outline.names, outline.strides))
-        numbers.append(order)
-    own = tuple(_moved(one, numbers[record.ranks[one.rank]]) for one in record.own)
-    return replace(record, outlines=tuple(outlines), own=own)
+
+    def difference(self, own: RankDifference) -> RankDifference:
+        leaves = [(int(self._leaves[leaf]), record) for leaf, record in own.leaves]
+        images = [(int(self._rows[row]), image) for row, image in own.images]
+        return RankDifference(
+            own.rank,
+            tuple(sorted((one for one in leaves if one[0] >= 0), key=_first)),
+            tuple(sorted(one for one in images if one[0] >= 0)),
+        )
 
 
-def _moved(own: Own, order: dict[int, int]) -> Own:
-    leaves = {order[number]: leaf for number, leaf in own.leaves if number in order}
-    return Own(own.rank, pairs(leaves), own.names)
+def _chosen(new: Numbers, leaves: Numbers) -> Numbers:
+    """The places of leaves that have new numbers, in the order of those."""
+    some = np.flatnonzero(new[leaves] >= 0)
+    found: Numbers = some[np.argsort(new[leaves[some]], kind="stable")]
+    return found
+
+
+def _first(pair: tuple[int, object]) -> int:
+    return pair[0]
 
 
 def _find(tree: m.Node, key: str) -> m.Node | None:

@@ -17,24 +17,37 @@ class LocalPart(NamedTuple):
     tensor: torch.Tensor
 
 
-def local_parts(tensor: torch.Tensor) -> list[LocalPart]:
+class LocalBoxes:
+    """The boxes of DTensors that are in this process. DTensors with one spec have the same boxes:
+    torch is asked once for each spec, because its answer takes longer than all other work."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, list[Box]] = {}
+
+    def of(self, tensor: t.DTensor) -> list[Box]:
+        key = type(tensor), t.dtensor_parts(tensor)[1]
+        found = self._known.get(key)
+        if found is None:
+            found = []
+            if tensor.device_mesh.get_coordinate() is not None:
+                # torch's protocol for whoever saves or loads it
+                chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+                found = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+            self._known[key] = found
+        return found
+
+
+def local_parts(tensor: torch.Tensor, boxes: LocalBoxes | None = None) -> list[LocalPart]:
     """The parts of a tensor that are in this process: all of a plain one; of a distributed one what
-    its mesh gives to this rank, which may be nothing."""
+    its mesh gives to this rank, which may be nothing. `boxes` has those that are known."""
     if t.is_dtensor(tensor):
-        if tensor.device_mesh.get_coordinate() is None:
-            return []
         local, _ = t.dtensor_parts(tensor)
-        # torch's protocol for whoever saves or loads it
-        chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        return [
-            LocalPart((tuple(chunk.offsets), tuple(chunk.sizes)), local.detach())
-            for chunk in chunks
-        ]
+        return [LocalPart(box, local.detach()) for box in (boxes or LocalBoxes()).of(tensor)]
     if isinstance(tensor, t.ShardedTensor):
-        locals_, boxes, _, _ = t.sharded_parts(tensor)
+        locals_, here, _, _ = t.sharded_parts(tensor)
         return [
             LocalPart((tuple(box.offsets), tuple(box.sizes)), local.detach())
-            for local, box in zip(locals_, boxes, strict=True)
+            for local, box in zip(locals_, here, strict=True)
         ]
     shape = tuple(tensor.shape)
     return [LocalPart(((0,) * len(shape), shape), tensor.detach())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -150,10 +150,11 @@ class EmptyTensor(NamedTuple):
     path: Path
 
 
-def empty_tensors(tree: m.Node, leaves: Sequence[m.Leaf]) -> list[EmptyTensor]:
-    """The tensors of a state that have no elements, distributed ones too."""
+def empty_tensors(tree: m.Node, others: Mapping[int, m.Leaf]) -> list[EmptyTensor]:
+    """The tensors without elements among the leaves of a state that are not rows of its record,
+    distributed ones too."""
     found = {}
-    for index, leaf in enumerate(leaves):
+    for index, leaf in others.items():
         if isinstance(leaf, m.DTensorLeaf):
             leaf = leaf.local
         if isinstance(leaf, m.TensorLeaf) and 0 in leaf.shape and not leaf.flags & m.META:

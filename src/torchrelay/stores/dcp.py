@@ -45,9 +45,10 @@ from torchrelay.errors import (
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.packed import unpack
 from torchrelay.memory.bounded import bounded
-from torchrelay.plan.outline import outline
+from torchrelay.plan.at_rest import describe
 from torchrelay.plan.region import Region
-from torchrelay.record.checkpoint.schema import Blob, Checkpoint, Outline
+from torchrelay.record.encoding import encode
+from torchrelay.record.schema import ObjectBytes, Record
 from torchrelay.steps import check_step
 from torchrelay.stores.local.root import token
 from torchrelay.stores.locate import open_store, scheme_of, split_step
@@ -55,19 +56,26 @@ from torchrelay.stores.opening import OpenedStep, open_newest, open_step
 from torchrelay.stores.reading.box_reads import Wave, asked_for, waves
 from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.seam import Draft, Store
-from torchrelay.stores.shares.commit_record import check_files, commit_record, sealed
+from torchrelay.stores.shares.commit_record import check_files, commit_record, decode_shares, sealed
 from torchrelay.stores.shares.layout import FILE_BYTES, arrange
-from torchrelay.stores.shares.outlines import Outlines
-from torchrelay.stores.shares.share import Share, ShareContents, Written
+from torchrelay.stores.shares.share import Share, ShareContents
 from torchrelay.stores.torch_plans import objects
-from torchrelay.stores.torch_plans.flattened import outline_of
+from torchrelay.stores.torch_plans.flattened import ValueTree, outline_of
 from torchrelay.stores.torch_plans.items import resolve_items
 from torchrelay.stores.torch_plans.metadata import AsPlanned, Unknown, as_planned
 
-_written = msgspec.msgpack.Decoder(Written)
-
 Place = str | os.PathLike[str]
 Result = TypeVar("Result")
+
+
+class _Written(msgspec.Struct, array_like=True, frozen=True):
+    """A rank's report: the record of its share, encoded, and its objects that are plain values."""
+
+    share: bytes
+    values: dict[str, ValueTree]
+
+
+_written = msgspec.msgpack.Decoder(_Written)
 
 
 class DraftName:
@@ -199,8 +207,7 @@ class Writer(StorageWriter):
         if draft is None:
             draft = self._store.draft(self._step, told.name, overwrite=self._overwrite)
         digests = self._within("write", lambda: share.write_to(draft)) if share.files else []
-        written = msgspec.structs.replace(share.written(digests), values=values)
-        carried = msgspec.msgpack.encode(written)
+        carried = msgspec.msgpack.encode(_Written(encode(share.written(digests)), values))
         results = [WriteResult(item.index, 0, None) for item in plan.items]
         if results:
             results[0] = WriteResult(plan.items[0].index, share.nbytes, carried)
@@ -211,16 +218,19 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         draft = self._draft
         assert draft is not None
-        shares = [
+        told = [
             _written.decode(result.storage_data)
             for rank in results
             for result in rank
             if result.storage_data is not None
         ]
         try:
-            outlined = outline_of(metadata, shares)
-            ranks = Outlines((outlined,), (0,) * max(1, len(results)), ())
-            record = commit_record(self._step, shares, ranks, self.save_id)
+            shares = decode_shares(self._step, [one.share for one in told])
+            values = {name: value for one in told for name, value in one.values.items()}
+            outlined = outline_of(metadata, shares, values)
+            ranks = (0,) * max(1, len(results))
+            outlined = msgspec.structs.replace(outlined, ranks=ranks)
+            record = commit_record(self._step, shares, outlined, self.save_id)
             self._within("look at the files", lambda: check_files(draft, record))
             self._commit(draft, sealed(record))
         except CommitUnknownError:
@@ -253,14 +263,15 @@ class Writer(StorageWriter):
         return _is_known(checkpoint_id)
 
 
-def _values(contents: ShareContents) -> dict[str, Outline]:
+def _values(contents: ShareContents) -> dict[str, ValueTree]:
     """Objects that are plain values go into the commit record, and not into a file."""
     values = {}
     for name, (kind, data) in list(contents.objects.items()):
         if kind == objects.STATE:
-            found = outline(unpack(data)).outline
-            if not found.names:
-                values[name] = found
+            found = describe(unpack(data)).record
+            if not found.images:
+                (outline,) = found.outlines
+                values[name] = ValueTree(outline.tree, outline.others)
                 del contents.objects[name]
     return values
 
@@ -304,7 +315,7 @@ class Reader(StorageReader):
         self._forget()
 
     @property
-    def record(self) -> Checkpoint:
+    def record(self) -> Record:
         """The commit record of the step that is read."""
         return self._opened.record
 
@@ -332,7 +343,9 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._forget()
         told = StorageMeta(
-            checkpoint_id=self.checkpoint_id, save_id=self.record.save_id, load_id=self.load_id
+            checkpoint_id=self.checkpoint_id,
+            save_id=self.record.saved.save_id,
+            load_id=self.load_id,
         )
         return dataclasses.replace(
             self.planned.metadata, storage_meta=told, version=CURRENT_DCP_VERSION
@@ -364,7 +377,7 @@ class Reader(StorageReader):
             for wave in planned:
                 fetch = Fetch(self._opened.files, self.record, wave.wanted)
                 self._within("read the step", fetch.check)
-        kept = {blob.name: blob for blob in self.record.blobs}
+        kept = {one.name: one for one in self.record.objects}
         given = [
             (item, self._object(item, kept.get(item.storage_index.fqn), planner))
             for item in plan.items
@@ -400,7 +413,7 @@ class Reader(StorageReader):
                 phase="land",
             ) from fault
 
-    def _object(self, item: ReadItem, blob: Blob | None, planner: LoadPlanner) -> Any:
+    def _object(self, item: ReadItem, blob: ObjectBytes | None, planner: LoadPlanner) -> Any:
         name = item.storage_index.fqn
         if blob is not None:
             return objects.give(blob.kind, self._bytes(blob), planner, name)
@@ -411,9 +424,9 @@ class Reader(StorageReader):
             )
         return objects.archive(value)
 
-    def _bytes(self, blob: Blob) -> bytes:
+    def _bytes(self, blob: ObjectBytes) -> bytes:
         data = torch.empty(blob.nbytes, dtype=torch.uint8, device="cpu")
-        wanted = {blob.file: [(blob.start, Region.row_major(data))]}
+        wanted = {blob.volume: [(blob.start, Region.row_major(data))]}
         fetch = Fetch(self._opened.files, self.record, wanted)
         self._within("read the step", partial(fetch.land, verify=self._verify))
         return data.numpy().tobytes()

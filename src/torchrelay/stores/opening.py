@@ -13,8 +13,8 @@ from torchrelay.errors import (
     ManifestError,
     StepNotFoundError,
 )
-from torchrelay.record.checkpoint.commit import decode
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.encoding import decode_at_rest
+from torchrelay.record.schema import Record
 from torchrelay.stores.retry import ONCE, Retry, is_wrong
 from torchrelay.stores.seam import MANIFEST, Store
 
@@ -35,11 +35,11 @@ class OpenedStep:
         self.digest = xxhash.xxh3_128_digest(self._data)
 
     @cached_property
-    def record(self) -> Checkpoint:
+    def record(self) -> Record:
         """The commit record. `DamagedError` unless it is whole and of this step, `FormatError`
         where a later version of this library wrote it."""
         try:
-            record = decode(self._data)
+            record = decode_at_rest(self._data)
             if record.step != self._step:
                 raise ManifestError(f"it is that of step {record.step}")
         except ManifestError as fault:
@@ -52,7 +52,7 @@ class OpenedStep:
     def holds(self) -> bool:
         """Whether the files have the sizes that the record says."""
         sizes = self.files.sizes()
-        return all(sizes.get(file.name) == file.nbytes for file in self.record.files)
+        return all(sizes.get(file.name) == file.nbytes for file in self.record.volumes)
 
     def close(self) -> None:
         self.files.close()

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchrelay.record.checkpoint.schema import Checkpoint
-from torchrelay.record.checkpoint.stored import StoredTensor
+from torchrelay.plan.stored import StoredTensor, StoredTensors
 from torchrelay.record.dtypes import itemsize
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import Record
 from torchrelay.state.paths import empty_tensors
 
 METADATA = "__metadata__"  # the one key of a header that is not a tensor
@@ -59,17 +60,18 @@ def described(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]
     return ("U8", (*shape, itemsize(dtype))) if kind is None else (kind, shape)
 
 
-def tensors_of(record: Checkpoint) -> list[StoredTensor]:
-    """The tensors of a step, those without elements included: they are in no file of the step, but
-    in the outline of the state."""
-    outline = record.outline(0)
-    names = set(record.tensors.names)
+def tensors_of(record: Record) -> list[StoredTensor]:
+    """The tensors of a step by image, and after them those without elements: they are in no file of
+    the step, but in the outline of the state."""
+    tensors = StoredTensors(record).listed()
+    names = {tensor.name for tensor in tensors}
+    outline = LeafRows(record, at_rest=True)
     empty = [
         StoredTensor(one.name, one.dtype, one.shape, ())
-        for one in empty_tensors(outline.tree, outline.leaves)
+        for one in empty_tensors(outline.tree, outline.others)
         if one.name not in names
     ]
-    return [*record.tensors, *empty]
+    return [*tensors, *empty]
 
 
 def header(

@@ -63,4 +63,3 @@ def test_steps_on_disk_are_shown_to_who_has_the_token(tmp_path: Path) -> None:
     # Without a token, this user is let in, and no page of another name.
     found = asyncio.run(ask_all(watched, None))
     assert found["without"][0] == 200 and found["name"][0] == 401
-    watched.close()

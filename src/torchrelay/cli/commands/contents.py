@@ -117,7 +117,7 @@ def _verify(
         if every and step is not None:
             raise UsageError("--step and --all exclude each other: give one of them")
         steps: list[int | None] = [*_steps(source)] if every else [step]
-        checked = [_verified(source, wanted, among=len(steps)) for wanted in steps]
+        checked = [verified(source, wanted, alone=len(steps) == 1) for wanted in steps]
         if as_json:
             print_json(checked)
         for facts in [] if as_json else checked:
@@ -144,8 +144,9 @@ def _steps(source: str) -> list[int]:
     return steps
 
 
-def _verified(source: str, step: int | None, among: int) -> dict[str, Any]:
-    """The result for one state. One of several that cannot be read does not hide the others."""
+def verified(source: str, step: int | None, *, alone: bool = False) -> dict[str, Any]:
+    """The result for one state, after every byte was read. A state that cannot be read raises if it
+    is `alone`; one of several does not hide the others."""
     found = step
     found_wrong: dict[str, str | None] = {"damage": None, "unread": None}
     note = ""
@@ -156,7 +157,7 @@ def _verified(source: str, step: int | None, among: int) -> dict[str, Any]:
                 note = state.verify(show)
     except (CheckpointError, DigestError, ManifestError) as fault:
         found_wrong = wrong(fault)
-        if among == 1 and found_wrong["damage"] is None:
+        if alone and found_wrong["damage"] is None:
             raise
         found = fault.step if found is None else found
     if found is not None:

@@ -145,7 +145,7 @@ def _check_key(there: tr.Checkpointer, place: str, step: int | None, key: str) -
     found = max(there.steps(), default=None) if step is None else step
     if found is None:
         fail(f"there is no step in {there.url}{instead(place)}")
-    keys = [str(known) for known in getattr(there.record(found).outline(0).tree, "keys", ())]
+    keys = [str(known) for known in getattr(there.record(found).outlines[0].tree, "keys", ())]
     if key not in keys:
         fail(f"step {found} has no key {key!r}: name one with --key: {', '.join(keys)}")
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from torchrelay.cli.access import given
+from torchrelay.cli.access import CERTFILE, KEYFILE, given
 from torchrelay.cli.output import JSON, fail, one_line_errors, plain, print_json, size
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.process import START_SECONDS
@@ -25,8 +25,6 @@ END = typer.Option(False, "--end", help="End it, and with it all that it has.")
 LEASE = typer.Option(60.0, "--lease", min=0.1, help="Seconds that it stays without a worker.")
 MEMORY = typer.Option(None, "--memory", min=1, help="Bytes that it has at most.")
 ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:0, where it listens.")
-CERTFILE = typer.Option(None, "--certfile", help="Serve by TLS with this certificate,")
-KEYFILE = typer.Option(None, "--keyfile", help="and this key.")
 
 
 def add_to(app: typer.Typer) -> None:

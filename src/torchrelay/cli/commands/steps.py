@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 from time import time as now
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import torchrelay as tr
+from torchrelay.cli.commands.contents import verified
 from torchrelay.cli.output import (
     JSON,
     count,
@@ -17,17 +18,14 @@ from torchrelay.cli.output import (
     one_line_errors,
     print_json,
     print_table,
-    progress_bar,
     size,
     wrong,
 )
 from torchrelay.cli.sources import instead, is_file, is_url
-from torchrelay.errors import CheckpointError, RelayError, UsageError
-from torchrelay.progress import Bar
+from torchrelay.errors import RelayError, UsageError
 
 if TYPE_CHECKING:
-    from torchrelay.progress import ProgressCallback
-    from torchrelay.record.checkpoint.schema import Checkpoint
+    from torchrelay.stores.seam import Store
 
 PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
 STEPS = typer.Argument(help="The steps to remove.")
@@ -41,43 +39,12 @@ def add_to(app: typer.Typer) -> None:
     app.command("rm")(_rm)
 
 
-class Listed(Protocol):
-    """The methods that the listing of a step needs; a `Checkpointer` has them."""
-
-    def record(self, step: int) -> Checkpoint: ...
-    def holds(self, step: int) -> bool: ...
-
-
-class _Steps:
+def store_at(place: str) -> Store:
     """The steps of a directory or bucket, looked at without importing torch."""
+    from torchrelay.stores.locate import open_store
 
-    def __init__(self, place: str) -> None:
-        from torchrelay.stores.locate import open_store
-
-        self._store = open_store(place)
-        self.url = self._store.url
-
-    def steps(self) -> list[int]:
-        return self._store.steps()
-
-    def record(self, step: int) -> Checkpoint:
-        from torchrelay.stores.opening import open_step
-
-        with closing(open_step(self._store, step)) as opened:
-            return opened.record
-
-    def holds(self, step: int) -> bool:
-        from torchrelay.stores.opening import open_step
-
-        with closing(open_step(self._store, step)) as opened:
-            return opened.holds()
-
-    def verify(self, step: int, progress: ProgressCallback) -> None:
-        from torchrelay.stores.opening import open_step
-        from torchrelay.stores.reading.chunks import check_chunks
-
-        with closing(open_step(self._store, step)) as opened:
-            check_chunks(opened.files, opened.record, Bar(progress, opened.record.nbytes).add)
+    _check_place(place)
+    return open_store(place)
 
 
 def opened(place: str) -> tr.Checkpointer:
@@ -106,11 +73,10 @@ def _ls(
     with --verify, as verified, if every byte is the one that was written.
     """
     with one_line_errors():
-        _check_place(place)
-        there = _Steps(place)
+        there = store_at(place)
         steps = [listed(there, step) for step in there.steps()]
         if verify:
-            steps = [_verified(there, facts) for facts in steps]
+            steps = [facts if in_words(facts) else _verified(place, facts) for facts in steps]
         if as_json:
             print_json(steps)
         elif steps:
@@ -126,37 +92,31 @@ def _ls(
             raise typer.Exit(1)
 
 
-def listed(there: Listed, step: int) -> dict[str, Any]:
+def listed(there: Store, step: int) -> dict[str, Any]:
     """The facts about a step that need no read of its bytes."""
+    from torchrelay.stores.opening import open_step
+
     try:
-        record = there.record(step)
-        found: dict[str, str | None] = {"damage": None, "unread": None}
-        if not there.holds(step):
-            found["damage"] = "a file is missing or has another size"
-    except RelayError as fault:
+        with closing(open_step(there, step)) as held:
+            record, holds = held.record, held.holds()
+    except (RelayError, OSError) as fault:
         return {"step": step, "verified": False, **wrong(fault)}
     return {
         "step": step,
-        "time": record.time,
-        "bytes": record.nbytes,
-        "files": len(record.files),
-        "ranks": record.world,
-        "torch": record.torch,
+        "time": record.saved.time,
+        "bytes": record.volume_bytes,
+        "files": len(record.volumes),
+        "ranks": len(record.ranks),
+        "torch": record.saved.torch,
         "verified": False,
-        **found,
+        "damage": None if holds else "a file is missing or has another size",
+        "unread": None,
     }
 
 
-def _verified(there: _Steps, facts: dict[str, Any]) -> dict[str, Any]:
-    """The same after every byte of the step was read."""
-    if in_words(facts):
-        return facts
-    try:
-        with progress_bar(f"verifying step {facts['step']}") as show:
-            there.verify(facts["step"], show)
-    except CheckpointError as fault:
-        return {**facts, **wrong(fault)}
-    return {**facts, "verified": True}
+def _verified(place: str, facts: dict[str, Any]) -> dict[str, Any]:
+    found = verified(place, facts["step"])
+    return {**facts, **found, "verified": not in_words(found)}
 
 
 def _row(facts: dict[str, Any]) -> list[object]:
@@ -169,7 +129,7 @@ def _row(facts: dict[str, Any]) -> list[object]:
 
 def age(time: str) -> str:
     """How long ago a time of a commit record was; the text itself, if it is not a time."""
-    from torchrelay.record.checkpoint.schema import epoch_seconds
+    from torchrelay.steps import epoch_seconds
 
     then = epoch_seconds(time)
     if then is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import torchrelay as tr
-from torchrelay.cli.access import endpoints, given
+from torchrelay.cli.access import CERTFILE, KEYFILE, endpoints, given
 from torchrelay.cli.commands.contents import INCLUDE
 from torchrelay.cli.commands.conversion import write_file
 from torchrelay.cli.output import (
@@ -22,7 +22,7 @@ from torchrelay.cli.output import (
     progress_bar,
     size,
 )
-from torchrelay.cli.sources import SOURCE, STEP, at_newest, is_place, is_url
+from torchrelay.cli.sources import SECONDS, SOURCE, STEP, at_newest, is_place, is_url
 from torchrelay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,11 +31,8 @@ if TYPE_CHECKING:
 URLS = typer.Argument(help="An endpoint's URL, or several of endpoints that have the same step.")
 OUT = typer.Option(..., "-o", "--out", help="NAME.safetensors, or a place for a checkpoint step.")
 ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:PORT; port 0 is a free one.")
-CERTFILE = typer.Option(None, "--certfile", help="Serve by TLS with this certificate,")
-KEYFILE = typer.Option(None, "--keyfile", help="and this key.")
 FOLLOW = typer.Option(False, "--follow", help="Publish newer steps of the place as they come.")
 INTERVAL = typer.Option(2.0, "--interval", min=0.05, help="Seconds between looks for them.")
-SECONDS = 3600.0
 
 
 def add_to(app: typer.Typer) -> None:
@@ -145,7 +142,7 @@ def _pull(
                         state.verify(show)
                 nbytes = write_file(state, include, Path(out), quiet=as_json)
             else:
-                nbytes = held.record.nbytes
+                nbytes = held.record.volume_bytes
                 with progress_bar("pulling") as show:
                     copy_step(held, open_store(out), show)
             reason = ""

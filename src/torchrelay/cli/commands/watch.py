@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -44,30 +44,24 @@ def _watch(
 
     with one_line_errors():
         watched = WatchedPlaces(where)
-        try:
-            if page:
-                end_when_told()
-                _serve_page(watched, address)
-                return
-            begun = time.monotonic()
+        if page:
+            end_when_told()
+            _serve_page(watched, address)
+        begun = time.monotonic()
 
-            def left() -> float:
-                return interval if timeout is None else begun + timeout - time.monotonic()
+        def left() -> float:
+            return interval if timeout is None else begun + timeout - time.monotonic()
 
-            for event in _events(watched.status, left, interval):
-                print(json.dumps(event) if as_json else plain(_line(event)), flush=True)
-                if until is not None and event["event"] == "step" and event["step"] >= until:
-                    if in_words(event):
-                        raise typer.Exit(1)
-                    return
-            if until is not None:
-                why = "is the job alive?"
-                fail(f"no step {until} in {watched.name} after {timeout:g} s; {why}")
-        finally:
-            watched.close()
+        for event in _events(watched.status, left, interval):
+            print(json.dumps(event) if as_json else plain(_line(event)), flush=True)
+            if until is not None and event["event"] == "step" and event["step"] >= until:
+                raise typer.Exit(1 if in_words(event) else 0)
+        if until is not None:
+            why = "is the job alive?"
+            fail(f"no step {until} in {watched.name} after {timeout:g} s; {why}")
 
 
-def _serve_page(watched: WatchedPlaces, address: str) -> None:
+def _serve_page(watched: WatchedPlaces, address: str) -> NoReturn:
     from torchrelay.endpoint.address import Address
     from torchrelay.endpoint.page.site import PageSite
 

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 
 import torchrelay as tr
-from torchrelay.cli.commands.steps import listed, opened
-from torchrelay.cli.output import in_words, wrong
+from torchrelay.cli.commands.steps import listed, store_at
+from torchrelay.cli.output import in_words
 from torchrelay.cli.sources import is_url, opened_source
-from torchrelay.errors import EndpointError, RelayError, UsageError
+from torchrelay.errors import EndpointError, UsageError
 from torchrelay.inspection.seam import Contents, OpenedState
-from torchrelay.record.checkpoint.schema import epoch_seconds
+from torchrelay.steps import epoch_seconds
+from torchrelay.stores.seam import Store
 
 KEPT = 16  # contents of steps that are held, the last ones asked for
 ASK_SECONDS = 20.0
@@ -48,7 +49,7 @@ class WatchedPlaces:
             raise UsageError("watch one endpoint at a time, with any number of directories")
         self.name = ", ".join(where)
         self._url = urls[0] if urls else None
-        self._places = {name: opened(name) for name in where if name not in urls}
+        self._places = {name: store_at(name) for name in where if name not in urls}
         self._started = time.time()
         self._facts: dict[tuple[str, int], dict[str, Any]] = {}
         self._contents: dict[int, Contents] = {}
@@ -118,13 +119,10 @@ class WatchedPlaces:
         facts: dict[str, Any] = msgspec.to_builtins(told)
         return facts
 
-    def _listed(self, there: tr.Checkpointer, step: int) -> dict[str, Any]:
+    def _listed(self, there: Store, step: int) -> dict[str, Any]:
         key = (there.url, step)
         if key not in self._facts or in_words(self._facts[key]):
-            try:
-                facts = listed(there, step)
-            except RelayError as fault:
-                facts = wrong(fault)
+            facts = listed(there, step)
             self._facts[key] = {
                 "step": step,
                 "bytes": facts.get("bytes", 0),
@@ -134,7 +132,3 @@ class WatchedPlaces:
                 "unread": facts["unread"],
             }
         return self._facts[key]
-
-    def close(self) -> None:
-        for there in self._places.values():
-            there.close()

@@ -108,7 +108,7 @@ def _pieces(found: StockMetadata) -> Iterator[tuple[str, StockPiece]]:
             for chunk in item.chunks:
                 yield fqn, chunk.piece
         else:
-            yield fqn, item.piece
+            yield fqn, item
 
 
 def checked_chunk(files: StockFiles, fqn: str, item: StockTensor, chunk: Chunk) -> torch.Tensor:

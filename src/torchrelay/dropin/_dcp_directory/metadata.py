@@ -82,16 +82,11 @@ class StockTensor(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-class StockBytes(NamedTuple):
-    """An object other than a tensor."""
-
-    piece: StockPiece
-
-
 class StockMetadata(NamedTuple):
-    """`items` by name, and the path of each in the nested state where the checkpoint tells it."""
+    """Tensors and the pieces that hold other objects, by name; and the path of each in the nested
+    state, where the checkpoint has it."""
 
-    items: dict[str, StockTensor | StockBytes]
+    items: dict[str, StockTensor | StockPiece]
     paths: dict[str, tuple[str | int, ...]]
 
 
@@ -119,7 +114,7 @@ def _find(module: str, name: str) -> Global | None:
 def _metadata(value: object, length: int) -> StockMetadata:
     f = fields(value, _DCP + "Metadata")
     pieces = _pieces(typed(f.get("storage_data"), PickledDict))
-    items: dict[str, StockTensor | StockBytes] = {}
+    items: dict[str, StockTensor | StockPiece] = {}
     # A list that a short pickle shares among its records could make for endless work; a chunk of
     # its own takes more bytes than this.
     room = length // 16
@@ -127,7 +122,7 @@ def _metadata(value: object, length: int) -> StockMetadata:
     for fqn, record in typed(f["state_dict_metadata"], PickledDict).items():
         name = typed(fqn, str)
         if type(record) is PickledCall and record.name == _DCP + "BytesStorageMetadata":
-            items[name] = StockBytes(_found(pieces, name, None))
+            items[name] = _found(pieces, name, None)
         else:
             g = fields(record, _DCP + "TensorStorageMetadata")
             room -= len(typed(g["chunks"], list))

@@ -157,12 +157,11 @@ class _Builder:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        # Objects that a pickle shares are made once: else a short one could describe a vast tree.
-        self.specs: dict[int, TreeSpec] = {}
-        self.spans: dict[int, int] = {}  # by spec, the steps of all paths to its leaves
+        # Meshes and leaves that a pickle shares are made once, by the identity of their values.
         self.meshes: dict[int, DeviceMesh] = {}
         self.leaves: dict[int, object] = {}
-        # Steps that are left for parts which each of their owners has to look at.
+        # Steps that are left for parts which each of their owners has to look at: a short pickle
+        # whose parts share each other could describe a vast tree.
         self.left = 4 * length + _ALWAYS
 
     def charge(self, count: int) -> None:
@@ -182,9 +181,8 @@ class _Builder:
         # A leaf takes more bytes than this with its path.
         if len(leaves) > self.length // 16 + _ALWAYS:
             refuse("it has more leaves than its length allows")
-        if spec.num_nodes > self.length or not all(type(path) is tuple for path in paths):
-            refuse("its tree or its paths are malformed")
-        self.charge(self.spans.get(id(f["treespec"]), 0))
+        if not all(type(path) is tuple for path in paths):
+            refuse("its paths are malformed")
         # The tree tells the paths; those of the record could point one leaf at another's place.
         told, again = tree_flatten_with_path(tree_unflatten(range(len(leaves)), spec))
         if [number for _, number in told] != list(range(len(leaves))) or again != spec:
@@ -219,19 +217,15 @@ class _Builder:
         if depth > _MAX_DEPTH:
             refuse(f"its tree is deeper than {_MAX_DEPTH}")
         if type(value) is PickledCall and value.name == _PYTREE + "LeafSpec":
+            self.charge(1 + depth)  # the steps of its path
             return tree_structure(None)
-        if id(value) not in self.specs:
-            f = fields(value, _PYTREE + "TreeSpec", "type", "_context", "_children")
-            # torch before 2.12 keeps these two in public fields.
-            context = f.get("_context", f.get("context"))
-            below = typed(f.get("_children", f.get("children_specs")), list)
-            self.charge(len(below))
-            children = [self.tree(child, depth + 1) for child in below]
-            deeper = sum(self.spans.get(id(child), 0) for child in below)
-            self.spans[id(value)] = deeper + sum(child.num_leaves for child in children)
-            kind = typed(f["type"], Global).name
-            self.specs[id(value)] = self.container(kind, context, children)
-        return self.specs[id(value)]
+        self.charge(1)
+        f = fields(value, _PYTREE + "TreeSpec", "type", "_context", "_children")
+        # torch before 2.12 keeps these two in public fields.
+        context = f.get("_context", f.get("context"))
+        below = typed(f.get("_children", f.get("children_specs")), list)
+        children = [self.tree(child, depth + 1) for child in below]
+        return self.container(typed(f["type"], Global).name, context, children)
 
     def container(self, kind: str, context: Any, children: list[TreeSpec]) -> TreeSpec:
         width = len(children)

@@ -12,7 +12,8 @@ from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.errors import EndpointError
 from torchrelay.inspection.seam import Contents, VolumeFacts
-from torchrelay.record.checkpoint.commit import decode
+from torchrelay.plan.stored import StoredTensors
+from torchrelay.record.encoding import decode_at_rest
 from torchrelay.sources.access import Access
 from torchrelay.stores.local.files import through
 from torchrelay.stores.shares.layout import rank_of
@@ -62,11 +63,13 @@ class ServedWatch:
 
 
 def _contents(one: ServedSnapshot) -> Contents:
-    body = decode(one.record)
+    body = decode_at_rest(one.record)
     volumes = [
-        VolumeFacts(f.name, f.nbytes, rank_of(f.name), f.chunk_bytes, f.digests) for f in body.files
+        VolumeFacts(f.name, f.nbytes, rank_of(f.name), f.chunk_bytes, f.digests)
+        for f in body.volumes
     ]
-    return Contents(one.step, body.world, tuple(body.tensors), volumes, torch=body.torch)
+    tensors = tuple(StoredTensors(body).listed())
+    return Contents(one.step, len(body.ranks), tensors, volumes, torch=body.saved.torch)
 
 
 class ServedReader:

@@ -223,7 +223,7 @@ class App:
 
     def _whole_file(self, snapshot: ServedSnapshot, patterns: Sequence[str]) -> WholeFile:
         from torchrelay.endpoint.server.whole_file import WholeFile, chosen
-        from torchrelay.record.checkpoint.commit import decode
+        from torchrelay.record.encoding import decode_at_rest
         from torchrelay.stores.safetensors import tensors_of
 
         if not snapshot.tensors:
@@ -231,7 +231,7 @@ class App:
         key = snapshot.id, tuple(patterns)
         found = self._files.get(key)
         if found is None:
-            tensors = chosen(tensors_of(decode(snapshot.record)), patterns)
+            tensors = chosen(tensors_of(decode_at_rest(snapshot.record)), patterns)
             if not tensors:
                 raise Refusal(404, "no tensor has a name like that: the record lists the names")
             metadata = {"step": str(snapshot.step), "snapshot": snapshot.id}

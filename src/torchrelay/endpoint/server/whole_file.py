@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from torchrelay.patterns import matches
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor
+from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.record.dtypes import itemsize
 from torchrelay.stores.safetensors import HeaderEntry, described, header
 

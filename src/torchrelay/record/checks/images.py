@@ -40,10 +40,12 @@ def check_images(record: Record, mode: Mode) -> None:
     """Raise `ManifestError` unless images, boxes and volumes agree. `images` is a number that may
     be allocated for."""
     sizes = kind_bytes(record.image_kinds)
+    if mode != "stream" and not sizes.all():
+        raise ManifestError("an image at rest without elements")
     comparisons = Comparisons() if mode == "whole" else None
     for kind in record.image_kinds:
         if not kind.is_whole or kind.strides is not None:
-            _check_kind(kind, mode, comparisons)
+            check_kind(kind, mode, comparisons)
     check_column(record.kind_of, record.images, len(sizes), "kinds of images")
     check_column(record.device_of, record.images, len(record.devices), "devices of images")
     if len(record.devices) > MAX_DEVICES:
@@ -78,14 +80,15 @@ def kind_bytes(kinds: Sequence[ImageKind]) -> Numbers:
     return found
 
 
-def _check_kind(kind: ImageKind, mode: Mode, comparisons: Comparisons | None) -> None:
-    """An image that is cut, or not row-major. Its shape is in range."""
+def check_kind(kind: ImageKind, mode: Mode, comparisons: Comparisons | None) -> None:
+    """Raise `ManifestError` unless boxes, and strides, are those of an image whose shape is in
+    range. With `comparisons`, they have each element once."""
     shape, count = kind.shape, kind.count
-    if not kind.is_whole:
-        if kind.offsets is None or kind.sizes is None:
-            if count or mode != "part" or kind.offsets is not kind.sizes:
-                raise ManifestError(f"an image of shape {shape[:8]} in {count} boxes")
-            return
+    if kind.offsets is None or kind.sizes is None:
+        fits = count == 1 or (count == 0 and mode == "part")
+        if not fits or kind.offsets is not kind.sizes:
+            raise ManifestError(f"an image of shape {shape[:8]} in {count} boxes")
+    else:
         if count < 1 or not shape or (mode == "stream" and count > 1):
             raise ManifestError(f"an image of shape {shape[:8]} in {count} boxes")
         if not len(kind.offsets) == len(kind.sizes) == count * len(shape):

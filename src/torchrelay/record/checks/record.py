@@ -8,6 +8,7 @@ time and memory to get there are bounded by the length of the encoded record.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import lt
 from typing import Any
 
 import msgspec
@@ -72,15 +73,21 @@ def _check(record: Record, mode: Mode, limits: TreeLimits) -> None:
     _check_count(record, mode)
     _check_shardings(record)
     check_images(record, mode)
-    rows = _Rows(record, mode)
+    if mode != "part" or record.outlines or record.ranks:
+        _check_outlines(record, _Rows(record, mode), limits)
+    _check_rest(record)
+    if mode == "whole" and record.origin is None:
+        raise ManifestError("a step that does not say what saved it")
+
+
+def _check_outlines(record: Record, rows: _Rows, limits: TreeLimits) -> None:
     for outline in record.outlines:
         _check_others(outline, rows, limits)
         rows.check(outline)
     check_meshes((leaf for one in record.outlines for leaf in one.others), record.meshes)
-    if mode == "stream":
+    if rows.mode == "stream":
         rows.check_reached()
     _check_ranks(record, rows, limits)
-    _check_rest(record)
 
 
 def _check_one_rank(record: Record) -> None:
@@ -99,12 +106,12 @@ def _check_one_rank(record: Record) -> None:
 
 def _check_count(record: Record, mode: Mode) -> None:
     """The number of images is one that something in the record stands for."""
-    if mode == "stream":
-        parts = (part for leaf in record.outlines[0].others for part in m.parts(leaf))
-        most = record.outlines[0].rows + sum(1 for _ in parts)
-    else:
+    others = (leaf for outline in record.outlines for leaf in outline.others)
+    most = sum(outline.rows for outline in record.outlines)
+    most += sum(1 for leaf in others for _ in m.parts(leaf))
+    if mode != "stream":
         known = (record.kind_of, record.starts)
-        most = max(0 if column is None else len(column) for column in known)
+        most = max(most, *(0 if column is None else len(column) for column in known))
     if not 0 <= record.images <= most:
         raise ManifestError(f"{record.images} images, and places of {most}")
 
@@ -133,7 +140,7 @@ class _Rows:
 
     def __init__(self, record: Record, mode: Mode) -> None:
         kinds, images = record.kinds, record.image_kinds
-        self._record, self._mode = record, mode
+        self._record, self.mode = record, mode
         self._boxes: dict[int, set[bytes]] = {}  # of ShardedTensors, by sharding, encoded
         self._box_shapes: dict[int, tuple[int, ...]] = {}
         for kind in kinds:
@@ -205,7 +212,7 @@ class _Rows:
         inside &= offsets % self._itemsize[kinds] == 0
         for row in np.flatnonzero(~(whole | inside))[:1].tolist():
             self._refuse(record.kinds[int(kinds[row])], int(images[row]), int(offsets[row]))
-        if sharded.any() and self._mode == "stream":
+        if sharded.any() and self.mode == "stream":
             self._check_own_boxes(kinds[sharded], of_image[sharded])
         np.maximum.at(self._reach, images, np.where(whole, sizes, ends))
         self._used[images] = True
@@ -250,7 +257,7 @@ class _Rows:
         fits = there.shape == kind.shape and nbytes == room and not offset
         if kind.sharding < 0:
             fits = fits and kind.strides is None and bool(self._all_there[number])
-            fits = fits and (any_layout or there.strides is None)
+            fits = fits and (any_layout or there.strides is None or self.mode != "stream")
             inside = _is_bytes(there) and offset + nbytes <= room and offset % size == 0
             fits = fits or inside
         if not fits:
@@ -280,7 +287,7 @@ class _Rows:
 def _is_bytes(kind: ImageKind) -> bool:
     """Whether an image is plain bytes: leaves may be views of it."""
     one = kind.dtype == "uint8" and len(kind.shape) == 1
-    return one and kind.is_whole and kind.strides is None
+    return one and kind.count < 2 and kind.offsets is None and kind.strides is None
 
 
 def _check_others(outline: StateOutline, rows: _Rows, limits: TreeLimits) -> None:
@@ -312,16 +319,17 @@ def _check_ranks(record: Record, rows: _Rows, limits: TreeLimits) -> None:
 
 
 def _check_ascending(numbers: Sequence[int], stop: int, what: str) -> None:
-    last = -1
-    for number in numbers:
-        if not last < number < stop:
-            raise ManifestError(f"{what} out of order: {number} after {last}, of {stop}")
-        last = number
+    if numbers and not (
+        numbers[0] >= 0 and numbers[-1] < stop and all(map(lt, numbers, numbers[1:]))
+    ):
+        raise ManifestError(f"{what}: out of order, or not from 0 to {stop - 1}")
 
 
 def _check_rest(record: Record) -> None:
-    _check_ascending([image for image, _ in record.names], record.images, "names of images")
-    _check_different([name for _, name in record.names], "name")
+    if record.names:
+        images, names = zip(*record.names, strict=True)
+        _check_ascending(images, record.images, "names of images")
+        _check_different(names, "name")
     _check_different([one.name for one in record.objects], "object")
     for one in record.objects:
         if one.kind not in ("state", "raw"):

@@ -26,14 +26,14 @@ class _Doomed(msgspec.Struct, array_like=True):
     name: str
 
 
-class _Checkpoint(msgspec.Struct):
-    files: list[_Doomed]
+class _Volumes(msgspec.Struct):
+    volumes: list[_Doomed] = []
 
 
 class _NamedFiles(msgspec.Struct):
     """As much of a commit record as says which files there are."""
 
-    checkpoint: _Checkpoint
+    record: _Volumes
 
 
 _record = msgspec.json.Decoder(_NamedFiles)
@@ -43,7 +43,7 @@ def ownership(manifest: bytes | None) -> Callable[[str], bool]:
     """Tells by its name whether a file is one of a step with this record, or of a draft."""
     if manifest is not None:
         with suppress(msgspec.MsgspecError, RecursionError):
-            names = {file.name for file in _record.decode(manifest).checkpoint.files}
+            names = {file.name for file in _record.decode(manifest).record.volumes}
             return names.__contains__
     return lambda name: DATA_NAME.fullmatch(name) is not None
 

@@ -22,8 +22,7 @@ from torchrelay.memory.crew import share_out
 from torchrelay.memory.host import host_block
 from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
-from torchrelay.record.checkpoint.schema import Checkpoint
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor
+from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.device_fetch import DeviceFetch, device_of
 from torchrelay.stores.reading.fetch import Fetch, Placed
@@ -210,7 +209,3 @@ def _shard_at(tensor: StoredTensor, offsets: Sequence[int], hint: int | None) ->
         if shard.offsets == wanted:
             return shard
     raise MismatchError(f"{tensor.name} has no shard at {wanted}")
-
-
-def by_name(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    return {tensor.name: tensor for tensor in checkpoint.tensors}

@@ -11,7 +11,7 @@ import xxhash
 
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.schema import Record
 from torchrelay.stores.reading.ranges import (
     PIECE_BYTES,
     TASK_BYTES,
@@ -26,7 +26,7 @@ from torchrelay.stores.seam import DataReader, OpenStep
 from torchrelay.stores.writer.file_writer import WORKERS
 
 
-def read_chunks(step: OpenStep, record: Checkpoint, task: Task) -> memoryview:
+def read_chunks(step: OpenStep, record: Record, task: Task) -> memoryview:
     """Read a range of whole chunks; `DamagedError` unless each has its digest."""
     data = memoryview(bytearray(task.stop - task.start))
     reader = opened(step, record, task.file)
@@ -38,13 +38,13 @@ def read_chunks(step: OpenStep, record: Checkpoint, task: Task) -> memoryview:
 
 
 def check_chunks(
-    step: OpenStep, record: Checkpoint, progress: Callable[[int], None] = lambda nbytes: None
+    step: OpenStep, record: Record, progress: Callable[[int], None] = lambda nbytes: None
 ) -> None:
     """Read every byte of a step; `DamagedError` unless every chunk has its digest."""
     readers: list[DataReader] = []
     tasks: list[Task] = []
     try:
-        for index, file in enumerate(record.files):
+        for index, file in enumerate(record.volumes):
             readers.append(opened(step, record, index))
             batched = step.costly_reads or readers[-1].batched
             most = TASK_BYTES if batched else PIECE_BYTES
@@ -58,7 +58,7 @@ def check_chunks(
 
 def _checker(
     step: OpenStep,
-    record: Checkpoint,
+    record: Record,
     readers: Sequence[DataReader],
     progress: Callable[[int], None],
 ) -> Callable[[Task], None]:
@@ -77,9 +77,9 @@ def _checker(
 
 
 def _read_chunks(
-    step: OpenStep, record: Checkpoint, task: Task, reader: DataReader, data: memoryview
+    step: OpenStep, record: Record, task: Task, reader: DataReader, data: memoryview
 ) -> None:
-    file = record.files[task.file]
+    file = record.volumes[task.file]
     try:
         reader.read_into(task.start, [data])
     except (OSError, EOFError) as fault:

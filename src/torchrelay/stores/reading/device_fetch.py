@@ -28,7 +28,7 @@ from torchrelay.memory.gpu.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.region import Region
-from torchrelay.record.checkpoint.schema import Checkpoint
+from torchrelay.record.schema import Record
 from torchrelay.stores.reading.fetch import Fetch, Placed
 from torchrelay.stores.reading.ranges import Task, damaged, merged, opened, unread, whole_chunks
 from torchrelay.stores.seam import DataReader, OpenStep
@@ -80,7 +80,7 @@ class DeviceFetch:
     def __init__(
         self,
         store: OpenStep,
-        checkpoint: Checkpoint,
+        checkpoint: Record,
         wanted: Mapping[int, list[Placed]],
         device: int,
         *,
@@ -145,7 +145,7 @@ class DeviceFetch:
 
     def _cut(self, file: int, placed: list[Placed]) -> Iterator[_Group]:
         spans = merged(sorted((at, at + region.nbytes) for at, region in placed))
-        for start, stop in whole_chunks(self._checkpoint.files[file], spans, GROUP_BYTES):
+        for start, stop in whole_chunks(self._checkpoint.volumes[file], spans, GROUP_BYTES):
             yield _Group(file, start, stop)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -210,7 +210,7 @@ class DeviceFetch:
         """`DamagedError` unless what the current stream leaves in the slab has its digests."""
         starts, stops, expected = [], [], []
         for group in groups:
-            record = self._checkpoint.files[group.file]
+            record = self._checkpoint.volumes[group.file]
             size = record.chunk_bytes
             begin = np.arange(group.start, group.stop, size)
             starts.append(begin - group.start + group.at)
@@ -229,7 +229,7 @@ class DeviceFetch:
         """The chunk at a place of the slab does not hold."""
         group = next(group for group in reversed(groups) if group.at <= at)
         start = group.start + at - group.at
-        stop = min(start + self._checkpoint.files[group.file].chunk_bytes, group.stop)
+        stop = min(start + self._checkpoint.volumes[group.file].chunk_bytes, group.stop)
         problem = f"bytes {start} to {stop} are not those written"
         return damaged(self._store, self._checkpoint, Task(group.file, start, stop), problem)
 

@@ -19,7 +19,7 @@ from torchrelay.errors import RelayError
 from torchrelay.memory.crew import share_out
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
-from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
+from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.stores.local.step import PAGE
 from torchrelay.stores.reading.ranges import (
     PIECE_BYTES,
@@ -55,7 +55,7 @@ class Fetch:
     def __init__(
         self,
         step: OpenStep,
-        record: Checkpoint,
+        record: Record,
         wanted: Mapping[int, Iterable[Placed]],
         *,
         workers: int = WORKERS,
@@ -69,7 +69,7 @@ class Fetch:
         self._spans: dict[int, list[tuple[int, int]]] = {}
         for file, placed in wanted.items():
             ordered = sorted(placed, key=lambda piece: piece[0])
-            self._streams[file] = Stream.of(ordered, record.files[file].nbytes)
+            self._streams[file] = Stream.of(ordered, record.volumes[file].nbytes)
             self._spans[file] = merged([(at, at + region.nbytes) for at, region in ordered])
         self._pinned = any(
             region.keep.is_cuda
@@ -100,7 +100,7 @@ class Fetch:
     def _chunks(self, file: int, batched: bool) -> Iterator[Task]:
         """Ranges of whole chunks, of a size that is worth a task or a request."""
         most = BATCH_BYTES if batched else TASK_BYTES
-        for start, stop in whole_chunks(self._record.files[file], self._spans[file], most):
+        for start, stop in whole_chunks(self._record.volumes[file], self._spans[file], most):
             yield Task(file, start, stop)
 
     def _exactly(self, file: int, batched: bool) -> Iterator[Task]:
@@ -161,7 +161,7 @@ class Fetch:
         """Whether another source supplied a range that could not be read."""
         if not isinstance(self._step, MendableStep):
             return False
-        name = self._record.files[task.file].name
+        name = self._record.volumes[task.file].name
         return self._step.mend(name, task.start, task.stop, fault.message)
 
     # Acts: what is done with the bytes of a task.
@@ -259,7 +259,7 @@ class Fetch:
             raise unread(self._step, self._record, task, fault) from fault
 
     def _verifier(self, task: Task) -> _Verifier:
-        return _Verifier(self, task, self._record.files[task.file])
+        return _Verifier(self, task, self._record.volumes[task.file])
 
     def _damaged(self, task: Task, problem: str) -> RelayError:
         return damaged(self._step, self._record, task, problem)
@@ -268,7 +268,7 @@ class Fetch:
 class _Verifier:
     """Compares the chunks of a range with their digests while its bytes come, in order."""
 
-    def __init__(self, fetch: Fetch, task: Task, file: DataFile) -> None:
+    def __init__(self, fetch: Fetch, task: Task, file: VolumeRecord) -> None:
         self._fetch, self._task, self._file = fetch, task, file
         self._start = self._at = task.start
         self._hasher = xxhash.xxh3_128()

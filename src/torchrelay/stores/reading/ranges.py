@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torchrelay.errors import CheckpointError, DamagedError
-from torchrelay.record.checkpoint.schema import Checkpoint, DataFile
+from torchrelay.plan.stored import Names, images_in
+from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.stores.retry import is_wrong
 from torchrelay.stores.seam import DataReader, OpenStep
 
@@ -25,9 +25,9 @@ class Task(NamedTuple):
     stop: int
 
 
-def opened(step: OpenStep, record: Checkpoint, file: int, *, once: bool = False) -> DataReader:
+def opened(step: OpenStep, record: Record, file: int, *, once: bool = False) -> DataReader:
     """A file of a step; `DamagedError` unless it exists and has its recorded size."""
-    expected = record.files[file]
+    expected = record.volumes[file]
     whole = Task(file, 0, expected.nbytes)
     try:
         reader = step.reader(expected.name, once=once)
@@ -49,7 +49,7 @@ def workers_for(step: OpenStep, readers: Iterable[DataReader], workers: int) -> 
 
 
 def unread(
-    step: OpenStep, record: Checkpoint, task: Task, fault: OSError | EOFError
+    step: OpenStep, record: Record, task: Task, fault: OSError | EOFError
 ) -> CheckpointError:
     """The error of a read that failed. It is damage only if the file itself was found wrong; a
     medium that does not give its bytes may give them later."""
@@ -60,15 +60,16 @@ def unread(
         "the storage works",
         step=record.step,
         phase="read",
-        file=f"{step.url}/{record.files[task.file].name}",
+        file=f"{step.url}/{record.volumes[task.file].name}",
     )
 
 
-def damaged(step: OpenStep, record: Checkpoint, task: Task, problem: str) -> DamagedError:
+def damaged(step: OpenStep, record: Record, task: Task, problem: str) -> DamagedError:
     """The error of a range that is not what was written; it names the tensors in it."""
-    file = record.files[task.file]
-    names = tensors_in(record, task)
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    file = record.volumes[task.file]
+    images, names = images_in(record, *task), Names(record)
+    shown = ", ".join(names[image] for image in images[:8])
+    shown += f" and {len(images) - 8} more" if len(images) > 8 else ""
     return DamagedError(
         f"{file.name} {problem}",
         file=f"{step.url}/{file.name}",
@@ -79,21 +80,8 @@ def damaged(step: OpenStep, record: Checkpoint, task: Task, problem: str) -> Dam
     )
 
 
-def tensors_in(record: Checkpoint, task: Task) -> list[str]:
-    """Names of the tensors that have bytes in a range of a file."""
-    placed = sorted(
-        (shard.start, tensor.name)
-        for tensor in record.tensors
-        for shard in tensor.shards
-        if shard.file == task.file
-    )
-    starts = [at for at, _ in placed]
-    first = max(0, bisect_left(starts, task.start + 1) - 1)
-    return [name for at, name in placed[first:] if at < max(task.stop, task.start + 1)]
-
-
 def whole_chunks(
-    file: DataFile, spans: Iterable[tuple[int, int]], most: int
+    file: VolumeRecord, spans: Iterable[tuple[int, int]], most: int
 ) -> Iterator[tuple[int, int]]:
     """The chunks of a file that spans of it touch, each once, in ranges of about `most` bytes."""
     size = file.chunk_bytes

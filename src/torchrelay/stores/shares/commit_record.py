@@ -1,4 +1,4 @@
-"""The commit record of a step: built from what the ranks have written, and checked."""
+"""The record of a step: built from what the ranks have written, and checked."""
 
 from __future__ import annotations
 
@@ -11,62 +11,56 @@ import msgspec
 import torch
 
 from torchrelay.errors import CheckpointError, ManifestError
-from torchrelay.record.checkpoint.commit import decode, encode
-from torchrelay.record.checkpoint.joined import joined
-from torchrelay.record.checkpoint.places import check_tensors
-from torchrelay.record.checkpoint.schema import Blob, Checkpoint, DataFile
-from torchrelay.record.checkpoint.stored import Tensors
+from torchrelay.geometry.boxes import Comparisons
+from torchrelay.plan.stored import Names
+from torchrelay.record.checks.images import check_kind
+from torchrelay.record.encoding import decode, decode_at_rest, encode_at_rest
+from torchrelay.record.joined import with_boxes
+from torchrelay.record.pause import gc_paused
+from torchrelay.record.schema import Origin, Record
 from torchrelay.stores.seam import Draft
-from torchrelay.stores.shares.outlines import Outlines
-from torchrelay.stores.shares.share import Written
 from torchrelay.version import __version__
 
 
+def decode_shares(step: int, reports: Sequence[bytes]) -> list[Record]:
+    """The boxes and volumes that each rank reports to have written."""
+    shares = []
+    with gc_paused():  # once for all: each of many ranks would end a pause of its own
+        for rank, data in enumerate(reports):
+            with _refused(step, rank):
+                shares.append(decode(data, "part"))
+    return shares
+
+
 def commit_record(
-    step: int, shares: Sequence[Written], outlines: Outlines, save_id: str | None = None
-) -> Checkpoint:
-    """The commit record of a step that all ranks have written."""
-    files: list[DataFile] = []
-    firsts: list[int] = []
-    blobs: list[Blob] = []
-    for rank, share in enumerate(shares):
-        first = len(files)
-        with _refused(step, rank):
-            check_tensors(share.tensors, [file.nbytes for file in share.files], whole=False)
-        files += share.files
-        firsts.append(first)
-        blobs += [msgspec.structs.replace(blob, file=first + blob.file) for blob in share.blobs]
+    step: int, shares: Sequence[Record], outlined: Record, save_id: str | None = None
+) -> Record:
+    """The record of a step that all ranks have written. `outlined` has their outlines."""
+    names = Names(outlined).all()
     with _refused(step):
-        tensors = joined([share.tensors for share in shares], firsts)
-    _check_covered(tensors, [file.nbytes for file in files], step)
+        joined = with_boxes(outlined, names, shares)
+    _check_covered(joined, names, step)
     torch_version: Any = torch.__version__
-    return Checkpoint(
-        step=step,
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        torch=str(torch_version),
-        torchrelay=__version__,
-        outlines=outlines.outlines,
-        ranks=outlines.ranks,
-        own=outlines.own,
-        tensors=tensors,
-        files=tuple(files),
-        blobs=tuple(blobs),
-        save_id=save_id,
-    )
+    saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    origin = Origin(saved, str(torch_version), __version__, save_id)
+    return msgspec.structs.replace(joined, step=step, origin=origin)
 
 
-def _check_covered(tensors: Tensors, files: Sequence[int], step: int) -> None:
+def _check_covered(record: Record, names: Sequence[str], step: int) -> None:
     """`CheckpointError` unless the ranks have written all of each tensor."""
-    try:
-        check_tensors(tensors, files)
-    except ManifestError as fault:
-        raise CheckpointError(
-            f"the step would not be whole, {fault.message}: save with a group of all ranks that "
-            "have a part of the tensor",
-            step=step,
-            phase="commit",
-            path=fault.path,
-        ) from fault
+    comparisons = Comparisons()
+    for number, kind in enumerate(record.image_kinds):
+        try:
+            check_kind(kind, "whole", comparisons)
+        except ManifestError as fault:
+            image = record.image_kind.tolist().index(number)
+            raise CheckpointError(
+                f"the step would not be whole, {fault.message}: save with a group of all ranks "
+                "that have a part of the tensor",
+                step=step,
+                phase="commit",
+                path=names[image],
+            ) from fault
 
 
 @contextmanager
@@ -84,30 +78,25 @@ def _refused(step: int, rank: int | None = None) -> Iterator[None]:
         ) from fault
 
 
-def sealed(record: Checkpoint) -> bytes:
+def sealed(record: Record) -> bytes:
     """The bytes to commit: the record, encoded, read back and compared.
 
     `CheckpointError` if a reader would refuse it, or would not find in it what was written.
     """
-    data = encode(record)
+    data = encode_at_rest(record)
     try:
-        found = decode(data)
+        found = decode_at_rest(data)
     except ManifestError as fault:
         raise _not_sealed(record, f"it cannot be read back: {fault.message}") from fault
-    if encode(found) != data:
+    if encode_at_rest(found) != data:
         raise _not_sealed(record, "it reads back as another one")
-    held = {name for outline in found.outlines for name in outline.names}
-    held.update(name for own in found.own for _, name in own.names)
-    lost = next((name for name in found.tensors.names if name not in held), None)
-    if lost is not None:
-        raise _not_sealed(record, "a tensor that was written is in no rank's state", path=lost)
     return data
 
 
-def check_files(draft: Draft, record: Checkpoint) -> None:
+def check_files(draft: Draft, record: Record) -> None:
     """`CheckpointError` unless the data files that a record names are in the draft, whole."""
     there = draft.sizes()
-    for file in record.files:
+    for file in record.volumes:
         if (found := there.get(file.name)) != file.nbytes:
             what = "is gone from it" if found is None else f"has {found} bytes in it"
             raise CheckpointError(
@@ -119,11 +108,10 @@ def check_files(draft: Draft, record: Checkpoint) -> None:
             )
 
 
-def _not_sealed(record: Checkpoint, why: str, path: str | None = None) -> CheckpointError:
+def _not_sealed(record: Record, why: str) -> CheckpointError:
     return CheckpointError(
         f"the step was not committed because its commit record is wrong ({why}): report this, "
         "with the state's structure",
         step=record.step,
         phase="commit",
-        path=path,
     )

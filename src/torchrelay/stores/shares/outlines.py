@@ -1,4 +1,4 @@
-"""The outlines of all ranks, with what they have in common held once. Pure.
+"""The outlines of all ranks in one record, with what they have in common held once. Pure.
 
 Ranks of one job have most leaves in common, and some of their own under the same path: a random
 state, a position in the data. Plain values and plain tensors that differ are kept for each rank.
@@ -10,100 +10,204 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
 from torchrelay.errors import CheckpointError
-from torchrelay.record.checkpoint.schema import Outline, Own, pairs
-from torchrelay.record.manifest import Leaf
+from torchrelay.geometry.boxes import Numbers
+from torchrelay.plan.stored import Names
+from torchrelay.record.kinds import KindTable
+from torchrelay.record.manifest import Leaf, TensorLeaf, parts
+from torchrelay.record.numbers import pack_column
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import (
+    ImageKind,
+    LeafKind,
+    MeshSharding,
+    RankDifference,
+    Record,
+    column_of,
+)
+from torchrelay.state.leaves import with_parts
 
-
-class Outlines(NamedTuple):
-    """See `Checkpoint`, which has the same fields."""
-
-    outlines: tuple[Outline, ...]
-    ranks: tuple[int, ...]
-    own: tuple[Own, ...]
+_encode = msgspec.msgpack.Encoder(enc_hook=pack_column).encode
+_replace = msgspec.structs.replace
 
 
 class RankOutline(NamedTuple):
-    """A rank's report of its outline: `shape` is a digest of all but the leaves, and `leaves`
-    are those that may differ from the first rank with that shape, which reports its `outline`.
-    `renamed` has new names of tensors that are not those of an earlier rank."""
+    """A rank's report of its outline: `shape` is as `shape_of` has it, and `leaves` are those that
+    may differ from the first rank with that shape, which reports its `outline`: a record, and the
+    names of its images. `renamed` has new names of tensors that are not those of an earlier rank,
+    `kinds` has the dtype and shape of those."""
 
     shape: bytes
-    outline: Outline | None
+    outline: tuple[Record, Sequence[str]] | None
     leaves: Iterable[tuple[int, Leaf]]
     renamed: Mapping[str, str]
-
-    @classmethod
-    def whole(cls, outline: Outline, renamed: Mapping[str, str]) -> RankOutline:
-        """Of a rank that reports all of its outline."""
-        return cls(shape_of(outline), outline, enumerate(outline.leaves), renamed)
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]]
 
 
-def shape_of(outline: Outline) -> bytes:
-    return xxhash.xxh3_128_digest(
-        msgspec.msgpack.encode((outline.tree, outline.names, outline.strides))
-    )
+def shape_of(record: Record) -> bytes:
+    """A digest of an outline but for the kinds of its rows and its other leaves."""
+    (outline,) = record.outlines
+    strides = [kind.strides for kind in record.image_kinds]
+    layouts = [
+        (image, strides[kind])
+        for image, kind in enumerate(record.image_kind.tolist())
+        if strides[kind] is not None
+    ]
+    columns = (outline.others_at, outline.images, record.images, layouts)
+    return xxhash.xxh3_128_digest(_encode((outline.tree, outline.leaves, columns, record.names)))
 
 
-def renames(
-    outlines: Sequence[Outline], replicas: Sequence[Mapping[str, bytes]]
-) -> list[dict[str, str]]:
-    """For each rank, new names of tensors that differ from those of an earlier rank: `replicas` has
-    a fingerprint for each plain tensor, by name."""
-    taken = {name for outline in outlines for name in outline.names}
-    first: dict[str, bytes] = {}
-    found: list[dict[str, str]] = []
-    for rank, known in enumerate(replicas):
-        renamed = {}
-        for name, fact in known.items():
-            if first.setdefault(name, fact) != fact:
-                renamed[name] = f"{name}@rank-{rank}"
-                while renamed[name] in taken:
-                    renamed[name] += "~"
-        found.append(renamed)
-    return found
+class _Base:
+    """The first outline of a shape. `numbers` has the image of the joined record that each of its
+    own is."""
+
+    def __init__(self, record: Record, names: Sequence[str], joined: _Joined, told: RankOutline):
+        self.names, self._joined = names, joined
+        self.rows = LeafRows(record, at_rest=True)
+        self._record = record
+        self.renamed = frozenset(told.renamed)
+        self._places: dict[str, int] | None = None
+        self._users: dict[int, tuple[Numbers, list[int]]] = {}
+        kinds = [joined.kinds.image(kind) for kind in record.image_kinds]
+        of_images = record.image_kind.tolist()
+        self.numbers: Numbers = np.array(
+            [
+                joined.image(told.renamed.get(name, name), kinds[of_images[image]])
+                for image, name in enumerate(names)
+            ],
+            np.int64,
+        )
+        (outline,) = record.outlines
+        leaf_kinds = np.array([joined.leaf_kind(record, kind) for kind in record.kinds], np.int64)
+        rows = outline.rows
+        self.outline = _replace(
+            outline,
+            others=tuple(_renumbered(leaf, self.numbers) for leaf in outline.others),
+            kinds=column_of(leaf_kinds[outline.row_kinds]) if rows else None,
+            images=self.numbers[outline.row_images] if rows else None,
+        )
+
+    def place(self, name: str) -> int | None:
+        """The image that has a name in this outline."""
+        if self._places is None:
+            self._places = {known: image for image, known in enumerate(self.names)}
+        return self._places.get(name)
+
+    def kind_like(self, image: int, dtype: str, shape: tuple[int, ...]) -> int:
+        """The kind of an image that another rank has in the place of one of this outline."""
+        mine = self._record.image_kinds[int(self._record.image_kind[image])]
+        return self._joined.kinds.image(ImageKind(dtype, shape, mine.strides, 0))
+
+    def users(self, image: int) -> tuple[Numbers, list[int]]:
+        """The rows, and the other leaves, that have an image."""
+        if image not in self._users:
+            others = [
+                index
+                for index, leaf in self.rows.others.items()
+                if any(part.storage == image for part in parts(leaf))
+            ]
+            self._users[image] = np.flatnonzero(self.rows.images == image), others
+        return self._users[image]
 
 
-def merge(all_ranks: Iterable[RankOutline]) -> Outlines:
+class _Joined:
+    """Kinds and images of all outlines, by number."""
+
+    def __init__(self) -> None:
+        self.kinds = KindTable()
+        self.names: dict[str, int] = {}
+        self.kind_of: list[int] = []
+
+    def leaf_kind(self, record: Record, kind: LeafKind) -> int:
+        if kind.sharding < 0:
+            return self.kinds.leaf(kind)
+        how = record.shardings[kind.sharding]
+        mesh = record.meshes[how.mesh] if isinstance(how, MeshSharding) else None
+        return self.kinds.distributed(kind, how, mesh)
+
+    def image(self, name: str, kind: int) -> int:
+        """The image with a name; a new one has that kind."""
+        found = self.names.setdefault(name, len(self.kind_of))
+        if found == len(self.kind_of):
+            self.kind_of.append(kind)
+        return found
+
+
+def merge(all_ranks: Iterable[RankOutline]) -> Record:
     """Hold each distinct outline once, and separately what single ranks have of their own."""
-    bases: list[Outline] = []
-    first: dict[bytes, int] = {}  # the outline by its shape
+    joined = _Joined()
+    bases: list[_Base] = []
+    first: dict[bytes, int] = {}
     ranks: list[int] = []
-    own: list[Own] = []
-    places: list[dict[str, int]] = []
-    renamed: list[frozenset[str]] = []  # by outline, names that its first rank has changed
+    differences: list[RankDifference] = []
     for rank, one in enumerate(all_ranks):
         if one.shape not in first:
             if one.outline is None:
                 raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")
             first[one.shape] = len(bases)
-            places.append({name: index for index, name in enumerate(one.outline.names)})
-            # Its leaves fit the tensors of this rank, not those of another under the same name.
-            names = tuple(one.renamed.get(name, name) for name in one.outline.names)
-            bases.append(msgspec.structs.replace(one.outline, names=names))
-            renamed.append(frozenset(one.renamed))
-        base = first[one.shape]
-        ranks.append(base)
-        leaves = _own_leaves(one.leaves, bases[base].leaves, rank)
-        own_names = {}
-        for old in renamed[base] | one.renamed.keys():
-            index, name = places[base].get(old), one.renamed.get(old, old)
-            if index is not None and bases[base].names[index] != name:
-                own_names[index] = name
-        if leaves or own_names:
-            own.append(Own(rank, pairs(leaves), pairs(own_names)))
-    return Outlines(tuple(bases), tuple(ranks), tuple(own))
+            bases.append(_Base(*one.outline, joined, one))
+        base = bases[first[one.shape]]
+        ranks.append(first[one.shape])
+        found = _difference(rank, one, base, joined)
+        if found.leaves or found.images:
+            differences.append(found)
+    record = joined.kinds.record(
+        tuple(base.outline for base in bases),
+        np.array(joined.kind_of, np.int64),
+        ranks=tuple(ranks),
+        differences=tuple(differences),
+    )
+    derived = Names(record)
+    given = [(image, name) for name, image in joined.names.items() if derived[image] != name]
+    return _replace(record, names=tuple(given))
 
 
-def _own_leaves(
-    rows: Iterable[tuple[int, Leaf]], base: Sequence[Leaf], rank: int
-) -> dict[int, Leaf]:
-    found = {}
-    for index, leaf in rows:
-        if not 0 <= index < len(base):
-            raise CheckpointError(f"leaf {index} of {len(base)} was sent", rank=rank, phase="plan")
-        if leaf != base[index]:
-            found[index] = leaf
-    return found
+def _difference(rank: int, one: RankOutline, base: _Base, joined: _Joined) -> RankDifference:
+    """The leaves and images that a rank has in place of those of its outline."""
+    own = {}
+    for index, leaf in one.leaves:
+        if not 0 <= index < len(base.rows):
+            text = f"leaf {index} of {len(base.rows)} was sent"
+            raise CheckpointError(text, rank=rank, phase="plan")
+        if leaf != base.rows[index]:
+            own[index] = leaf
+    numbers, changed = base.numbers, []
+    for old in base.renamed | one.renamed.keys():
+        image = base.place(old)
+        if image is None:
+            continue
+        number = int(base.numbers[image])
+        if old in one.renamed:
+            number = joined.image(one.renamed[old], base.kind_like(image, *one.kinds[old]))
+        elif old in base.renamed:
+            number = joined.names.get(old, number)
+        if number != base.numbers[image]:
+            changed.append(image)
+            if numbers is base.numbers:
+                numbers = numbers.copy()
+            numbers[image] = number
+    images = {}
+    for image in changed:
+        rows, others = base.users(image)
+        for row in rows.tolist():
+            if int(base.rows.leaves[row]) not in own:
+                images[row] = int(numbers[image])
+        for index in others:
+            own.setdefault(index, base.rows.others[index])
+    leaves = [(index, _renumbered(own[index], numbers, rank)) for index in sorted(own)]
+    return RankDifference(rank, tuple(leaves), tuple(sorted(images.items())))
+
+
+def _renumbered(leaf: Leaf, numbers: Numbers, rank: int | None = None) -> Leaf:
+    """A leaf over images of the joined record; `numbers` has those of a rank's own."""
+
+    def change(part: TensorLeaf) -> TensorLeaf:
+        if not -1 <= part.storage < len(numbers):
+            text = f"image {part.storage} of {len(numbers)} was sent"
+            raise CheckpointError(text, rank=rank, phase="plan")
+        return part if part.storage < 0 else _replace(part, storage=int(numbers[part.storage]))
+
+    return with_parts(leaf, change)

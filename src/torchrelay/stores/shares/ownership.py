@@ -15,12 +15,15 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.record.checkpoint.schema import Outline
+from torchrelay.geometry.boxes import Numbers
 from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import LeafKind, MeshSharding, Record
 
 BUCKETS = 64
 _Buckets = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)], ...], msgspec.Meta()]
@@ -47,9 +50,10 @@ class HeldTensor(NamedTuple):
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `HeldTensor` as the coordinator hears of it. Of a distributed one, `nbytes` are those that
-    this rank writes if none is left to another, `part` tells the elements that it has: which they
-    are, and their values, and `whole` has the bytes of all parts."""
+    """A `HeldTensor` as it is reported to the coordinator. Of a distributed one, `nbytes` are those
+    that this rank writes if none is left to another, `part` identifies the elements that it has:
+    which they are, and their values, and `whole` has the bytes of all parts. A plain one has its
+    dtype and shape."""
 
     name: str
     fact: bytes
@@ -57,6 +61,8 @@ class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
     mesh: bytes = b""
     part: tuple[bytes, bytes] = (b"", b"")
     whole: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
 
 
 class Statement(msgspec.Struct, array_like=True, frozen=True):
@@ -81,7 +87,7 @@ class Details(msgspec.Struct, array_like=True, frozen=True):
 
     tensors: list[Row]
     leaves: list[tuple[int, Leaf]]
-    outline: Outline | None
+    outline: bytes | None  # a record, encoded
     nbytes: int  # that it writes of tensors that are the same everywhere
 
 
@@ -110,23 +116,49 @@ def digests_of_tensors(held: Iterable[HeldTensor]) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(_encode(sorted(rows))) for rows in buckets)
 
 
-def buckets_of_leaves(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Which leaves are in each bucket. Distributed ones, which name all ranks of their mesh, have
-    buckets of their own, so that a value that differs from rank to rank does not bring them."""
+def buckets_of_leaves(rows: LeafRows) -> Numbers:
+    """The bucket of each leaf. Distributed ones, which name all ranks of their mesh, have buckets
+    of their own, so that a value that differs from rank to rank does not bring them."""
     half = BUCKETS // 2
-    buckets: list[list[int]] = [[] for _ in range(BUCKETS)]
-    for index, leaf in enumerate(leaves):
-        distributed = isinstance(leaf, DTensorLeaf | ShardedLeaf)
-        buckets[index % half + (half if distributed else 0)].append(index)
+    buckets: Numbers = np.arange(len(rows)) % half
+    buckets[rows.leaves[rows.is_sharded]] += half
+    others = rows.others.items()
+    buckets[[at for at, leaf in others if isinstance(leaf, DTensorLeaf | ShardedLeaf)]] += half
     return buckets
 
 
-def digests_of_leaves(leaves: Sequence[Leaf]) -> bytes:
-    """The digest of each bucket of leaves."""
+def digests_of_leaves(rows: LeafRows) -> bytes:
+    """The digest of each bucket of leaves: of the kinds and places of rows, and of other leaves."""
+    record = rows.record
+    buckets = buckets_of_leaves(rows)
+    kinds = _fingerprints([_spelled(record, kind) for kind in record.kinds])
+    images = _fingerprints([(kind.dtype, kind.shape) for kind in record.image_kinds])
+    columns = [rows.leaves, rows.offsets]
+    if len(rows.leaves):
+        columns += [*kinds[rows.kinds].T, *images[record.image_kind[rows.images]].T]
+    table = np.stack(columns, 1)
+    order = np.argsort(buckets[rows.leaves], kind="stable")
+    ends = np.searchsorted(buckets[rows.leaves][order], np.arange(BUCKETS), "right")
+    others: list[list[tuple[int, Leaf]]] = [[] for _ in range(BUCKETS)]
+    for at, leaf in rows.others.items():
+        others[buckets[at]].append((at, leaf))
     return b"".join(
-        xxhash.xxh3_128_digest(_encode([leaves[index] for index in bucket]))
-        for bucket in buckets_of_leaves(leaves)
+        xxhash.xxh3_128_digest(some.tobytes() + _encode(more))
+        for some, more in zip(np.split(table[order], ends[:-1]), others, strict=True)
     )
+
+
+def _fingerprints(items: Sequence[object]) -> Numbers:
+    digests = b"".join(xxhash.xxh3_128_digest(_encode(item)) for item in items)
+    return np.frombuffer(digests, np.int64).reshape(-1, 2)
+
+
+def _spelled(record: Record, kind: LeafKind) -> object:
+    """A kind with what it refers to."""
+    how = record.shardings[kind.sharding] if kind.sharding >= 0 else None
+    mesh = record.meshes[how.mesh] if isinstance(how, MeshSharding) else None
+    facts = (kind.dtype, kind.shape, kind.strides, kind.flags)
+    return facts, mesh, how.placements if isinstance(how, MeshSharding) else how
 
 
 def written_by_rule(held: Iterable[HeldTensor]) -> set[str]:
@@ -184,15 +216,14 @@ def questions(said: Sequence[Statement]) -> list[Question] | None:
 def rulings(
     details: Sequence[Details], asked: Sequence[int], names: Collection[str]
 ) -> list[Ruling]:
-    """The ruling for each rank about the buckets in question. `names`: of the coordinator."""
+    """The ruling for each rank about the buckets in question. `names`: of all outlines that were
+    sent."""
     holders: defaultdict[str, list[tuple[int, Row]]] = defaultdict(list)
     taken = set(names)
     for rank, one in enumerate(details):
         for row in one.tensors:
             holders[row.name].append((rank, row))
             taken.add(row.name)
-        if one.outline is not None:
-            taken.update(one.outline.names)
     renamed: list[dict[str, str]] = [{} for _ in details]
     left: list[list[str]] = [[] for _ in details]
     for name, several in holders.items():

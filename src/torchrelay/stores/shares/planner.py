@@ -11,23 +11,27 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import UnsupportedLeafError
-from torchrelay.plan.outline import Named, outline
-from torchrelay.record.checkpoint.schema import Outline
+from torchrelay.errors import CheckpointError, ManifestError, UnsupportedLeafError
+from torchrelay.plan.at_rest import Described, describe
+from torchrelay.plan.stored import Names
+from torchrelay.record.encoding import decode, encode
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.state.local_parts import local_parts
+from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import empty_tensors
 from torchrelay.stores.shares import ownership
 from torchrelay.stores.shares.layout import Entry, FileLayout, arrange
-from torchrelay.stores.shares.outlines import Outlines, RankOutline, merge, shape_of
+from torchrelay.stores.shares.outlines import RankOutline, merge, shape_of
 from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling, Statement
 from torchrelay.stores.shares.replicas import facts_of
 from torchrelay.stores.shares.share import Share, ShareContents
@@ -45,10 +49,10 @@ _answer = msgspec.msgpack.Decoder(Question | Ruling)
 
 
 class PlannedShare(NamedTuple):
-    """The share of this rank; on the coordinator, also the outlines of all ranks."""
+    """The share of this rank; on the coordinator, also a record with the outlines of all ranks."""
 
     share: Share
-    outlines: Outlines | None
+    outlined: Record | None
 
 
 class SharePlanner:
@@ -83,7 +87,7 @@ class SharePlanner:
                 data = call.round("plan", lambda: plan.details(question), plan.rule, deadline)
                 answer = decoded(_answer, data, rank=0)
             assert isinstance(answer, Ruling)
-            return PlannedShare(plan.share(answer), plan.outlines)
+            return PlannedShare(plan.share(answer), plan.outlined)
 
 
 class _KnownPlan(NamedTuple):
@@ -92,7 +96,7 @@ class _KnownPlan(NamedTuple):
     signature: Signature
     ruling: Ruling
     entries: list[Entry]
-    parts: list[tuple[str, int]]  # for each entry, the tensor and which of its parts
+    parts: list[tuple[int, int]]  # for each entry, the tensor and which of its parts
     layouts: list[FileLayout]
 
 
@@ -103,7 +107,7 @@ class SavePlan:
         self._planner, self._state, self._space = planner, state, space
         self._held: list[HeldTensor] = []
         self._statements: list[Statement] = []
-        self.outlines: Outlines | None = None  # the coordinator's: of all ranks
+        self.outlined: Record | None = None  # the coordinator's: of all ranks
         self.nbytes = 0  # the coordinator's: of all ranks
 
     # On every rank.
@@ -111,9 +115,9 @@ class SavePlan:
     def statement(self) -> bytes:
         """The first message of this rank: digests of its state."""
         planner = self._planner
-        self._named: Named = outline(self._state)
-        self._signature = _signature(self._named)
-        tensors = self._named.tensors.items()
+        self._described: Described = describe(self._state)
+        self._signature = _signature(self._described)
+        tensors = list(zip(self._described.names, self._described.tensors, strict=True))
         if planner.world == 1:
             for name, tensor in tensors:
                 _check_whole(name, tensor)
@@ -122,29 +126,33 @@ class SavePlan:
         self._held = [_held(name, tensor, teams, planner) for name, tensor in tensors]
         return _encode(
             Statement(
-                shape_of(self._named.outline),
-                ownership.digests_of_leaves(self._named.outline.leaves),
+                shape_of(self._described.record),
+                ownership.digests_of_leaves(self._rows),
                 ownership.digests_of_tensors(self._held),
                 _bytes_by_rule(self._held),
             )
         )
 
+    @property
+    def _rows(self) -> LeafRows:
+        return LeafRows(self._described.record, at_rest=True)
+
     def details(self, question: Question) -> bytes:
         """The second message of this rank, where ranks differ."""
         buckets = set(question.tensors)
         rows, same = [], []
-        for one in self._held:
+        for one, tensor in zip(self._held, self._described.tensors, strict=True):
             if ownership.bucket_of(one.name) in buckets:
-                rows.append(_row(one, self._named.tensors[one.name]))
+                rows.append(_row(one, tensor))
             else:
                 same.append(one)
-        leaves = self._named.outline.leaves
-        places = ownership.buckets_of_leaves(leaves) if question.leaves else []
+        leaves = self._rows
+        asked = np.isin(ownership.buckets_of_leaves(leaves), question.leaves)
         return _encode(
             Details(
                 rows,
-                [(index, leaves[index]) for bucket in question.leaves for index in places[bucket]],
-                self._named.outline if question.outline else None,
+                [(index, leaves[index]) for index in np.flatnonzero(asked).tolist()],
+                encode(self._described.record) if question.outline else None,
                 _bytes_by_rule(same),
             )
         )
@@ -154,8 +162,8 @@ class SavePlan:
         known = self._planner.known
         if known is None or (known.signature, known.ruling) != (self._signature, ruling):
             known = self._made(ruling)
-        tensors = self._named.tensors
-        found = [_part(tensors[name], number) for name, number in known.parts]
+        tensors = self._described.tensors
+        found = [_part(tensors[image], number) for image, number in known.parts]
         self._planner.known = known
         return Share(ShareContents(known.entries, found, {}), known.layouts)
 
@@ -163,17 +171,19 @@ class SavePlan:
         planner = self._planner
         mine = None if planner.world == 1 else self._mine(ruling)
         entries, parts = [], []
-        for name, tensor in self._named.tensors.items():
+        _, names, tensors, tops = self._described
+        boxes = LocalBoxes()
+        for image, (name, tensor, top) in enumerate(zip(names, tensors, tops, strict=True)):
             if mine is not None and name not in mine:
                 continue
             dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.size())
-            called, top = ruling.renamed.get(name, name), self._named.tops[name]
-            for number, part in enumerate(local_parts(tensor)):
+            called = ruling.renamed.get(name, name)
+            for number, part in enumerate(local_parts(tensor, boxes)):
                 if part.tensor.numel():
                     entries.append(Entry(called, dtype, shape, *part.box, top))
-                    parts.append((name, number))
+                    parts.append((image, number))
         # Tensors without elements are in the headers of the first rank's files, and nowhere else.
-        empty = _empty(self._named) if planner.rank == 0 else []
+        empty = _empty(self._described) if planner.rank == 0 else []
         layouts = arrange([*entries, *empty], planner.rank, planner.world, planner.file_bytes)
         return _KnownPlan(self._signature, ruling, entries, parts, layouts)
 
@@ -193,7 +203,7 @@ class SavePlan:
 
     def compare(self, said: list[bytes]) -> list[bytes]:
         """A question to each rank where they differ, else the ruling that needs none."""
-        mine, tensors = self._named.outline, self._named.tensors.values()
+        mine, tensors = self._described.record, self._described.tensors
         nbytes = _bytes_of_all(tensors)
         if self._planner.world > 1:
             self._statements = [decoded(_statement, data, rank) for rank, data in enumerate(said)]
@@ -202,23 +212,29 @@ class SavePlan:
                 return [_encode(question) for question in asked]
             nbytes = sum(statement.nbytes for statement in self._statements)
             ownership.check_all_there(nbytes, _bytes_of_all(tensors))
-        self._end(Outlines((mine,), (0,) * len(said), ()), nbytes)
+        self._end(msgspec.structs.replace(mine, ranks=(0,) * len(said)), nbytes)
         return [_encode(Ruling())] * len(said)
 
     def rule(self, said: list[bytes]) -> list[bytes]:
         """The ruling for each rank."""
         details = [decoded(_details, data, rank) for rank, data in enumerate(said)]
         asked = ownership.differing([one.tensors for one in self._statements])
-        tensors = self._named.tensors
-        ruled = ownership.rulings(details, asked, tensors)
-        same = [one for name, one in tensors.items() if ownership.bucket_of(name) not in asked]
+        record, names, tensors, _ = self._described
+        outlines: list[tuple[Record, Sequence[str]] | None] = [(record, names)]
+        outlines += [_outline(one, rank) for rank, one in enumerate(details[1:], 1)]
+        taken = [name for one in outlines if one is not None for name in one[1]]
+        ruled = ownership.rulings(details, asked, taken)
+        pairs = zip(names, tensors, strict=True)
+        same = [one for name, one in pairs if ownership.bucket_of(name) not in asked]
         ownership.check_all_there(sum(one.nbytes for one in details), _bytes_of_all(same))
-        outlines: list[Outline | None] = [
-            self._named.outline,
-            *(one.outline for one in details[1:]),
-        ]
         merged = merge(
-            RankOutline(statement.shape, mine, one.leaves, ruling.renamed)
+            RankOutline(
+                statement.shape,
+                mine,
+                one.leaves,
+                ruling.renamed,
+                {row.name: (row.dtype, row.shape) for row in one.tensors},
+            )
             for statement, mine, one, ruling in zip(
                 self._statements, outlines, details, ruled, strict=True
             )
@@ -226,10 +242,28 @@ class SavePlan:
         self._end(merged, ownership.bytes_ruled(details, ruled))
         return [_encode(ruling) for ruling in ruled]
 
-    def _end(self, outlines: Outlines, nbytes: int) -> None:
+    def _end(self, outlined: Record, nbytes: int) -> None:
         if self._space is not None:
             self._space.check(nbytes)
-        self.outlines, self.nbytes = outlines, nbytes
+        self.outlined, self.nbytes = outlined, nbytes
+
+
+def _outline(told: Details, rank: int) -> tuple[Record, Sequence[str]] | None:
+    """The outline that another rank has sent, and the names of its images."""
+    if told.outline is None:
+        return None
+    try:
+        record = decode(told.outline, "part")
+        if len(record.outlines) != 1 or record.boxes:
+            raise ManifestError("not the outline of one rank")
+        return record, Names(record).all()
+    except ManifestError as fault:
+        raise CheckpointError(
+            f"an outline that another rank sent is wrong, {fault.message}: see whether all ranks "
+            "run the same version of torchrelay",
+            rank=rank,
+            phase="plan",
+        ) from fault
 
 
 class _Teams:
@@ -238,6 +272,7 @@ class _Teams:
     def __init__(self, members: Collection[int] | None) -> None:
         self._members = members
         self._places: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, int]] = {}
+        self.held: dict[object, HeldTensor] = {}  # a DTensor of each spec
 
     def place(self, mesh: DeviceMesh, copies: tuple[int, ...]) -> tuple[int, int]:
         """This rank's number among the ranks that have replicas along `copies`, and their
@@ -269,6 +304,8 @@ def _held(name: str, tensor: torch.Tensor, teams: _Teams, planner: SharePlanner)
 
 def _held_dtensor(name: str, tensor: t.DTensor, teams: _Teams) -> HeldTensor:
     local, spec = t.dtensor_parts(tensor)
+    if (like := teams.held.get(spec)) is not None:
+        return like._replace(name=name)
     mesh = mesh_record(spec.mesh)
     placements = tuple(t.placement_record(placement) for placement in spec.placements)
     copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
@@ -278,14 +315,18 @@ def _held_dtensor(name: str, tensor: t.DTensor, teams: _Teams) -> HeldTensor:
         replica, replicas = teams.place(spec.mesh, copies)
     where = _digest(mesh)
     fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.shape), placements, mesh.shape))
-    return HeldTensor(name, fact, nbytes, replica, replicas, _digest((where, copies)), where)
+    team = _digest((where, copies))
+    found = HeldTensor(name, fact, nbytes, replica, replicas, team, where)
+    teams.held[spec] = found
+    return found
 
 
-def _empty(named: Named) -> list[Entry]:
+def _empty(described: Described) -> list[Entry]:
+    rows, names = LeafRows(described.record), set(described.names)
     return [
         Entry(name, dtype, shape, (0,) * len(shape), shape, str(path[0]) if path[1:] else None)
-        for name, dtype, shape, path in empty_tensors(named.outline.tree, named.outline.leaves)
-        if name not in named.tensors
+        for name, dtype, shape, path in empty_tensors(rows.tree, rows.others)
+        if name not in names
     ]
 
 
@@ -316,7 +357,8 @@ def _bytes_by_rule(held: Sequence[HeldTensor]) -> int:
 
 def _row(one: HeldTensor, tensor: torch.Tensor) -> Row:
     if not one.mesh:
-        return Row(one.name, one.fact, one.nbytes)
+        dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.shape)
+        return Row(one.name, one.fact, one.nbytes, dtype=dtype, shape=shape)
     parts = [part for part in local_parts(tensor) if part.tensor.numel()]
     boxes = _digest([part.box for part in parts])
     values = _digest([facts_of(part.tensor) for part in parts])
@@ -337,12 +379,13 @@ def _digest(value: object) -> bytes:
     return xxhash.xxh3_128_digest(_encode(value))
 
 
-def _signature(named: Named) -> Signature:
+def _signature(described: Described) -> Signature:
     """The facts that a plan depends on: names, dtypes, shapes and how tensors are distributed."""
-    found: Signature = [tuple(entry) for entry in _empty(named)]
-    for name, tensor in named.tensors.items():
+    found: Signature = [tuple(entry) for entry in _empty(described)]
+    _, names, tensors, tops = described
+    for name, tensor, top in zip(names, tensors, tops, strict=True):
         if type(tensor) is torch.Tensor:
-            found.append((name, tensor.dtype, tensor.shape, named.tops[name]))
+            found.append((name, tensor.dtype, tensor.shape, top))
         elif t.is_dtensor(tensor):
             _, spec = t.dtensor_parts(tensor)
             found.append((name, tensor.dtype, tensor.shape, spec.mesh, spec.placements))

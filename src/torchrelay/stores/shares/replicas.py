@@ -10,7 +10,6 @@ import torch
 import xxhash
 
 from torchrelay.geometry.chunks import ALIGN
-from torchrelay.plan.outline import Named
 from torchrelay.plan.region import Region
 from torchrelay.record.digest import digest
 from torchrelay.state import tensors as t
@@ -20,18 +19,10 @@ SMALL_BYTES = 64 << 10  # of a tensor that is compared between ranks
 SAMPLES = 4
 
 
-def replicas_of(named: Named) -> dict[str, bytes]:
-    """Of plain tensors, by name: dtype, shape, and the digest of their bytes or samples of them."""
-    return {
-        name: facts_of(tensor)
-        for name, tensor in named.tensors.items()
-        if type(tensor) is torch.Tensor
-    }
-
-
 def facts_of(tensor: torch.Tensor) -> bytes:
-    """The same of one strided tensor."""
-    facts = f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} ".encode()
+    """Dtype, shape and layout of a tensor, and the digest of its bytes or of samples of them."""
+    layout = [] if tensor.is_contiguous() else list(tensor.stride())
+    facts = f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} {layout} ".encode()
     return facts + _fingerprint(Region.row_major(tensor))
 
 

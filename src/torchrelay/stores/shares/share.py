@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
+import numpy as np
 import torch
 
 from torchrelay.errors import CheckpointError
+from torchrelay.geometry.boxes import Box
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
-from torchrelay.record.checkpoint.schema import Blob, DataFile, Outline
-from torchrelay.record.checkpoint.stored import Shard, StoredTensor, Tensors
+from torchrelay.record.kinds import KindTable
+from torchrelay.record.schema import (
+    ImageKind,
+    ObjectBytes,
+    Record,
+    VolumeRecord,
+    column_of,
+)
 from torchrelay.state.tensors import versions_of
 from torchrelay.stores.seam import DataFiles
 from torchrelay.stores.shares.device_hashing import DeviceHashing
@@ -39,15 +46,6 @@ class ShareContents(NamedTuple):
         return [*self.entries, *objects]
 
 
-class Written(msgspec.Struct, array_like=True, frozen=True):
-    """A rank's report of what it wrote. The coordinator builds the commit record from these."""
-
-    files: list[DataFile]
-    tensors: Tensors  # in these files
-    blobs: list[Blob]
-    values: dict[str, Outline] = {}  # objects that are plain values, by name
-
-
 class Share:
     """The files of one rank, ready to be written."""
 
@@ -62,7 +60,7 @@ class Share:
         self.files = [FileSpec(file.name, file.nbytes, file.chunk_bytes) for file in layouts]
         self.streams: list[Stream] = []
         self._own = tensors[plain:]  # memory that is not of a tensor: objects and headers
-        self._blobs: list[Blob] = []
+        self._objects: list[ObjectBytes] = []
         self._hashing: DeviceHashing | None = None
         for number, layout in enumerate(layouts):
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
@@ -72,25 +70,9 @@ class Share:
                 placed.append((start, Region.row_major(tensors[index])))
                 if index >= plain:
                     kind, data = contents.objects[entry.name]
-                    self._blobs.append(Blob(entry.name, kind, number, start, len(data)))
+                    self._objects.append(ObjectBytes(entry.name, kind, number, start, len(data)))
             self._own.append(head)
             self.streams.append(Stream.of(placed, layout.nbytes))
-
-    def _tensors(self) -> Tensors:
-        """Where each tensor lies. Built when all is written: a trainer waits for what is done
-        before."""
-        entries = self.contents.entries
-        boxes: dict[str, tuple[Entry, list[Shard]]] = {}
-        for number, layout in enumerate(self.layouts):
-            for start, index in layout.placed:
-                if index < len(entries):
-                    entry = entries[index]
-                    shard = Shard(entry.offsets, entry.sizes, number, start)
-                    boxes.setdefault(entry.name, (entry, []))[1].append(shard)
-        return Tensors.of(
-            StoredTensor(entry.name, entry.dtype, entry.shape, shards)
-            for entry, shards in boxes.values()
-        )
 
     @property
     def nbytes(self) -> int:
@@ -150,12 +132,42 @@ class Share:
                 stream.read(start, stop, buffer)
                 yield [Range(index, start, stop, Staged(start, buffer.data_ptr()))]
 
-    def written(self, digests: Sequence[bytes]) -> Written:
-        files = [
-            DataFile(file.name, file.nbytes, file.chunk_bytes, known)
-            for file, known in zip(self.files, digests, strict=True)
-        ]
-        return Written(files, self._tensors(), self._blobs)
+    def written(self, digests: Sequence[bytes]) -> Record:
+        """The report of what was written: boxes by the names of their tensors, and volumes. Built
+        when all is written: a trainer waits for what is done before."""
+        entries = self.contents.entries
+        boxes: dict[str, list[tuple[Box, int, int]]] = {}
+        first: dict[str, Entry] = {}
+        for number, layout in enumerate(self.layouts):
+            for start, index in layout.placed:
+                if index < len(entries):
+                    entry = entries[index]
+                    first.setdefault(entry.name, entry)
+                    box = (entry.offsets, entry.sizes)
+                    boxes.setdefault(entry.name, []).append((box, number, start))
+        kinds = KindTable()
+        known: dict[object, int] = {}
+        kind_of = []
+        for name, placed in boxes.items():
+            entry, cut = first[name], tuple(box for box, _, _ in placed)
+            key = (entry.dtype, entry.shape, cut)
+            if key not in known:
+                known[key] = kinds.image(ImageKind.of_boxes(entry.dtype, entry.shape, cut))
+            kind_of.append(known[key])
+        places = np.array([row[1:] for placed in boxes.values() for row in placed], np.int64)
+        return kinds.record(
+            (),
+            np.array(kind_of, np.int64),
+            ranks=(),
+            volumes=tuple(
+                VolumeRecord(file.name, file.nbytes, file.chunk_bytes, None, known_digests)
+                for file, known_digests in zip(self.files, digests, strict=True)
+            ),
+            volume_of=column_of(places[:, 0]) if boxes else None,
+            starts=places[:, 1] if boxes else None,
+            names=tuple(enumerate(boxes)),
+            objects=tuple(self._objects),
+        )
 
 
 def _changed(*, path: str | None = None, file: str | None = None) -> CheckpointError:

@@ -11,15 +11,17 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import msgspec
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrelay.errors import CheckpointError
+from torchrelay.plan.in_rows import in_rows
 from torchrelay.plan.overlay import shifted
+from torchrelay.plan.stored import Names
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint.schema import Outline
+from torchrelay.record.schema import ImageKind, Record
 from torchrelay.state.paths import Path
 from torchrelay.state.tensors import NAMES
-from torchrelay.stores.shares.share import Written
 from torchrelay.stores.torch_plans.pathtree import Key, tree_of_paths
 
 GROUPS, PARAMS, STATE = "param_groups", "params", "state"
@@ -28,14 +30,27 @@ _NOTHING = m.DictNode("dict", (), ())
 _Keys = dict[str, Key]
 
 
-def outline_of(metadata: Metadata, shares: Sequence[Written]) -> Outline:
-    """The outline of everything that the metadata names and the ranks have written.
+class ValueTree(msgspec.Struct, array_like=True, frozen=True):
+    """An object of plain values alone."""
+
+    tree: m.Node
+    leaves: tuple[m.Leaf, ...]
+
+
+def outline_of(
+    metadata: Metadata, shares: Sequence[Record], values: Mapping[str, ValueTree]
+) -> Record:
+    """The outline of everything that the metadata names and the ranks have written: boxes in
+    `shares`, and objects that are `values`.
 
     `CheckpointError` names what no rank has written.
     """
-    stored = {tensor.name: tensor for share in shares for tensor in share.tensors}
-    values = {name: value for share in shares for name, value in share.values.items()}
-    objects = {blob.name for share in shares for blob in share.blobs}
+    stored: dict[str, ImageKind] = {}
+    for share in shares:
+        for image, name in share.names:
+            kind = share.image_kinds[int(share.image_kind[image])]
+            stored.setdefault(name, kind.without_boxes)
+    objects = {one.name for share in shares for one in share.objects}
     places = {name: place for place, name in enumerate(stored)}
     paths = _paths(metadata)
     optimizers = _optimizers(paths, values)
@@ -58,7 +73,10 @@ def outline_of(metadata: Metadata, shares: Sequence[Written]) -> Outline:
             raise CheckpointError("no rank has written it", phase="commit", path=name)
     placed += [(path, _NOTHING) for path in _empty(paths, optimizers)]
     tree, order = tree_of_paths(placed)
-    return Outline(tree, tuple([leaves[index] for index in order]), tuple(stored))
+    record = in_rows(tree, [leaves[index] for index in order], list(stored.values()))
+    derived = Names(record)
+    given = [(place, name) for name, place in places.items() if derived[place] != name]
+    return msgspec.structs.replace(record, names=tuple(given))
 
 
 def _paths(metadata: Metadata) -> dict[str, Path]:
@@ -69,7 +87,7 @@ def _paths(metadata: Metadata) -> dict[str, Path]:
     return paths | {name: (name,) for name in entries if name not in paths}
 
 
-def _optimizers(paths: Mapping[str, Path], values: Mapping[str, Outline]) -> dict[Path, _Keys]:
+def _optimizers(paths: Mapping[str, Path], values: Mapping[str, ValueTree]) -> dict[Path, _Keys]:
     """Where states of optimizers are, and the numbers by which each knows its parameters."""
     found: dict[Path, _Keys] = {}
     for name, path in paths.items():

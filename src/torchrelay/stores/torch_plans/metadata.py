@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrelay.errors import MismatchError
 from torchrelay.plan.overlay import Overlay
+from torchrelay.plan.stored import StoredTensor, StoredTensors
 from torchrelay.record import manifest as m
-from torchrelay.record.checkpoint.schema import Checkpoint
-from torchrelay.record.checkpoint.stored import StoredTensor
 from torchrelay.record.manifest import parts
+from torchrelay.record.rows import LeafRows
+from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import build
 from torchrelay.state.paths import dotted, slots
@@ -40,14 +41,14 @@ class Unknown(NamedTuple):
     path: str
 
 
-def as_planned(checkpoint: Checkpoint) -> AsPlanned:
+def as_planned(record: Record) -> AsPlanned:
     """What `DefaultSavePlanner` would have made of the state.
 
     Which containers it takes apart is its own business: so it is asked, with a state of the same
     shape that has no bytes.
     """
-    offer = Overlay.of(checkpoint.outlines)
-    stored = {tensor.name: tensor for tensor in checkpoint.tensors}
+    offer = Overlay([LeafRows(record, rank, at_rest=True) for rank in _first_ranks(record)])
+    stored = StoredTensors(record)
     stands: dict[int, StoredTensor] = {}
     leaves: dict[int, object] = {}
     for path, index in slots(offer.tree):
@@ -57,7 +58,7 @@ def as_planned(checkpoint: Checkpoint) -> AsPlanned:
             dtype = t.dtype_named(part.dtype)
             stand = leaves[index] = torch.empty(part.shape, dtype=dtype, device="meta")
             if part.storage >= 0:
-                stands[id(stand)] = stored[offer.homes[index].names[part.storage]]
+                stands[id(stand)] = stored[part.storage]
         elif isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)):
             leaves[index] = build(leaf, _no_part, 0)
         else:
@@ -80,9 +81,17 @@ def as_planned(checkpoint: Checkpoint) -> AsPlanned:
             entries[name] = TensorStorageMetadata(
                 TensorProperties(dtype=found.dtype), found.size(), []
             )
-    for blob in checkpoint.blobs:
-        entries[blob.name] = BytesStorageMetadata()
+    for one in record.objects:
+        entries[one.name] = BytesStorageMetadata()
     return planned
+
+
+def _first_ranks(record: Record) -> list[int]:
+    """The first rank of each outline that a rank has."""
+    found: dict[int, int] = {}
+    for rank, outline in enumerate(record.ranks):
+        found.setdefault(outline, rank)
+    return [found[outline] for outline in sorted(found)]
 
 
 def _no_part(part: m.TensorLeaf) -> torch.Tensor:

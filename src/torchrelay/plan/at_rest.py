@@ -1,0 +1,335 @@
+"""A state as it is kept: the record of its outline, and a tensor with a name for each image.
+
+A tensor at rest has a name (its path, dotted), a dtype, a shape and its elements in row-major
+order, whichever ranks held how much of it: so any program finds it, and any number of ranks can
+load it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from torchrelay.errors import UnsupportedLeafError
+from torchrelay.geometry.boxes import Numbers
+from torchrelay.plan.description import Others, taken_apart
+from torchrelay.plan.images import Group, View, stored_dtype
+from torchrelay.plan.plain import PlainTensors, find_plain
+from torchrelay.plan.sharded import ShardedLeaves, kind_of_dtensor, kind_of_sharded
+from torchrelay.record import manifest as m
+from torchrelay.record.kinds import KindTable
+from torchrelay.record.pause import gc_paused
+from torchrelay.record.rows import distributed_leaf
+from torchrelay.record.schema import (
+    ImageKind,
+    LeafKind,
+    Record,
+    StateOutline,
+    column_of,
+)
+from torchrelay.state import tensors as t
+from torchrelay.state.leaves import finished
+from torchrelay.state.local_parts import tie_of
+from torchrelay.state.objects import flatten_objects
+from torchrelay.state.paths import Path, dotted, show, slots
+
+Result = TypeVar("Result")
+_TORCHS_OWN = {torch.Tensor, torch.nn.Parameter}
+
+
+class Described(NamedTuple):
+    """The outline of a state, as a record whose images have no boxes, and by image its name, the
+    tensor (strided, DTensor or ShardedTensor), and the key of the root that it is under, if it is
+    deeper.
+
+    Nothing is copied but views that overlap in more than one way: those share a tensor of bytes.
+    """
+
+    record: Record
+    names: list[str]
+    tensors: list[torch.Tensor]
+    tops: list[str | None]
+
+
+def describe(state: object) -> Described:
+    """Take a state apart. `UnsupportedLeafError` names the leaf that cannot be kept exactly."""
+    with gc_paused():
+        return _Describer(state).described
+
+
+class _TensorRows:
+    """Tensor leaves, each with its kind, the entry of its image and the byte where it begins."""
+
+    def __init__(self) -> None:
+        self.leaves: list[int] = []
+        self._columns: tuple[list[int], ...] = ([], [], [])
+
+    def add(self, leaf: int, kind: int, entry: int, offset: int = 0) -> None:
+        self.leaves.append(leaf)
+        for column, number in zip(self._columns, (kind, entry, offset), strict=True):
+            column.append(number)
+
+    def after(self, *plain: Numbers) -> list[Numbers]:
+        """The columns, leaves first, with those of plain tensors, in the order of the leaves."""
+        mine = (self.leaves, *self._columns)
+        pairs = zip(plain, mine, strict=True)
+        found = [np.concatenate([one, np.array(other, np.int64)]) for one, other in pairs]
+        order = np.argsort(found[0], kind="stable")
+        return [column[order] for column in found]
+
+
+class _Describer:
+    """Images are first noted as entries: those of plain tensors, and then all others, each with
+    the leaf that names it, a kind and a tensor. In the record they are in the state's order."""
+
+    def __init__(self, state: object) -> None:
+        flat, _ = flatten_objects(state)
+        self._leaves: Sequence[Any] = flat.leaves
+        self._paths: dict[int, Path] = {}
+        for path, index in slots(flat.tree):
+            self._paths.setdefault(index, path)
+        self._kinds = KindTable()
+        self._rows = _TensorRows()
+        self._others: dict[int, m.Leaf] = {}
+        self._parts: dict[int, m.TensorLeaf] = {}  # by ticket; `storage` is an entry
+        types = set(map(type, flat.leaves))
+        unlike = {kind for kind in types if t.is_distributed_type(kind)}
+        wholes = [n for n, leaf in enumerate(flat.leaves) if type(leaf) in unlike] if unlike else []
+        ordinary = ShardedLeaves()
+        ordinary.nothing_else = types <= _TORCHS_OWN
+        pieces, some = taken_apart(flat, without=wholes, sharded=ordinary)
+        self._plain = pieces.plain
+        # Of each entry, the leaf that names it, and which tensor of that leaf it is.
+        self._owners: list[int] = list(self._plain.leaves)
+        self._tickets: list[int] = [0] * len(self._owners)
+        self._tensors: list[torch.Tensor] = _bare_tensors(self._plain, self._leaves)
+        self._image_kinds: list[int] = []  # of entries that are not plain tensors
+        self._ties: dict[object, int] = {}  # entries of distributed tensors, by their memory
+        self._known: dict[Hashable, tuple[int, int]] = {}  # kinds of DTensors and their images
+        leaf_of = {
+            item: leaf
+            for leaf, item in zip(some.leaves, some.described, strict=True)
+            if isinstance(item, int)
+        }
+        self._add_distributed(wholes)
+        for group in some.images.groups():
+            owner = some.owners[group.tickets[0]]
+            self._named(owner, self._add_group, owner, group, some, leaf_of)
+        self.described = self._described(flat.tree, some)
+
+    def _named(self, leaf: int, act: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function; an error that names no leaf names this one."""
+        try:
+            return act(*arguments)
+        except UnsupportedLeafError as fault:
+            fault.path = fault.path or show(self._paths[leaf])
+            raise
+
+    # Images.
+
+    def _entry(self, leaf: int, kind: int, tensor: torch.Tensor, ticket: int = 0) -> int:
+        self._owners.append(leaf)
+        self._tickets.append(ticket)
+        self._image_kinds.append(kind)
+        self._tensors.append(tensor)
+        return len(self._owners) - 1
+
+    def _add_group(self, owner: int, group: Group, some: Others, leaf_of: dict[int, int]) -> None:
+        """One image for tensors over the same memory: all of it, or bytes that they are views
+        of."""
+        first, layout = some.images.view(group.tickets[0]), group.layout
+        whole = layout is not None and layout.numel == prod(first.shape)
+        if layout is not None and whole:
+            low, strides = first.low, None if first.tensor.is_contiguous() else layout.strides
+            kind = self._kinds.image(ImageKind(stored_dtype(first.dtype), first.shape, strides, 0))
+            entry = self._entry(owner, kind, _bare(first), group.tickets[0])
+        else:
+            low, memory = some.images.memory(group.tickets)
+            kind = self._kinds.image(ImageKind("uint8", (memory.numel(),), None, 0))
+            entry = self._entry(owner, kind, memory, group.tickets[0])
+        for ticket in group.tickets:
+            view = some.images.view(ticket)
+            strides = None if whole else view.kept_strides
+            if ticket in leaf_of:
+                number = self._kinds.leaf(LeafKind(view.dtype, view.shape, strides, view.flags))
+                self._rows.add(leaf_of[ticket], number, entry, view.low - low)
+            else:
+                self._parts[ticket] = m.TensorLeaf(
+                    view.dtype, view.shape, strides, entry, view.low - low, view.flags
+                )
+
+    # Distributed tensors, whole.
+
+    def _add_distributed(self, wholes: Sequence[int]) -> None:
+        locals_ = [self._named(index, _local_of, self._leaves[index]) for index in wholes]
+        plain = find_plain(locals_, offsets=False)
+        addresses = dict(zip(plain.leaves, plain.addresses, strict=True))
+        shared = Counter(plain.addresses)
+        for number, index in enumerate(wholes):
+            address = addresses.get(number)  # of one that needs no other look
+            leaf, local = self._leaves[index], locals_[number]
+            kinds = self._named(index, self._kinds_of, leaf)
+            if address is None and not self._named(index, self._has_bytes, index, local, kinds[0]):
+                continue
+            tie = tie_of(leaf) if address is None or shared[address] > 1 else None
+            entry = self._ties.get(tie) if tie is not None else None
+            if entry is None:
+                entry = self._entry(index, kinds[1], leaf)
+                if tie is not None:
+                    self._ties[tie] = entry
+            self._rows.add(index, kinds[0], entry)
+
+    def _kinds_of(self, leaf: Any) -> tuple[int, int]:
+        """The kinds of a distributed tensor and of its image."""
+        if isinstance(leaf, t.ShardedTensor):
+            key: Hashable = None
+            found = None
+        else:
+            key = (t.dtensor_parts(leaf)[1], leaf.requires_grad, t.is_parameter(leaf))
+            found = self._known.get(key)
+        if found is None:
+            kind = kind_of_sharded(leaf) if key is None else kind_of_dtensor(leaf)
+            if kind.is_partial:
+                raise UnsupportedLeafError(
+                    "a DTensor with a partial placement has no value yet: redistribute it first"
+                )
+            image = ImageKind(t.NAMES[leaf.dtype], kind.shape, None, 0)
+            found = kind.number_in(self._kinds), self._kinds.image(image)
+            if key is not None:
+                self._known[key] = found
+        return found
+
+    def _has_bytes(self, index: int, local: torch.Tensor | None, kind: int) -> bool:
+        """Whether a distributed tensor is an image; one without elements, or without memory, is
+        only a leaf."""
+        if local is not None and not t.is_plain(local):
+            raise UnsupportedLeafError("the local part is not a plain strided tensor")
+        if local is not None and t.flags_of(local) & (m.CONJ | m.NEG):
+            raise UnsupportedLeafError("the local part is a conj or neg view")
+        meta = local is not None and local.is_meta
+        if not meta and 0 not in self._kinds.leaves[kind].shape:
+            return True
+        found = self._kinds.leaves[kind]
+        how = self._kinds.shardings[found.sharding]
+        part = m.TensorLeaf(found.dtype, found.shape, None, -1, 0, m.META if meta else 0)
+        box = ((0,) * len(found.shape), found.shape)
+        self._others[index] = distributed_leaf(part, box, found, how, self._kinds.meshes)
+        return False
+
+    # The record.
+
+    def _described(self, tree: m.Node, some: Others) -> Described:
+        owners = np.array(self._owners, np.int64)
+        place: Numbers = np.empty(len(owners), np.int64)  # of each entry, its image
+        order = np.lexsort((np.array(self._tickets, np.int64), owners))
+        place[order] = np.arange(len(order))
+        table = [
+            (
+                self._kinds.leaf(LeafKind(kind.dtype, kind.shape, None, kind.flags)),
+                self._kinds.image(ImageKind(stored_dtype(kind.dtype), kind.shape, None, 0)),
+            )
+            for kind in self._plain.kinds
+        ]
+        plain = np.array(table, np.int64).reshape(-1, 2)[self._plain.kind_of]
+        kind_of = np.concatenate([plain[:, 1], np.array(self._image_kinds, np.int64)])
+        count = len(plain)
+        zeros = np.zeros(count, np.int64)
+        _, kinds, entries, offsets = self._rows.after(
+            self._plain.leaf_of, plain[:, 0], np.arange(count), zeros
+        )
+        self._finish_others(some, place)
+        images = place[entries]
+        others = sorted(self._others.items(), key=lambda item: item[0])
+        outline = StateOutline(
+            tree,
+            len(self._leaves),
+            tuple(leaf for _, leaf in others),
+            column_of(np.array([index for index, _ in others], np.int64)),
+            column_of(kinds),
+            None if (images == np.arange(len(images))).all() else images,
+            column_of(offsets),
+        )
+        names, given = self._names(order.tolist())
+        record = self._kinds.record((outline,), kind_of[order], names=given)
+        paths = [self._paths[self._owners[entry]] for entry in order.tolist()]
+        tops = [str(path[0]) if len(path) > 1 else None for path in paths]
+        return Described(record, names, [self._tensors[n] for n in order.tolist()], tops)
+
+    def _finish_others(self, some: Others, place: Numbers) -> None:
+        """The records of leaves that are not rows, over images by their numbers."""
+
+        def part(ticket: int) -> m.TensorLeaf:
+            found = self._parts.get(ticket)
+            if found is not None:
+                return replace(found, storage=int(place[found.storage]))
+            view = some.images.view(ticket)
+            flags = view.flags & ~m.ON_DEVICE  # a tensor at rest is on none
+            return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, flags)
+
+        rows = set(self._rows.leaves)
+        for leaf, item in zip(some.leaves, some.described, strict=True):
+            if leaf not in rows:
+                self._others[leaf] = record = finished(item, part)
+                if isinstance(record, m.SubclassLeaf):
+                    _refuse_distributed_parts(record, self._paths[leaf])
+
+    def _names(self, order: Sequence[int]) -> tuple[list[str], tuple[tuple[int, str], ...]]:
+        """The names of the images, and those that are not the path of their first leaf."""
+        found: dict[str, None] = {}
+        given = []
+        for image, entry in enumerate(order):
+            base = name = dotted(self._paths[self._owners[entry]])
+            count = 0
+            while name in found:
+                count += 1
+                name = f"{base}.{count}"
+            found[name] = None
+            if count:
+                given.append((image, name))
+        return list(found), tuple(given)
+
+
+def _local_of(leaf: Any) -> torch.Tensor | None:
+    """A tensor that this process has of a distributed one."""
+    if not isinstance(leaf, t.ShardedTensor):
+        return t.dtensor_parts(leaf)[0]
+    locals_ = t.sharded_parts(leaf)[0]
+    return locals_[0] if locals_ else None
+
+
+def _bare_tensors(plain: PlainTensors, leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Plain tensors without gradients, in dtypes that torch's planners know the size of."""
+    tensors = [tensor.detach() for tensor in plain.of(leaves)]
+    opaque = [stored_dtype(kind.dtype) != kind.dtype for kind in plain.kinds]
+    if any(opaque):
+        marks = np.array(opaque, bool)[plain.kind_of]
+        for number in np.flatnonzero(marks).tolist():
+            tensors[number] = t.raw_of(tensors[number])
+    return tensors
+
+
+def _bare(view: View) -> torch.Tensor:
+    """The tensor's memory as a plain tensor: no conj or neg bit, no quantizer, no gradient, and a
+    dtype that torch's planners know the size of."""
+    tensor = view.tensor
+    if tensor.is_quantized or tensor.dtype in t.OPAQUE:
+        return t.raw_of(tensor)
+    if view.flags & (m.CONJ | m.NEG):
+        record = m.TensorLeaf(view.dtype, view.shape, None, 0)
+        storage, at = tensor.untyped_storage(), t.byte_offset(tensor)
+        return t.over_storage(storage, at, record, tensor.stride())
+    return tensor.detach()
+
+
+def _refuse_distributed_parts(leaf: m.SubclassLeaf, path: Path) -> None:
+    for part in (*leaf.parts, *leaf.context_leaves):
+        if isinstance(part, (m.DTensorLeaf, m.ShardedLeaf)):
+            raise UnsupportedLeafError("a tensor subclass around a DTensor", path=show(path))
+        if isinstance(part, m.SubclassLeaf):
+            _refuse_distributed_parts(part, path)

@@ -1,0 +1,197 @@
+"""The tensors of a step at rest: their names, and the boxes that they are cut into. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchrelay.errors import ManifestError
+from torchrelay.geometry.boxes import Numbers
+from torchrelay.record.manifest import parts
+from torchrelay.record.schema import ImageKind, Record
+from torchrelay.state.paths import LeafPaths, dotted
+
+# A short record may have paths of gigabytes: a limited number of characters is written out.
+_MAX_NAMED, _MAX_NAMED_EACH = 1 << 24, 1 << 8
+
+
+class Shard(NamedTuple):
+    """A box of a tensor: its elements, row-major, from byte `start` of a volume on."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+    start: int
+
+
+class StoredTensor:
+    """A tensor and the boxes that it is cut into. `names` may be the names of all images, of which
+    this is one: then its name is made when it is asked for."""
+
+    __slots__ = ("_image", "_names", "dtype", "shape", "shards")
+
+    def __init__(
+        self,
+        names: str | Names,
+        dtype: str,
+        shape: tuple[int, ...],
+        shards: Sequence[Shard],
+        image: int = 0,
+    ) -> None:
+        self._names, self._image = names, image
+        self.dtype, self.shape, self.shards = dtype, shape, shards
+
+    @property
+    def files(self) -> set[int]:
+        """The volumes that have its boxes."""
+        shards = self.shards
+        return shards.files if isinstance(shards, Shards) else {shard.file for shard in shards}
+
+    @property
+    def name(self) -> str:
+        names = self._names
+        return names if isinstance(names, str) else str(names[self._image])
+
+
+class Shards(Sequence[Shard]):
+    """The boxes of one image of a record."""
+
+    __slots__ = ("_starts", "_volumes", "kind")
+
+    def __init__(self, kind: ImageKind, volumes: Numbers, starts: Numbers) -> None:
+        self.kind = kind
+        self._volumes, self._starts = volumes, starts
+
+    def __len__(self) -> int:
+        return self.kind.count
+
+    @property
+    def files(self) -> set[int]:
+        return set(self._volumes.tolist())
+
+    def __iter__(self) -> Iterator[Shard]:
+        places = zip(self.kind.boxes, self._volumes.tolist(), self._starts.tolist(), strict=True)
+        return (Shard(box[0], box[1], volume, start) for box, volume, start in places)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        box = self.kind.boxes[index]
+        return Shard(box[0], box[1], int(self._volumes[index]), int(self._starts[index]))
+
+
+class Names(Sequence[str]):
+    """The name of each image of a valid record: one that it has there, else the path of the first
+    leaf of the first outline that it is in. An image that no outline has is known by its number."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._given = dict(record.names)
+
+    def __len__(self) -> int:
+        return self._record.images
+
+    @cached_property
+    def _firsts(self) -> tuple[Numbers, Numbers]:
+        """Of each image, the outline and the leaf that name it; -1 where there is none."""
+        record = self._record
+        outlines: Numbers = np.full(record.images, -1, np.int64)
+        leaves: Numbers = np.full(record.images, -1, np.int64)
+        for number in reversed(range(len(record.outlines))):
+            outline = record.outlines[number]
+            images, of_leaves = outline.row_images, outline.row_leaves
+            pairs = [
+                (part.storage, leaf)
+                for leaf, other in zip(outline.other_leaves.tolist(), outline.others, strict=True)
+                for part in parts(other)
+                if part.storage >= 0
+            ]
+            if pairs:
+                more = np.array(pairs, np.int64)
+                images = np.concatenate([images, more[:, 0]])
+                of_leaves = np.concatenate([of_leaves, more[:, 1]])
+            order = np.argsort(-of_leaves, kind="stable")  # what is put last stays
+            outlines[images], leaves[images[order]] = number, of_leaves[order]
+        return outlines, leaves
+
+    @cached_property
+    def _paths(self) -> dict[int, LeafPaths]:
+        return {}
+
+    def __getitem__(self, image: Any) -> Any:
+        if isinstance(image, slice):
+            return [self[n] for n in range(*image.indices(len(self)))]
+        if image in self._given:
+            return self._given[image]
+        outline, leaf = (int(column[image]) for column in self._firsts)
+        if outline < 0:
+            return f"image {image}"
+        if outline not in self._paths:
+            self._paths[outline] = LeafPaths(self._record.outlines[outline].tree)
+        return dotted(self._paths[outline].steps(leaf))
+
+    def all(self) -> list[str]:
+        """All names; `ManifestError` where one stands twice, or they are too long to be listed."""
+        left = _MAX_NAMED + _MAX_NAMED_EACH * len(self)
+        found = []
+        for image in range(len(self)):
+            found.append(self[image])
+            left -= len(found[-1])
+            if left < 0:
+                raise ManifestError("the paths of the step are too long to be listed")
+        if len(set(found)) < len(found):
+            raise ManifestError("two tensors of the step have one name")
+        return found
+
+
+class StoredTensors(Sequence[StoredTensor]):
+    """The tensors of a valid step at rest, by image. Each is made when it is asked for."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self.names = Names(record)
+        self._firsts: list[int] = record.first_boxes.tolist()
+        self._kinds: list[int] = record.image_kind.tolist()
+        # Where the first box of each image lies; most tensors of most states have no other.
+        columns = (np.append(one, 0) for one in (record.box_volumes, record.box_starts))
+        self._volumes, self._starts = (one[record.first_boxes[:-1]].tolist() for one in columns)
+
+    def __len__(self) -> int:
+        return self._record.images
+
+    def __getitem__(self, image: Any) -> Any:
+        if isinstance(image, slice):
+            return [self[n] for n in range(*image.indices(len(self)))]
+        if not -len(self) <= image < len(self):
+            raise IndexError(image)
+        image %= len(self)
+        record = self._record
+        kind = record.image_kinds[self._kinds[image]]
+        shards: Sequence[Shard]
+        if kind.count == 1:
+            ((offsets, sizes),) = kind.boxes
+            shards = (Shard(offsets, sizes, self._volumes[image], self._starts[image]),)
+        else:
+            some = slice(self._firsts[image], self._firsts[image + 1])
+            shards = Shards(kind, record.box_volumes[some], record.box_starts[some])
+        return StoredTensor(self.names, kind.dtype, kind.shape, shards, image)
+
+    def listed(self) -> list[StoredTensor]:
+        """All of them, with their names; see `Names.all`."""
+        names = zip(self, self.names.all(), strict=True)
+        return [StoredTensor(name, one.dtype, one.shape, one.shards) for one, name in names]
+
+
+def images_in(record: Record, volume: int, start: int, stop: int) -> list[int]:
+    """The images that have bytes in a range of a volume, by their places there; of an empty range,
+    the one before it."""
+    boxes = np.flatnonzero(record.box_volumes == volume)
+    boxes = boxes[np.argsort(record.box_starts[boxes], kind="stable")]
+    starts = record.box_starts[boxes]
+    first = max(0, int(np.searchsorted(starts, start, "right")) - 1)
+    last = int(np.searchsorted(starts, max(stop, start + 1), "left"))
+    images = np.searchsorted(record.first_boxes, boxes[first:last], "right") - 1
+    return list(dict.fromkeys(images.tolist()))

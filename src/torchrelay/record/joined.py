@@ -1,0 +1,118 @@
+"""Boxes that several ranks have written, joined into the record of one state. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from torchrelay.errors import ManifestError
+from torchrelay.geometry.boxes import Numbers
+from torchrelay.record.kinds import KindTable
+from torchrelay.record.schema import ImageKind, Record, column_of
+
+_none: Numbers = np.zeros(0, np.int64)
+
+
+def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) -> Record:
+    """A record of outlines, whose images have these names, with the boxes, volumes and objects of
+    all parts.
+
+    The parts are valid, and name each of their images. `ManifestError` where they contradict the
+    outlines about a tensor. Whether the boxes have every element once is the caller's to check.
+    """
+    known = {name: image for image, name in enumerate(names)}
+    pieces = KindTable()  # how a part cuts its boxes of an image
+    of_images, of_pieces, volumes, starts = [_none], [_none], [_none], [_none]
+    first = 0
+    for part in parts:
+        of_images.append(_images(part, known))
+        numbers = np.array([pieces.image(kind) for kind in part.image_kinds], np.int64)
+        of_pieces.append(numbers[part.image_kind] if part.images else _none)
+        volumes.append(part.box_volumes + first)
+        starts.append(part.box_starts)
+        first += len(part.volumes)
+    images, which = np.concatenate(of_images), np.concatenate(of_pieces)
+    counts = np.array([kind.count for kind in pieces.images], np.int64)[which]
+    begins = np.cumsum(counts) - counts
+    order = np.argsort(images, kind="stable")
+    ends = np.cumsum(np.bincount(images, minlength=len(names))).tolist()
+
+    wholes = KindTable()
+    made: dict[tuple[int, bytes], tuple[int, Numbers]] = {}  # by outlined kind, and pieces in order
+    kinds, boxes, at = [], [_none], 0
+    for image, (number, end) in enumerate(zip(outlined.image_kind.tolist(), ends, strict=True)):
+        rows = order[at:end]
+        at = end
+        key = number, which[rows].tobytes()
+        if key not in made:
+            several = [pieces.images[piece] for piece in which[rows].tolist()]
+            kind, places = _together(outlined.image_kinds[number], several, names[image])
+            made[key] = wholes.image(kind), places
+        whole, places = made[key]
+        kinds.append(whole)
+        boxes.append(_runs(begins[rows], counts[rows])[places])
+    found = np.concatenate(boxes)
+    return msgspec.structs.replace(
+        outlined,
+        image_kinds=tuple(wholes.images),
+        kind_of=column_of(np.array(kinds, np.int64)),
+        volumes=tuple(volume for part in parts for volume in part.volumes),
+        volume_of=column_of(np.concatenate(volumes)[found]),
+        starts=np.concatenate(starts)[found] if len(found) else None,
+        objects=tuple(_objects(parts)),
+    )
+
+
+def _images(part: Record, known: dict[str, int]) -> Numbers:
+    """The image of the whole that each image of a part is."""
+    if len(part.names) != part.images:
+        raise ManifestError(f"{part.images} images, {len(part.names)} of them with a name")
+    _, names = zip(*part.names, strict=True) if part.names else ((), ())
+    found = list(map(known.get, names))
+    if None in found:
+        path = names[found.index(None)]
+        raise ManifestError("a tensor that was written is in no rank's state", path=path)
+    return np.array(found, np.int64)
+
+
+def _runs(begins: Numbers, counts: Numbers) -> Numbers:
+    """The numbers of the boxes in some runs of them."""
+    if (counts == 1).all():
+        return begins
+    before = np.cumsum(counts) - counts
+    found: Numbers = np.arange(counts.sum()) + np.repeat(begins - before, counts)
+    return found
+
+
+def _together(
+    outlined: ImageKind, pieces: Sequence[ImageKind], name: str
+) -> tuple[ImageKind, Numbers]:
+    """The boxes of all pieces in the order of their offsets, and where each was before."""
+    if not pieces:
+        return outlined.without_boxes, _none
+    for piece in pieces:
+        if (piece.dtype, piece.shape) != (outlined.dtype, outlined.shape):
+            raise ManifestError(
+                f"one rank has it as {outlined.dtype} of shape {outlined.shape}, another as "
+                f"{piece.dtype} of shape {piece.shape}",
+                path=name,
+            )
+    shape, strides = outlined.shape, outlined.strides
+    offsets, sizes = (np.concatenate(one) for one in zip(*(p.columns for p in pieces), strict=True))
+    order: Numbers = np.arange(len(offsets))
+    if len(order) == 1 and tuple(sizes[0].tolist()) == shape:
+        return ImageKind(outlined.dtype, shape, strides), order
+    if shape:
+        order = np.lexsort(offsets.T[::-1])
+    columns = (column[order].reshape(-1) for column in (offsets, sizes))
+    return ImageKind(outlined.dtype, shape, strides, len(order), *columns), order
+
+
+def _objects(parts: Sequence[Record]) -> Iterator[msgspec.Struct]:
+    first = 0
+    for part in parts:
+        for one in part.objects:
+            yield msgspec.structs.replace(one, volume=first + one.volume)
+        first += len(part.volumes)
