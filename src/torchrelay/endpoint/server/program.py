@@ -18,6 +18,7 @@ from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import digests
 from torchrelay.endpoint.server.status import status
 from torchrelay.endpoint.server.step_server import StepServer
+from torchrelay.memory.pages import return_freed_memory
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 from torchrelay.stores.writer.launch import trainer_at
 
@@ -140,5 +141,6 @@ class EndpointProgram:
 
 def serve(link: int) -> None:
     """Serve, and answer on a socket, given by its descriptor, until its other end closes."""
+    return_freed_memory()
     with trainer_at(link) as end:
         EndpointProgram(end).run()

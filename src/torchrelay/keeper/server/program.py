@@ -30,6 +30,7 @@ from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.server.replication import Replication
 from torchrelay.keeper.server.retention import Retention
+from torchrelay.memory.pages import return_freed_memory
 from torchrelay.stores.writer.frames import has_hung_up, receive_frame, send_frame
 from torchrelay.stores.writer.launch import NICE
 
@@ -228,5 +229,6 @@ def run(link: int) -> None:
         send_frame(end, b"")
     with contextlib.suppress(OSError):
         os.nice(NICE)
+    return_freed_memory()
     KeeperProgram(listener).run()
     os._exit(0)  # threads that copy may still wait for bytes
