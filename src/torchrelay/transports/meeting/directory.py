@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, Protocol
 
@@ -17,9 +18,10 @@ import torch
 import torch.distributed as dist
 from msgspec import Meta
 
-from torchrelay.deadlines import Deadline
+from torchrelay.deadlines import TICK, Deadline
 from torchrelay.errors import PeerLostError, RemoteProtocolError, TransferTimeoutError
-from torchrelay.transports.c10d import ProcessGroup, watch
+from torchrelay.memory import threads
+from torchrelay.transports.c10d import ProcessGroup, inside_backend, watch
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.messages import Id, Key, Name
 
@@ -141,12 +143,12 @@ class StoreDirectory:
         pause, longest = _PAUSES
         try:
             # Not by the store's own wait, which keeps all other users of the store waiting.
-            while not self._store.check([key]):
+            while not self._asked(lambda: self._store.check([key]), rank, deadline):
                 if deadline.passed:
                     raise absent(rank, deadline)
                 time.sleep(min(pause, deadline.left()))
                 pause = min(1.3 * pause, longest)
-            return bytes(self._store.get(key))
+            return bytes(self._asked(lambda: self._store.get(key), rank, deadline))
         except dist.DistError as fault:
             raise PeerLostError(
                 f"the group's store does not say where rank {rank} is: {fault}; has the process "
@@ -154,6 +156,32 @@ class StoreDirectory:
                 rank=rank,
                 phase="join",
             ) from fault
+
+    def _asked(self, question: Callable[[], Any], rank: int, deadline: Deadline) -> Any:
+        """The store's answer. A store that is out of reach does not answer for minutes, so a thread
+        asks it, and is left behind when the time is over."""
+        answers: list[Any] = []
+        faults: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                with inside_backend():
+                    answers.append(question())
+            except Exception as fault:
+                faults.append(fault)
+
+        asking = threads.run(ask, "worker")
+        while not asking.wait(TICK):
+            if deadline.passed:
+                raise TransferTimeoutError(
+                    f"timed out: the group's store did not say where rank {rank} is; can the host "
+                    "of the store be reached?",
+                    rank=rank,
+                    phase="join",
+                )
+        if faults:
+            raise faults.pop()
+        return answers.pop()
 
 
 class MessageDirectory:
