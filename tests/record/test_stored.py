@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, product
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 
 import torchrelay as tr
 from torchrelay.geometry.boxes import Box, shared
 from torchrelay.plan.stored import Names, Shard, StoredTensors
 from torchrelay.record import manifest as m
+from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.joined import with_boxes
 from torchrelay.record.schema import (
@@ -182,3 +186,18 @@ def test_names_are_paths_but_for_those_that_are_given() -> None:
     twice = type(record)(**{**fields(record), "names": ((1, "c"),)})
     with pytest.raises(tr.errors.ManifestError, match="one name"):
         Names(twice).all()
+
+
+def test_memory_that_views_share_ends_where_the_last_of_them_does(tmp_path: Path) -> None:
+    memory = torch.arange(8.0)
+    with tr.Checkpointer(tmp_path) as there:
+        there.save(1, {"low": memory[:6], "high": memory[3:]})
+        record = there.record(1)
+    check(record, "whole")
+    shorter = tuple(
+        msgspec.structs.replace(kind, shape=(4,)) if kind.shape == (5,) else kind
+        for kind in record.kinds
+    )
+    assert shorter != record.kinds
+    with pytest.raises(tr.errors.ManifestError, match="has 32 bytes, its leaves reach 28"):
+        check(msgspec.structs.replace(record, kinds=shorter), "whole")

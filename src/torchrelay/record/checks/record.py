@@ -85,9 +85,8 @@ def _check_outlines(record: Record, rows: _Rows, limits: TreeLimits) -> None:
         _check_others(outline, rows, limits)
         rows.check(outline)
     check_meshes((leaf for one in record.outlines for leaf in one.others), record.meshes)
-    if rows.mode == "stream":
-        rows.check_reached()
     _check_ranks(record, rows, limits)
+    rows.check_reached()
 
 
 def _check_one_rank(record: Record) -> None:
@@ -266,11 +265,15 @@ class _Rows:
         self._used[image] = True
 
     def check_reached(self) -> None:
-        """No image is larger than what its leaves reach."""
+        """No image is larger than what its leaves reach. In a step an image may have no leaf:
+        torch's planners name tensors, and no states."""
         sizes = self._record.box_bytes
         # Of a distributed tensor the row reaches all of the whole, and the box is what is there.
         whole = self._sizes[self._record.image_kind] if self._record.images else sizes
-        short = np.flatnonzero(~self._used | (self._reach != whole))
+        unreached = self._reach != whole
+        short = np.flatnonzero(
+            unreached | ~self._used if self.mode == "stream" else unreached & self._used
+        )
         for image in short[:1].tolist():
             raise ManifestError(
                 f"image {image} has {sizes[image]} bytes, its leaves reach {self._reach[image]}"
