@@ -8,7 +8,7 @@ then is memory of the caller written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from torchrelay.record.rows import rows_for
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.tree import show
-from torchrelay.stores.reading.box_reads import ShardRead, Wave, arrived, waves
+from torchrelay.stores.reading.box_reads import ShardRead, Wave, waves
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.reading.ranges import opened
@@ -41,14 +41,11 @@ _HOST = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 class Loading:
     """Planned by the constructor, then `check`, `make` and `end`. No memory of the caller is
-    written before `end`.
-
-    Without a `step` its bytes come by `arrive`.
-    """
+    written before `end`."""
 
     def __init__(
         self,
-        step: OpenStep | None,
+        step: OpenStep,
         record: Record,
         into: object,
         options: LandingOptions,
@@ -81,7 +78,6 @@ class Loading:
             self._new, self._own = _Reads(), _Reads()
             self._plan()
         self._waves: tuple[list[Wave], list[Wave]] | None = None
-        self._take: Callable[[BoxRead], torch.Tensor] | None = None
 
     def _plan(self) -> None:
         """Which bytes go to new memory, and which to the caller's."""
@@ -90,7 +86,7 @@ class Loading:
                 continue
             portion = self._share.portions[image]
             _check_room(portion, storage.nbytes() - offset)
-            shard = None if self._step is None else portion.shard
+            shard = portion.shard
             if shard is not None and storage.device.type == "cpu":
                 # The landing keeps the memory.
                 self._new.add_shard(shard, portion, _HOST, storage.data_ptr() + offset)
@@ -99,7 +95,7 @@ class Loading:
         for image, tensor, _ in self._landing.own():
             portion = self._share.portions[image]
             _check_room(portion, tensor.numel() * tensor.element_size())
-            shard = None if self._step is None else portion.shard
+            shard = portion.shard
             if shard is not None and tensor.is_cpu and tensor.is_contiguous():
                 self._own.add_shard(shard, portion, tensor, tensor.data_ptr())
             else:
@@ -127,19 +123,6 @@ class Loading:
         """Whether any tensor of the caller has been written to."""
         return self._landing.touched
 
-    def wishes(self) -> Iterator[BoxRead]:
-        """Every box that this load reads, for a source that brings all of them at once."""
-        yield from self._new.boxes
-        yield from self._own.boxes
-        for *twins, _ in self._share.twins:
-            for portion in twins:
-                yield from _all_of(portion, _empty(portion, "meta"))
-
-    def arrive(self, take: Callable[[BoxRead], torch.Tensor]) -> None:
-        """In place of `check`: all bytes are in memory; `take` returns the elements of a box."""
-        self._take = take
-        self._waves = [arrived(self._new.boxes, take)], [arrived(self._own.boxes, take)]
-
     def check(self) -> None:
         """Raise `DamagedError` unless all wanted bytes have their digests.
 
@@ -150,7 +133,7 @@ class Loading:
             self._read(new, verify=True, own=False)
             return
         self._checked = True
-        if self._step is None or not self._step.trusted:
+        if not self._step.trusted:
             for wave in (*new, *own):
                 self._fetch(wave).check()
 
@@ -168,9 +151,8 @@ class Loading:
         self._files.check_size(portion.tensor)
         whole = _empty(portion, "cpu")
         reads = list(_all_of(portion, whole))
-        for wave in waves(reads) if self._take is None else [arrived(reads, self._take)]:
-            if not wave.arrived:
-                self.within(self._fetch(wave).land)
+        for wave in waves(reads):
+            self.within(self._fetch(wave).land)
             wave.finish()
         return t.raw_of(whole)
 
@@ -191,19 +173,17 @@ class Loading:
         landing = self._landing
         while some:
             wave = some.pop(0)  # its buffers are freed with it
-            if not wave.arrived:
-                fetch = self._fetch(wave)
-                try:
-                    self.within(partial(fetch.land, verify=verify, checked=self._checked))
-                finally:
-                    landing.torn = landing.torn or (own and fetch.begun)
-                    if isinstance(fetch, DeviceFetch) and fetch.instead:
-                        self.instead["device memory"] = fetch.instead
+            fetch = self._fetch(wave)
+            try:
+                self.within(partial(fetch.land, verify=verify, checked=self._checked))
+            finally:
+                landing.torn = landing.torn or (own and fetch.begun)
+                if isinstance(fetch, DeviceFetch) and fetch.instead:
+                    self.instead["device memory"] = fetch.instead
             landing.torn = landing.torn or own
             wave.finish()
 
     def _fetch(self, wave: Wave) -> Fetch | DeviceFetch:
-        assert self._step is not None
         if wave.fetch is None:
             what = (self._step, self._record, wave.wanted)
             if wave.device is not None and not self._step.costly_reads:
@@ -238,14 +218,12 @@ class _StepFiles:
     """The files of a step, for planning. It does not refer to its load: if the two referred to each
     other, memory of a state would wait for the garbage collector."""
 
-    def __init__(self, step: OpenStep | None, record: Record) -> None:
+    def __init__(self, step: OpenStep, record: Record) -> None:
         self._step, self._record = step, record
         self._seen: set[int] = set()  # files that exist, with their sizes
 
     def check_size(self, stored: StoredTensor) -> None:
         """No memory is allocated for a tensor whose files are smaller than the record says."""
-        if self._step is None:
-            return
         for file in stored.files - self._seen:
             opened(self._step, self._record, file).close()
             self._seen.add(file)

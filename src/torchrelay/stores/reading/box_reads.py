@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +17,6 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.strides import contiguous_strides, packed
-from torchrelay.memory.crew import share_out
 from torchrelay.memory.host import host_block
 from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
@@ -26,7 +24,6 @@ from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.device_fetch import DeviceFetch, device_of
 from torchrelay.stores.reading.fetch import Fetch, Placed
-from torchrelay.stores.writer.file_writer import WORKERS
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
@@ -44,13 +41,10 @@ class ShardRead(NamedTuple):
 
 @dataclass
 class Wave:
-    """Reads that are done together: places by file, and what is left to do once they hold:
-    `moves`, in any order, and then `after`."""
+    """Reads that are done together: places by file, and what is left to do once they hold."""
 
     wanted: dict[int, list[Placed]] = field(default_factory=dict)
-    moves: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
-    arrived: bool = False  # whether the bytes are here
     device: int | None = None  # the GPU that all of its places are on
     fetch: Fetch | DeviceFetch | None = None  # what reads it, from its check on
 
@@ -70,7 +64,6 @@ class Wave:
 
     def finish(self) -> None:
         """Everything has arrived: take it where it belongs."""
-        share_out(self.moves, lambda: lambda move: move(), WORKERS)
         for copy in self.after:
             copy()
 
@@ -93,26 +86,6 @@ def waves(wishes: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[W
         region, copy = _detour(wish)
         planned.add(wish.shard.file, _start(wish), region, copy)
     return [part for wave in planned.waves for part in wave.by_device()]
-
-
-def arrived(wishes: Iterable[BoxRead], take: Callable[[BoxRead], torch.Tensor]) -> Wave:
-    """Boxes whose elements are here: `take` gives them, and they are only copied.
-
-    `MismatchError` for a destination that cannot be written to.
-    """
-    wave = Wave(arrived=True)
-    for wish in wishes:
-        if prod(wish.sizes):
-            _region(wish.destination)
-            wave.moves.append(partial(_fill, wish.destination, take(wish)))
-    return wave
-
-
-def _fill(destination: torch.Tensor, box: torch.Tensor) -> None:
-    if destination.dtype == box.dtype:
-        t.raw_of(destination).copy_(t.raw_of(box))
-    else:
-        destination.copy_(box)
 
 
 class _Waves:
