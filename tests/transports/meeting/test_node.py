@@ -173,6 +173,21 @@ def test_one_that_came_too_late_and_left_is_given_to_no_send(two: Two) -> None:
     assert two.waiting == 0
 
 
+def test_one_that_came_too_late_spoke_and_left_does_not_keep_the_thread(two: Two) -> None:
+    """Its last word must not come back to the inbox out of which it is taken."""
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        ours, _ = two.join()
+        two.until(lambda: len(inbox._events) == 1)
+        ours.send(Abort("timed out"))
+        ours.close()
+        two.until(lambda: len(inbox._events) == 3)  # it joined, it spoke, and it is lost
+    two.join()
+    send, inbox = opened()
+    with two.sender.open(send, inbox):
+        assert isinstance(inbox.get(SOON), ReceiverJoined)
+
+
 def test_one_that_is_put_back_and_left_is_given_to_no_send(two: Two) -> None:
     send, inbox = opened()
     with two.sender.open(send, inbox):

@@ -95,11 +95,9 @@ class Inbox:
             event = self.get(0.0) if left else None
             left -= 1
 
-    def drain(self) -> Iterator[object]:
-        """The events that are here now."""
-        with contextlib.suppress(IndexError):
-            while True:
-                yield self._events.popleft()
+    def drain(self) -> list[object]:
+        """The events that are here now, without those that handling them may add."""
+        return [self._events.popleft() for _ in range(len(self._events))]
 
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -267,6 +267,7 @@ class _Desk:
         """Have a receiver wait for a send, unless it has left: a send that it came too late for was
         told so in place of this."""
         if connection.closed:
+            connection.deliver = _ignore
             return
         waiting = WaitingJoin(connection.rank, join.step)
         self._joins[waiting] = connection, join
