@@ -1,0 +1,35 @@
+"""The random numbers of a process: Python's, numpy's, torch's, and those of its GPUs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class RandomState:
+    """An object for a state: each rank gets its own generators back, where its rank was there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        version, words, gauss = random.getstate()
+        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        return {
+            # As one tensor: hundreds of plain numbers would be hundreds of leaves.
+            "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(state["torch"])
+        # Only those that exist here: a job may resume on a host with other GPUs.
+        if torch.cuda.is_available():
+            for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(generator, device)

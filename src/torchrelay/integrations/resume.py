@@ -1,0 +1,42 @@
+"""Which step a job resumes from, agreed on by all ranks before the framework builds anything."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from torchrelay.checkpointer.front import Checkpointer
+from torchrelay.coordination.coordinator import Coordinator
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import DamagedError
+
+logger = logging.getLogger("torchrelay")
+
+
+def step_to_resume(checkpointer: Checkpointer, timeout: float = 1800.0) -> int | None:
+    """The newest step whose every byte verifies, the same on all ranks; None if there is no step.
+
+    Frameworks take their position from a step before they load its tensors, so a step that turns
+    out to be damaged while it is loaded would be too late to skip. Rank 0 reads all of it here.
+    """
+    ranks = Coordinator.of(None, "resume", checkpointer.url)
+
+    def decide(said: list[bytes]) -> list[bytes]:
+        return [msgspec.msgpack.encode(_newest(checkpointer))] * len(said)
+
+    answer = ranks.call("choose a step").round("choose", bytes, decide, Deadline(timeout))
+    return msgspec.msgpack.decode(answer, type=int | None)
+
+
+def _newest(checkpointer: Checkpointer) -> int | None:
+    damaged: DamagedError | None = None
+    for step in reversed(checkpointer.steps()):
+        try:
+            return checkpointer.verify(step)
+        except DamagedError as fault:
+            logger.warning("step %d of %s is skipped: %s", step, checkpointer.url, fault)
+            damaged = damaged or fault
+    if damaged is not None:
+        raise damaged  # there are steps, and none can be used: this is no first start
+    return None
