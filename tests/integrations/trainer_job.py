@@ -1,21 +1,18 @@
-"""A small model trained by Hugging Face's `Trainer`: one rank of a job.
-
-Prints `step LOSS` lines as JSON to a file. With `--die-at N` it kills itself after step N.
-"""
+"""A small language model trained by Hugging Face's `Trainer` with torchrelay."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
+from tests.support.framework_jobs import Losses, die, run_phases, save_weights
 from torchrelay.integrations.transformers import RelayCallback
+
+EPOCHS, STEPS, EVERY = 3, 15, 2
 
 
 class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -27,62 +24,62 @@ class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = self.rows[index]
-        return {"input_ids": row, "labels": row}
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-class Written(TrainerCallback):  # type: ignore[misc]
-    """Each rank's own losses, and an end in the middle."""
+class Watched(TrainerCallback):  # type: ignore[misc]
+    """Writes losses, and ends the process in the middle."""
 
-    def __init__(self, file: Path, die_at: int | None, relay: RelayCallback) -> None:
-        self.file, self.die_at, self.relay = file, die_at, relay
+    def __init__(self, losses: Losses, die_at: int | None, relay: RelayCallback) -> None:
+        self.losses, self.die_at, self.relay = losses, die_at, relay
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in logs:
-            with self.file.open("a") as out:
-                out.write(json.dumps([state.global_step, logs["loss"]]) + "\n")
+            self.losses.add(state.global_step, logs["loss"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.die_at:
-            self.relay.checkpointer.wait(60)  # so that it is known which step is resumed
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.relay.checkpointer.wait(60)  # so that the step to resume from is known
+            die()
 
 
-def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("folder", type=Path)
-    options.add_argument("--name", required=True)
-    options.add_argument("--die-at", type=int)
-    options.add_argument("--stop-at", type=int)
-    given = options.parse_args()
-    args = TrainingArguments(
-        output_dir=str(given.folder / "out"),
+def settings(folder: Path, **others: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder / "out"),
         per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
-        num_train_epochs=3,
+        num_train_epochs=EPOCHS,
         logging_steps=1,
         eval_strategy="steps",
-        eval_steps=3,
-        save_strategy="no",
+        eval_steps=3,  # it uses random numbers, at steps that are saved and at others
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
         learning_rate=1e-3,
+        **{"save_strategy": "no", **others},
     )
-    rank = int(os.environ.get("RANK", "0"))
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16)
+
+
+def model() -> GPT2LMHeadModel:
     torch.manual_seed(1)
-    model = GPT2LMHeadModel(config)
-    relay = RelayCallback(given.folder / "steps", every=2, timeout=60)
-    written = Written(given.folder / f"{given.name}-{rank}.json", given.die_at, relay)
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16)
+    )
+
+
+def train(folder: Path, name: str, die_at: int | None) -> None:
+    args = settings(folder)
+    relay = RelayCallback(folder / "steps", every=EVERY, timeout=60)
+    watched = Watched(Losses(folder, name), die_at, relay)
     trainer = Trainer(
-        model=model,
+        model=model(),
         args=args,
         train_dataset=Texts(20),
         eval_dataset=Texts(4),
-        callbacks=[relay, written],
+        callbacks=[relay, watched],
     )
     trainer.train(resume_from_checkpoint=relay.checkpoint)
-    torch.save(trainer.model.state_dict(), given.folder / f"{given.name}-{rank}.pt")
+    save_weights(folder, name, trainer.model.state_dict())
 
 
-main()
+if __name__ == "__main__":
+    run_phases(train)

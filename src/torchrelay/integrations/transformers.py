@@ -126,6 +126,8 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._resumed = self._directory = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kept: Any) -> None:
+        if self._stopping:
+            return  # the step before was saved, and this one is trained again
         self._stopping = self.checkpointer.reached_preemption(state.global_step)
         self._due = self._stopping or state.global_step % self._every == 0
 

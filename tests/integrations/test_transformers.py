@@ -1,0 +1,165 @@
+"""Hugging Face's `Trainer`, the real one, with `RelayCallback`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.framework_jobs import Losses, check_exact_resume, losses_of, run_job
+from torchrelay.errors import CheckpointError, UsageError
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from tests.integrations import trainer_job as job  # noqa: E402
+from torchrelay.integrations.transformers import RelayCallback  # noqa: E402
+
+
+@pytest.mark.timeout(420)
+def test_a_killed_job_continues_exactly(tmp_path: Path) -> None:
+    done = run_job(Path(job.__file__), tmp_path)
+    assert done.code == 0, done.output
+    check_exact_resume(tmp_path, last=job.STEPS, saved=8)
+
+
+class At(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Does something after a step."""
+
+    def __init__(self, step: int, act: Any) -> None:
+        self.step, self.act = step, act
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.act()
+
+
+def trained(
+    folder: Path, name: str, *others: Any, model: Any = None, **options: Any
+) -> tuple[Any, RelayCallback]:
+    folder.mkdir(exist_ok=True)
+    args = job.settings(folder)
+    relay = RelayCallback(folder / "steps", **{"every": 2, "timeout": 60, **options})
+    trainer = transformers.Trainer(
+        model=job.model() if model is None else model,
+        args=args,
+        train_dataset=job.Texts(20),
+        eval_dataset=job.Texts(4),
+        callbacks=[relay, job.Watched(Losses(folder, name), None, relay), *others],
+    )
+    trainer.train(resume_from_checkpoint=relay.checkpoint)
+    return trainer, relay
+
+
+def test_a_job_that_is_asked_to_stop_saves_and_continues_exactly(tmp_path: Path) -> None:
+    calm, _ = trained(tmp_path / "calm", "whole")
+    signals = At(7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    stopped, relay = trained(tmp_path / "stopped", "first", signals, every=1000)
+    assert signal.getsignal(signal.SIGTERM) is before
+    saved = relay.checkpointer.latest()
+    assert saved is not None and 7 <= saved < job.STEPS == calm.state.max_steps
+    assert stopped.state.global_step == saved + 1  # this one is trained again
+    again, _ = trained(tmp_path / "stopped", "second", every=1000)
+    whole = losses_of(tmp_path / "calm", "whole")
+    assert losses_of(tmp_path / "stopped", "first") == whole[: saved + 1]
+    assert losses_of(tmp_path / "stopped", "second") == whole[saved:]
+    ours, theirs = calm.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def spoil(folder: Path) -> None:
+    """Have every later save fail."""
+    steps = folder / "steps"
+    steps.rename(folder / "gone")
+    steps.write_text("a file")
+
+
+def test_a_save_that_fails_in_the_background_fails_the_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        trained(tmp_path / "a", "x", At(5, lambda: spoil(tmp_path / "a")))
+
+
+def test_or_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, relay = trained(
+        tmp_path / "a", "x", At(5, lambda: spoil(tmp_path / "a")), on_error="warn"
+    )
+    assert trainer.state.global_step == job.STEPS
+    assert any("step" in record.message for record in caplog.records if record.name == "torchrelay")
+
+
+def test_a_damaged_step_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tmp_path / "a", "first", keep=5)
+    newest = tmp_path / "a" / "steps" / f"step-{job.STEPS}"
+    file = max(newest.glob("*.safetensors"), key=lambda one: one.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    trained(tmp_path / "a", "second", keep=5)
+    first, second = losses_of(tmp_path / "a", "first"), losses_of(tmp_path / "a", "second")
+    assert second == first[-1:], "from the step before"
+    assert f"step {job.STEPS} of" in caplog.text
+
+
+def test_the_model_opens_with_from_pretrained(tmp_path: Path) -> None:
+    trainer, relay = trained(tmp_path / "a", "x")
+    relay.export(tmp_path / "model")
+    opened = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "model")
+    ours, theirs = trainer.model.state_dict(), opened.state_dict()
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+class Plain(nn.Module):
+    """No model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Embedding(64, 8), nn.Dropout(0.1), nn.Linear(8, 64))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.inner(input_ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def test_a_module_of_ones_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trained(tmp_path / "calm", "whole", model=Plain())
+    torch.manual_seed(0)
+    signals = At(7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    trained(tmp_path / "a", "first", signals, model=Plain())
+    trained(tmp_path / "a", "second", model=Plain())
+    second = losses_of(tmp_path / "a", "second")
+    assert second == losses_of(tmp_path / "calm", "whole")[-len(second) :]
+
+
+@pytest.mark.parametrize("others", [{"save_strategy": "steps"}, {"fsdp": "full_shard"}])
+def test_what_it_cannot_do_is_refused(tmp_path: Path, others: dict[str, Any]) -> None:
+    with pytest.raises((UsageError, ValueError, RuntimeError), match="RelayCallback|fsdp|FSDP"):
+        transformers.Trainer(
+            model=job.model(),
+            args=job.settings(tmp_path, **others),
+            eval_dataset=job.Texts(4),
+            callbacks=[RelayCallback(tmp_path / "steps", every=2)],
+        )
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="every is a positive number"):
+        RelayCallback(tmp_path, every=0)
+
+
+def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "torchrelay.integrations.transformers"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=r"torchrelay\[transformers\]"):
+        importlib.import_module(name)
+    importlib.import_module("torchrelay")
