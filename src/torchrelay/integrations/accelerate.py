@@ -1,0 +1,140 @@
+"""Accelerate's `save_state` and `load_state` go through torchrelay.
+
+relay = use_torchrelay(accelerator, "runs/a", keep=3)
+accelerator.save_state()   # in the background
+accelerator.load_state()   # the newest step that verifies
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Any, Literal
+
+from torchrelay.checkpointer.front import Checkpointer
+from torchrelay.checkpointer.keep import Keep
+from torchrelay.errors import UsageError
+from torchrelay.integrations.random_state import RandomState
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+except ImportError as fault:
+    raise ImportError(
+        f"{fault.name} is not installed: pip install 'torchrelay[accelerate]'", name=fault.name
+    ) from fault
+
+Directory = str | os.PathLike[str]
+
+
+def use_torchrelay(
+    accelerator: Accelerator,
+    root: Directory,
+    *,
+    keep: Keep | int | None = None,
+    on_error: Literal["raise", "warn"] = "raise",
+    **options: Any,
+) -> RelayStates:
+    """Have `accelerator.save_state` and `accelerator.load_state` save to and load from `root`.
+
+    Call it once. Models, optimizers, schedulers, stateful data loaders, the scaler, objects that
+    were registered for checkpointing and random numbers are saved, each rank's own where they
+    differ. It replaces the two methods instead of adding hooks: accelerate has written its own
+    optimizer files, and the models of FSDP, by the time that hooks run.
+    """
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise UsageError(
+            f"torchrelay does not save {accelerator.distributed_type.value} engines: use their own "
+            "checkpoints"
+        )
+    states = RelayStates(accelerator, Checkpointer(root, keep=keep, **options), on_error)
+    accelerator.save_state, accelerator.load_state = states.save, states.load
+    return states
+
+
+class RelayStates:
+    """What `accelerator.save_state` and `load_state` have become. `checkpointer` has the steps."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        checkpointer: Checkpointer,
+        on_error: Literal["raise", "warn"],
+    ) -> None:
+        self._accelerator, self._on_error = accelerator, on_error
+        self.checkpointer = checkpointer
+        self.stalls: list[float] = []  # seconds that each save kept training waiting
+
+    def save(self, output_dir: Directory | None = None, *_: Any, **__: Any) -> str:
+        """Save in the background, as the step that the number in `output_dir` names, or as the
+        next one. Returns where it will be."""
+        accelerator = self._accelerator
+        if accelerator._save_model_state_pre_hook:
+            raise UsageError(
+                "hooks of save_state are not called by torchrelay: remove them, and register "
+                "objects with register_for_checkpointing"
+            )
+        if output_dir is None:
+            step = max(self.checkpointer.steps(), default=-1) + 1
+        else:
+            step = _step_in(output_dir)
+        begun = time.monotonic()
+        self.checkpointer.save_async(step, self._state(), overwrite=True, on_error=self._on_error)
+        self.stalls.append(time.monotonic() - begun)
+        accelerator.project_configuration.iteration += 1
+        return f"{self.checkpointer.url}/step-{step}"
+
+    def load(self, input_dir: Directory | None = None, *_: Any, **__: Any) -> int:
+        """Load the step that the number in `input_dir` names, or the newest that verifies. Returns
+        the step."""
+        step = None if input_dir is None else _step_in(input_dir)
+        return self.checkpointer.load(self._state(), step=step).step
+
+    def resume(self) -> int | None:
+        """Load the newest step that verifies, if there is any; None: this is the first start."""
+        return self.load() if self.checkpointer.steps() else None
+
+    def _state(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        state: dict[str, Any] = {
+            "models": list(accelerator._models),
+            "optimizers": [_inner(one, "optimizer") for one in accelerator._optimizers],
+            "schedulers": [_inner(one, "scheduler") for one in accelerator._schedulers],
+            "data": [
+                loader
+                for loader in accelerator._dataloaders
+                if getattr(loader, "use_stateful_dataloader", False)
+            ],
+            "registered": list(accelerator._custom_objects),
+            "counters": _Counters(accelerator),
+            "random": RandomState(),
+        }
+        return state if accelerator.scaler is None else {**state, "scaler": accelerator.scaler}
+
+
+class _Counters:
+    """Micro-batches since the last update, and how often was saved."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        saved = self._accelerator.project_configuration.iteration
+        return {"step": self._accelerator.step, "iteration": saved}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["step"]
+        self._accelerator.project_configuration.iteration = state["iteration"] + 1
+
+
+def _inner(wrapper: Any, name: str) -> Any:
+    """What accelerate has wrapped: its wrapper has parameters and states of the same names."""
+    return getattr(wrapper, name, wrapper)
+
+
+def _step_in(directory: Directory) -> int:
+    number = re.search(r"(\d+)\D*$", os.fspath(directory))
+    if number is None:
+        raise UsageError(f"no step number in {os.fspath(directory)!r}: name it like 'step_100'")
+    return int(number[1])
