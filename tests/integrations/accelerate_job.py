@@ -36,9 +36,8 @@ def data() -> torch.utils.data.TensorDataset:
 
 
 def train(folder: Path, name: str, die_at: int | None, **options: Any) -> Any:
-    accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
-    )
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
     torch.manual_seed(1)
     model: Any = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.2), nn.Linear(32, 4))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -49,9 +48,9 @@ def train(folder: Path, name: str, die_at: int | None, **options: Any) -> Any:
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     relay = use_torchrelay(accelerator, folder / "steps", keep=3, timeout=60, **options)
-    relay.resume()
+    if relay.resume() is None:
+        torch.manual_seed(accelerator.process_index)  # each rank has its own dropout
     losses = Losses(folder, name)
-    torch.manual_seed(torch.initial_seed() + accelerator.process_index) if not counter.step else 0
     while counter.epoch < EPOCHS:
         loader.set_epoch(counter.epoch)
         for points, classes in loader:

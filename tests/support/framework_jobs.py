@@ -123,9 +123,9 @@ def run_job(script: Path, folder: Path, seconds: float = 400.0) -> Done:
     return run_program(str(script), str(folder), folder=folder, seconds=seconds)
 
 
-def check_exact_resume(folder: Path, last: int, saved: int) -> None:
+def check_exact_resume(folder: Path, last: int, saved: int, near: float = 0.1) -> None:
     """Killed and resumed gives the losses and weights of an undisturbed run, bit for bit; on one
-    rank the job continues from the same step."""
+    rank the job continues from the same step, and its losses are `near`: dropout differs."""
     for rank in (0, 1):
         calm = losses_of(folder / "whole", "whole", rank=rank)
         first = losses_of(folder / "killed", "first", rank=rank)
@@ -142,4 +142,4 @@ def check_exact_resume(folder: Path, last: int, saved: int) -> None:
     alone = losses_of(folder / "alone", "second")
     assert [step for step, _ in alone] == list(range(saved + 1, last + 1))
     calm = losses_of(folder / "whole", "whole")
-    assert all(abs(one - other) < 0.1 for (_, one), (_, other) in zip(alone, calm[saved:]))
+    assert all(abs(one - other) < near for (_, one), (_, other) in zip(alone, calm[saved:], strict=True))
