@@ -103,7 +103,7 @@ def test_or_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     accelerator.save_state()
     relay.checkpointer.wait(60)
     spoil(tmp_path / "steps")
-    accelerator.save_state()
+    accelerator.save_state("step_5")
     relay.checkpointer.close()
     assert relay.checkpointer.failures == 1
     assert any(record.name == "torchrelay" for record in caplog.records)

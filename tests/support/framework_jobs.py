@@ -119,8 +119,8 @@ def losses_of(folder: Path, *names: str, rank: int = 0) -> list[list[float]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def run_job(script: Path, folder: Path, seconds: float = 400.0) -> Done:
-    return run_program(str(script), str(folder), folder=folder, seconds=seconds)
+def run_job(script: Path, folder: Path, *words: str, seconds: float = 400.0) -> Done:
+    return run_program(str(script), str(folder), *words, folder=folder, seconds=seconds)
 
 
 def check_exact_resume(folder: Path, last: int, saved: int, near: float = 0.1) -> None:

@@ -1,0 +1,275 @@
+"""Lightning saves through torchrelay: a `CheckpointIO`, a strategy for FSDP2, random numbers.
+
+Trainer(plugins=[RelayCheckpointIO()], callbacks=[RandomNumbers(), ModelCheckpoint(...)])
+Trainer(strategy=RelayStrategy(), callbacks=[RandomNumbers(), ModelCheckpoint(...)])
+
+A checkpoint `DIR/NAME.ckpt` is a link to a step of the directory, `DIR/step-N`: it appears, or
+is exchanged, when the step is committed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from torchrelay.checkpointer.front import Checkpointer
+from torchrelay.coordination.coordinator import Coordinator
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import StepNotFoundError, UsageError
+from torchrelay.integrations.random_state import RandomState
+from torchrelay.pending import Pending
+
+try:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.strategies import ModelParallelStrategy
+except ImportError as fault:
+    raise ImportError(
+        f"{fault.name} is not installed: pip install 'torchrelay[lightning]'", name=fault.name
+    ) from fault
+
+Checkpoint = dict[str, Any]
+Where = str | os.PathLike[str]
+
+
+class StepLinks:
+    """Checkpoints as links to steps: saved in the background, removed when no save is under way.
+
+    One for each process. With a group, all ranks save and load together, and rank 0 has the links.
+    """
+
+    def __init__(
+        self, group: Any, on_error: Literal["raise", "warn"], options: dict[str, Any]
+    ) -> None:
+        self._group, self._on_error, self._options = group, on_error, options
+        self._roots: dict[Path, Checkpointer] = {}
+        self._pending: Pending | None = None
+        self._linking: threading.Thread | None = None
+        self._removed: list[Path] = []  # once the save under way is committed
+        self.stalls: list[float] = []  # seconds that each save kept training waiting
+
+    def save(self, state: object, path: Where, step: int, *, links: bool) -> None:
+        link = _local(path)
+        self._settle()
+        begun = time.monotonic()
+        self._pending = self._root(link.parent).save_async(
+            step, state, overwrite=True, on_error=self._on_error
+        )
+        self.stalls.append(time.monotonic() - begun)
+        if links:
+            self._linking = threading.Thread(
+                target=_link_when_saved, args=(self._pending, link, step), daemon=True
+            )
+            self._linking.start()
+
+    def load(self, path: Where, into: object = None, **options: Any) -> Any:
+        self._settle()
+        link = _local(path)
+        found = re.fullmatch(r"step-(\d+)", link.resolve().name)
+        if found is None or not link.exists():
+            raise StepNotFoundError(f"{link} is no checkpoint of torchrelay", file=str(link))
+        root = self._root(link.resolve().parent)
+        return root.load(into, step=int(found[1]), **options).state
+
+    def remove(self, path: Where) -> None:
+        """The last good checkpoint may be the one that is removed: the new one comes first."""
+        self._removed.append(_local(path))
+        if self._pending is None or self._pending.done():
+            self._settle()
+
+    def close(self) -> None:
+        self._settle()
+        roots, self._roots = self._roots, {}
+        for root in roots.values():
+            root.close()
+
+    def _settle(self) -> None:
+        """Wait for the save under way; then remove what was to be removed."""
+        if self._pending is not None:
+            self._pending.ends_within(float("inf"))  # its deadline is the checkpointer's
+        if self._linking is not None:
+            self._linking.join()
+        self._pending = self._linking = None
+        removed, self._removed = self._removed, []
+        for link in removed:
+            target = link.resolve()
+            link.unlink(missing_ok=True)
+            others = (one.resolve() for one in link.parent.glob("*") if one.is_symlink())
+            if target.is_dir() and target not in others:
+                self._root(target.parent).delete(int(target.name.removeprefix("step-")))
+
+    def _root(self, folder: Path) -> Checkpointer:
+        folder = folder.resolve()
+        if folder not in self._roots:
+            self._roots[folder] = Checkpointer(folder, group=self._group, **self._options)
+        return self._roots[folder]
+
+
+def _link_when_saved(pending: Pending, link: Path, step: int) -> None:
+    pending.ends_within(float("inf"))
+    if (link.parent / f"step-{step}").is_dir():
+        fresh = link.with_name(f".{link.name}.{os.getpid()}")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(f"step-{step}")
+        fresh.replace(link)
+
+
+class RelayCheckpointIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
+    """For strategies whose rank 0 saves the whole state: one device, DDP.
+
+    `on_error="raise"`: a save that failed in the background fails the run at the next one; "warn":
+    it is logged. Other arguments are those of `Checkpointer`, but for `keep`: `ModelCheckpoint`
+    decides which checkpoints stay.
+    """
+
+    def __init__(self, *, on_error: Literal["raise", "warn"] = "raise", **options: Any) -> None:
+        self.links = StepLinks(False, on_error, options)
+
+    def save_checkpoint(
+        self, checkpoint: Checkpoint, path: Where, storage_options: Any = None
+    ) -> None:
+        self.links.save(plain(checkpoint), path, checkpoint["global_step"], links=True)
+
+    def load_checkpoint(
+        self, path: Where, map_location: Any = None, weights_only: bool | None = None
+    ) -> Checkpoint:
+        device = map_location if isinstance(map_location, (str, torch.device)) else None
+        loaded: Checkpoint = self.links.load(path, device=device)
+        return loaded
+
+    def remove_checkpoint(self, path: Where) -> None:
+        self.links.remove(path)
+
+    def teardown(self) -> None:
+        self.links.close()
+
+
+class RelayStrategy(ModelParallelStrategy):  # type: ignore[misc, unused-ignore]
+    """`ModelParallelStrategy` (FSDP2, tensor parallel): every rank saves its shards, in the
+    background, and any number of ranks loads them. Arguments for saving as `RelayCheckpointIO`."""
+
+    def __init__(
+        self,
+        *sizes: Any,
+        on_error: Literal["raise", "warn"] = "raise",
+        checkpoints: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*sizes, save_distributed_checkpoint=True, **options)
+        self.links = StepLinks(None, on_error, checkpoints or {})
+
+    def _objects(self) -> Checkpoint:
+        return {"model": self.model, "optimizers": list(self.optimizers)}
+
+    def save_checkpoint(
+        self, checkpoint: Checkpoint, filepath: Where, storage_options: Any = None
+    ) -> None:
+        path = self.broadcast(os.fspath(filepath))
+        rest = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in ("state_dict", "optimizer_states")
+        }
+        state = {**self._objects(), "rest": plain(rest)}
+        self.links.save(state, path, checkpoint["global_step"], links=self.is_global_zero)
+
+    def load_checkpoint(
+        self, checkpoint_path: Where, weights_only: bool | None = None
+    ) -> Checkpoint:
+        path = self.broadcast(os.fspath(checkpoint_path))
+        into = self._objects()
+        self.links.load(path, into, include=("model", "optimizers"))
+        rest: Checkpoint = self.links.load(path, key="rest")
+        return rest
+
+    def remove_checkpoint(self, filepath: Where) -> None:
+        if self.is_global_zero:
+            self.links.remove(filepath)
+
+    def teardown(self) -> None:
+        self.links.close()
+        super().teardown()
+
+
+class RandomNumbers(Callback):  # type: ignore[misc, unused-ignore]
+    """Every rank's random numbers are in the checkpoint, and continue where they were.
+
+    Making an iterator of a data loader draws from them, once more after a restart than without
+    one. So the numbers of an epoch's first batch are those of before its iterator was made.
+    """
+
+    def __init__(self) -> None:
+        self._held: Checkpoint | None = None
+        self._loaded = False
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self._loaded:
+            self._held = RandomState().state_dict()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._held is not None:
+            RandomState().load_state_dict(self._held)
+        self._held, self._loaded = None, False
+
+    def state_dict(self) -> Checkpoint:
+        mine = _packed(RandomState().state_dict())
+        ranks = Coordinator.of(None, "RandomNumbers")
+        answer = ranks.call("gather").round(
+            "gather",
+            lambda: mine,
+            lambda said: [msgspec.msgpack.encode(said)] * len(said),
+            Deadline(600),
+        )
+        return {"ranks": [_unpacked(one) for one in msgspec.msgpack.decode(answer)]}
+
+    def load_state_dict(self, state: Checkpoint) -> None:
+        states = state["ranks"]
+        rank = Coordinator.of(None, "RandomNumbers").rank
+        self._held, self._loaded = states[rank if rank < len(states) else 0], True
+
+
+def _packed(state: Any) -> bytes:
+    """Random numbers as bytes: their tensors are of bytes or of 64-bit numbers."""
+
+    def encoded(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {"dtype": str(value.dtype).removeprefix("torch."), "data": value.numpy().data}
+        raise TypeError(type(value).__name__)
+
+    return msgspec.msgpack.encode(state, enc_hook=encoded)
+
+
+def _unpacked(data: bytes) -> Any:
+    def decoded(value: Any) -> Any:
+        if isinstance(value, dict) and "dtype" in value:
+            return torch.frombuffer(
+                bytearray(value["data"]), dtype=getattr(torch, value["dtype"])
+            )
+        if isinstance(value, dict):
+            return {key: decoded(one) for key, one in value.items()}
+        return [decoded(one) for one in value] if isinstance(value, list) else value
+
+    return decoded(msgspec.msgpack.decode(data))
+
+
+def plain(value: Any) -> Any:
+    """A checkpoint in plain containers: Lightning has dicts of its own for hyperparameters."""
+    if isinstance(value, (OrderedDict, defaultdict)):
+        return value
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if type(value) is list else value
+
+
+def _local(path: Where) -> Path:
+    if "://" in os.fspath(path):
+        raise UsageError(f"{os.fspath(path)}: checkpoints are links, which only a directory has")
+    return Path(path).absolute()
