@@ -13,12 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.framework_jobs import Losses, die, run_phases, save_weights
 from torchrelay.integrations.lightning import RandomNumbers, RelayCheckpointIO, RelayStrategy
 
-EPOCHS, STEPS, EVERY = 3, 15, 2
+EPOCHS, STEPS = 3, 15
 SHARDED = "--sharded" in sys.argv
 
 
@@ -44,7 +43,9 @@ class Model(L.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.global_step == self.die_at:
-            self.trainer.strategy.barrier()
+            strategy = self.trainer.strategy
+            (strategy if SHARDED else strategy.checkpoint_io).links.settle()
+            strategy.barrier()
             die()
 
     def configure_optimizers(self) -> Any:
@@ -82,9 +83,9 @@ def trainer(folder: Path, kept: ModelCheckpoint, **options: Any) -> L.Trainer:
 
 def train(folder: Path, name: str, die_at: int | None) -> None:
     model = Model(Losses(folder, name), die_at)
-    kept = ModelCheckpoint(folder / "steps", every_n_train_steps=EVERY, save_last=True)
+    kept = ModelCheckpoint(folder / "steps", every_n_epochs=1, save_last=True)
     per_rank = 4 // int(os.environ.get("WORLD_SIZE", "1"))
-    loader = StatefulDataLoader(data(), batch_size=per_rank, shuffle=True)
+    loader = torch.utils.data.DataLoader(data(), batch_size=per_rank, shuffle=True)
     runs = trainer(folder, kept)
     if runs.global_rank:
         torch.manual_seed(99)

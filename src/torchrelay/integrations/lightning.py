@@ -58,7 +58,7 @@ class StepLinks:
 
     def save(self, state: object, path: Where, step: int, *, links: bool) -> None:
         link = _local(path)
-        self._settle()
+        self.settle()
         begun = time.monotonic()
         self._pending = self._root(link.parent).save_async(
             step, state, overwrite=True, on_error=self._on_error
@@ -71,7 +71,7 @@ class StepLinks:
             self._linking.start()
 
     def load(self, path: Where, into: object = None, **options: Any) -> Any:
-        self._settle()
+        self.settle()
         link = _local(path)
         found = re.fullmatch(r"step-(\d+)", link.resolve().name)
         if found is None or not link.exists():
@@ -83,15 +83,15 @@ class StepLinks:
         """The last good checkpoint may be the one that is removed: the new one comes first."""
         self._removed.append(_local(path))
         if self._pending is None or self._pending.done():
-            self._settle()
+            self.settle()
 
     def close(self) -> None:
-        self._settle()
+        self.settle()
         roots, self._roots = self._roots, {}
         for root in roots.values():
             root.close()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for the save under way; then remove what was to be removed."""
         if self._pending is not None:
             self._pending.ends_within(float("inf"))  # its deadline is the checkpointer's
