@@ -71,13 +71,12 @@ def trainer(folder: Path, kept: ModelCheckpoint, **options: Any) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
         devices=world,
-        max_epochs=EPOCHS,
         callbacks=[RandomNumbers(), kept],
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"max_epochs": EPOCHS, **options},
     )
 
 

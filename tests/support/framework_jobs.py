@@ -142,4 +142,6 @@ def check_exact_resume(folder: Path, last: int, saved: int, near: float = 0.1) -
     alone = losses_of(folder / "alone", "second")
     assert [step for step, _ in alone] == list(range(saved + 1, last + 1))
     calm = losses_of(folder / "whole", "whole")
-    assert all(abs(one - other) < near for (_, one), (_, other) in zip(alone, calm[saved:], strict=True))
+    assert all(
+        abs(one - other) < near for (_, one), (_, other) in zip(alone, calm[saved:], strict=True)
+    )

@@ -250,9 +250,7 @@ def _packed(state: Any) -> bytes:
 def _unpacked(data: bytes) -> Any:
     def decoded(value: Any) -> Any:
         if isinstance(value, dict) and "dtype" in value:
-            return torch.frombuffer(
-                bytearray(value["data"]), dtype=getattr(torch, value["dtype"])
-            )
+            return torch.frombuffer(bytearray(value["data"]), dtype=getattr(torch, value["dtype"]))
         if isinstance(value, dict):
             return {key: decoded(one) for key, one in value.items()}
         return [decoded(one) for one in value] if isinstance(value, list) else value
