@@ -1,0 +1,107 @@
+"""The position of a `StatefulDataLoader` in its data, on any number of ranks.
+
+sampler = StatefulDistributedSampler(dataset, shuffle=True)
+loader = StatefulDataLoader(dataset, batch_size=8, sampler=sampler)
+state = {"model": model, ..., "data": DataPosition(loader)}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrelay.errors import MismatchError, UsageError
+
+try:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+except ImportError as fault:
+    raise ImportError(
+        f"{fault.name} is not installed: pip install 'torchrelay[data]'", name=fault.name
+    ) from fault
+
+# Two loaders read the same samples in the same order if these agree.
+_ORDER = ("samples", "seed", "shuffle")
+
+
+class DataPosition:
+    """An object for a state: where a loader is, in samples of all ranks together.
+
+    On the same number of ranks the loader gets its own state back. On another number every rank
+    skips what all ranks had taken of the epoch, so no sample comes twice or is left out, but for
+    those with which the sampler fills the last batches of an epoch up. It needs a map-style dataset
+    and a `StatefulDistributedSampler`, whose `set_epoch` is called for each epoch.
+    """
+
+    def __init__(self, loader: StatefulDataLoader) -> None:
+        sampler = loader.sampler
+        if not isinstance(sampler, StatefulDistributedSampler):
+            raise UsageError(
+                "DataPosition needs a StatefulDistributedSampler, which can begin anywhere; the "
+                f"loader has a {type(sampler).__name__}"
+            )
+        self._loader, self._sampler = loader, sampler
+        # What all ranks had taken of an epoch before this loader began to count.
+        self._skipped, self._skipped_epoch = 0, -1
+
+    def state_dict(self) -> dict[str, Any]:
+        sampler, loader = self._sampler, self._loader.state_dict()
+        skipped = self._skipped if sampler.epoch == self._skipped_epoch else 0
+        per_round = self._loader.batch_size * sampler.num_replicas
+        return {
+            "epoch": sampler.epoch,
+            "taken": 0 if loader["_iterator_finished"] else skipped + _batches(loader) * per_round,
+            "finished": loader["_iterator_finished"],
+            "skipped": skipped,
+            "ranks": sampler.num_replicas,
+            "batch": self._loader.batch_size,
+            "workers": self._loader.num_workers,
+            **self._order(),
+            "loader": loader,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """`MismatchError` if the data are others, or cannot be divided among these ranks."""
+        for name, mine in self._order().items():
+            if state[name] != mine:
+                raise MismatchError(f"the data have {name} {mine}, and had {state[name]}")
+        sampler = self._sampler
+        ranks, batch, workers = (
+            sampler.num_replicas,
+            self._loader.batch_size,
+            self._loader.num_workers,
+        )
+        same = (state["ranks"], state["batch"], state["workers"]) == (ranks, batch, workers)
+        yielded, rest = divmod(state["taken"], ranks)
+        if rest and not same:
+            raise MismatchError(
+                f"{state['taken']} samples of epoch {state['epoch']} were taken, which {ranks} "
+                "ranks cannot skip alike: resume on a number of ranks that divides them"
+            )
+        sampler.set_epoch(state["epoch"])
+        if same:
+            self._loader.load_state_dict(state["loader"])
+            self._skipped = state["skipped"]
+        else:
+            sampler.load_state_dict({"yielded": yielded})
+            self._skipped = state["taken"]
+        self._skipped_epoch = state["epoch"]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch is of, as `set_epoch` has it."""
+        epoch: int = self._sampler.epoch
+        return epoch
+
+    def _order(self) -> dict[str, Any]:
+        sampler = self._sampler
+        values = (len(self._loader.dataset), sampler.seed, sampler.shuffle)
+        return dict(zip(_ORDER, values, strict=True))
+
+
+def _batches(loader: dict[str, Any]) -> int:
+    """How many batches the loop has got, without those that workers have ready."""
+    if "_num_yielded" in loader:
+        batches: int = loader["_num_yielded"]
+    else:
+        batches = loader["_snapshot"]["_snapshot_step"] + loader["_steps_since_snapshot"]
+    return batches
