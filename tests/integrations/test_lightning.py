@@ -16,10 +16,10 @@ from torchrelay.errors import CheckpointError, StepNotFoundError, UsageError
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.integrations import lightning_job as job  # noqa: E402
-from torchrelay.integrations.lightning import RelayCheckpointIO  # noqa: E402
+from tests.integrations import lightning_job as job
+from torchrelay.integrations.lightning import RelayCheckpointIO
 
 
 @pytest.mark.timeout(420)
@@ -47,13 +47,19 @@ def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
     kept = ModelCheckpoint(
         steps, every_n_train_steps=2, save_top_k=2, monitor="step", mode="max", save_last=True
     )
-    runs, model = fitted(tmp_path, kept)
+    _runs, _model = fitted(tmp_path, kept)
     best = {Path(path).name for path in kept.best_k_models}
     assert len(best) == 2 and names(steps) == best | {"last.ckpt", "step-12", "step-14"}
     assert (steps / "last.ckpt").resolve().name == "step-14"
     assert not any(one.is_symlink() and not one.exists() for one in steps.iterdir())
     loaded = RelayCheckpointIO().load_checkpoint(steps / "last.ckpt")
     assert loaded["global_step"] == 14 and loaded["hyper_parameters"] == {"width": 32}
+
+
+def test_steps_without_a_name_are_removed(tmp_path: Path) -> None:
+    steps = tmp_path / "steps"
+    fitted(tmp_path, ModelCheckpoint(steps, save_last=True))
+    assert names(steps) == {"epoch=2-step=15.ckpt", "last.ckpt", "step-15"}
 
 
 def test_a_run_continues_from_its_last_checkpoint(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_save_that_fails_in_the_background_fails_the_run(tmp_path: Path) -> No
 
 
 def test_or_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer, relay = trained(
+    trainer, _relay = trained(
         tmp_path / "a", "x", At(5, lambda: spoil(tmp_path / "a")), on_error="warn"
     )
     assert trainer.state.global_step == job.STEPS
@@ -142,7 +142,7 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("others", [{"save_strategy": "steps"}, {"fsdp": "full_shard"}])
 def test_what_it_cannot_do_is_refused(tmp_path: Path, others: dict[str, Any]) -> None:
-    with pytest.raises((UsageError, ValueError, RuntimeError), match="RelayCallback|fsdp|FSDP"):
+    with pytest.raises((UsageError, ValueError, RuntimeError), match=r"RelayCallback|fsdp|FSDP"):
         transformers.Trainer(
             model=job.model(),
             args=job.settings(tmp_path, **others),

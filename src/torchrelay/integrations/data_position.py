@@ -42,15 +42,20 @@ class DataPosition:
         self._loader, self._sampler = loader, sampler
         # What all ranks had taken of an epoch before this loader began to count.
         self._skipped, self._skipped_epoch = 0, -1
+        self._loaded: dict[str, Any] | None = None  # the loader's own state, until it is used
 
     def state_dict(self) -> dict[str, Any]:
-        sampler, loader = self._sampler, self._loader.state_dict()
+        sampler = self._sampler
+        # A loader that has not begun starts its workers to say where it is: it need not.
+        begun = self._loader._iterator is not None
+        loader = self._loader.state_dict() if begun else self._loaded
         skipped = self._skipped if sampler.epoch == self._skipped_epoch else 0
+        finished = loader is not None and loader["_iterator_finished"]
         per_round = self._loader.batch_size * sampler.num_replicas
+        taken = skipped + (0 if loader is None else _batches(loader) * per_round)
         return {
             "epoch": sampler.epoch,
-            "taken": 0 if loader["_iterator_finished"] else skipped + _batches(loader) * per_round,
-            "finished": loader["_iterator_finished"],
+            "taken": 0 if finished else taken,
             "skipped": skipped,
             "ranks": sampler.num_replicas,
             "batch": self._loader.batch_size,
@@ -64,24 +69,23 @@ class DataPosition:
         for name, mine in self._order().items():
             if state[name] != mine:
                 raise MismatchError(f"the data have {name} {mine}, and had {state[name]}")
-        sampler = self._sampler
-        ranks, batch, workers = (
-            sampler.num_replicas,
-            self._loader.batch_size,
-            self._loader.num_workers,
-        )
-        same = (state["ranks"], state["batch"], state["workers"]) == (ranks, batch, workers)
-        yielded, rest = divmod(state["taken"], ranks)
+        sampler, loader = self._sampler, self._loader
+        here = (sampler.num_replicas, loader.batch_size, loader.num_workers)
+        same = (state["ranks"], state["batch"], state["workers"]) == here
+        yielded, rest = divmod(state["taken"], sampler.num_replicas)
         if rest and not same:
             raise MismatchError(
-                f"{state['taken']} samples of epoch {state['epoch']} were taken, which {ranks} "
-                "ranks cannot skip alike: resume on a number of ranks that divides them"
+                f"{state['taken']} samples of epoch {state['epoch']} were taken, which "
+                f"{sampler.num_replicas} ranks cannot skip alike: resume on a number of ranks that "
+                "divides them"
             )
         sampler.set_epoch(state["epoch"])
-        if same:
-            self._loader.load_state_dict(state["loader"])
+        self._loaded = state["loader"] if same else None
+        if self._loaded is not None:
+            loader.load_state_dict(self._loaded)
             self._skipped = state["skipped"]
         else:
+            loader._iterator = None
             sampler.load_state_dict({"yielded": yielded})
             self._skipped = state["taken"]
         self._skipped_epoch = state["epoch"]

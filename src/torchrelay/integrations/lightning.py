@@ -54,6 +54,7 @@ class StepLinks:
         self._pending: Pending | None = None
         self._linking: threading.Thread | None = None
         self._removed: list[Path] = []  # once the save under way is committed
+        self._unlinked: list[Path] = []  # steps that have lost a link
         self.stalls: list[float] = []  # seconds that each save kept training waiting
 
     def save(self, state: object, path: Where, step: int, *, links: bool) -> None:
@@ -66,18 +67,26 @@ class StepLinks:
         self.stalls.append(time.monotonic() - begun)
         if links:
             self._linking = threading.Thread(
-                target=_link_when_saved, args=(self._pending, link, step), daemon=True
+                target=self._link_when_saved, args=(self._pending, link, step), daemon=True
             )
             self._linking.start()
+
+    def _link_when_saved(self, pending: Pending, link: Path, step: int) -> None:
+        pending.ends_within(float("inf"))
+        if (link.parent / f"step-{step}").is_dir():
+            self._unlinked.append(link.resolve())
+            fresh = link.with_name(f".{link.name}.{os.getpid()}")
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(f"step-{step}")
+            fresh.replace(link)
 
     def load(self, path: Where, into: object = None, **options: Any) -> Any:
         self.settle()
         link = _local(path)
-        found = re.fullmatch(r"step-(\d+)", link.resolve().name)
-        if found is None or not link.exists():
+        target, step = link.resolve(), _step_at(link.resolve())
+        if step is None:
             raise StepNotFoundError(f"{link} is no checkpoint of torchrelay", file=str(link))
-        root = self._root(link.resolve().parent)
-        return root.load(into, step=int(found[1]), **options).state
+        return self._root(target.parent).load(into, step=step, **options).state
 
     def remove(self, path: Where) -> None:
         """The last good checkpoint may be the one that is removed: the new one comes first."""
@@ -100,26 +109,20 @@ class StepLinks:
         self._pending = self._linking = None
         removed, self._removed = self._removed, []
         for link in removed:
-            target = link.resolve()
+            self._unlinked.append(link.resolve())
             link.unlink(missing_ok=True)
-            others = (one.resolve() for one in link.parent.glob("*") if one.is_symlink())
-            if target.is_dir() and target not in others:
-                self._root(target.parent).delete(int(target.name.removeprefix("step-")))
+        unlinked, self._unlinked = self._unlinked, []
+        for target in unlinked:
+            links = {one.resolve() for one in target.parent.glob("*") if one.is_symlink()}
+            step = _step_at(target)
+            if step is not None and target not in links:
+                self._root(target.parent).delete(step)
 
     def _root(self, folder: Path) -> Checkpointer:
         folder = folder.resolve()
         if folder not in self._roots:
             self._roots[folder] = Checkpointer(folder, group=self._group, **self._options)
         return self._roots[folder]
-
-
-def _link_when_saved(pending: Pending, link: Path, step: int) -> None:
-    pending.ends_within(float("inf"))
-    if (link.parent / f"step-{step}").is_dir():
-        fresh = link.with_name(f".{link.name}.{os.getpid()}")
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(f"step-{step}")
-        fresh.replace(link)
 
 
 class RelayCheckpointIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
@@ -265,6 +268,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
     return [plain(one) for one in value] if type(value) is list else value
+
+
+def _step_at(target: Path) -> int | None:
+    found = re.fullmatch(r"step-(\d+)", target.name)
+    return int(found[1]) if found is not None and target.is_dir() else None
 
 
 def _local(path: Where) -> Path:

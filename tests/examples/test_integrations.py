@@ -1,0 +1,42 @@
+"""The examples of the frameworks: short, with few lines that adoption adds, and they resume."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.support.forks import run_program
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+JOBS = {
+    "huggingface": ("transformers", ("--steps", "15"), ("--steps", "25")),
+    "accelerate": ("accelerate", ("--epochs", "1"), ("--epochs", "2")),
+    "lightning": ("lightning", ("--epochs", "1"), ("--epochs", "2")),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_few_lines_are_added(name: str) -> None:
+    lines = (EXAMPLES / name / "train.py").read_text().splitlines()
+    code = [line for line in lines if line.strip()]
+    assert len(code) <= 60
+    added = [line for line in lines if line.endswith("# +")]
+    assert 1 <= len(added) <= 5
+    assert all("torchrelay" not in line for line in lines[7:] if line not in added)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_it_runs_and_continues(name: str, tmp_path: Path) -> None:
+    package, first, second = JOBS[name]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    script = str(EXAMPLES / name / "train.py")
+    for words in (first, second):
+        done = run_program(script, "--folder", "run", *words, folder=tmp_path, seconds=100)
+        assert done.code == 0, done.output
+    steps = sorted(
+        int(one.name.removeprefix("step-")) for one in (tmp_path / "run" / "steps").glob("step-*")
+    )
+    assert steps and steps[-1] >= 20
