@@ -85,7 +85,7 @@ class StepLinks:
         link = _local(path)
         target, step = link.resolve(), _step_at(link.resolve())
         if step is None:
-            raise StepNotFoundError(f"{link} is no checkpoint of torchrelay", file=str(link))
+            raise StepNotFoundError(f"{link} is not a checkpoint of torchrelay", file=str(link))
         return self._root(target.parent).load(into, step=step, **options).state
 
     def remove(self, path: Where) -> None:

@@ -15,7 +15,7 @@ logger = logging.getLogger("torchrelay")
 
 
 def step_to_resume(checkpointer: Checkpointer, timeout: float = 1800.0) -> int | None:
-    """The newest step whose every byte verifies, the same on all ranks; None if there is no step.
+    """The newest step whose every byte verifies, the same on all ranks; None at the first start.
 
     Frameworks take their position from a step before they load its tensors, so a step that turns
     out to be damaged while it is loaded would be too late to skip. Rank 0 reads all of it here.
@@ -38,5 +38,5 @@ def _newest(checkpointer: Checkpointer) -> int | None:
             logger.warning("step %d of %s is skipped: %s", step, checkpointer.url, fault)
             damaged = damaged or fault
     if damaged is not None:
-        raise damaged  # there are steps, and none can be used: this is no first start
+        raise damaged  # there are steps, and none can be used: this is not a first start
     return None

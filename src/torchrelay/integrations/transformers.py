@@ -114,7 +114,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             return
         if state.global_step != self._resumed:
             raise UsageError(
-                f"step {self._resumed} is to be resumed, and the trainer is at step "
+                f"step {self._resumed} should be resumed, and the trainer is at step "
                 f"{state.global_step}: use train(resume_from_checkpoint=relay.checkpoint)"
             )
         into = _training_state(kept)
@@ -166,7 +166,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 def _training_state(kept: Kept) -> Kept:
-    """What a callback is given of a trainer: the objects that have state."""
+    """The trainer's objects that have state."""
     optimizer = kept["optimizer"]
     state = {
         "model": kept["model"],
