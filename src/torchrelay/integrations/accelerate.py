@@ -87,7 +87,7 @@ class RelayStates:
         accelerator.project_configuration.iteration += 1
         return f"{self.checkpointer.url}/step-{step}"
 
-    def load(self, input_dir: Directory | None = None, *_: Any, **__: Any) -> int:
+    def load(self, input_dir: Directory | None = None, *_: Any, **__: Any) -> int | None:
         """Load the step that the number in `input_dir` names, or the newest that verifies. Returns
         the step."""
         step = None if input_dir is None else _step_in(input_dir)

@@ -14,7 +14,8 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         version, words, gauss = random.getstate()
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        numpy_state: Any = np.random.get_state(legacy=True)
+        name, keys, position, has_gauss, cached = numpy_state
         return {
             # As one tensor: hundreds of plain numbers would be hundreds of leaves.
             "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
