@@ -14,7 +14,6 @@ from torchrelay.endpoint.process import START_SECONDS
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper import process
 from torchrelay.keeper.server import messages as k
-from torchrelay.keeper.settings import join_request
 from torchrelay.sources.access import Access
 
 JOB = typer.Argument(
@@ -78,7 +77,7 @@ def keeper(
 def _run(
     name: process.KeeperName, lease: float, memory: int | None, address: str, access: Access
 ) -> None:
-    join = join_request(Address.parse(address), access, memory, lease=lease, begins=True)
+    join = k.JoinKeeper.of(Address.parse(address), access, memory, lease=lease, begins=True)
     worker = process.KeeperProcess(name, join)
     worker.start(START_SECONDS)
     worker.link.process.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot, Snapshots
-from torchrelay.keeper.server.messages import KeeperDecision
+from torchrelay.keeper.server.messages import JoinKeeper, KeeperDecision
 
 OWN = 0  # in place of a worker's number: the keeper itself
 
@@ -18,10 +18,8 @@ class Retention:
     """Slots by worker, and the steps in them. To be used with the keeper's lock and the service's
     lock held."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self.memory = 0  # bytes at most, 0 for any number
-        self.steps = 2  # of workers, at most
+    def __init__(self, service: Service, settings: JoinKeeper) -> None:
+        self._service, self.settings = service, settings
         self.reserved = 0  # bytes that copies take, or will
         self.most = 0  # bytes that there ever were
         self.copying: set[str] = set()  # steps that a copy is made of, or from
@@ -85,7 +83,7 @@ class Retention:
         copies = self._of(OWN)
         needed = [one for one in self._snapshots.shown if self._is_needed(one)]
         needed = [one for one in needed if not copies >= one.parts.keys()]
-        if len(needed) < self.steps:
+        if len(needed) < self.settings.steps:
             return ""
         steps = ", ".join(str(one.step) for one in needed)
         return (
@@ -101,7 +99,7 @@ class Retention:
             ),
         )
         chosen = idle[0] if idle else None
-        most = self.steps + (worker in self._holders)  # one that is held does not count
+        most = self.settings.steps + (worker in self._holders)  # one that is held does not count
         spare = len(self._of(worker)) > most or not self._fits(worker, chosen, nbytes)
         dropped = [slot for slot in idle if slot != chosen] if spare else []
         for slot in dropped:
@@ -112,7 +110,8 @@ class Retention:
                     self._clear(slot)
         if not self._fits(worker, chosen, nbytes):
             used = self.nbytes - (0 if chosen is None else self._sizes[chosen])
-            why = f"{nbytes} bytes more than {used} would be over the budget of {self.memory}"
+            budget = f"the budget of {self.settings.memory}"
+            why = f"{nbytes} bytes more than {used} would be over {budget}"
             why += "; copies take a part of it" if self.reserved else ""
             return m.Reserved(-1, why, dropped)
         if chosen is None:
@@ -135,7 +134,10 @@ class Retention:
         had = 0 if slot is None else self._sizes[slot]
         copies = sum(self._sizes[one] for one in self._of(OWN))
         left = 0 if worker == OWN else max(0, self.reserved - copies)
-        return not self.memory or self.nbytes + max(0, nbytes - had) + left <= self.memory
+        return (
+            not self.settings.memory
+            or self.nbytes + max(0, nbytes - had) + left <= self.settings.memory
+        )
 
     def _is_idle(self, slot: int) -> bool:
         """Whether nothing in a slot is needed, and no one reads it."""
