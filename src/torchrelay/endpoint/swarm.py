@@ -189,7 +189,7 @@ class Swarm:
             one.close()
         while not self._seed.closed.wait(ANNOUNCE_SECONDS):
             with suppress(*_FAULTS):
-                if self._post(self._origin).status == 410:
+                if self._post(self._origin, ANNOUNCE_SECONDS).status == 410:
                     break
         self._origin.close()
 
@@ -215,12 +215,12 @@ class Swarm:
             self._changed.notify_all()
 
     def _announce_to(self, host: Host) -> SeedAnswer:
-        answer = self._post(host)
+        answer = self._post(host, GREET_SECONDS)
         return _answer.decode(answer.body) if answer.status == 200 else SeedAnswer([], False)
 
-    def _post(self, host: Host) -> Reply:
+    def _post(self, host: Host, seconds: float) -> Reply:
         said = msgspec.json.encode(SeedAnnouncement(self._own, self._remote.snapshot))
-        return host.post("/seeds", said, seconds=GREET_SECONDS)
+        return host.post("/seeds", said, seconds=seconds)
 
     def _alive(self) -> list[Neighbour]:
         every = list(self._neighbours.values())

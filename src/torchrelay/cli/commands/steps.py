@@ -15,8 +15,8 @@ from torchrelay.cli.output import (
     count,
     fail,
     in_words,
+    print_columns,
     print_json,
-    print_table,
     size,
     wrong,
 )
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
 STEPS = typer.Argument(help="The steps to remove.")
+COLUMNS = ["step", "age", "size", "files", "ranks", "torch", "state"]
 YES = typer.Option(False, "--yes", "-y", help="Do not ask.")
 
 
@@ -71,10 +72,7 @@ def ls(
     if as_json:
         print_json(steps)
     elif steps:
-        print_table(
-            ["step", "age", "size", "files", "ranks", "torch", "state"],
-            [_row(facts) for facts in steps],
-        )
+        print_columns([COLUMNS, *map(_row, steps)])
         total = sum(facts.get("bytes", 0) for facts in steps)
         print(f"{count(len(steps), 'step')}, {size(total)}")
     if not steps:
@@ -110,12 +108,13 @@ def _verified(place: str, facts: dict[str, Any]) -> dict[str, Any]:
     return {**facts, **found, "verified": not in_words(found)}
 
 
-def _row(facts: dict[str, Any]) -> list[object]:
+def _row(facts: dict[str, Any]) -> list[str]:
+    shown = [""] * 5
+    if "time" in facts:
+        numbers = [facts["files"], facts["ranks"], facts["torch"]]
+        shown = [age(facts["time"]), size(facts["bytes"]), *map(str, numbers)]
     state = in_words(facts) or ("verified" if facts["verified"] else "whole")
-    if "time" not in facts:
-        return [facts["step"], "", "", "", "", "", state]
-    shown = [age(facts["time"]), size(facts["bytes"]), facts["files"], facts["ranks"]]
-    return [facts["step"], *shown, facts["torch"], state]
+    return [str(facts["step"]), *shown, state]
 
 
 def age(time: str) -> str:

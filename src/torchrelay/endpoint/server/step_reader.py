@@ -61,12 +61,13 @@ class StepReader:
     def __init__(self, step: ServedSnapshot, contents: Contents, access: Access) -> None:
         self.contents = contents
         self._step, self._ranks = step, RankReader(step, access)
-        # Descriptors of its own: a slot may be given back while this reads.
-        self._files = {
-            name: (os.dup(part.slot.file.fileno()), volume.start)
-            for part in step.parts.values()
-            for name, volume in part.volumes.items()
-        }
+        self._fds: list[int] = []
+        self._files: dict[str, tuple[int, int]] = {}  # by volume; its first byte there
+        for part in step.parts.values():
+            # A descriptor of its own: the slot may be given back while this reads.
+            self._fds.append(os.dup(part.slot.file.fileno()))
+            for name, volume in part.volumes.items():
+                self._files[name] = self._fds[-1], volume.start
 
     def is_here(self, volume: int) -> bool:
         """Whether a volume is in this server's memory."""
@@ -87,7 +88,7 @@ class StepReader:
             raise EndpointError(f"rank {rank} did not send its part: {why}") from fault
 
     def close(self) -> None:
-        for fd, _ in self._files.values():
-            os.close(fd)
         self._files.clear()
+        while self._fds:
+            os.close(self._fds.pop())
         self._ranks.close()
