@@ -80,7 +80,6 @@ def test_a_tied_tensor_and_values_that_differ_by_rank_are_shown(tmp_path: Path) 
         (["serve", "{}/run", "--address", "0.0.0.0:0"], "give a token"),
         (["watch", "http://127.0.0.1:1", "http://127.0.0.1:2"], "one endpoint"),
         (["watch", "{}/run", "--page", "--address", "0.0.0.0:0"], "give a token"),
-        (["bench", "--small", "--dir", "{}/nothing"], "--dir"),
         (["convert", "{}/run", "{}/y", "--include", "model.*"], "--include"),
         (["inspect", "{}/hf"], "see torchrelay inspect {}/hf/model-1.safetensors"),
         (["convert", "{}/hf", "{}/y"], "see torchrelay inspect {}/hf/model-1.safetensors"),

@@ -24,6 +24,7 @@ import torchrelay as tr
 from tests.keeper.jobs import LEASE, TIMEOUT, arenas, descriptors, end_keepers, gone, process_gone
 from tests.support.access import access
 from tests.support.ranks import wait_until_stopped
+from torchrelay.cli import access as options
 from torchrelay.cli.commands import keepers
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.server.messages import Tell
@@ -295,7 +296,7 @@ def test_a_request_before_joining_is_refused(keeper: tr.Keeper) -> None:
 def command(*words: str) -> Any:
     """What `torchrelay keeper` says."""
     app = typer.Typer()
-    keepers.add_to(app)
+    app.command()(options.command(keepers.keeper, trouble=1))
     return CliRunner().invoke(app, list(words))
 
 

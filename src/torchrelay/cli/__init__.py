@@ -25,7 +25,6 @@ def main() -> None:
 
     from torchrelay.cli import access
     from torchrelay.cli.commands import (
-        bench,
         contents,
         conversion,
         differences,
@@ -59,7 +58,6 @@ def main() -> None:
         access.forget()
         access.keep(token_file, cafile)
 
-    @app.command()
     def demo(
         small: bool = typer.Option(False, "--small", help="A tiny model, fewer steps."),
     ) -> None:
@@ -68,18 +66,14 @@ def main() -> None:
 
         raise typer.Exit(run(small=small))
 
-    for commands in (
-        steps,
-        contents,
-        differences,
-        transfer,
-        keepers,
-        watch,
-        conversion,
-        bench,
+    for act in (
+        demo,
+        *(steps.ls, steps.rollback, steps.rm),
+        *(contents.inspect, contents.verify, differences.diff),
+        *(transfer.serve, transfer.pull, keepers.keeper, watch.watch),
+        *(conversion.convert, conversion.export_hf),
     ):
-        commands.add_to(app)
-    for registered in app.registered_commands:
-        if registered.callback is not None:
-            registered.callback = access.taking_access(registered.callback)
+        # diff(1) has 2 for trouble, and 1 for differences.
+        trouble = 2 if act is differences.diff else 1
+        app.command(act.__name__.replace("_", "-"))(access.command(act, trouble))
     app(prog_name="torchrelay")

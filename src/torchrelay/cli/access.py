@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from torchrelay.cli.output import one_line_errors
+
 if TYPE_CHECKING:
     from torchrelay.sources.access import Access
     from torchrelay.sources.endpoint import EndpointSource
@@ -35,21 +37,23 @@ def forget() -> None:
     _given.clear()
 
 
-def taking_access(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command that takes the options, too."""
+def command(act: Callable[..., Any], trouble: int) -> Callable[..., Any]:
+    """A function as a command that takes the options, too. Its errors are one line and the exit
+    status `trouble`."""
 
-    @wraps(command)
+    @wraps(act)
     def run(*args: Any, token_file: str | None, cafile: str | None, **options: Any) -> Any:
-        keep(token_file, cafile)
-        return command(*args, **options)
+        with one_line_errors(trouble):
+            keep(token_file, cafile)
+            return act(*args, **options)
 
-    found = inspect.signature(command)
+    found = inspect.signature(act)
     named = inspect.Parameter.KEYWORD_ONLY
     more = [
         inspect.Parameter(name, named, default=option, annotation="str | None")
         for name, option in (("token_file", TOKEN_FILE), ("cafile", CAFILE))
     ]
-    run.__annotations__ = {**command.__annotations__, **{one.name: one.annotation for one in more}}
+    run.__annotations__ = {**act.__annotations__, **{one.name: one.annotation for one in more}}
     parameters = [*found.parameters.values(), *more]
     run.__signature__ = found.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run

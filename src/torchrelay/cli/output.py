@@ -82,13 +82,9 @@ def progress_bar(what: str) -> Iterator[ProgressCallback]:
         yield show
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Lines below a head; nothing in them is taken for markup, and nothing is cut off."""
-    print_columns([columns, *([str(cell) for cell in row] for row in rows)])
-
-
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Lines whose cells stand below each other; the last cell of a line may be of any length."""
+    """Lines whose cells stand below each other; the last cell of a line may be of any length.
+    Nothing in them is taken for markup, and nothing is cut off."""
     widths: dict[int, int] = {}
     for row in rows:
         for at, cell in enumerate(row[:-1]):

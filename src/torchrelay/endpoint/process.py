@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,27 +20,11 @@ Kind = TypeVar("Kind")
 _answer = msgspec.msgpack.Decoder(m.ServerAnswer)
 
 
-class OtherProcess(Protocol):
-    """How another process is reached: `ChildProcess` says what each of these does."""
-
-    generation: int
-
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def exit_status(self) -> int | None: ...
-    def start(self, deadline: Deadline | None = None) -> bool: ...
-    def exchange(self, request: bytes, timeout: float, fds: Sequence[int] = ()) -> bytes: ...
-    def drop(self) -> None: ...
-    def detach_after_fork(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class ServerLink:
     """Requests to a server process, one at a time, and their answers."""
 
     def __init__(
-        self, process: OtherProcess, answers: msgspec.msgpack.Decoder[Any], noun: str
+        self, process: ChildProcess, answers: msgspec.msgpack.Decoder[Any], noun: str
     ) -> None:
         self.process, self._answers, self._noun = process, answers, noun
         self._lock = threading.Lock()

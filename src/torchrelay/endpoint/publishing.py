@@ -23,7 +23,6 @@ from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
-from torchrelay.memory.pages import PAGE, paged
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.pending import Pending, logger
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest
@@ -33,7 +32,6 @@ from torchrelay.stores.safetensors import tensors_of
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share
-from torchrelay.stores.shares.staging import arena_bytes
 from torchrelay.stores.writer.file_writer import WORKERS
 
 _FINISH_SECONDS = 5.0  # for the last message of a publish
@@ -219,7 +217,7 @@ class Publisher:
         self, call: Call, step: int, share: Share, begin: _Begin, deadline: Deadline
     ) -> tuple[int, str]:
         """A slot for this rank's part, or why there is none. All ranks have one, or none does."""
-        nbytes = max(PAGE, arena_bytes(share.files))
+        nbytes = m.laid_out(share.files)[1]
         found: list[m.Reserved] = []
 
         def mine() -> bytes:
@@ -242,11 +240,8 @@ class Publisher:
         """Copy a share into its slot; where each of its volumes begins."""
         settle()
         share.hash_on_devices()
-        volumes, end = [], 0
-        for file in share.files:
-            volumes.append(m.Volume(file.name, end, file.nbytes, file.chunk_bytes, file.digests))
-            end += paged(file.nbytes)
-        nbytes, pinned = max(PAGE, end), any(stream.devices for stream in share.streams)
+        volumes, nbytes = m.laid_out(share.files)
+        pinned = any(stream.devices for stream in share.streams)
         arena = self.arenas.get(slot)
         if arena is None or arena.nbytes < nbytes or pinned > arena.pinned:
             self._drop_arena(slot)

@@ -10,26 +10,19 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from torchrelay.endpoint.address import Address
-from torchrelay.endpoint.server.messages import Listen, SeedAnnouncement, Show, StepRecord, Volume
+from torchrelay.endpoint.server.messages import Listen, Show, StepRecord, laid_out
 from torchrelay.endpoint.server.snapshots import Arrivals
 from torchrelay.endpoint.server.step_server import StepServer
-from torchrelay.errors import EndpointError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.kept_ranges import KeptRanges
-from torchrelay.memory.pages import PAGE, paged
+from torchrelay.memory.pages import PAGE
 from torchrelay.owner import Owner
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.access import Access
-from torchrelay.sources.connection import Host
 from torchrelay.sources.lent_memory import MappedReader
-
-ANNOUNCE_SECONDS = 3.0
 
 
 class Seed:
@@ -51,17 +44,11 @@ class Seed:
         Address(host, 0).check(access.secret())
         self._host, self._access, self._met = host, access, met
         self._owner = Owner("Seed")
-        self._closed = threading.Event()
-        self._starts: dict[str, int] = {}
-        self._volumes = []
-        end = 0
-        for file in files:
-            self._starts[file.name] = end
-            facts = (file.nbytes, file.chunk_bytes, file.digests)
-            self._volumes.append(Volume(file.name, end, *facts))
-            end += paged(file.nbytes)
+        self.closed = threading.Event()
+        self._volumes, nbytes = laid_out(files)
+        self._starts = {volume.name: volume.start for volume in self._volumes}
         self._arrivals = Arrivals(sum(one.chunks for one in self._volumes), expects)
-        self._arena = Arena(max(PAGE, end), populate=False)
+        self._arena = Arena(nbytes, populate=False)
         # Views of it keep it: bytes that are on their way when the seed is closed have a place.
         memory: Any = self._arena.tensor.numpy()
         self._memory = memoryview(memory)
@@ -85,19 +72,6 @@ class Seed:
         service.seed_announced = self._met
         service.snapshots.attach(0, os.dup(self._arena.fd), self._arena.nbytes)
         service.show(Show(0, step, snapshot, self._volumes, whole), self._arrivals)
-
-    def announce(self, origin: Host, snapshot: str) -> None:
-        """Have an endpoint name this seed to others, until it is closed."""
-        said = msgspec.json.encode(SeedAnnouncement(self.url, snapshot))
-
-        def run() -> None:
-            while not self._closed.wait(ANNOUNCE_SECONDS):
-                with suppress(OSError, EndpointError):
-                    if origin.post("/seeds", said, seconds=5.0).status == 410:
-                        break
-            origin.close()
-
-        threading.Thread(target=run, name="torchrelay-seed", daemon=True).start()
 
     # Its memory.
 
@@ -133,9 +107,9 @@ class Seed:
 
     def close(self) -> None:
         """Stop serving, and free the memory."""
-        if self._closed.is_set() or not self._owner.here:
+        if self.closed.is_set() or not self._owner.here:
             return
-        self._closed.set()
+        self.closed.set()
         self._memory = memoryview(b"")
         if self._server is not None:
             service = self._server.service

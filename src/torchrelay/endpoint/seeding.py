@@ -85,7 +85,6 @@ class SeedingSource:
         )
         seed.show(step, remote.snapshot, remote.manifest())
         swarm.run(seed)
-        seed.announce(endpoint.host(origin.url), remote.snapshot)
         return SeededStep(seed, remote)
 
     def close(self) -> None:

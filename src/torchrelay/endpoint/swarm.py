@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -24,13 +23,15 @@ from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
 from torchrelay.errors import EndpointError, TransferTimeoutError, UsageError
 from torchrelay.memory.crew import Crew, share_out
 from torchrelay.record.schema import VolumeRecord
-from torchrelay.sources.connection import Answered, Host
+from torchrelay.sources.connection import Answered, Host, Reply
 from torchrelay.sources.remote_step import ArrivingChunks, RemoteStep
+from torchrelay.sources.suppliers import HttpSupplier
 
 PIECE_BYTES = 2 << 20
 ASK_SECONDS = 0.2  # between two questions who there is, in the first seconds, and
 LATER_SECONDS = 1.0  # afterwards
 FIRST_SECONDS = 2.0
+ANNOUNCE_SECONDS = 3.0  # between two announcements, once all of the step is here
 GREET_SECONDS = 1.0  # for a neighbour to answer
 WAIT_SECONDS = 1.5  # that a neighbour waits for a piece which is on its way to it
 REST_SECONDS = 0.1  # between two questions to a neighbour that does not have a piece
@@ -76,22 +77,20 @@ def pieces_of(files: Sequence[VolumeRecord]) -> list[Piece]:
     return found
 
 
-class Neighbour:
-    """Another puller of the same step, or the endpoint."""
+class Neighbour(HttpSupplier):
+    """Another puller of the same step, or the endpoint. `failures` are its strikes."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    def __init__(self, host: Host, snapshot: str) -> None:
+        super().__init__(host, snapshot, wait=WAIT_SECONDS)
         self.answered = False  # whether it is known to be there
         self.complete = False  # whether it says that it has the whole step
-        self.active = self.bytes = self.misses = self.strikes = 0
-        self.rests_until = 0.0
-        self.dropped = ""
+        self.misses = 0
 
     def strike(self, why: str) -> None:
-        self.strikes += 1
+        self.failures += 1
         self.complete = False
         self.rests_until = time.monotonic() + 10 * REST_SECONDS
-        if self.strikes >= STRIKES:
+        if self.failures >= STRIKES:
             self.dropped = self.dropped or why
 
 
@@ -116,7 +115,7 @@ class Swarm:
         self._first_chunks = [piece.number for piece in self._pieces]
         self._open: Flags = np.ones(len(self._pieces), bool)  # neither here nor on their way
         self._left = len(self._pieces)
-        self._endpoint = Neighbour(origin)
+        self._endpoint = Neighbour(origin, remote.snapshot)
         self._fed = time.monotonic()  # when a piece last arrived
         self._typical = 0.0  # seconds that a piece takes
         self._changed = threading.Condition()
@@ -126,16 +125,12 @@ class Swarm:
     def run(self, seed: Seed) -> None:
         """Fetch the step into the memory of a seed, which this process serves."""
         self._own, self._seed = seed.url, seed
-        watching = threading.Thread(target=self._watch, name="torchrelay-swarm", daemon=True)
         self._look_around()
-        watching.start()
+        threading.Thread(target=self._watch, name="torchrelay-swarm", daemon=True).start()
         try:
             share_out(range(WORKERS), lambda: self._work, WORKERS)
         finally:
             self.stop()
-            watching.join(5)
-            for one in self._neighbours.values():
-                one.host.close()
         if self._left:
             raise TransferTimeoutError("the step was given up", phase="data")
 
@@ -178,18 +173,25 @@ class Swarm:
                 if url == self._own or len(self._neighbours) >= MAX_SEEDS or self._over.is_set():
                     return None
                 try:
-                    self._neighbours[url] = Neighbour(self._connect(url))
+                    self._neighbours[url] = Neighbour(self._connect(url), self._remote.snapshot)
                 except UsageError:
                     return None
             return self._neighbours[url]
 
     def _watch(self) -> None:
-        begun = looked = time.monotonic()
-        while not self._over.wait(ASK_SECONDS):
-            now = time.monotonic()
-            if now - looked > LATER_SECONDS or now - begun < FIRST_SECONDS:
-                self._look_around()
-                looked = now
+        """Look for others while the step is fetched; have the endpoint name this puller to others
+        until its seed is closed."""
+        assert self._seed is not None
+        later = time.monotonic() + FIRST_SECONDS
+        while not self._over.wait(ASK_SECONDS if time.monotonic() < later else LATER_SECONDS):
+            self._look_around()
+        for one in self._neighbours.values():
+            one.close()
+        while not self._seed.closed.wait(ANNOUNCE_SECONDS):
+            with suppress(*_FAULTS):
+                if self._post(self._origin, ANNOUNCE_SECONDS).status == 410:
+                    break
+        self._origin.close()
 
     def _look_around(self) -> None:
         """Have the endpoint name this puller to others, and others to this one. Greet those that
@@ -209,13 +211,16 @@ class Swarm:
             one.dropped = one.dropped or f"does not answer: {fault}"
             return
         with self._changed:
-            one.answered, one.complete = True, answer.complete and not one.strikes
+            one.answered, one.complete = True, answer.complete and not one.failures
             self._changed.notify_all()
 
     def _announce_to(self, host: Host) -> SeedAnswer:
-        said = msgspec.json.encode(SeedAnnouncement(self._own, self._remote.snapshot))
-        answer = host.post("/seeds", said, seconds=GREET_SECONDS)
+        answer = self._post(host, GREET_SECONDS)
         return _answer.decode(answer.body) if answer.status == 200 else SeedAnswer([], False)
+
+    def _post(self, host: Host, seconds: float) -> Reply:
+        said = msgspec.json.encode(SeedAnnouncement(self._own, self._remote.snapshot))
+        return host.post("/seeds", said, seconds=seconds)
 
     def _alive(self) -> list[Neighbour]:
         every = list(self._neighbours.values())
@@ -223,7 +228,7 @@ class Swarm:
 
     def _share(self, url: str) -> Flags:
         """The pieces that one puller asks the endpoint for. Those with a strike have none."""
-        able = [one.host.url for one in self._alive() if not one.strikes]
+        able = [one.host.url for one in self._alive() if not one.failures]
         everybody = sorted([self._own, *able])
         if url not in everybody:
             return np.zeros(len(self._pieces), bool)
@@ -294,13 +299,11 @@ class Swarm:
     def _from_neighbour(self, piece: Piece, giver: Neighbour, view: memoryview) -> bool:
         start, stop = piece.span
         chunks = ArrivingChunks(piece.file, start, [view])
-        name, wait = quote(piece.file.name), round(1000 * WAIT_SECONDS)
-        path = f"/volumes/{self._remote.snapshot}/{name}?wait_ms={wait}"
         seconds = WAIT_SECONDS + max(SLOW_SECONDS, SLOWER * self._typical)
         seconds = max(min(seconds, self._deadline.left()), 0.01)
         begun = time.monotonic()
         try:
-            for nbytes in giver.host.read(path, start, [view], seconds=seconds):
+            for nbytes in giver.read(piece.file.name, start, [view], seconds=seconds):
                 if not chunks.add(nbytes):
                     giver.dropped = f"wrong digest of {piece.file.name} at byte {chunks.at}"
                     return False

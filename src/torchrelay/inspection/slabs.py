@@ -30,21 +30,28 @@ class _Cut(NamedTuple):
     high: int
 
 
-def slabs(source: StateReader, tensor: BoxedTensor, most: int = SLAB_BYTES) -> Iterator[Array]:
-    """The elements of a tensor in row-major order, as bytes; one slab after the other."""
+def slabs(
+    source: StateReader, tensor: BoxedTensor, most: int = SLAB_BYTES, start: int = 0
+) -> Iterator[Array]:
+    """The elements of a tensor in row-major order, as bytes from `start` on; one slab after the
+    other."""
     if 0 in tensor.shape:
         return
     shape, item = tensor.shape or (1,), itemsize(tensor.dtype)
     tail = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     depth = next((dim for dim in range(len(shape)) if tail[dim] * item <= most), len(shape) - 1)
     rows = max(1, most // (tail[depth] * item))
+    skip = start  # bytes of the slabs from here on
     for fixed in product(*map(range, shape[:depth])):
         for low in range(0, shape[depth], rows):
             cut = _Cut(fixed, low, min(low + rows, shape[depth]))
-            slab = np.empty((cut.high - cut.low, *shape[depth + 1 :]), f"V{item}")
-            for shard in tensor.shards:
-                _fill(source, slab, cut, shard)
-            yield slab.reshape(-1).view("uint8")
+            nbytes = (cut.high - cut.low) * tail[depth] * item
+            if skip < nbytes:
+                slab = np.empty((cut.high - cut.low, *shape[depth + 1 :]), f"V{item}")
+                for shard in tensor.shards:
+                    _fill(source, slab, cut, shard)
+                yield slab.reshape(-1).view("uint8")[skip:]
+            skip = max(0, skip - nbytes)
 
 
 def _fill(source: StateReader, slab: Array, cut: _Cut, shard: PlacedBox) -> None:

@@ -17,7 +17,7 @@ from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.policy import KeeperPolicy, LentSlot
 from torchrelay.keeper.process import KeeperName, KeeperProcess
 from torchrelay.keeper.server import messages as k
-from torchrelay.keeper.settings import LEASE_SECONDS, RATE, STEPS, join_request
+from torchrelay.keeper.server.messages import LEASE_SECONDS, RATE, STEPS, JoinKeeper
 from torchrelay.machine import machine
 from torchrelay.owner import Owner, enrol
 from torchrelay.pending import Pending
@@ -102,7 +102,7 @@ class Keeper:
             self._name = KeeperName.of(job)
             self._access, self._address = access or Access(), Address.parse(address)
             bounds = (memory, steps, copies, rate, lease)
-            join = join_request(self._address, self._access, *bounds)
+            join = JoinKeeper.of(self._address, self._access, *bounds)
             given = join.listen.token is not None
             self._process = KeeperProcess(self._name, join)
             self._process.start(self._timeout)

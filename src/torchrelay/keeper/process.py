@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,10 +17,12 @@ from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.admission import user_of
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.server import messages as k
+from torchrelay.stores.writer.child_process import ChildProcess
 from torchrelay.stores.writer.frames import exchange, has_hung_up
 from torchrelay.stores.writer.launch import launch
 
 ASK_SECONDS = 5.0
+PROGRAM = "torchrelay.keeper.server.start"
 _PAUSE = 0.02
 _PREFIX = "torchrelay-keeper"
 _WORD = re.compile(r"[A-Za-z0-9._-]{1,32}")
@@ -90,7 +91,7 @@ def connect(name: KeeperName) -> socket.socket | None:
 
 def begin(name: KeeperName, deadline: Deadline) -> None:
     """Launch a keeper; another may have the name by then, which is fine."""
-    process, link = launch("torchrelay.keeper.server.start", mute=True)
+    process, link = launch(PROGRAM, mute=True)
     with link:
         try:
             begun = msgspec.msgpack.encode(k.BeginKeeping(name.address))
@@ -103,17 +104,12 @@ def begin(name: KeeperName, deadline: Deadline) -> None:
         raise EndpointError(f"the keeper did not start: {said}")
 
 
-class KeeperSocket:
-    """A connection to the keeper, which does not end with it. See
-    `endpoint.process.OtherProcess`."""
-
-    pid: int | None = None
-    exit_status = None
+class KeeperSocket(ChildProcess):
+    """A connection to the keeper, which is not a child and does not end with the connection."""
 
     def __init__(self, name: KeeperName) -> None:
+        super().__init__(PROGRAM)
         self._name = name
-        self._link: socket.socket | None = None
-        self.generation = 0
 
     def start(self, deadline: Deadline | None = None) -> bool:
         deadline = deadline or Deadline(START_SECONDS)
@@ -127,22 +123,6 @@ class KeeperSocket:
         self._link = link
         self.generation += 1
         return True
-
-    def exchange(self, request: bytes, timeout: float, fds: Sequence[int] = ()) -> bytes:
-        return exchange(self._link, request, timeout, fds)
-
-    def drop(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
-
-    detach_after_fork = drop
-
-    def close(self) -> None:
-        if self._link is not None:
-            with suppress(OSError):  # for children of a fork too, which have this end
-                self._link.shutdown(socket.SHUT_RDWR)
-        self.drop()
 
 
 class KeeperProcess:

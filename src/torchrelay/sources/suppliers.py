@@ -54,11 +54,13 @@ class Supplier(ABC):
 
 
 class HttpSupplier(Supplier):
-    """A server's volumes of a snapshot, by HTTP ranges or from memory that it lends."""
+    """A server's volumes of a snapshot, by HTTP ranges or from memory that it lends. `wait`:
+    seconds for bytes that are still arriving there."""
 
-    def __init__(self, host: Host, snapshot: str) -> None:
+    def __init__(self, host: Host, snapshot: str, wait: float = 0.0) -> None:
         super().__init__(host.url)
         self.host, self._snapshot = host, snapshot
+        self._query = f"?wait_ms={1000 * wait:.0f}" if wait else ""
         self._mapped: dict[str, MappedReader] = {}  # volumes in memory of this host
         self._lent: LentMemory | None = None
 
@@ -75,7 +77,7 @@ class HttpSupplier(Supplier):
     ) -> Iterator[int]:
         if volume in self._mapped:
             return self._mapped[volume].pieces(start, views)
-        path = f"/volumes/{self._snapshot}/{quote(volume)}"
+        path = f"/volumes/{self._snapshot}/{quote(volume)}{self._query}"
         return self.host.read(path, start, views, seconds=seconds)
 
     def is_gone(self) -> bool:

@@ -13,7 +13,6 @@ from torchrelay.cli.output import (
     count,
     fail,
     in_words,
-    one_line_errors,
     plain,
     print_columns,
     print_json,
@@ -39,13 +38,7 @@ if TYPE_CHECKING:
 INCLUDE = typer.Option([], "--include", help="Paths that match a pattern, like 'model.*'.")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command("inspect")(_inspect)
-    app.command("verify")(_verify)
-
-
-def _inspect(
+def inspect(
     source: str = SOURCE,
     step: int | None = STEP,
     include: list[str] = INCLUDE,
@@ -56,7 +49,7 @@ def _inspect(
     as_json: bool = JSON,
 ) -> None:
     """Show a state as a tree: shapes, dtypes, sizes, and which ranks hold which part."""
-    with one_line_errors(), opened_source(source, step) as state:
+    with opened_source(source, step) as state:
         from torchrelay.cli.tree import tree_rows
         from torchrelay.inspection.facts import narrowed, state_facts
 
@@ -106,27 +99,26 @@ def _print_totals(contents: Contents, nbytes: int) -> None:
     )
 
 
-def _verify(
+def verify(
     source: str = SOURCE,
     step: int | None = STEP,
     every: bool = typer.Option(False, "--all", help="Every step of the place."),
     as_json: bool = JSON,
 ) -> None:
     """Read every byte of a state and check every digest. Exit status 1 if one is wrong."""
-    with one_line_errors():
-        if every and step is not None:
-            raise UsageError("--step and --all exclude each other: give one of them")
-        steps: list[int | None] = [*_steps(source)] if every else [step]
-        checked = [verified(source, wanted, alone=len(steps) == 1) for wanted in steps]
-        if as_json:
-            print_json(checked)
-        for facts in [] if as_json else checked:
-            what = f"step {facts['step']}" if "step" in facts else facts["source"]
-            note = f", but {facts['note']}" if facts.get("note") else ""
-            said = in_words(facts)
-            print(plain(f"{what} is {said}" if said else f"{what} verifies{note}"))
-        if any(map(in_words, checked)):
-            raise typer.Exit(1)
+    if every and step is not None:
+        raise UsageError("--step and --all exclude each other: give one of them")
+    steps: list[int | None] = [*_steps(source)] if every else [step]
+    checked = [verified(source, wanted, alone=len(steps) == 1) for wanted in steps]
+    if as_json:
+        print_json(checked)
+    for facts in [] if as_json else checked:
+        what = f"step {facts['step']}" if "step" in facts else facts["source"]
+        note = f", but {facts['note']}" if facts.get("note") else ""
+        said = in_words(facts)
+        print(plain(f"{what} is {said}" if said else f"{what} verifies{note}"))
+    if any(map(in_words, checked)):
+        raise typer.Exit(1)
 
 
 def _steps(source: str) -> list[int]:

@@ -14,7 +14,7 @@ import typer
 import torchrelay as tr
 from torchrelay.cli.commands.contents import INCLUDE, check_matched
 from torchrelay.cli.commands.steps import PLACE, opened
-from torchrelay.cli.output import count, fail, one_line_errors, plain, progress_bar, size
+from torchrelay.cli.output import count, fail, plain, progress_bar, size
 from torchrelay.cli.sources import STEP, at_newest, instead, is_torch_save_file, opened_source
 
 if TYPE_CHECKING:
@@ -31,13 +31,7 @@ TO = typer.Option(
 FRESH = typer.Argument(help="A directory that does not exist.")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command("convert")(_convert)
-    app.command("export-hf")(_export_hf)
-
-
-def _convert(
+def convert(
     source: str = typer.Argument(help="A SOURCE, or a torch.save file."),
     target: str = typer.Argument(help="Where the other kind is written."),
     to: Kind | None = TO,
@@ -48,30 +42,29 @@ def _convert(
 
     A safetensors file gets the tensors alone, by their paths; --include chooses some of them.
     """
-    with one_line_errors():
-        if to is None:
-            to = SUFFIXES.get(Path(target).suffix, "torchrelay")
-        if to == "safetensors":
-            with _opened(source, step, beside=Path(target)) as state:
-                with progress_bar("verifying") as show:
-                    state.verify(show)  # tensors are read without their digests
-                write_file(state, include, Path(target))
-            return
-        if include:
-            raise tr.errors.UsageError("--include is for --to safetensors: leave it out")
-        from torchrelay.dropin.convert import convert
+    if to is None:
+        to = SUFFIXES.get(Path(target).suffix, "torchrelay")
+    if to == "safetensors":
+        with _opened(source, step, beside=Path(target)) as state:
+            with progress_bar("verifying") as show:
+                state.verify(show)  # tensors are read without their digests
+            write_file(state, include, Path(target))
+        return
+    if include:
+        raise tr.errors.UsageError("--include is for --to safetensors: leave it out")
+    from torchrelay.dropin.convert import convert
 
-        try:
-            with progress_bar("converting") as show:
-                # The newest step, or an error: what is damaged is not passed over for an older one.
-                exact = source if step is not None else at_newest(source)
-                written = convert(exact, target, to=to, step=step, progress=show)
-        except tr.errors.StepExistsError as fault:
-            fail(f"step {fault.step} is in {target} already: choose another --step, or rm it first")
-        except tr.errors.StepOrderError as fault:
-            fail(f"{target} has steps above {fault.step}: take a higher --step, or rollback first")
-        else:
-            print(f"{target}" + ("" if written is None else f" step {written}"))
+    try:
+        with progress_bar("converting") as show:
+            # The newest step, or an error: what is damaged is not passed over for an older one.
+            exact = source if step is not None else at_newest(source)
+            written = convert(exact, target, to=to, step=step, progress=show)
+    except tr.errors.StepExistsError as fault:
+        fail(f"step {fault.step} is in {target} already: choose another --step, or rm it first")
+    except tr.errors.StepOrderError as fault:
+        fail(f"{target} has steps above {fault.step}: take a higher --step, or rollback first")
+    else:
+        print(f"{target}" + ("" if written is None else f" step {written}"))
 
 
 @contextmanager
@@ -119,7 +112,7 @@ def write_file(state: OpenedState, include: list[str], target: Path, *, quiet: b
     return nbytes
 
 
-def _export_hf(
+def export_hf(
     place: str = PLACE,
     target: Path = FRESH,
     step: int | None = STEP,
@@ -129,7 +122,7 @@ def _export_hf(
 
     A checkpoint has no config.json: copy the model's own next to the files.
     """
-    with one_line_errors(), opened(place) as there:
+    with opened(place) as there:
         step = _check_key(there, place, step, key)
         for name in there.export_hf(target, step=step, key=key):
             print(target / name)

@@ -11,7 +11,6 @@ from torchrelay.cli.commands.contents import INCLUDE, check_matched
 from torchrelay.cli.output import (
     JSON,
     count,
-    one_line_errors,
     print_columns,
     print_json,
     progress_bar,
@@ -23,15 +22,10 @@ if TYPE_CHECKING:
     from torchrelay.inspection.comparison import Differences, Distance
     from torchrelay.inspection.seam import OpenedState
 
-DIFFERENT, TROUBLE = 1, 2  # as diff(1) has them
+DIFFERENT = 1  # an exit status, as diff(1) has it
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("diff")(_diff)
-
-
-def _diff(
+def diff(
     before: str = SOURCE,
     after: str = SOURCE,
     include: list[str] = INCLUDE,
@@ -43,7 +37,7 @@ def _diff(
     Exit status 0: they are alike; 1: they differ; 2: one of them cannot be read. Without --values,
     tensors of one shape and dtype are alike.
     """
-    with one_line_errors(TROUBLE), opened_source(before) as one, opened_source(after) as other:
+    with opened_source(before) as one, opened_source(after) as other:
         from torchrelay.inspection.comparison import compare
         from torchrelay.inspection.facts import narrowed
 

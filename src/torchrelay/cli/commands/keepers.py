@@ -8,13 +8,12 @@ from typing import Any
 import typer
 
 from torchrelay.cli.access import CERTFILE, KEYFILE, given
-from torchrelay.cli.output import JSON, fail, one_line_errors, plain, print_json, size
+from torchrelay.cli.output import JSON, fail, plain, print_json, size
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.process import START_SECONDS
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper import process
 from torchrelay.keeper.server import messages as k
-from torchrelay.keeper.settings import join_request
 from torchrelay.sources.access import Access
 
 JOB = typer.Argument(
@@ -27,12 +26,7 @@ MEMORY = typer.Option(None, "--memory", min=1, help="Bytes that it has at most."
 ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:0, where it listens.")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("keeper")(_keeper)
-
-
-def _keeper(
+def keeper(
     job: str | None = JOB,
     status: bool = STATUS,
     end: bool = END,
@@ -48,43 +42,42 @@ def _keeper(
     It runs in the background, until no worker has been connected for the length of its lease.
     Workers start one themselves: this is for a keeper that a launcher must not end with them.
     """
-    with one_line_errors():
-        if job is None:
-            if end:
-                raise UsageError("--end needs the name of a job")
-            names = process.KeeperName.all()
-        else:
-            names = [process.KeeperName.of(job)]
-            if end:
-                if process.ask(names[0], k.End()) is None:
-                    fail(f"no keeper of job {job} runs here")
-                return
-            if not status:
-                _run(names[0], lease, memory, address, given(certfile=certfile, keyfile=keyfile))
-        found = []
-        for name in names:
-            try:
-                facts = process.status(name)
-            except EndpointError as fault:
-                if job is not None:
-                    raise
-                print(plain(str(fault)), file=sys.stderr)  # the others are listed all the same
-                continue
-            if facts is not None:
-                found.append((name, facts))
-        if job is not None and not found:
-            fail(f"no keeper of job {job} runs here")
-        if as_json:
-            print_json([{"job": name.job, "host": name.host, **facts} for name, facts in found])
+    if job is None:
+        if end:
+            raise UsageError("--end needs the name of a job")
+        names = process.KeeperName.all()
+    else:
+        names = [process.KeeperName.of(job)]
+        if end:
+            if process.ask(names[0], k.End()) is None:
+                fail(f"no keeper of job {job} runs here")
             return
-        for name, facts in found:
-            print(_line(name, facts))
+        if not status:
+            _run(names[0], lease, memory, address, given(certfile=certfile, keyfile=keyfile))
+    found = []
+    for name in names:
+        try:
+            facts = process.status(name)
+        except EndpointError as fault:
+            if job is not None:
+                raise
+            print(plain(str(fault)), file=sys.stderr)  # the others are listed all the same
+            continue
+        if facts is not None:
+            found.append((name, facts))
+    if job is not None and not found:
+        fail(f"no keeper of job {job} runs here")
+    if as_json:
+        print_json([{"job": name.job, "host": name.host, **facts} for name, facts in found])
+        return
+    for name, facts in found:
+        print(_line(name, facts))
 
 
 def _run(
     name: process.KeeperName, lease: float, memory: int | None, address: str, access: Access
 ) -> None:
-    join = join_request(Address.parse(address), access, memory, lease=lease, begins=True)
+    join = k.JoinKeeper.of(Address.parse(address), access, memory, lease=lease, begins=True)
     worker = process.KeeperProcess(name, join)
     worker.start(START_SECONDS)
     worker.link.process.close()

@@ -15,9 +15,8 @@ from torchrelay.cli.output import (
     count,
     fail,
     in_words,
-    one_line_errors,
+    print_columns,
     print_json,
-    print_table,
     size,
     wrong,
 )
@@ -29,14 +28,8 @@ if TYPE_CHECKING:
 
 PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
 STEPS = typer.Argument(help="The steps to remove.")
+COLUMNS = ["step", "age", "size", "files", "ranks", "torch", "state"]
 YES = typer.Option(False, "--yes", "-y", help="Do not ask.")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command("ls")(_ls)
-    app.command("rollback")(_rollback)
-    app.command("rm")(_rm)
 
 
 def store_at(place: str) -> Store:
@@ -62,7 +55,7 @@ def _check_place(place: str) -> None:
         )
 
 
-def _ls(
+def ls(
     place: str = PLACE,
     verify: bool = typer.Option(False, "--verify", help="Read every byte and check every digest."),
     as_json: bool = JSON,
@@ -72,24 +65,20 @@ def _ls(
     A step is listed as whole if its commit record is valid and its files have the recorded sizes;
     with --verify, as verified, if every byte is the one that was written.
     """
-    with one_line_errors():
-        there = store_at(place)
-        steps = [listed(there, step) for step in there.steps()]
-        if verify:
-            steps = [facts if in_words(facts) else _verified(place, facts) for facts in steps]
-        if as_json:
-            print_json(steps)
-        elif steps:
-            print_table(
-                ["step", "age", "size", "files", "ranks", "torch", "state"],
-                [_row(facts) for facts in steps],
-            )
-            total = sum(facts.get("bytes", 0) for facts in steps)
-            print(f"{count(len(steps), 'step')}, {size(total)}")
-        if not steps:
-            fail(f"there is no step in {there.url}{instead(place)}")
-        if any(map(in_words, steps)):
-            raise typer.Exit(1)
+    there = store_at(place)
+    steps = [listed(there, step) for step in there.steps()]
+    if verify:
+        steps = [facts if in_words(facts) else _verified(place, facts) for facts in steps]
+    if as_json:
+        print_json(steps)
+    elif steps:
+        print_columns([COLUMNS, *map(_row, steps)])
+        total = sum(facts.get("bytes", 0) for facts in steps)
+        print(f"{count(len(steps), 'step')}, {size(total)}")
+    if not steps:
+        fail(f"there is no step in {there.url}{instead(place)}")
+    if any(map(in_words, steps)):
+        raise typer.Exit(1)
 
 
 def listed(there: Store, step: int) -> dict[str, Any]:
@@ -119,12 +108,13 @@ def _verified(place: str, facts: dict[str, Any]) -> dict[str, Any]:
     return {**facts, **found, "verified": not in_words(found)}
 
 
-def _row(facts: dict[str, Any]) -> list[object]:
+def _row(facts: dict[str, Any]) -> list[str]:
+    shown = [""] * 5
+    if "time" in facts:
+        numbers = [facts["files"], facts["ranks"], facts["torch"]]
+        shown = [age(facts["time"]), size(facts["bytes"]), *map(str, numbers)]
     state = in_words(facts) or ("verified" if facts["verified"] else "whole")
-    if "time" not in facts:
-        return [facts["step"], "", "", "", "", "", state]
-    shown = [age(facts["time"]), size(facts["bytes"]), facts["files"], facts["ranks"]]
-    return [facts["step"], *shown, facts["torch"], state]
+    return [str(facts["step"]), *shown, state]
 
 
 def age(time: str) -> str:
@@ -141,35 +131,33 @@ def age(time: str) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
-def _rollback(
+def rollback(
     place: str = PLACE,
     step: int = typer.Argument(help="The step that the run should resume from."),
     yes: bool = YES,
 ) -> None:
     """Delete every step above one, so that the next start resumes from that one."""
-    with one_line_errors():
-        with opened(place) as there:
-            _check_present(there, place, [step])
-            newer = [found for found in there.steps() if found > step]
-        if not newer:
-            print(f"nothing to delete: {step} is the newest step")
-            return
-        _ask(f"Delete {_named(newer)} of {place}?", yes)
-        with tr.Checkpointer(place, group=False) as there:
-            print(f"deleted {_named(there.rollback(step))}")
+    with opened(place) as there:
+        _check_present(there, place, [step])
+        newer = [found for found in there.steps() if found > step]
+    if not newer:
+        print(f"nothing to delete: {step} is the newest step")
+        return
+    _ask(f"Delete {_named(newer)} of {place}?", yes)
+    with tr.Checkpointer(place, group=False) as there:
+        print(f"deleted {_named(there.rollback(step))}")
 
 
-def _rm(place: str = PLACE, steps: list[int] = STEPS, yes: bool = YES) -> None:
+def rm(place: str = PLACE, steps: list[int] = STEPS, yes: bool = YES) -> None:
     """Remove steps. Nothing is removed if one of them does not exist."""
-    with one_line_errors():
-        with opened(place) as there:
-            _check_present(there, place, steps)
-        chosen = list(dict.fromkeys(steps))
-        _ask(f"Remove {_named(chosen)} of {place}?", yes)
-        with tr.Checkpointer(place, group=False) as there:
-            for step in chosen:
-                there.delete(step)
-        print(f"removed {_named(chosen)}")
+    with opened(place) as there:
+        _check_present(there, place, steps)
+    chosen = list(dict.fromkeys(steps))
+    _ask(f"Remove {_named(chosen)} of {place}?", yes)
+    with tr.Checkpointer(place, group=False) as there:
+        for step in chosen:
+            there.delete(step)
+    print(f"removed {_named(chosen)}")
 
 
 def _named(steps: list[int]) -> str:

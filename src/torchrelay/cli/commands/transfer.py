@@ -16,7 +16,6 @@ from torchrelay.cli.commands.conversion import write_file
 from torchrelay.cli.output import (
     JSON,
     end_when_told,
-    one_line_errors,
     plain,
     print_json,
     progress_bar,
@@ -35,13 +34,7 @@ FOLLOW = typer.Option(False, "--follow", help="Publish newer steps of the place 
 INTERVAL = typer.Option(2.0, "--interval", min=0.05, help="Seconds between looks for them.")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command("serve")(_serve)
-    app.command("pull")(_pull)
-
-
-def _serve(
+def serve(
     source: str = SOURCE,
     step: int | None = STEP,
     address: str = ADDRESS,
@@ -55,19 +48,18 @@ def _serve(
     Other addresses than loopback need a token: --token-file, or TORCHRELAY_TOKEN. The state is
     read into memory.
     """
-    with one_line_errors():
-        if follow and (step is not None or not is_place(source)):
-            raise UsageError("--follow is for a place with steps, without --step")
-        end_when_told()
-        found, number = _loaded(source, step)
-        access = given(certfile=certfile, keyfile=keyfile)
-        with tr.serve(found, step=number, address=address, access=access, group=False) as endpoint:
-            del found
-            print(f"serving step {number} of {source} at {endpoint.url}", flush=True)
-            while True:
-                time.sleep(interval)
-                if follow:
-                    number = _follow(endpoint, source, number)
+    if follow and (step is not None or not is_place(source)):
+        raise UsageError("--follow is for a place with steps, without --step")
+    end_when_told()
+    found, number = _loaded(source, step)
+    access = given(certfile=certfile, keyfile=keyfile)
+    with tr.serve(found, step=number, address=address, access=access, group=False) as endpoint:
+        del found
+        print(f"serving step {number} of {source} at {endpoint.url}", flush=True)
+        while True:
+            time.sleep(interval)
+            if follow:
+                number = _follow(endpoint, source, number)
 
 
 def _follow(endpoint: Endpoint, source: str, number: int) -> int:
@@ -103,7 +95,7 @@ def _newest(source: str) -> int:
         return there.latest() or 0
 
 
-def _pull(
+def pull(
     urls: list[str] = URLS,
     out: str = OUT,
     step: int | None = STEP,
@@ -123,53 +115,52 @@ def _pull(
     from torchrelay.inspection.step_source import StepSource
     from torchrelay.stores.locate import open_store
 
-    with one_line_errors():
-        as_file = out.endswith(".safetensors")
-        if include and not as_file:
-            raise UsageError("--include is for -o NAME.safetensors; a step is pulled whole")
-        begun = time.monotonic()
-        deadline = Deadline(timeout)
-        there = endpoints(urls)
-        reason = "it was interrupted"
-        try:
-            if newer_than is not None:
-                step = _awaited(there.wait(newer_than, deadline), newer_than, there.name)
-            held = there.open(step, deadline)
-            if as_file:
-                state = StepSource(there.name, held)
-                if not held.files.trusted:
-                    with progress_bar("verifying") as show:
-                        state.verify(show)
-                nbytes = write_file(state, include, Path(out), quiet=as_json)
-            else:
-                nbytes = held.record.volume_bytes
-                with progress_bar("pulling") as show:
-                    copy_step(held, open_store(out), show)
-            reason = ""
-            held.close()
-        except tr.RelayError as fault:
-            reason = fault.message
-            raise
-        finally:
-            there.end(reason, 0 if reason else nbytes)
-        seconds = time.monotonic() - begun
-        facts = {
-            "out": out,
-            "step": held.record.step,
-            "bytes": nbytes,
-            "seconds": seconds,
-            "route": "mapped" if there.mapped else "http",
-            "sources": there.supplied,
-            "failed": there.faulty,
-        }
-        if as_json:
-            print_json(facts)
-            return
-        rate = size(int(nbytes / seconds))
-        how = ", from memory of this host" if there.mapped else ""
-        print(f"{out}: step {held.record.step}, {size(nbytes)} at {rate}/s{how}")
-        for url, why in there.faulty.items():
-            print(plain(f"note: {url} was left out: {why}"))
+    as_file = out.endswith(".safetensors")
+    if include and not as_file:
+        raise UsageError("--include is for -o NAME.safetensors; a step is pulled whole")
+    begun = time.monotonic()
+    deadline = Deadline(timeout)
+    there = endpoints(urls)
+    reason = "it was interrupted"
+    try:
+        if newer_than is not None:
+            step = _awaited(there.wait(newer_than, deadline), newer_than, there.name)
+        held = there.open(step, deadline)
+        if as_file:
+            state = StepSource(there.name, held)
+            if not held.files.trusted:
+                with progress_bar("verifying") as show:
+                    state.verify(show)
+            nbytes = write_file(state, include, Path(out), quiet=as_json)
+        else:
+            nbytes = held.record.volume_bytes
+            with progress_bar("pulling") as show:
+                copy_step(held, open_store(out), show)
+        reason = ""
+        held.close()
+    except tr.RelayError as fault:
+        reason = fault.message
+        raise
+    finally:
+        there.end(reason, 0 if reason else nbytes)
+    seconds = time.monotonic() - begun
+    facts = {
+        "out": out,
+        "step": held.record.step,
+        "bytes": nbytes,
+        "seconds": seconds,
+        "route": "mapped" if there.mapped else "http",
+        "sources": there.supplied,
+        "failed": there.faulty,
+    }
+    if as_json:
+        print_json(facts)
+        return
+    rate = size(int(nbytes / seconds))
+    how = ", from memory of this host" if there.mapped else ""
+    print(f"{out}: step {held.record.step}, {size(nbytes)} at {rate}/s{how}")
+    for url, why in there.faulty.items():
+        print(plain(f"note: {url} was left out: {why}"))
 
 
 def _awaited(found: list[int], above: int, name: str) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from torchrelay.cli.access import given
-from torchrelay.cli.output import end_when_told, fail, in_words, one_line_errors, plain, size
+from torchrelay.cli.output import end_when_told, fail, in_words, plain, size
 from torchrelay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -21,12 +21,7 @@ WHERE = typer.Argument(help="Places with steps, or the URL of an endpoint.")
 PAGE_ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:PORT of the page.")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("watch")(_watch)
-
-
-def _watch(
+def watch(
     where: list[str] = WHERE,
     page: bool = typer.Option(False, "--page", help="Serve a page to look at, until Ctrl-C."),
     address: str = PAGE_ADDRESS,
@@ -42,23 +37,22 @@ def _watch(
     """Tell of steps and transfers as they come and go, from now on. Ctrl-C ends it."""
     from torchrelay.cli.commands.watched import WatchedPlaces
 
-    with one_line_errors():
-        watched = WatchedPlaces(where)
-        if page:
-            end_when_told()
-            _serve_page(watched, address)
-        begun = time.monotonic()
+    watched = WatchedPlaces(where)
+    if page:
+        end_when_told()
+        _serve_page(watched, address)
+    begun = time.monotonic()
 
-        def left() -> float:
-            return interval if timeout is None else begun + timeout - time.monotonic()
+    def left() -> float:
+        return interval if timeout is None else begun + timeout - time.monotonic()
 
-        for event in _events(watched.status, left, interval):
-            print(json.dumps(event) if as_json else plain(_line(event)), flush=True)
-            if until is not None and event["event"] == "step" and event["step"] >= until:
-                raise typer.Exit(1 if in_words(event) else 0)
-        if until is not None:
-            why = "is the job alive?"
-            fail(f"no step {until} in {watched.name} after {timeout:g} s; {why}")
+    for event in _events(watched.status, left, interval):
+        print(json.dumps(event) if as_json else plain(_line(event)), flush=True)
+        if until is not None and event["event"] == "step" and event["step"] >= until:
+            raise typer.Exit(1 if in_words(event) else 0)
+    if until is not None:
+        why = "is the job alive?"
+        fail(f"no step {until} in {watched.name} after {timeout:g} s; {why}")
 
 
 def _serve_page(watched: WatchedPlaces, address: str) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
@@ -14,13 +15,13 @@ from torchrelay.endpoint.page import PAGE, PATHS
 from torchrelay.endpoint.server import admission
 from torchrelay.endpoint.server.http import Handler, HttpConnection, Response, SlowReader, Span
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
-from torchrelay.endpoint.server.rank_reader import SourceFault
 from torchrelay.endpoint.server.requests import ByteRange, Refusal, Request, byte_range
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.endpoint.server.status import metrics, status
+from torchrelay.endpoint.server.step_reader import StepReader
 from torchrelay.endpoint.server.transfers import ONE_REQUEST, Transfer
-from torchrelay.errors import UsageError
+from torchrelay.errors import EndpointError, UsageError
 from torchrelay.machine import machine
 from torchrelay.sources.http_head import ServerUrl
 from torchrelay.sources.lent_memory import LocalFacts
@@ -38,7 +39,7 @@ FILES_KEPT = 8  # headers of whole files
 FRESH = {"Cache-Control": "no-store"}
 
 Said = TypeVar("Said", bound=msgspec.Struct)
-Pieces = Iterator[bytes | Span]
+Pieces = Iterator[bytes | memoryview | Span]
 
 
 class Ending(msgspec.Struct):
@@ -199,9 +200,6 @@ class App:
         self._send(request, line, snapshot, "http", snapshot.nbytes, extent, headers, pieces)
 
     def _file(self, request: Request, line: HttpConnection) -> Response | None:
-        # Imported for this alone: what reads a record takes as much memory as the server itself.
-        from torchrelay.endpoint.server.file_reader import FileReader
-
         patterns = request.query.get("include", [])
         if len(patterns) > MAX_PATTERNS or any(len(one) > MAX_PATTERN for one in patterns):
             raise Refusal(400, f"give at most {MAX_PATTERNS} patterns of {MAX_PATTERN} characters")
@@ -214,28 +212,28 @@ class App:
         extent = self._extent(request, file.nbytes, etag)
 
         def pieces() -> Pieces:
-            reader = FileReader(snapshot, self.service.access)
-            return reader.pieces(file, extent.start, extent.stop)
+            with self.service.lock:
+                reader = StepReader(snapshot, file.contents, self.service.access)
+            with closing(reader):
+                yield from file.pieces(reader, extent.start, extent.stop)
 
         headers = extent.headers(etag)
         self._send(request, line, snapshot, "file", file.nbytes, extent, headers, pieces)
         return None
 
     def _whole_file(self, snapshot: ServedSnapshot, patterns: Sequence[str]) -> WholeFile:
-        from torchrelay.endpoint.server.whole_file import WholeFile, chosen
-        from torchrelay.record.encoding import decode_at_rest
-        from torchrelay.stores.safetensors import tensors_of
+        # Imported for this alone: what reads a record takes as much memory as the server itself.
+        from torchrelay.endpoint.server.whole_file import WholeFile
 
         if not snapshot.tensors:
             raise Refusal(404, "a seed has the volumes of a step: ask the endpoint for its file")
         key = snapshot.id, tuple(patterns)
         found = self._files.get(key)
         if found is None:
-            tensors = chosen(tensors_of(decode_at_rest(snapshot.record)), patterns)
-            if not tensors:
-                raise Refusal(404, "no tensor has a name like that: the record lists the names")
             metadata = {"step": str(snapshot.step), "snapshot": snapshot.id}
-            found = WholeFile(tensors, metadata)
+            found = WholeFile(snapshot.record, patterns, metadata)
+            if not found.contents.tensors:
+                raise Refusal(404, "no tensor has a name like that: the record lists the names")
             with self.service.lock:
                 while len(self._files) >= FILES_KEPT:
                     self._files.pop(next(iter(self._files)))
@@ -303,8 +301,8 @@ class App:
         except SlowReader:
             reason = f"the reader took no bytes for {service.stall:g} s and was dropped"
             raise
-        except (OSError, SourceFault) as fault:
-            reason = str(fault) if isinstance(fault, SourceFault) else "the reader went away"
+        except (OSError, EndpointError) as fault:
+            reason = fault.message if isinstance(fault, EndpointError) else "the reader went away"
             line.cut()
             raise ConnectionResetError(reason) from fault
         finally:

@@ -50,9 +50,6 @@ class Span(NamedTuple):
     start: int
     nbytes: int
 
-    def copy(self) -> bytes:
-        return bytes(self.view[self.start : self.start + self.nbytes])
-
 
 class SlowReader(TimeoutError):
     """A client takes too long to take what it asked for."""
@@ -132,7 +129,9 @@ class HttpConnection:
         except TimeoutError:
             raise SlowReader("the client takes nothing") from None
 
-    def stream(self, pieces: Iterable[bytes | Span], moved: Callable[[int], None]) -> None:
+    def stream(
+        self, pieces: Iterable[bytes | memoryview | Span], moved: Callable[[int], None]
+    ) -> None:
         """Send pieces; `moved` is called with bytes as they go."""
         for piece in pieces:
             if not isinstance(piece, Span):
@@ -148,7 +147,7 @@ class HttpConnection:
                 if direct:
                     self._send_file(part)
                 else:
-                    self.send(part.copy())
+                    self.send(bytes(part.view[at : at + part.nbytes]))
                 self.since = time.monotonic()
                 moved(part.nbytes)
 

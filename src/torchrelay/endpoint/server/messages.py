@@ -5,9 +5,13 @@ A publish takes four: `Reserve` memory, `StageSlot` the copy, `Show` it, and `Fi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
+from torchrelay.memory.pages import PAGE, paged
 from torchrelay.sources.access import Access
+from torchrelay.sources.remote_step import ChunkedVolume
 
 HOLD_SECONDS = 60.0
 STALL_SECONDS = 10.0
@@ -27,6 +31,15 @@ class Volume(msgspec.Struct, array_like=True, frozen=True):
     @property
     def chunks(self) -> int:
         return -(-self.nbytes // self.chunk_bytes)
+
+
+def laid_out(files: Iterable[ChunkedVolume]) -> tuple[list[Volume], int]:
+    """Volumes one behind the other in a slot, each on pages of its own; and the slot's bytes."""
+    volumes, end = [], 0
+    for file in files:
+        volumes.append(Volume(file.name, end, file.nbytes, file.chunk_bytes, file.digests))
+        end += paged(file.nbytes)
+    return volumes, max(PAGE, end)
 
 
 class Listen(msgspec.Struct, tag="listen"):

@@ -1,137 +1,110 @@
-"""A step as one standard safetensors file of whole tensors: its header, and where its bytes lie.
+"""A step as one standard safetensors file of whole tensors. Nothing of it is held but its header.
 
-Nothing of the file is held but its header. A tensor that lies in one piece, or in pieces one
-behind the other, is a list of runs of volumes. Any other is put together band by band: some of its
-rows at a time, from the boxes that have a part of them. Pure.
+Readers of a file compare no digests, so they get copies: memory may be written to again while it is
+on its way.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
+from torchrelay.endpoint.server.step_reader import StepReader
+from torchrelay.inspection.numbers import memory_of
+from torchrelay.inspection.seam import Contents
+from torchrelay.inspection.slabs import slabs
 from torchrelay.patterns import matches
-from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.plan.stored import StoredTensor
 from torchrelay.record.dtypes import itemsize
-from torchrelay.stores.safetensors import HeaderEntry, described, header
+from torchrelay.record.encoding import decode_at_rest
+from torchrelay.stores.safetensors import HeaderEntry, described, header, tensors_of
 
-BAND_BYTES = 4 << 20
+COPY_BYTES = 1 << 20  # of this server's memory, at once
+REMOTE_BYTES = 4 << 20  # of other servers' volumes, and of tensors that are put together
 
 
 class Run(NamedTuple):
-    """Bytes [start, stop) of a volume."""
+    """Bytes of a volume, in which tensors of the file lie one behind the other."""
 
     volume: int
     start: int
-    stop: int
-
-
-class Band(NamedTuple):
-    """Rows [first, last) of a tensor whose boxes do not lie one behind the other."""
-
-    tensor: StoredTensor
-    first: int
-    last: int
-
-    def runs(self) -> Iterator[tuple[Run, Shard]]:
-        """The run to read of each box that has some of the rows."""
-        for box in self.tensor.shards:
-            low = max(self.first, box.offsets[0])
-            high = min(self.last, box.offsets[0] + box.sizes[0])
-            if low < high and 0 not in box.sizes:
-                row = prod(box.sizes[1:]) * itemsize(self.tensor.dtype)
-                start = box.start + (low - box.offsets[0]) * row
-                yield Run(box.file, start, start + (high - low) * row), box
-
-    def put_together(self, parts: Iterable[tuple[Shard, bytes | memoryview]]) -> bytes:
-        """The rows, of the bytes of each run."""
-        import numpy as np  # 8 MB, which a keeper does without unless somebody asks for such a file
-
-        element = np.dtype((np.void, itemsize(self.tensor.dtype)))
-        rows = np.empty((self.last - self.first, *self.tensor.shape[1:]), element)
-        for box, data in parts:
-            low = max(self.first, box.offsets[0])
-            piece = np.frombuffer(data, element).reshape(-1, *box.sizes[1:])
-            inner = tuple(
-                slice(o, o + s) for o, s in zip(box.offsets[1:], box.sizes[1:], strict=True)
-            )
-            place = (slice(low - self.first, low - self.first + len(piece)), *inner)
-            rows[place] = piece
-        return rows.tobytes()
+    nbytes: int
 
 
 class WholeFile:
-    """The bytes of a file in order: the header, then runs and bands."""
+    """The file of a step's tensors whose names match one of the patterns; of all, without any."""
 
-    def __init__(self, tensors: Sequence[StoredTensor], metadata: dict[str, str]) -> None:
+    def __init__(self, data: bytes, patterns: Sequence[str], metadata: dict[str, str]) -> None:
+        record = decode_at_rest(data)
+        tensors = [one for one in tensors_of(record) if not patterns or matches(one.name, patterns)]
         # In descending order of item size each is aligned without holes.
-        ordered = sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
-        entries = [
-            HeaderEntry(
-                tensor.name,
-                *described(tensor.dtype, tensor.shape),
-                prod(tensor.shape) * itemsize(tensor.dtype),
-            )
-            for tensor in ordered
-        ]
-        self.header = header(entries, metadata)
-        self.nbytes = len(self.header) + sum(entry.nbytes for entry in entries)
-        self._pieces: list[Run | Band] = []
-        self._starts: list[int] = []
-        self._end = len(self.header)
-        for tensor in ordered:
+        tensors.sort(key=lambda tensor: -itemsize(tensor.dtype))
+        self.contents = Contents(record.step, len(record.ranks), tensors, ())
+        self._header = header(
+            (
+                HeaderEntry(one.name, *described(one.dtype, one.shape), _nbytes(one, one.shape))
+                for one in tensors
+            ),
+            metadata,
+        )
+        self._parts: list[Run | StoredTensor] = []
+        for tensor in tensors:
             self._add(tensor)
+        sizes = [
+            part.nbytes if isinstance(part, Run) else _nbytes(part, part.shape)
+            for part in self._parts
+        ]
+        *self._starts, self.nbytes = accumulate(sizes, initial=len(self._header))
 
     def _add(self, tensor: StoredTensor) -> None:
         boxes = sorted(tensor.shards, key=lambda box: box.offsets)
-        if all(box.sizes[1:] == tensor.shape[1:] for box in boxes):
-            for box in boxes:
-                nbytes = prod(box.sizes) * itemsize(tensor.dtype)
-                self._append(Run(box.file, box.start, box.start + nbytes), nbytes)
+        if any(box.sizes[1:] != tensor.shape[1:] for box in boxes):
+            self._parts.append(tensor)  # read slab by slab
             return
-        row = prod(tensor.shape[1:]) * itemsize(tensor.dtype)
-        rows = max(1, BAND_BYTES // row)
-        for first in range(0, tensor.shape[0], rows):
-            band = Band(tensor, first, min(first + rows, tensor.shape[0]))
-            self._append(band, (band.last - band.first) * row)
+        for box in boxes:
+            run, last = Run(box.file, box.start, _nbytes(tensor, box.sizes)), None
+            if self._parts and isinstance(self._parts[-1], Run):
+                last = self._parts[-1]
+            if last and (last.volume, last.start + last.nbytes) == run[:2]:
+                self._parts[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
+            elif run.nbytes:
+                self._parts.append(run)
 
-    def _append(self, piece: Run | Band, nbytes: int) -> None:
-        if not nbytes:
+    def pieces(self, reader: StepReader, start: int, stop: int) -> Iterator[bytes | memoryview]:
+        """The bytes of a range, in order. Each piece is valid until the next one."""
+        if start < len(self._header):
+            yield self._header[start:stop]
+        at = max(start, len(self._header))
+        first = max(0, bisect_right(self._starts, at) - 1)
+        for part, begin in zip(self._parts[first:], self._starts[first:], strict=True):
+            for piece in _bytes(reader, part, at - begin, stop - begin) if at < stop else ():
+                yield piece
+                at += len(piece)
+
+
+def _bytes(
+    reader: StepReader, part: Run | StoredTensor, start: int, stop: int
+) -> Iterator[memoryview]:
+    """Bytes of a run or tensor, as far as it has them."""
+    if isinstance(part, Run):
+        stop = min(stop, part.nbytes)
+        size = COPY_BYTES if reader.is_here(part.volume) else REMOTE_BYTES
+        buffer = memoryview(bytearray(min(size, stop - start)))
+        for at in range(start, stop, size):
+            piece = buffer[: stop - at]
+            reader.read_into(part.volume, part.start + at, piece)
+            yield piece
+        return
+    for slab in slabs(reader, part, REMOTE_BYTES, start):
+        piece = memory_of(slab)[: stop - start]
+        yield piece
+        start += len(piece)
+        if start >= stop:
             return
-        last = self._pieces[-1] if self._pieces else None
-        if (
-            isinstance(piece, Run)
-            and isinstance(last, Run)
-            and (last.volume, last.stop) == (piece.volume, piece.start)
-        ):
-            self._pieces[-1] = Run(last.volume, last.start, piece.stop)
-            self._end += nbytes
-            return
-        self._pieces.append(piece)
-        self._starts.append(self._end)
-        self._end += nbytes
-
-    def within(self, start: int, stop: int) -> Iterator[bytes | Run | tuple[Band, int, int]]:
-        """What makes up a range: bytes of the header, runs, and bytes [a, b) of bands."""
-        if start < len(self.header):
-            yield self.header[start:stop]
-            start = len(self.header)
-        place = bisect_right(self._starts, start) - 1
-        while start < stop:
-            piece, begin = self._pieces[place], self._starts[place]
-            end = self._starts[place + 1] if place + 1 < len(self._starts) else self._end
-            low, high = start - begin, min(stop, end) - begin
-            if isinstance(piece, Run):
-                yield Run(piece.volume, piece.start + low, piece.start + high)
-            else:
-                yield piece, low, high
-            start, place = begin + high, place + 1
 
 
-def chosen(tensors: Iterable[StoredTensor], patterns: Sequence[str]) -> list[StoredTensor]:
-    """Tensors whose names match one of the patterns; all, where there is none."""
-    if not patterns:
-        return list(tensors)
-    return [one for one in tensors if matches(one.name, patterns)]
+def _nbytes(tensor: StoredTensor, shape: Sequence[int]) -> int:
+    return prod(shape) * itemsize(tensor.dtype)

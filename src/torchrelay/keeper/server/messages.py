@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.server import messages as m
+from torchrelay.errors import UsageError
+from torchrelay.sources.access import Access
 
+LEASE_SECONDS = 60.0
+RATE = 200e6  # bytes a second at which copies are fetched
+STEPS = 2  # the newest one, and the one that is being staged
+MIN_MEMORY = 1 << 20
 TAKEN = "taken"  # the answer to `BeginKeeping` where another keeper has the name
 
 
@@ -26,10 +33,42 @@ class JoinKeeper(msgspec.Struct, tag="join"):
     listen: m.Listen
     memory: int
     steps: int
-    rate: float
     copies: int
+    rate: float
     lease: float
     begins: bool
+
+    @classmethod
+    def of(
+        cls,
+        address: Address,
+        access: Access,
+        memory: int | None = None,
+        steps: int = STEPS,
+        copies: int = 1,
+        rate: float = RATE,
+        lease: float = LEASE_SECONDS,
+        *,
+        begins: bool = False,
+    ) -> JoinKeeper:
+        """`UsageError` where a setting makes no sense."""
+        token = access.secret()
+        if address.port:
+            raise UsageError(f"a keeper listens at a free port: give {address.host}:0")
+        if token is not None:
+            address.check(token)
+        if memory is not None and memory < MIN_MEMORY:
+            raise UsageError(f"memory must be at least {MIN_MEMORY} bytes or None, not {memory!r}")
+        if type(steps) is not int or steps < STEPS:
+            raise UsageError(f"steps must be a number from {STEPS}, not {steps!r}")
+        if type(copies) is not int or copies < 0:
+            raise UsageError(f"copies must be a number from 0, not {copies!r}")
+        if not rate > 0:
+            raise UsageError(f"rate must be a number of bytes a second, not {rate!r}")
+        if not 0 < lease < 1e8:
+            raise UsageError(f"lease must be a number of seconds, not {lease!r}")
+        listen = m.Listen.at(address.host, 0, access)
+        return cls(listen, memory or 0, steps, copies, rate, lease, begins)
 
 
 class Joined(msgspec.Struct, tag="joined"):

@@ -49,14 +49,15 @@ class JoinedKeeper:
     def __init__(self, join: k.JoinKeeper, token: str, lock: threading.RLock) -> None:
         self.server = StepServer(msgspec.structs.replace(join.listen, token=token))
         self.service = self.server.service
-        self.retention = Retention(self.service)
+        self.retention = Retention(self.service, join)
         self.replication = Replication(self.service, self.retention, lock)
-        self.join = join
+
+    @property
+    def settings(self) -> k.JoinKeeper:
+        return self.retention.settings
 
     def configure(self, join: k.JoinKeeper) -> None:
-        self.join = join
-        self.retention.memory, self.retention.steps = join.memory, join.steps
-        self.replication.rate, self.replication.copies = join.rate, join.copies
+        self.retention.settings = join
         cafile = join.listen.cafile or join.listen.certfile
         self.service.access = replace(self.service.access, cafile=cafile)
 
@@ -78,7 +79,7 @@ class KeeperProgram:
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self._over.set())
         while not self._over.wait(_TICK):
-            lease = FIRST_LEASE if self._kept is None else self._kept.join.lease
+            lease = FIRST_LEASE if self._kept is None else self._kept.settings.lease
             with self._lock:
                 alone = time.monotonic() - self._alone_since
                 if not self._workers and alone > lease:
@@ -154,7 +155,7 @@ class KeeperProgram:
         if self._kept is None:
             token = join.listen.token or secrets.token_urlsafe(32)
             self._kept = JoinedKeeper(join, token, self._lock)
-        kept, wanted, had = self._kept, join.listen, self._kept.join.listen
+        kept, wanted, had = self._kept, join.listen, self._kept.settings.listen
         token = kept.service.access.token or ""
         if wanted.token and not secrets.compare_digest(wanted.token, token):
             return m.Refused("it has another token than this worker was given")
@@ -198,8 +199,8 @@ class KeeperProgram:
         if (kept := self._kept) is not None:
             with kept.service.lock:
                 facts |= {
-                    "lease": kept.join.lease,
-                    "memory": kept.retention.memory or None,
+                    "lease": kept.settings.lease,
+                    "memory": kept.settings.memory or None,
                     "staged_bytes": kept.retention.nbytes,
                     "most_bytes": kept.retention.most,
                     **status(kept.service),

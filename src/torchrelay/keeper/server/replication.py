@@ -17,15 +17,15 @@ from typing import NamedTuple
 import xxhash
 
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.server.messages import Show, Volume
-from torchrelay.endpoint.server.rank_reader import RankReader
+from torchrelay.endpoint.server.messages import Show, Volume, laid_out
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
+from torchrelay.endpoint.server.step_reader import RankReader
 from torchrelay.errors import RelayError
 from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server.messages import HeldStep, KeeperReport
 from torchrelay.keeper.server.retention import OWN, Retention
-from torchrelay.memory.pages import PAGE, paged, reserve, sealed_memory
+from torchrelay.memory.pages import reserve, sealed_memory
 from torchrelay.sources.access import Access
 from torchrelay.sources.remote_step import digest_of
 
@@ -44,14 +44,10 @@ class WantedCopy(NamedTuple):
 
     @classmethod
     def of(cls, step: ServedSnapshot, sources: list[str]) -> WantedCopy:
-        volumes, urls, end = [], [], 0
-        for volume, place in zip(step.order, step.places, strict=True):
-            if step.ranks and step.ranks[place] in sources:
-                facts = (volume.nbytes, volume.chunk_bytes, volume.digests)
-                volumes.append(Volume(volume.name, end, *facts))
-                urls.append(step.ranks[place])
-                end += paged(volume.nbytes)
-        return cls(step, volumes, urls, max(PAGE, end))
+        servers = [step.ranks[place] for place in step.places] if step.ranks else []
+        chosen = [one for one in zip(step.order, servers, strict=False) if one[1] in sources]
+        volumes, nbytes = laid_out(volume for volume, _ in chosen)
+        return cls(step, volumes, [url for _, url in chosen], nbytes)
 
 
 class Replication:
@@ -61,7 +57,6 @@ class Replication:
     def __init__(self, service: Service, retention: Retention, lock: threading.RLock) -> None:
         self._service, self._retention, self._lock = service, retention, lock
         self._ring = KeeperRing([], "")
-        self.rate, self.copies = 1.0, 0
         self.due = False  # whether to copy the next step that is complete
         self._copying: CopyThread | None = None
         self._failed = 0  # copies in a row
@@ -76,6 +71,9 @@ class Replication:
                 self._copying.stop()
         self._ring = ring
 
+    def _sources(self) -> list[str]:
+        return self._ring.sources(self._retention.settings.copies)
+
     def report(self) -> KeeperReport:
         busy = self._copying is not None and self._copying.ring == self._ring
         copying = self._copying.wanted.step.id if self._copying is not None and busy else ""
@@ -86,7 +84,7 @@ class Replication:
         there = set(step.here)
         order = step.order if step.record else []
         bits = sum(1 << at for at, volume in enumerate(order) if volume.name in there)
-        wanted = WantedCopy.of(step, self._ring.sources(self.copies)) if step.record else None
+        wanted = WantedCopy.of(step, self._sources()) if step.record else None
         copied = wanted is not None and all(one.name in there for one in wanted.volumes)
         here = bits.to_bytes(-(-len(order) // 8), "little")
         return HeldStep(step.step, step.id, len(order), here, copied)
@@ -96,7 +94,7 @@ class Replication:
         that was decided."""
         if step is None:
             return
-        wanted = WantedCopy.of(step, self._ring.sources(self.copies))
+        wanted = WantedCopy.of(step, self._sources())
         keeper = self._retention
         keeper.reserved = max(keeper.reserved, 2 * wanted.nbytes) if wanted.volumes else 0
         missing = any(step.place(volume.name) is None for volume in wanted.volumes)
@@ -118,7 +116,15 @@ class Replication:
         keeper.filled = room.slot
         slot = self._service.snapshots.slots[room.slot]
         self._copying = CopyThread(
-            *(wanted, room.slot, slot, older, self._ring, self._service.access, self.rate),
+            *(
+                wanted,
+                room.slot,
+                slot,
+                older,
+                self._ring,
+                self._service.access,
+                self._retention.settings.rate,
+            ),
             done=self._finished,
         )
 
@@ -157,7 +163,7 @@ class Replication:
         """For those who watch."""
         copied = [one for one in self._service.snapshots.shown if self._held(one).copied]
         return {
-            "from": self._ring.sources(self.copies),
+            "from": self._sources(),
             "step": copied[-1].step if copied else None,
             "copying": None if self._copying is None else self._copying.wanted.step.step,
             "fetched_bytes": self._fetched,

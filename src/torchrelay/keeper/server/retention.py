@@ -6,31 +6,38 @@ those that the ranks decided to keep (`KeeperDecision`), and those that were sta
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot, Snapshots
-from torchrelay.keeper.server.messages import KeeperDecision
+from torchrelay.keeper.server.messages import JoinKeeper, KeeperDecision
 
 OWN = 0  # in place of a worker's number: the keeper itself
+
+
+@dataclass
+class WorkerSlot:
+    """A slot of a worker, or of the keeper itself. `held`: its worker writes it to disk."""
+
+    worker: int
+    nbytes: int = 0
+    held: bool = False
 
 
 class Retention:
     """Slots by worker, and the steps in them. To be used with the keeper's lock and the service's
     lock held."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self.memory = 0  # bytes at most, 0 for any number
-        self.steps = 2  # of workers, at most
+    def __init__(self, service: Service, settings: JoinKeeper) -> None:
+        self._service, self.settings = service, settings
         self.reserved = 0  # bytes that copies take, or will
         self.most = 0  # bytes that there ever were
         self.copying: set[str] = set()  # steps that a copy is made of, or from
         self.filled: int | None = None  # the slot that a copy is being written to
         self.decided = KeeperDecision([], False, [])
-        self._owners: dict[int, int] = {}  # by slot, the number of its worker
-        self._sizes: dict[int, int] = {}  # by slot, bytes
-        self._held: set[int] = set()  # slots that their workers have written to disk
-        self._holders: set[int] = set()  # workers that ever did
+        self._slots: dict[int, WorkerSlot] = {}  # by number
+        self._holders: set[int] = set()  # workers that ever held one
         self._live: set[int] = {OWN}
         self._numbers = 0
 
@@ -41,7 +48,7 @@ class Retention:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, also of those that are not filled yet."""
-        return sum(self._sizes.values())
+        return sum(slot.nbytes for slot in self._slots.values())
 
     # Workers.
 
@@ -52,25 +59,24 @@ class Retention:
         """A worker is gone, and what it has not shown goes with it."""
         self._live.discard(worker)
         self._holders.discard(worker)
-        self._held -= self._of(worker)
         for slot in self._of(worker):
+            self._slots[slot].held = False
             if self._snapshots.in_slot(slot) is None:
                 self._free(slot)
         self.tidy()
 
     def _of(self, worker: int) -> set[int]:
-        return {slot for slot, owner in self._owners.items() if owner == worker}
+        return {number for number, slot in self._slots.items() if slot.worker == worker}
 
     def has(self, worker: int, slot: int) -> bool:
-        return self._owners.get(slot) == worker
+        return slot in self._slots and self._slots[slot].worker == worker
 
     def hold(self, worker: int, slot: int, held: bool) -> None:
         """A worker reads from a slot of its own, or does so no longer."""
-        if self.has(worker, slot) and held:
-            self._held.add(slot)
-            self._holders.add(worker)
-        elif self.has(worker, slot):
-            self._held.discard(slot)
+        if self.has(worker, slot):
+            self._slots[slot].held = held
+            if held:
+                self._holders.add(worker)
 
     # Memory for steps.
 
@@ -85,7 +91,7 @@ class Retention:
         copies = self._of(OWN)
         needed = [one for one in self._snapshots.shown if self._is_needed(one)]
         needed = [one for one in needed if not copies >= one.parts.keys()]
-        if len(needed) < self.steps:
+        if len(needed) < self.settings.steps:
             return ""
         steps = ", ".join(str(one.step) for one in needed)
         return (
@@ -97,11 +103,11 @@ class Retention:
             (slot for slot in self._of(worker) if self._is_idle(slot)),
             key=lambda slot: (
                 self._snapshots.in_slot(slot) is not None,
-                self._sizes[slot] < nbytes,
+                self._slots[slot].nbytes < nbytes,
             ),
         )
         chosen = idle[0] if idle else None
-        most = self.steps + (worker in self._holders)  # one that is held does not count
+        most = self.settings.steps + (worker in self._holders)  # one that is held does not count
         spare = len(self._of(worker)) > most or not self._fits(worker, chosen, nbytes)
         dropped = [slot for slot in idle if slot != chosen] if spare else []
         for slot in dropped:
@@ -111,36 +117,40 @@ class Retention:
                 if slot != chosen and self._is_idle(slot):
                     self._clear(slot)
         if not self._fits(worker, chosen, nbytes):
-            used = self.nbytes - (0 if chosen is None else self._sizes[chosen])
-            why = f"{nbytes} bytes more than {used} would be over the budget of {self.memory}"
+            used = self.nbytes - (0 if chosen is None else self._slots[chosen].nbytes)
+            budget = f"the budget of {self.settings.memory}"
+            why = f"{nbytes} bytes more than {used} would be over {budget}"
             why += "; copies take a part of it" if self.reserved else ""
             return m.Reserved(-1, why, dropped)
         if chosen is None:
             self._numbers += 1
             chosen = self._numbers
-            self._owners[chosen] = worker
+            self._slots[chosen] = WorkerSlot(worker)
         elif (before := self._snapshots.in_slot(chosen)) is not None:
             self._service.hide(before, chosen)
-        if self._sizes.get(chosen, 0) < nbytes:
+        if self._slots[chosen].nbytes < nbytes:
             self._snapshots.detach(chosen)  # the worker takes other memory for it
             self.attached(chosen, nbytes)
         return m.Reserved(chosen, dropped=dropped)
 
     def attached(self, slot: int, nbytes: int) -> None:
-        self._sizes[slot] = nbytes
+        self._slots[slot].nbytes = nbytes
         self.most = max(self.most, self.nbytes)
 
     def _fits(self, worker: int, slot: int | None, nbytes: int) -> bool:
         """Whether a slot may take that many bytes. Workers leave as many as copies need."""
-        had = 0 if slot is None else self._sizes[slot]
-        copies = sum(self._sizes[one] for one in self._of(OWN))
+        had = 0 if slot is None else self._slots[slot].nbytes
+        copies = sum(self._slots[one].nbytes for one in self._of(OWN))
         left = 0 if worker == OWN else max(0, self.reserved - copies)
-        return not self.memory or self.nbytes + max(0, nbytes - had) + left <= self.memory
+        return (
+            not self.settings.memory
+            or self.nbytes + max(0, nbytes - had) + left <= self.settings.memory
+        )
 
     def _is_idle(self, slot: int) -> bool:
         """Whether nothing in a slot is needed, and no one reads it."""
         mapped = slot in self._snapshots.slots and self._snapshots.slots[slot].mapped
-        if mapped or slot == self.filled or slot in self._held:
+        if mapped or slot == self.filled or self._slots[slot].held:
             return False
         step = self._snapshots.in_slot(slot)
         if step is None:
@@ -154,7 +164,7 @@ class Retention:
 
     def tidy(self) -> None:
         """Free what is not needed of workers that are gone."""
-        for slot in [slot for slot, owner in self._owners.items() if owner not in self._live]:
+        for slot in [one for one, slot in self._slots.items() if slot.worker not in self._live]:
             if self._is_idle(slot):
                 self._clear(slot)
 
@@ -164,9 +174,7 @@ class Retention:
         self._free(slot)
 
     def _free(self, slot: int) -> None:
-        self._owners.pop(slot)
-        self._sizes.pop(slot)
-        self._held.discard(slot)
+        del self._slots[slot]
         self._snapshots.detach(slot)
 
 
