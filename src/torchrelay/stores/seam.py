@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from torchrelay.record.manifest import MAX_RECORD_BYTES
@@ -108,14 +107,6 @@ class MappableReader(DataReader, Protocol):
         """The bytes in place, which do not change while the step is open: whoever has compared them
         with their digests may copy them from there. None if they have to be read. `OSError` and
         `EOFError` as for `read_into`."""
-
-
-@runtime_checkable
-class KeepableReader(DataReader, Protocol):
-    """A `DataReader` whose small reads are cheaper if it knows that more will follow."""
-
-    def kept(self) -> AbstractContextManager[None]:
-        """Within: the file stays open for this thread."""
 
 
 class OpenStep(Protocol):

@@ -29,8 +29,9 @@ from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buf
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.region import Region
 from torchrelay.record.schema import Record
+from torchrelay.stores.reading.chunks import not_as_written
 from torchrelay.stores.reading.fetch import Fetch, Placed
-from torchrelay.stores.reading.ranges import Task, damaged, merged, opened, unread, whole_chunks
+from torchrelay.stores.reading.ranges import Task, merged, opened, unread, whole_chunks
 from torchrelay.stores.seam import DataReader, OpenStep
 
 GROUP_BYTES = 256 << 20  # the least slab that is worth it
@@ -230,8 +231,7 @@ class DeviceFetch:
         group = next(group for group in reversed(groups) if group.at <= at)
         start = group.start + at - group.at
         stop = min(start + self._checkpoint.volumes[group.file].chunk_bytes, group.stop)
-        problem = f"bytes {start} to {stop} are not those written"
-        return damaged(self._store, self._checkpoint, Task(group.file, start, stop), problem)
+        return not_as_written(self._store, self._checkpoint, group.file, start, stop)
 
     def _scatter(self, groups: list[_Group], slab: torch.Tensor) -> None:
         """Copy groups from the slab to their places."""
