@@ -43,9 +43,7 @@ def folder_of(bucket: Bucket, step: int) -> str:
 def remove_own(bucket: Bucket, folder: str, record: bytes | None = None) -> None:
     """Remove the objects of a step with this record, or of a draft; others stay."""
     own = ownership(record)
-    found = [one.path for one in bucket.objects(folder)]
-    names = [(path, path.removeprefix(f"{folder}/")) for path in found]
-    bucket.remove([path for path, name in names if "/" not in name and own(name)])
+    bucket.remove([f"{folder}/{name}" for name in bucket.sizes(folder) if own(name)])
 
 
 class ObjectDraft:
@@ -91,9 +89,7 @@ class ObjectDraft:
         return ObjectSink(self, self._bucket, path, nbytes, part_bytes, self._concurrency)
 
     def sizes(self) -> dict[str, int]:
-        found = self._bucket.objects(self._folder)
-        names = {one.path.removeprefix(f"{self._folder}/"): one.nbytes for one in found}
-        return {name: size for name, size in names.items() if "/" not in name}
+        return self._bucket.sizes(self._folder)
 
     def commit(self, manifest: bytes) -> None:
         path, content = manifest_path(self._step), with_folder(manifest, self._token)

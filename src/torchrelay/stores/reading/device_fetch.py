@@ -27,7 +27,6 @@ from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.plan.region import Region
 from torchrelay.record.schema import Record
 from torchrelay.stores.reading.chunks import not_as_written
 from torchrelay.stores.reading.fetch import Fetch, Placed
@@ -110,7 +109,7 @@ class DeviceFetch:
     def check(self) -> None:
         """Raise `DamagedError` unless every chunk has its digest. What was read stays on the
         device, if that has room for all of it."""
-        self._groups = _placed_in_turn(_joined(self._groups))
+        self._groups = _placed_in_turn(self._groups)
         try:
             slab = self._allocate(sum(group.room for group in self._groups))
             self._read(self._groups, slab, verify=True)
@@ -256,17 +255,6 @@ class DeviceFetch:
             kernels.copy(Moves(*columns), self._device, self._tables)
 
 
-def _joined(groups: Iterable[_Group]) -> list[_Group]:
-    """Reads that follow each other in a file, as one."""
-    found: list[_Group] = []
-    for group in groups:
-        if found and (found[-1].file, found[-1].stop) == (group.file, group.start):
-            found[-1] = found[-1]._replace(stop=group.stop)
-        else:
-            found.append(group)
-    return found
-
-
 def _placed_in_turn(groups: Iterable[_Group]) -> list[_Group]:
     """One behind the other in a slab."""
     found, at = [], 0
@@ -297,8 +285,3 @@ def _places(placed: list[Placed]) -> _Places:
         else:
             rows.append((at, run.data_ptr(), run.nbytes))
     return _Places(Runs.of(rows), odd)
-
-
-def device_of(region: Region) -> int | None:
-    """The GPU that a region is on, if it is on one."""
-    return region.keep.get_device() if region.keep.is_cuda else None

@@ -67,16 +67,20 @@ class Range(NamedTuple):
 
 
 _Task = list[Range]
+Placed = tuple[int, int, int, int]  # file, start and stop in it, position in the arena
 
 
 class FileWriter:
     """The files of one rank's draft: `write` for each set of ranges, then `finish`."""
 
     def __init__(
-        self, draft: DataFiles, files: Sequence[FileSpec], *, workers: int = WORKERS
+        self,
+        draft: DataFiles,
+        files: Sequence[FileSpec],
+        progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._files = files
-        self._workers = workers
+        self._progress = progress
         self._sinks: list[Sink] = []
         self._digests = [
             bytearray(file.digests or 16 * -(-file.nbytes // file.chunk_bytes)) for file in files
@@ -93,13 +97,19 @@ class FileWriter:
     def write(self, ranges: Sequence[Range]) -> None:
         """Hash and write all of the ranges; `CheckpointError` names the file that failed."""
         nbytes = sum(part.stop - part.start for part in ranges)
-        threads = max(1, min(self._workers, nbytes >> 20))
+        threads = max(1, min(WORKERS, nbytes >> 20))
 
         def worker() -> Callable[[_Task], None]:
             buffer = ctypes.create_string_buffer(PIECE)
             return lambda task: self._do(task, buffer)
 
         share_out(self._tasks(ranges), worker, threads)
+
+    def write_staged(self, placed: Sequence[Placed], base: int) -> None:
+        """The same, of copies in an arena that begins at an address."""
+        self.write(
+            [Range(n, start, stop, Staged(start, base + at)) for n, start, stop, at in placed]
+        )
 
     def _tasks(self, ranges: Sequence[Range]) -> list[_Task]:
         """What threads take in turn: files alternate, so that threads are on different ones. An
@@ -126,6 +136,7 @@ class FileWriter:
         for part in task:
             with self._named(self._files[part.file].name):
                 self._write(part, buffer)
+            self._progress(part.stop - part.start)
 
     def _write(self, part: Range, buffer: ctypes.Array[ctypes.c_char]) -> None:
         file, sink = self._files[part.file], self._sinks[part.file]
