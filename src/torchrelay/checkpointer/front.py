@@ -253,13 +253,8 @@ class Checkpointer:
                 progress=progress,
             )
             call, deadline = self._ranks.call("load"), self._deadline(timeout)
-
-            def begin() -> bytes:
-                self._saver.raise_unseen()
-                return b""
-
             # In a round: a failure that another rank has seen may be unseen here.
-            call.round("begin", begin, lambda said: said, deadline)
+            call.together("begin", self._saver.raise_unseen, deadline)
             loader = Loader(self.source(), self._ranks)
             try:
                 return loader.load(call, request, deadline)

@@ -19,7 +19,6 @@ import msgspec
 
 from torchrelay.checkpointer.catalog import Catalog
 from torchrelay.checkpointer.share_writer import Save, ShareWriter, StagedShare
-from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
@@ -115,7 +114,7 @@ class Saver:
         """Have memory and process ready for states like this one; returns the bytes of this rank's
         share."""
         call = self._ranks.call("prepare")
-        self._settle(call, deadline)
+        call.together("begin", lambda: self._wait(deadline.left()), deadline)
         share = self._planner.plan(state, call, deadline).share
         self.writer.prepare(share)
         return share.nbytes
@@ -158,15 +157,6 @@ class Saver:
             text = f"step {step} is still being written: give a longer timeout"
             raise CheckpointError(text, step=step, phase="write")
         self.raise_unseen()
-
-    def _settle(self, call: Call, deadline: Deadline) -> None:
-        """Wait on all ranks for the save before."""
-
-        def mine() -> bytes:
-            self._wait(deadline.left())
-            return b""
-
-        call.round("begin", mine, lambda said: said, deadline)
 
     def _begin(self, save: Save) -> Space | None:
         """Wait for the save before; create the draft of this one. Returns the space that it has, on

@@ -174,8 +174,8 @@ class ShareWriter:
             return None
 
     def _stage_in_keeper(self, save: Save, planned: PlannedShare) -> StagedShare | None:
-        """Stage a share in memory that outlives this process; None if there is no keeper, or if it
-        has no memory for it now."""
+        """Stage a share in memory that outlives this process; None without a keeper, or if it has
+        no memory for it now."""
         share = planned.share
         whole = self._budget is None or self._budget >= arena_bytes(share.files)
         if self._keeper is None or not whole:

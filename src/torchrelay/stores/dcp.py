@@ -50,7 +50,7 @@ from torchrelay.record.schema import ObjectBytes, Record
 from torchrelay.steps import check_step
 from torchrelay.stores.local.root import token
 from torchrelay.stores.locate import open_store, scheme_of, split_step
-from torchrelay.stores.opening import OpenedStep, open_newest, open_step
+from torchrelay.stores.opening import OpenedStep, open_step
 from torchrelay.stores.reading.box_reads import Wave, asked_for, waves
 from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.seam import Store
@@ -299,10 +299,7 @@ class Reader(_AtPlace, StorageReader):
     def _opened(self) -> OpenedStep:
         if self._held is None:
             step = self._named_step
-            self._held = self._within(
-                "open the step",
-                lambda: open_newest(self._store) if step is None else open_step(self._store, step),
-            )
+            self._held = self._within("open the step", lambda: open_step(self._store, step))
         return self._held
 
     @property

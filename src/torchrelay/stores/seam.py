@@ -160,7 +160,7 @@ class Store(Protocol):
         """Steps that have a commit record, in ascending order."""
 
     def listing(self) -> dict[int, str]:
-        """What one listing shows: a text for each step, which is another one if the step was
+        """The result of one listing: a text for each step, which is another one if the step was
         replaced. Steps that are still being written may be among them."""
 
     def open(self, step: int, patience: Retry = ONCE) -> OpenStep:

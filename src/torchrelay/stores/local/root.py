@@ -48,7 +48,7 @@ class StepRoot:
         self._made = True
 
     def names(self) -> dict[str, int]:
-        """What is in it now, each with the number of its file."""
+        """All names in it now, each with the number of its file."""
         try:
             with os.scandir(self.path) as entries:
                 return {entry.name: entry.inode() for entry in entries}

@@ -135,6 +135,11 @@ class LocalReader:
         return done == sum(map(len, buffers))
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        if len(buffers) == 1 and not self.batched:  # as nearly all reads are
+            with suppress(OSError), self._lent() as file:
+                if os.preadv(file.fd, buffers, position) == len(buffers[0]):
+                    return
+        # What failed or was short is tried again, and the error names the file.
         self._directory.patience(lambda: self._read_into(position, buffers))
 
     def _read_into(self, position: int, buffers: Sequence[memoryview]) -> None:

@@ -217,8 +217,8 @@ def _seconds(value: float) -> timedelta:
 
 
 def _refusal(error: BaseException) -> int | None:
-    """What a request was refused for, of which obstore has no class where it lists: to ask again is
-    of no use then."""
+    """The reason why a listing was refused, for which obstore has no class: asking again is of no
+    use then."""
     status = _STATUS.search(str(error))
     return _REFUSALS.get(status[1]) if status else None
 

@@ -22,8 +22,7 @@ from torchrelay.stores.seam import DataReader, MappableReader, MendableStep, Ope
 from torchrelay.stores.writer.file_writer import WORKERS
 
 TASK_BYTES = 8 << 20  # what a thread takes on, or asks a service for, at once
-PIECE_BYTES = 512 << 10  # read and hashed at once
-COLD_PIECE = 1 << 20  # the same, where the medium is the bottleneck
+PIECE_BYTES = 1 << 20  # read and hashed at once
 COSTLY_WORKERS = 8  # most of them wait for an answer
 COLD_WORKERS = 4  # some wait for the medium while others hash
 
@@ -118,9 +117,7 @@ class ChunkReads:
 
     def _in_scratch(self, task: Task, reader: DataReader, scratch: Scratch) -> Views:
         """Positions of the pieces of a range, each in the same memory."""
-        size = COLD_PIECE if reader.cold else PIECE_BYTES
-        if self._is_batched(reader):
-            size = task.stop - task.start
+        size = task.stop - task.start if self._is_batched(reader) else PIECE_BYTES
         whole = scratch.view(min(size, task.stop - task.start))
         for at in range(task.start, task.stop, size):
             yield at, whole[: task.stop - at]

@@ -107,8 +107,8 @@ class DeviceFetch:
         return self._begun or (bool(self.instead) and self._plain.begun)
 
     def check(self) -> None:
-        """Raise `DamagedError` unless every chunk has its digest. What was read stays on the
-        device, if that has room for all of it."""
+        """Raise `DamagedError` unless every chunk has its digest. The bytes stay on the device, if
+        it has room for all of them."""
         self._groups = _placed_in_turn(self._groups)
         try:
             slab = self._allocate(sum(group.room for group in self._groups))

@@ -75,7 +75,7 @@ class Fetch(ChunkReads):
             self._read(task, reader, at, view)
 
         memory = self._memory(task) if verify else None
-        check = self._verifier(task).update if verify else _nothing
+        check = self._verifier(task).update if verify else None
         self._into_place(task, reader, scratch, memory, read, check)
 
     def _land_again(self, task: Task, reader: DataReader, scratch: Scratch) -> None:
@@ -86,7 +86,7 @@ class Fetch(ChunkReads):
             return reader.read_cached(at, [view])
 
         again = memory is not None or not self._batched
-        if not again or not self._into_place(task, reader, scratch, memory, read, _nothing):
+        if not again or not self._into_place(task, reader, scratch, memory, read):
             self._land(task, reader, scratch)
         elif memory is None and not reader.unchanged():
             problem = "was written to after it was checked"
@@ -99,7 +99,7 @@ class Fetch(ChunkReads):
         scratch: Scratch,
         memory: memoryview | None,
         read: Callable[[int, memoryview], bool | None],
-        verify: Callable[[memoryview], None],
+        verify: Callable[[memoryview], None] | None = None,
     ) -> bool:
         """Bring a range to its destinations, piece by piece: from the memory of its source, or by
         `read`; False as soon as that returns False. Runs of host memory are read into directly
@@ -109,20 +109,17 @@ class Fetch(ChunkReads):
         if memory is not None:
             pieces: Views = [(task.start, memory)]
         elif not self._is_batched(reader) and (runs := _long_runs(stream, task)):
-            pieces = _in_runs(runs)
+            pieces = _in_runs(runs, PIECE_BYTES if verify else TASK_BYTES)
         else:
             pieces = self._in_scratch(task, reader, scratch)
         for at, view in pieces:
             if memory is None and read(at, view) is False:
                 return False
-            verify(view)
+            if verify is not None:
+                verify(view)
             if not runs:
                 stream.write(at, at + len(view), torch.frombuffer(view, dtype=torch.uint8))
         return True
-
-
-def _nothing(view: memoryview) -> None:
-    """No digest is compared."""
 
 
 def _long_runs(stream: Stream, task: Task) -> list[tuple[int, int, int]]:
@@ -133,9 +130,9 @@ def _long_runs(stream: Stream, task: Task) -> list[tuple[int, int, int]]:
     return runs if whole and (len(runs) == 1 or len(runs) * _RUN_BYTES <= nbytes) else []
 
 
-def _in_runs(runs: Iterable[tuple[int, int, int]]) -> Views:
+def _in_runs(runs: Iterable[tuple[int, int, int]], size: int) -> Views:
     """Positions and memory of the pieces of runs."""
     for at, address, nbytes in runs:
         whole = host_view(address, nbytes)
-        for skip in range(0, nbytes, PIECE_BYTES):
-            yield at + skip, whole[skip : skip + PIECE_BYTES]
+        for skip in range(0, nbytes, size):
+            yield at + skip, whole[skip : skip + size]

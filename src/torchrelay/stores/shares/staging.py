@@ -90,60 +90,51 @@ class Pipeline:
         self._arena = arena
         self._target = target
         self._deadline = deadline
-        slots = 1 if arena_bytes(share.files) <= arena.nbytes else SLOTS
-        self._slot_bytes = arena.nbytes // slots
-        self._free: queue.Queue[int] = queue.Queue()
-        for slot in range(slots):
-            self._free.put(slot)
-        self._jobs: queue.Queue[tuple[int, list[Placed]] | None] = queue.Queue()
-        self._failed = threading.Event()
+        self._slots = 1 if arena_bytes(share.files) <= arena.nbytes else SLOTS
+        self._slot_bytes = arena.nbytes // self._slots
+        self._free = threading.Semaphore(self._slots)
+        self._jobs: queue.SimpleQueue[list[Placed] | None] = queue.SimpleQueue()
         self._fault: BaseException | None = None
         self._writer = threading.Thread(target=self._write, name="torchrelay-save", daemon=True)
         self._writer.start()
 
     def stage(self, threads: int) -> None:
         try:
-            for placed in fills(self._share.files, self._slot_bytes):
-                slot = self._slot()
-                base = slot * self._slot_bytes
+            for number, placed in enumerate(fills(self._share.files, self._slot_bytes)):
+                self._wait_for_slot()
+                base = number % self._slots * self._slot_bytes  # they are written in turn
                 copies = [
                     Copy(self._share.streams[file], start, stop, base + at)
                     for file, start, stop, at in placed
                 ]
                 stage(copies, self._arena.tensor, threads=threads)
-                self._jobs.put((slot, [(f, a, b, base + at) for f, a, b, at in placed]))
+                self._jobs.put([(f, a, b, base + at) for f, a, b, at in placed])
         except BaseException as fault:
-            self._fail(fault)
+            self._fault = self._fault or fault
             raise
         finally:
             self._jobs.put(None)
 
-    def _slot(self) -> int:
-        while not self._deadline.passed:
-            if self._failed.is_set():
-                assert self._fault is not None
-                raise self._fault
-            try:
-                return self._free.get(timeout=0.05)
-            except queue.Empty:
-                continue
-        raise StorageTimeoutError(
-            "writing is too slow to stage in time: give a longer timeout or a larger memory_budget",
-            phase="stage",
-        )
+    def _wait_for_slot(self) -> None:
+        left = min(max(0.0, self._deadline.left()), threading.TIMEOUT_MAX)
+        is_free = self._free.acquire(timeout=left)
+        if self._fault is not None:
+            raise self._fault
+        if not is_free:
+            raise StorageTimeoutError(
+                "writing is too slow to stage in time: give a longer timeout or a larger "
+                "memory_budget",
+                phase="stage",
+            )
 
     def _write(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None and not self._failed.is_set():
-                slot, placed = job
+            while (placed := self._jobs.get()) is not None and self._fault is None:
                 self._target.write(placed, self._deadline)
-                self._free.put(slot)
+                self._free.release()
         except BaseException as fault:
-            self._fail(fault)
-
-    def _fail(self, fault: BaseException) -> None:
-        self._fault = self._fault or fault
-        self._failed.set()
+            self._fault = self._fault or fault
+            self._free.release()
 
     def finish(self) -> list[bytes]:
         """The digests of each file's chunks."""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -21,17 +21,13 @@ from torchrelay.errors import CheckpointError
 from torchrelay.memory.crew import share_out
 from torchrelay.stores.seam import DataFiles, Sink
 
+if TYPE_CHECKING:
+    from torchrelay.geometry.runs import Runs  # numpy, which the writer process does not load
+
 PIECE = 512 << 10  # bytes of live memory that are copied, hashed and written at once, in the cache
 TASK_BYTES = 4 << 20  # that a thread takes at once
 FINISHERS = 32  # files that are made durable at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
-
-
-class HostRuns(Protocol):
-    """Bytes of a file by their position in it, in host memory; `geometry.runs.Runs` is one."""
-
-    def gather(self, start: int, stop: int, buffer: int) -> None:
-        """Copy [start, stop) to an address."""
 
 
 class Staged(NamedTuple):
@@ -63,7 +59,7 @@ class Range(NamedTuple):
     file: int
     start: int
     stop: int
-    memory: HostRuns | Staged
+    memory: Runs | Staged
 
 
 _Task = list[Range]
@@ -187,7 +183,7 @@ def _are_known(file: FileSpec, start: int, stop: int) -> bool:
 
 
 def _pieces(
-    memory: HostRuns | Staged, start: int, stop: int, buffer: ctypes.Array[ctypes.c_char]
+    memory: Runs | Staged, start: int, stop: int, buffer: ctypes.Array[ctypes.c_char]
 ) -> Iterator[tuple[int, memoryview]]:
     """The bytes [start, stop) by their positions, where no one else can change them: in one piece,
     or one after the other in the caller's buffer."""
