@@ -52,7 +52,7 @@ INSIDE: dict[str, list[set[str]]] = {
         {"locate", "opening"},
         {"writer"},
         {"reading", "shares"},
-        {"torch_plans"},
+        {"torch_plans", "step_draft"},
         {"dcp"},
     ],
     "transports": [

@@ -18,7 +18,8 @@ from tests.support.ranks import RankPool
 from tests.support.saved import equal, state, which
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.seam import MANIFEST
-from torchrelay.stores.shares import space, staging
+from torchrelay.stores.shares import space
+from torchrelay.stores.writer import client
 
 
 class FailingCommit(Files):
@@ -128,7 +129,7 @@ def test_bad_arguments_are_refused(tmp_path: Path, bad: dict[str, Any]) -> None:
 def test_a_save_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(staging, "PART_BYTES", 4 << 20)
+    monkeypatch.setattr(client, "PART_BYTES", 4 << 20)
     large = {"a": torch.arange(5 << 20), "b": {"c": torch.arange(1 << 20), "d": torch.ones(3)}}
     told: list[tuple[int, int]] = []
     budget = 16 << 20 if kind == "budget" else None

@@ -16,7 +16,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.stores.reading import fetch as reading
+from torchrelay.stores.reading import chunks as reading
 
 MEGABYTES = 24
 
@@ -134,7 +134,7 @@ def test_a_source_is_listed_once_and_its_step_opened_once(tmp_path: Path) -> Non
 def test_an_endpoint_that_dies_half_way_is_completed_from_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "BATCH_BYTES", 1 << 20)  # as many requests as a large state has
+    monkeypatch.setattr(reading, "TASK_BYTES", 1 << 20)  # as many requests as a large state has
     disk = saved(tmp_path / "disk").parents[1]
     endpoint = tr.serve(state(), step=5, group=False, timeout=60)
     far = FarEndpoint(endpoint)

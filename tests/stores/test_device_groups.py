@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.stores.reading.device_fetch import _Group, _joined, _placed_in_turn, _rounds
-
-
-def test_groups_that_follow_each_other_in_a_file_are_read_as_one() -> None:
-    some = [_Group(0, 0, 10), _Group(0, 10, 25), _Group(0, 30, 40), _Group(1, 40, 50)]
-    assert _joined(some) == [_Group(0, 0, 25), _Group(0, 30, 40), _Group(1, 40, 50)]
+from torchrelay.stores.reading.device_fetch import _Group, _placed_in_turn, _rounds
 
 
 def test_groups_lie_in_turn_and_no_round_takes_more_than_the_slab_has() -> None:

@@ -18,7 +18,7 @@ from torchrelay.errors import (
 from torchrelay.pending import logger
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
-from torchrelay.stores.opening import open_newest, open_step
+from torchrelay.stores.opening import open_step
 from torchrelay.stores.reading.chunks import check_chunks
 from torchrelay.stores.retry import Retry
 from torchrelay.stores.seam import Store
@@ -86,10 +86,7 @@ class Catalog:
 
     def verify(self, step: int | None, progress: ProgressCallback | None, patience: Retry) -> int:
         with self._faults("list the steps"):
-            if step is None:
-                opened = open_newest(self.store, patience)
-            else:
-                opened = open_step(self.store, step, patience)
+            opened = open_step(self.store, step, patience)
         with closing(opened):
             check_chunks(opened.files, opened.record, Bar(progress, opened.record.volume_bytes).add)
             assert opened.record.step is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ from torchrelay.state import tensors as t
 from torchrelay.stores.local.draft import LocalSink
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.root import token
-from torchrelay.stores.seam import Buffer
 from torchrelay.stores.shares.layout import Entry, arrange
 from torchrelay.stores.shares.share import Share, ShareContents
 
@@ -63,7 +62,7 @@ def _write(
     directory = _ExportDirectory(place, left)
     try:
         directory.begin()
-        share.write_to(directory)
+        share.write_to(directory, lambda nbytes: _check_wanted(left))
         directory.commit()
     except BaseException as fault:
         directory.discard()
@@ -110,7 +109,7 @@ class _ExportDirectory:
         self._files.make_dir(str(self._path))
 
     def open(self, name: str, nbytes: int) -> LocalSink:
-        return _ExportSink(str(self._path / name), self._files, nbytes, self._left)
+        return LocalSink(str(self._path / name), self._files, nbytes)
 
     def commit(self) -> None:
         _check_wanted(self._left)
@@ -123,16 +122,6 @@ class _ExportDirectory:
             for file in self._path.glob("*"):
                 file.unlink()
             self._path.rmdir()
-
-
-class _ExportSink(LocalSink):
-    def __init__(self, path: str, files: Files, nbytes: int, left: threading.Event) -> None:
-        super().__init__(path, files, nbytes)
-        self._left = left
-
-    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
-        _check_wanted(self._left)
-        super().write(position, buffers)
 
 
 def _check_wanted(left: threading.Event) -> None:

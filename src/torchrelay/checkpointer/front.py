@@ -17,8 +17,8 @@ from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, policy
 from torchrelay.checkpointer.loader import Loader, LoadRequest
 from torchrelay.checkpointer.preemption import Preemption
-from torchrelay.checkpointer.saver import Saver, SaveRequest
-from torchrelay.checkpointer.share_writer import ShareWriter
+from torchrelay.checkpointer.saver import Saver
+from torchrelay.checkpointer.share_writer import Save, ShareWriter
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import UsageError
@@ -132,9 +132,8 @@ class Checkpointer:
         the step remains.
         """
         with self._exclusive(writes=True):
-            step = check_step(step)
-            request = SaveRequest(step, overwrite, self._deadline(timeout), progress)
-            return self._saver.save(request, state)
+            save = self._save(step, overwrite, timeout, progress)
+            return self._saver.save(save, state)
 
     def save_async(
         self,
@@ -155,12 +154,21 @@ class Checkpointer:
         counted in `failures` ("warn").
         """
         with self._exclusive(writes=True):
-            step = check_step(step)
             _check_choice("on_busy", on_busy, ("wait", "skip"))
             _check_choice("on_error", on_error, ("raise", "warn"))
-            request = SaveRequest(step, overwrite, self._deadline(timeout), progress)
+            save = self._save(step, overwrite, timeout, progress)
             skip, quiet = on_busy == "skip", on_error == "warn"
-            return self._saver.save_async(request, state, self, skip=skip, quiet=quiet)
+            return self._saver.save_async(save, state, self, skip=skip, quiet=quiet)
+
+    def _save(
+        self,
+        step: int,
+        overwrite: bool,
+        timeout: Timeout | None,
+        progress: ProgressCallback | None,
+    ) -> Save:
+        step, deadline = check_step(step), self._deadline(timeout)
+        return Save(step, overwrite, self._ranks.call("save", step), deadline, progress)
 
     def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Pending:
         """Keep a state in the memory of the keeper, and write nothing: see `Keeper.stage`."""
@@ -245,13 +253,8 @@ class Checkpointer:
                 progress=progress,
             )
             call, deadline = self._ranks.call("load"), self._deadline(timeout)
-
-            def begin() -> bytes:
-                self._saver.raise_unseen()
-                return b""
-
             # In a round: a failure that another rank has seen may be unseen here.
-            call.round("begin", begin, lambda said: said, deadline)
+            call.together("begin", self._saver.raise_unseen, deadline)
             loader = Loader(self.source(), self._ranks)
             try:
                 return loader.load(call, request, deadline)

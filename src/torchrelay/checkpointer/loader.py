@@ -293,12 +293,8 @@ class Loader:
         """Objects first: where one refuses, on any rank, all have their old state again."""
 
         def together(phase: str, act: Callable[[], None]) -> None:
-            def mine() -> bytes:
-                act()
-                return b""
-
             call.at(phase)
-            call.round(phase, mine, lambda said: said, deadline)
+            call.together(phase, act, deadline)
 
         return loading.end(verify=verify, together=together, watch=watch)
 

@@ -14,21 +14,17 @@ from __future__ import annotations
 import queue
 import threading
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
 from torchrelay.checkpointer.catalog import Catalog
-from torchrelay.checkpointer.share_writer import ShareWriter, StagedShare
-from torchrelay.checkpointer.step_draft import GRACE, Save, StepDraft
-from torchrelay.coordination.call import Call
+from torchrelay.checkpointer.share_writer import Save, ShareWriter, StagedShare
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.pending import Pending, logger
-from torchrelay.progress import ProgressCallback
 from torchrelay.record.encoding import encode
 from torchrelay.record.schema import Record
 from torchrelay.results import Outcome, Report
@@ -37,15 +33,7 @@ from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share
 from torchrelay.stores.shares.space import Space
-
-
-class SaveRequest(NamedTuple):
-    """The arguments of a save."""
-
-    step: int
-    overwrite: bool
-    deadline: Deadline
-    progress: ProgressCallback | None
+from torchrelay.stores.step_draft import GRACE, StepDraft
 
 
 class _Begun(msgspec.Struct, array_like=True):
@@ -75,9 +63,8 @@ class Saver:
         self.failures = 0  # of asynchronous saves
         self.pending: Pending | None = None  # the last asynchronous save
 
-    def save(self, request: SaveRequest, state: object) -> Report:
+    def save(self, save: Save, state: object) -> Report:
         """Write a state and return when it is committed."""
-        save = self._save(request)
         try:
             space = self._begin(save)
             planned = self._plan(save, state, space)
@@ -89,7 +76,7 @@ class Saver:
         return self._commit(save, planned, written)
 
     def save_async(
-        self, request: SaveRequest, state: object, owner: object, *, skip: bool, quiet: bool
+        self, save: Save, state: object, owner: object, *, skip: bool, quiet: bool
     ) -> Pending:
         """Stage a state and return; the `Pending` ends when it is committed, or is not.
 
@@ -97,7 +84,6 @@ class Saver:
         for what was staged, or for the failure that kept it from being staged. It keeps `owner`
         alive, which is closed at the end of the process and waits for the save.
         """
-        save = self._save(request)
         if skip and self._is_busy(save):
             return Pending(save.step, "saving", "another save is in progress")
         pending = Pending(save.step, "saving")
@@ -128,7 +114,7 @@ class Saver:
         """Have memory and process ready for states like this one; returns the bytes of this rank's
         share."""
         call = self._ranks.call("prepare")
-        self._settle(call, deadline)
+        call.together("begin", lambda: self._wait(deadline.left()), deadline)
         share = self._planner.plan(state, call, deadline).share
         self.writer.prepare(share)
         return share.nbytes
@@ -153,10 +139,6 @@ class Saver:
 
     # Begin.
 
-    def _save(self, request: SaveRequest) -> Save:
-        step, overwrite, deadline, progress = request
-        return Save(step, overwrite, self._ranks.call("save", step), deadline, progress)
-
     def _is_busy(self, save: Save) -> bool:
         """Whether any rank still writes; all ranks get the same answer."""
         busy = self.pending is not None and not self.pending.done()
@@ -176,15 +158,6 @@ class Saver:
             raise CheckpointError(text, step=step, phase="write")
         self.raise_unseen()
 
-    def _settle(self, call: Call, deadline: Deadline) -> None:
-        """Wait on all ranks for the save before."""
-
-        def mine() -> bytes:
-            self._wait(deadline.left())
-            return b""
-
-        call.round("begin", mine, lambda said: said, deadline)
-
     def _begin(self, save: Save) -> Space | None:
         """Wait for the save before; create the draft of this one. Returns the space that it has, on
         the coordinator."""
@@ -201,7 +174,7 @@ class Saver:
                 return self._catalog.space()
 
             spaces.append(bounded(look, deadline.early(), "list the steps", file=store.url))
-            draft = StepDraft(store, save.step, token(), deadline, overwrite=save.overwrite)
+            draft = StepDraft(store, save.step, token(), deadline.early, overwrite=save.overwrite)
             draft.begin()
             save.draft = draft
             return [_encode(_Begun(draft.token, draft.id, draft.files.place))] * len(said)
@@ -209,7 +182,9 @@ class Saver:
         save.call.at("waiting for the save before")
         begun = decoded(_begun, save.call.round("begin", mine, decide, deadline), rank=0)
         if save.draft is None:
-            draft = StepDraft(store, save.step, begun.token, deadline, overwrite=save.overwrite)
+            draft = StepDraft(
+                store, save.step, begun.token, deadline.early, overwrite=save.overwrite
+            )
             draft.id = begun.id
             draft.check_visible(self._ranks.rank, begun.place)
             save.draft = draft

@@ -7,11 +7,13 @@ this process; the writer process writes what is staged on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torchrelay.checkpointer.step_draft import Save
+from torchrelay.coordination.call import Call
+from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import CheckpointError, EndpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.bounded import bounded
@@ -20,19 +22,13 @@ from torchrelay.memory.gpu.spare import DeviceCopy
 from torchrelay.memory.pages import PAGE
 from torchrelay.memory.pool import cores
 from torchrelay.pending import logger
-from torchrelay.progress import Bar
+from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.stores.seam import Store
 from torchrelay.stores.shares.planner import PlannedShare
 from torchrelay.stores.shares.share import Share, ShareContents
-from torchrelay.stores.shares.staging import (
-    Pipeline,
-    Target,
-    ThreadTarget,
-    arena_bytes,
-    in_parts,
-    write_staged,
-)
+from torchrelay.stores.shares.staging import Pipeline, Target, ThreadTarget, arena_bytes
+from torchrelay.stores.step_draft import StepDraft
 from torchrelay.stores.writer.client import WriterProcess, WriterSave
 from torchrelay.stores.writer.file_writer import WORKERS, FileWriter
 
@@ -40,6 +36,19 @@ if TYPE_CHECKING:
     from torchrelay.keeper.front import Keeper
 
 BLOCKING_ARENA = 1 << 30  # bytes that a blocking save stages through, where it must stage
+
+
+@dataclass
+class Save:
+    """One save in progress on this rank."""
+
+    step: int
+    overwrite: bool
+    call: Call
+    deadline: Deadline
+    progress: ProgressCallback | None
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    draft: StepDraft | None = None
 
 
 class StagedShare(NamedTuple):
@@ -108,18 +117,15 @@ class ShareWriter:
         bar = Bar(save.progress, share.nbytes)
         if not share.on_host:
             share.hash_on_devices()
-        writers.append(writer := FileWriter(save.draft.files, share.files))
+        writers.append(writer := FileWriter(save.draft.files, share.files, bar.add))
         if share.on_host:
-            whole = share.ranges()
-            placed = [(part.file, part.start, part.stop, 0) for part in whole]
-            for parts in in_parts(placed, share.files, bar):
-                writer.write([whole[f]._replace(start=a, stop=b) for f, a, b, _ in parts])
+            writer.write(share.ranges())
             digests = writer.finish()
             share.check_unchanged()
             return digests
         arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
         target = ThreadTarget(writer, arena.address)
-        return self._staged(save, share, arena, target, bar).finish()
+        return self._staged(save, share, arena, target).finish()
 
     def _take_arena(self, share: Share, budget: int | None) -> Arena:
         """The arena, enlarged if it is too small: for all of a share, or at most a budget.
@@ -168,8 +174,8 @@ class ShareWriter:
             return None
 
     def _stage_in_keeper(self, save: Save, planned: PlannedShare) -> StagedShare | None:
-        """Stage a share in memory that outlives this process; None if there is no keeper, or if it
-        has no memory for it now."""
+        """Stage a share in memory that outlives this process; None without a keeper, or if it has
+        no memory for it now."""
         share = planned.share
         whole = self._budget is None or self._budget >= arena_bytes(share.files)
         if self._keeper is None or not whole:
@@ -188,8 +194,13 @@ class ShareWriter:
                 for index, (file, start) in enumerate(zip(share.files, lent.starts, strict=True))
             ]
             self.process.attach(lent.fds, lent.each, lent.nbytes, save.deadline.left())
-            bar = Bar(save.progress, share.nbytes)
-            return write_staged(self._target(save, share), placed, share.files, save.deadline, bar)
+            target = self._target(save, share)
+            try:
+                target.write(placed, save.deadline)
+            except BaseException:
+                target.abort()
+                raise
+            return target.finish(save.deadline)
 
         return StagedShare(share, finish, lent.release)
 
@@ -197,14 +208,11 @@ class ShareWriter:
         share.hash_on_devices()
         arena = self._take_arena(share, budget or self._budget)
         self.process.attach(arena.fds, arena.each, arena.nbytes, save.deadline.left())
-        bar = Bar(save.progress, share.nbytes)
-        return self._staged(save, share, arena, self._target(save, share), bar)
+        return self._staged(save, share, arena, self._target(save, share))
 
-    def _staged(
-        self, save: Save, share: Share, arena: Arena, target: Target, bar: Bar
-    ) -> StagedShare:
+    def _staged(self, save: Save, share: Share, arena: Arena, target: Target) -> StagedShare:
         """Copy a share through an arena, which is put back when everything is written."""
-        pipeline = Pipeline(share, arena, target, save.deadline, bar)
+        pipeline = Pipeline(share, arena, target, save.deadline)
         pipeline.stage(WORKERS)
         share.check_unchanged()
 
@@ -218,7 +226,8 @@ class ShareWriter:
     def _target(self, save: Save, share: Share) -> WriterSave:
         assert save.draft is not None
         draft = (self._store.url, save.step, save.draft.token)
-        return self.process.begin(*draft, share.files, save.deadline.left())
+        bar = Bar(save.progress, share.nbytes)
+        return self.process.begin(*draft, share.files, save.deadline.left(), bar)
 
     def detach_after_fork(self) -> None:
         """In a child of a fork: forget memory and process, which stay the parent's."""

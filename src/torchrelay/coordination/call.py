@@ -90,6 +90,15 @@ class Call:
         self.answered = True  # whether this rank knows how the last round ended
         self.awaited = False  # whether the other ranks wait for this one in the next round
 
+    def together(self, phase: str, act: Callable[[], None], deadline: Deadline) -> None:
+        """A round in which each rank acts, and nothing is decided."""
+
+        def mine() -> bytes:
+            act()
+            return b""
+
+        self.round(phase, mine, lambda said: said, deadline)
+
     def round(self, phase: str, mine: Mine, decide: Decide, deadline: Deadline) -> bytes:
         """Do `mine` on each rank, `decide` on the coordinator with what all returned, and return
         the part of its answer that is for this rank.

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -35,8 +35,6 @@ from torch.futures import Future
 
 from torchrelay.deadlines import seconds_of
 from torchrelay.errors import (
-    CommitUnknownError,
-    StepExistsError,
     StorageTimeoutError,
     TornStateError,
     UnsupportedLeafError,
@@ -52,13 +50,14 @@ from torchrelay.record.schema import ObjectBytes, Record
 from torchrelay.steps import check_step
 from torchrelay.stores.local.root import token
 from torchrelay.stores.locate import open_store, scheme_of, split_step
-from torchrelay.stores.opening import OpenedStep, open_newest, open_step
+from torchrelay.stores.opening import OpenedStep, open_step
 from torchrelay.stores.reading.box_reads import Wave, asked_for, waves
 from torchrelay.stores.reading.fetch import Fetch
-from torchrelay.stores.seam import Draft, Store
-from torchrelay.stores.shares.commit_record import check_files, commit_record, decode_shares, sealed
+from torchrelay.stores.seam import Store
+from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.layout import FILE_BYTES, arrange
 from torchrelay.stores.shares.share import Share, ShareContents
+from torchrelay.stores.step_draft import StepDraft
 from torchrelay.stores.torch_plans import objects
 from torchrelay.stores.torch_plans.flattened import ValueTree, outline_of
 from torchrelay.stores.torch_plans.items import resolve_items
@@ -103,20 +102,41 @@ def _arrive(name: str, rank: int, world: int) -> DraftName:
     return found
 
 
-def _is_known(checkpoint_id: object) -> bool:
-    """Whether a name is that of a directory or of a bucket with a known scheme."""
-    with suppress(UsageError):
-        return isinstance(checkpoint_id, (str, os.PathLike)) and bool(scheme_of(checkpoint_id))
-    return False
+class _AtPlace:
+    """A directory or bucket, and the step of it that is written or read.
+
+    `runs/a/step-100` is step 100 of `runs/a`; any other name is a directory with steps in it.
+    """
+
+    def __init__(self, path: Place, step: int | None, timeout: float | timedelta) -> None:
+        self._given_step, self._timeout = step, timeout
+        self._go(path)
+
+    def _go(self, path: Place) -> None:
+        self.checkpoint_id = root = os.fspath(path)
+        step = self._given_step
+        if step is None:
+            root, step = split_step(path)
+        self._named_step = None if step is None else check_step(step)
+        self._store: Store = open_store(root, timeout=self._timeout)
+
+    def _seconds(self) -> float:
+        return seconds_of(self._timeout)
+
+    def _within(
+        self, what: str, act: Callable[[], Result], left: threading.Event | None = None
+    ) -> Result:
+        return bounded(act, self._seconds(), what, file=self.checkpoint_id, left=left)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
+        """Whether a name is that of a directory or of a bucket with a known scheme."""
+        with suppress(UsageError):
+            return isinstance(checkpoint_id, (str, os.PathLike)) and bool(scheme_of(checkpoint_id))
+        return False
 
 
-def _locate(place: Place, step: int | None) -> tuple[str, int | None]:
-    """`runs/a/step-100` is step 100 of `runs/a`; any other name is a directory with steps in it."""
-    root, named = (os.fspath(place), step) if step is not None else split_step(place)
-    return root, None if named is None else check_step(named)
-
-
-class Writer(StorageWriter):
+class Writer(_AtPlace, StorageWriter):
     """Writes one step: that of its place's name (`.../step-100`), or `step`, or 0.
 
     As with torch's writers, saving again replaces what is there, here whole and at once, and only
@@ -132,19 +152,15 @@ class Writer(StorageWriter):
         file_bytes: int | None = FILE_BYTES,
         timeout: float | timedelta = 1800.0,
     ) -> None:
-        self._given_step = step
+        super().__init__(path, step, timeout)
         self._overwrite = overwrite
         self._file_bytes = file_bytes
-        self._timeout = timeout
-        self._draft: Draft | None = None
+        self._draft: StepDraft | None = None
         self.save_id = str(uuid4())
-        self._go(path)
 
-    def _go(self, path: Place) -> None:
-        self.checkpoint_id = os.fspath(path)
-        root, step = _locate(path, self._given_step)
-        self._step = step or 0
-        self._store: Store = open_store(root, timeout=self._timeout)
+    @property
+    def _step(self) -> int:
+        return self._named_step or 0
 
     def reset(self, checkpoint_id: Place | None = None) -> None:
         self.save_id = str(uuid4())
@@ -159,38 +175,24 @@ class Writer(StorageWriter):
             )
         _arrived.name = None
         if self._draft is not None:
-            self._within("remove the draft", self._draft.discard)  # of a save that failed
+            self._draft.discard()  # of a save that failed
             self._draft = None
         if is_coordinator:
             self._within("clean up", self._store.clean)
-
-    def _within(self, what: str, act: Callable[[], Result]) -> Result:
-        return bounded(act, seconds_of(self._timeout), what, file=self.checkpoint_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         name = token()
-        self._draft = self._store.draft(self._step, name, overwrite=self._overwrite)
-        with self._free():
-            self._within("begin a step", self._draft.begin)
+        self._draft = StepDraft(
+            self._store, self._step, name, self._seconds, overwrite=self._overwrite
+        )
+        self._draft.begin()
         return [
             dataclasses.replace(plan, storage_data=DraftName(name, rank, len(plans)))
             for rank, plan in enumerate(plans)
         ]
-
-    @contextmanager
-    def _free(self) -> Iterator[None]:
-        """Say in torch's words that the step is there already."""
-        try:
-            yield
-        except FileExistsError as fault:
-            raise StepExistsError(
-                f"Checkpoint already exists: step {self._step} is committed, and overwrite=False",
-                step=self._step,
-                file=self.checkpoint_id,
-            ) from fault
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         told: DraftName = getattr(_arrived, "name", None) or plan.storage_data
@@ -203,8 +205,9 @@ class Writer(StorageWriter):
         values = _values(contents)
         layouts = arrange(contents.all_entries(), told.rank, told.world, self._file_bytes)
         share = Share(contents, layouts)
-        draft = self._draft
-        if draft is None:
+        if self._draft is not None:
+            draft = self._draft.files
+        else:
             draft = self._store.draft(self._step, told.name, overwrite=self._overwrite)
         digests = self._within("write", lambda: share.write_to(draft)) if share.files else []
         carried = msgspec.msgpack.encode(_Written(encode(share.written(digests)), values))
@@ -231,36 +234,16 @@ class Writer(StorageWriter):
             ranks = (0,) * max(1, len(results))
             outlined = msgspec.structs.replace(outlined, ranks=ranks)
             record = commit_record(self._step, shares, outlined, self.save_id)
-            self._within("look at the files", lambda: check_files(draft, record))
-            self._commit(draft, sealed(record))
-        except CommitUnknownError:
-            raise
+            draft.commit(record)
         except BaseException:
-            with suppress(StorageTimeoutError):
-                self._within("remove the draft", draft.discard)
+            draft.discard()
             raise
         finally:
             self._draft = None
         metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
 
-    def _commit(self, draft: Draft, record: bytes) -> None:
-        try:
-            with self._free():
-                self._within("commit", lambda: draft.commit(record))
-        except StorageTimeoutError as fault:
-            raise CommitUnknownError(
-                f"{fault.message}; the step may be there or not: look again when it answers",
-                step=self._step,
-                phase="commit",
-                file=self.checkpoint_id,
-            ) from fault
-
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
-        return _is_known(checkpoint_id)
 
 
 def _values(contents: ShareContents) -> dict[str, ValueTree]:
@@ -276,7 +259,7 @@ def _values(contents: ShareContents) -> dict[str, ValueTree]:
     return values
 
 
-class Reader(StorageReader):
+class Reader(_AtPlace, StorageReader):
     """Reads one step: that of its place's name, or `step`, or the newest that is committed.
 
     Digests are checked before anything is written, unless `verify=False`. Values are converted to
@@ -291,17 +274,10 @@ class Reader(StorageReader):
         verify: bool = True,
         timeout: float | timedelta = 1800.0,
     ) -> None:
-        self._given_step = step
+        super().__init__(path, step, timeout)
         self._verify = verify
-        self._timeout = timeout
         self.load_id = str(uuid4())
-        self._go(path)
         self._forget()
-
-    def _go(self, path: Place) -> None:
-        self.checkpoint_id = os.fspath(path)
-        root, self._step = _locate(path, self._given_step)
-        self._store: Store = open_store(root, timeout=self._timeout)
 
     def _forget(self) -> None:
         """Read the record again: since the last load the step may have been replaced."""
@@ -322,17 +298,9 @@ class Reader(StorageReader):
     @property
     def _opened(self) -> OpenedStep:
         if self._held is None:
-            step = self._step
-            self._held = self._within(
-                "open the step",
-                lambda: open_newest(self._store) if step is None else open_step(self._store, step),
-            )
+            step = self._named_step
+            self._held = self._within("open the step", lambda: open_step(self._store, step))
         return self._held
-
-    def _within(
-        self, what: str, act: Callable[[], Result], left: threading.Event | None = None
-    ) -> Result:
-        return bounded(act, seconds_of(self._timeout), what, file=self.checkpoint_id, left=left)
 
     @property
     def planned(self) -> AsPlanned:
@@ -381,7 +349,7 @@ class Reader(StorageReader):
         given = [
             (item, self._object(item, kept.get(item.storage_index.fqn), planner))
             for item in plan.items
-            if _is_object(item)
+            if item.type == LoadItemType.BYTE_IO
         ]
         while planned:
             wave = planned.pop(0)
@@ -430,11 +398,3 @@ class Reader(StorageReader):
         fetch = Fetch(self._opened.files, self.record, wanted)
         self._within("read the step", partial(fetch.land, verify=self._verify))
         return data.numpy().tobytes()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
-        return _is_known(checkpoint_id)
-
-
-def _is_object(item: ReadItem) -> bool:
-    return item.type == LoadItemType.BYTE_IO

@@ -58,9 +58,11 @@ class OpenedStep:
         self.files.close()
 
 
-def open_step(store: Store, step: int, patience: Retry = ONCE) -> OpenedStep:
-    """Open a step. `StepNotFoundError` if there is none, `DamagedError` where its record is no
-    file, `CheckpointError` where it cannot be read."""
+def open_step(store: Store, step: int | None, patience: Retry = ONCE) -> OpenedStep:
+    """Open a step, or the newest. `StepNotFoundError` if it does not exist, `DamagedError` where
+    its record is not a file, `CheckpointError` where it cannot be read."""
+    if step is None:
+        return open_newest(store, patience)
     try:
         return OpenedStep(store, step, patience)
     except FileNotFoundError:

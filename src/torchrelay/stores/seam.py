@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from torchrelay.record.manifest import MAX_RECORD_BYTES
@@ -110,14 +109,6 @@ class MappableReader(DataReader, Protocol):
         `EOFError` as for `read_into`."""
 
 
-@runtime_checkable
-class KeepableReader(DataReader, Protocol):
-    """A `DataReader` whose small reads are cheaper if it knows that more will follow."""
-
-    def kept(self) -> AbstractContextManager[None]:
-        """Within: the file stays open for this thread."""
-
-
 class OpenStep(Protocol):
     """A committed step as it was when it was opened, whatever replaces it meanwhile.
 
@@ -169,7 +160,7 @@ class Store(Protocol):
         """Steps that have a commit record, in ascending order."""
 
     def listing(self) -> dict[int, str]:
-        """What one listing shows: a text for each step, which is another one if the step was
+        """The result of one listing: a text for each step, which is another one if the step was
         replaced. Steps that are still being written may be among them."""
 
     def open(self, step: int, patience: Retry = ONCE) -> OpenStep:

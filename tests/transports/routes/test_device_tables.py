@@ -120,7 +120,7 @@ def test_chunks_whose_digests_are_known_are_not_hashed_again() -> None:
         known[16 * index : 16 * index + 16] = bytes([index + 1]) * 16  # nobody else would make it
     files = Files()
     spec = FileSpec("a", len(image), chunk, bytes(known))
-    writing = FileWriter(files, [spec], workers=2)
+    writing = FileWriter(files, [spec])
     writing.write([Range(0, 0, len(image), Staged(0, data.data_ptr()))])
     (digests,) = writing.finish()
     assert bytes(files.sinks["a"].data) == image

@@ -47,35 +47,24 @@ class StepRoot:
             self._files.sync_dir(str(place.parent))
         self._made = True
 
-    def names(self) -> list[str]:
+    def names(self) -> dict[str, int]:
+        """All names in it now, each with the number of its file."""
         try:
             with os.scandir(self.path) as entries:
-                return [entry.name for entry in entries]
+                return {entry.name: entry.inode() for entry in entries}
         except (FileNotFoundError, NotADirectoryError):
             _check_root(self.path)
-            return []
+            return {}
 
-    def folders(self) -> list[tuple[int, str]]:
-        """The directories that may be steps, by number."""
-        matches = [match for name in self.names() if (match := _match(name))]
-        found = [(int(match[1]), match[0]) for match in matches if self._is_ours(match)]
-        return sorted(place for place in found if place[0] <= MAX_STEP)
-
-    def listing(self) -> dict[int, str]:
-        """The same in one look at the directory: its name and number for each step."""
-        found: dict[int, str] = {}
-        try:
-            with os.scandir(self.path) as entries:
-                shown = [(_match(entry.name), entry.inode()) for entry in entries]
-        except (FileNotFoundError, NotADirectoryError):
-            _check_root(self.path)
-            return found
-        for match, number in shown:
+    def folders(self) -> dict[int, tuple[str, int]]:
+        """The directories that may be steps, in ascending order, each with its number."""
+        found: dict[int, tuple[str, int]] = {}
+        for name, number in self.names().items():
+            match = STEP.fullmatch(name) or REPLACED.fullmatch(name)
             if match and int(match[1]) <= MAX_STEP and self._is_ours(match):
-                step, text = int(match[1]), f"{match[0]} {number}"
                 # The directory of the step itself counts before one that was moved away.
-                found[step] = min(text, found.get(step, text), key=len)
-        return found
+                found[int(match[1])] = min((name, number), found.get(int(match[1]), (name, number)))
+        return dict(sorted(found.items()))
 
     def _is_ours(self, match: re.Match[str]) -> bool:
         return match.re is STEP or not (self.path / match[0]).is_symlink()
@@ -95,10 +84,6 @@ class StepRoot:
         names = [name for name in self.names() if name.startswith(f"step-{step}.old-")]
         matches = [match for match in map(REPLACED.fullmatch, names) if match]
         return [self.path / match[0] for match in matches if self._is_ours(match)]
-
-
-def _match(name: str) -> re.Match[str] | None:
-    return STEP.fullmatch(name) or REPLACED.fullmatch(name)
 
 
 def is_committed(directory: Path) -> bool:

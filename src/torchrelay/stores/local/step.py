@@ -13,9 +13,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 
 from torchrelay.memory.pages import address_of
 from torchrelay.stores.local.files import named, open_plain, through
@@ -79,7 +78,6 @@ class LocalReader:
         self._once = once
         self._stamp: _Stamp | None = None
         self._in_memory = False
-        self._kept = threading.local()
         self.nbytes = 0
         self.cold = self.batched = False
         directory.patience(self._look)
@@ -90,16 +88,6 @@ class LocalReader:
 
     def _lent(self) -> AbstractContextManager[_File]:
         return self._directory.files.lent((self._path, self._once), self._open)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            with suppress(OSError):  # each read tries again, and says what is wrong
-                self._kept.file = stack.enter_context(self._lent())
-            try:
-                yield
-            finally:
-                self._kept.file = None
 
     def _open(self) -> _File:
         file = _File(open_plain(self._path, self._directory.fd))
@@ -139,25 +127,19 @@ class LocalReader:
         flags = 0 if self._in_memory else _NO_WAIT
         if not flags and not self._in_memory:
             return False
-        file = getattr(self._kept, "file", None)
         try:
-            if file is not None:
+            with self._lent() as file:
                 done = os.preadv(file.fd, buffers, position, flags)
-            else:
-                with self._lent() as file:
-                    done = os.preadv(file.fd, buffers, position, flags)
         except OSError:
             return False
         return done == sum(map(len, buffers))
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        file = getattr(self._kept, "file", None)
-        if file is not None and len(buffers) == 1 and not self.batched:  # many small ones
-            try:
+        if len(buffers) == 1 and not self.batched:  # as nearly all reads are
+            with suppress(OSError), self._lent() as file:
                 if os.preadv(file.fd, buffers, position) == len(buffers[0]):
                     return
-            except OSError:
-                pass  # the general path tries again, and says which file it is
+        # What failed or was short is tried again, and the error names the file.
         self._directory.patience(lambda: self._read_into(position, buffers))
 
     def _read_into(self, position: int, buffers: Sequence[memoryview]) -> None:

@@ -41,14 +41,16 @@ class LocalStore:
     def steps(self) -> list[int]:
         folders = self._root.folders()
         while True:
-            steps = [step for step, name in folders if is_committed(self._root.path / name)]
+            places = {step: self._root.path / name for step, (name, _) in folders.items()}
+            steps = [step for step, place in places.items() if is_committed(place)]
             # One that was removed since it was listed has a successor, which may not be listed.
             if len(steps) == len(folders) or (again := self._root.folders()) == folders:
-                return sorted(set(steps))
+                return steps
             folders = again
 
     def listing(self) -> dict[int, str]:
-        return self._root.listing()
+        found = self._root.folders().items()
+        return {step: f"{name} {number}" for step, (name, number) in found}
 
     def open(self, step: int, patience: Retry = ONCE) -> LocalStep:
         return LocalStep(str(self._root.existing(step)), patience)

@@ -182,6 +182,12 @@ class Bucket:
             infos = [(one["path"], one["size"], one["last_modified"]) for one in found.collect()]
             return [ObjectInfo(*info) for info in infos]
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of the objects right below a folder, by their names in it."""
+        found = self.objects(folder)
+        names = {one.path.removeprefix(f"{folder}/"): one.nbytes for one in found}
+        return {name: size for name, size in names.items() if "/" not in name}
+
     def remove(self, paths: Sequence[str]) -> None:
         """Remove objects; an object that is gone already is not an error."""
         if not paths:
@@ -211,8 +217,8 @@ def _seconds(value: float) -> timedelta:
 
 
 def _refusal(error: BaseException) -> int | None:
-    """What a request was refused for, of which obstore has no class where it lists: to ask again is
-    of no use then."""
+    """The reason why a listing was refused, for which obstore has no class: asking again is of no
+    use then."""
     status = _STATUS.search(str(error))
     return _REFUSALS.get(status[1]) if status else None
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
+from typing import Any
 from weakref import WeakSet
 
 from torchrelay.errors import UsageError
@@ -43,9 +44,7 @@ def folder_of(bucket: Bucket, step: int) -> str:
 def remove_own(bucket: Bucket, folder: str, record: bytes | None = None) -> None:
     """Remove the objects of a step with this record, or of a draft; others stay."""
     own = ownership(record)
-    found = [one.path for one in bucket.objects(folder)]
-    names = [(path, path.removeprefix(f"{folder}/")) for path in found]
-    bucket.remove([path for path, name in names if "/" not in name and own(name)])
+    bucket.remove([f"{folder}/{name}" for name in bucket.sizes(folder) if own(name)])
 
 
 class ObjectDraft:
@@ -60,7 +59,7 @@ class ObjectDraft:
         part_bytes: int,
         concurrency: int,
     ) -> None:
-        self._bucket = bucket
+        self.bucket = bucket
         self._step = step
         self._token = self.id = token
         self._overwrite = overwrite
@@ -71,9 +70,9 @@ class ObjectDraft:
         self.key = (bucket.url, step, token)
 
     def begin(self) -> None:
-        name = self._bucket.name(manifest_path(self._step))
+        name = self.bucket.name(manifest_path(self._step))
         with suppress(FileNotFoundError):
-            committed = folder_of(self._bucket, self._step)
+            committed = folder_of(self.bucket, self._step)
             if not self._overwrite:
                 raise FileExistsError(errno.EEXIST, "the step is committed", name)
             if committed == self._token:
@@ -88,28 +87,27 @@ class ObjectDraft:
         self._set_live(True)
         part_bytes = max(self._part_bytes, ceil(nbytes / MAX_PARTS))
         path = f"{self._folder}/{name}"
-        return ObjectSink(self, self._bucket, path, nbytes, part_bytes, self._concurrency)
+        writer = self.bucket.writer(path, part_bytes, self._concurrency)
+        return ObjectSink(self, writer, path, nbytes, part_bytes)
 
     def sizes(self) -> dict[str, int]:
-        found = self._bucket.objects(self._folder)
-        names = {one.path.removeprefix(f"{self._folder}/"): one.nbytes for one in found}
-        return {name: size for name, size in names.items() if "/" not in name}
+        return self.bucket.sizes(self._folder)
 
     def commit(self, manifest: bytes) -> None:
         path, content = manifest_path(self._step), with_folder(manifest, self._token)
         replaced, before = "", b""
         if self._overwrite:
             with suppress(FileNotFoundError):
-                replaced, before = split_folder(self._bucket.get(path, MAX_MANIFEST_BYTES))
+                replaced, before = split_folder(self.bucket.get(path, MAX_MANIFEST_BYTES))
         with self._commit_point.passing():
             try:
-                self._bucket.put(path, content, create=not self._overwrite)
+                self.bucket.put(path, content, create=not self._overwrite)
             except OSError as fault:
                 self._decide(fault, content)
         self._set_live(False)
         if replaced and replaced != self._token:
             with suppress(OSError):  # the step is committed; `clean` removes what is left
-                remove_own(self._bucket, f"step-{self._step}/{replaced}", before)
+                remove_own(self.bucket, f"step-{self._step}/{replaced}", before)
 
     def _decide(self, fault: OSError, content: bytes) -> None:
         """Raise what a failed put means. A lost answer, or the retry after one, looks like a
@@ -121,13 +119,13 @@ class ObjectDraft:
             raise fault
         if isinstance(fault, FileExistsError) and there is not None:
             raise fault
-        name = self._bucket.name(manifest_path(self._step))
+        name = self.bucket.name(manifest_path(self._step))
         raise commit_unknown(self._step, fault.strerror or str(fault), name) from fault
 
     def _is_in_place(self, content: bytes) -> bool | None:
         """Whether this draft is the step; None if no one can tell."""
         try:
-            return self._bucket.get(manifest_path(self._step), MAX_MANIFEST_BYTES) == content
+            return self.bucket.get(manifest_path(self._step), MAX_MANIFEST_BYTES) == content
         except FileNotFoundError:
             return False
         except OSError:
@@ -144,9 +142,9 @@ class ObjectDraft:
             committed: str | None = None
             with suppress(FileNotFoundError):
                 # A commit that seemed to fail may have arrived: its data stay.
-                committed = folder_of(self._bucket, self._step)
+                committed = folder_of(self.bucket, self._step)
             if committed not in (self._token, ""):
-                remove_own(self._bucket, self._folder)
+                remove_own(self.bucket, self._folder)
 
     def _set_live(self, live: bool) -> None:
         with _live_lock:
@@ -159,16 +157,11 @@ class ObjectSink:
     ordered = True
 
     def __init__(
-        self,
-        draft: ObjectDraft,
-        bucket: Bucket,
-        path: str,
-        nbytes: int,
-        part_bytes: int,
-        concurrency: int,
+        self, draft: ObjectDraft, writer: Any, path: str, nbytes: int, part_bytes: int
     ) -> None:
         self._draft = draft  # keeps it live
-        self._bucket = bucket
+        self._bucket = draft.bucket
+        self._writer = writer
         self._path = path
         self._nbytes = nbytes
         self._part_bytes = part_bytes
@@ -176,7 +169,6 @@ class ObjectSink:
         self._written = 0
         self._open = True
         self._begun = False
-        self._writer = bucket.writer(path, part_bytes, concurrency)
 
     def write(self, position: int, buffers: Sequence[Buffer]) -> None:
         self._check_open()

@@ -67,9 +67,7 @@ class ObjectStep:
 
     def sizes(self) -> dict[str, int]:
         folder = self._folder
-        found = self._patience(lambda: self._bucket.objects(folder))
-        names = {one.path.removeprefix(f"{folder}/"): one.nbytes for one in found}
-        return {name: size for name, size in names.items() if "/" not in name}
+        return self._patience(lambda: self._bucket.sizes(folder))
 
     def reader(self, name: str, *, once: bool = True) -> ObjectReader:
         check_name(name)

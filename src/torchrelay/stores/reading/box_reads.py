@@ -22,7 +22,7 @@ from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
 from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
-from torchrelay.stores.reading.device_fetch import DeviceFetch, device_of
+from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch, Placed
 
 if TYPE_CHECKING:
@@ -48,20 +48,6 @@ class Wave:
     device: int | None = None  # the GPU that all of its places are on
     fetch: Fetch | DeviceFetch | None = None  # what reads it, from its check on
 
-    def by_device(self) -> list[Wave]:
-        """The same reads, apart for each GPU."""
-        found: dict[int | None, Wave] = {}
-        for file, placed in self.wanted.items():
-            for start, region in placed:
-                device = device_of(region)
-                wave = found.get(device)
-                if wave is None:
-                    wave = found[device] = Wave(device=device)
-                wave.wanted.setdefault(file, []).append((start, region))
-        if self.after:  # what was read to the host goes on from there
-            found.setdefault(None, Wave()).after += self.after
-        return list(found.values())
-
     def finish(self) -> None:
         """Everything has arrived: take it where it belongs."""
         for copy in self.after:
@@ -85,7 +71,7 @@ def waves(wishes: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[W
     for wish in sorted(detours, key=lambda wish: (wish.shard.file, _start(wish))):
         region, copy = _detour(wish)
         planned.add(wish.shard.file, _start(wish), region, copy)
-    return [part for wave in planned.waves for part in wave.by_device()]
+    return planned.waves
 
 
 class _Waves:
@@ -100,20 +86,22 @@ class _Waves:
         self, file: int, start: int, region: Region, after: Callable[[], None] | None = None
     ) -> None:
         buffer = region.nbytes if after is not None else 0
-        for place, end in enumerate(self._ends):
-            full = buffer and self._detours[place] and self._detours[place] + buffer > WAVE_BYTES
-            if end.get(file, 0) <= start and not full:
+        device = region.keep.get_device() if region.keep.is_cuda else None
+        for place, wave in enumerate(self.waves):
+            detours = self._detours[place]
+            full = buffer and detours and detours + buffer > WAVE_BYTES
+            if wave.device == device and self._ends[place].get(file, 0) <= start and not full:
                 break
         else:
-            place = len(self.waves)
-            self.waves.append(Wave())
+            place, wave = len(self.waves), Wave(device=device)
+            self.waves.append(wave)
             self._ends.append({})
             self._detours.append(0)
         self._ends[place][file] = start + region.nbytes
         self._detours[place] += buffer
-        self.waves[place].wanted.setdefault(file, []).append((start, region))
+        wave.wanted.setdefault(file, []).append((start, region))
         if after is not None:
-            self.waves[place].after.append(after)
+            wave.after.append(after)
 
 
 def _is_run(wish: BoxRead) -> bool:

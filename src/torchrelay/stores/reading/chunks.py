@@ -1,94 +1,209 @@
-"""Whole chunks of a step's files, read and compared with their digests. No torch: a command that
-only looks at a step starts without it.
+"""Ranges of a step's files, read on a few threads and compared with the digests of their chunks.
+
+Files are read in pieces that stay in the processor's cache from the read to the hash. No torch: a
+command that only looks at a step starts without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from typing import Any
 
 import xxhash
 
+from torchrelay.errors import DamagedError, RelayError
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
 from torchrelay.record.schema import Record
-from torchrelay.stores.reading.ranges import (
-    PIECE_BYTES,
-    TASK_BYTES,
-    Task,
-    damaged,
-    opened,
-    unread,
-    whole_chunks,
-    workers_for,
-)
-from torchrelay.stores.seam import DataReader, OpenStep
+from torchrelay.stores.reading.ranges import Task, damaged, opened, unread, whole_chunks
+from torchrelay.stores.seam import DataReader, MappableReader, MendableStep, OpenStep
 from torchrelay.stores.writer.file_writer import WORKERS
+
+TASK_BYTES = 8 << 20  # what a thread takes on, or asks a service for, at once
+PIECE_BYTES = 1 << 20  # read and hashed at once
+COSTLY_WORKERS = 8  # most of them wait for an answer
+COLD_WORKERS = 4  # some wait for the medium while others hash
+
+Spans = list[tuple[int, int]]
+Views = Iterable[tuple[int, memoryview]]
+Act = Callable[[Task, DataReader, "Scratch"], None]
+
+
+class ChunkReads:
+    """Spans of the files of one step, by the number of the file, in ascending order."""
+
+    def __init__(
+        self,
+        step: OpenStep,
+        record: Record,
+        spans: Mapping[int, Spans],
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._step = step
+        self._record = record
+        self._spans = spans
+        self._progress = progress or (lambda nbytes: None)
+        self._batched = step.costly_reads
+        self._mapped: dict[int, MappableReader] = {}
+        self.begun = False  # whether files were opened, so that bytes may have come
+
+    def check(self) -> None:
+        """Raise `DamagedError` unless every chunk that has wanted bytes has its digest."""
+        self._run(self._check, self._chunks, once=False)
+
+    def _check(self, task: Task, reader: DataReader, scratch: Scratch) -> None:
+        verifier, memory = self._verifier(task), self._memory(task)
+        if memory is not None:
+            verifier.update(memory)
+            return
+        for at, view in self._in_scratch(task, reader, scratch):
+            self._read(task, reader, at, view)
+            verifier.update(view)
+
+    def _run(self, act: Act, cut: Callable[[int, bool], Iterable[Task]], *, once: bool) -> None:
+        """Have the tasks done that `cut` makes of each file; `once`: they are not read again."""
+        readers = {file: opened(self._step, self._record, file, once=once) for file in self._spans}
+        # Asked once: whether an object is of a protocol takes Python longer than a small read.
+        self._mapped = {
+            file: one for file, one in readers.items() if isinstance(one, MappableReader)
+        }
+        tasks = [
+            task for file, reader in readers.items() for task in cut(file, self._is_batched(reader))
+        ]
+
+        def work() -> Callable[[Task], None]:
+            scratch = Scratch()
+
+            def do(task: Task) -> None:
+                try:
+                    act(task, readers[task.file], scratch)
+                except RelayError as fault:
+                    if not self._mended(task, fault):
+                        raise
+                    act(task, readers[task.file], scratch)
+                self._progress(task.stop - task.start)
+
+            return do
+
+        self.begun = True
+        try:
+            share_out(tasks, work, self._workers(readers.values()))
+        finally:
+            for reader in readers.values():
+                reader.close()
+
+    def _workers(self, readers: Iterable[DataReader]) -> int:
+        """How many threads read: more where some of them wait."""
+        if self._step.costly_reads:
+            return max(WORKERS, COSTLY_WORKERS)
+        return max(WORKERS, COLD_WORKERS) if any(reader.cold for reader in readers) else WORKERS
+
+    def _mended(self, task: Task, fault: RelayError) -> bool:
+        """Whether another source supplied a range that could not be read."""
+        if not isinstance(self._step, MendableStep):
+            return False
+        name = self._record.volumes[task.file].name
+        return self._step.mend(name, task.start, task.stop, fault.message)
+
+    def _is_batched(self, reader: DataReader) -> bool:
+        return self._batched or reader.batched
+
+    def _chunks(self, file: int, batched: bool) -> Iterator[Task]:
+        """Ranges of whole chunks, of a size that is worth a task or a request."""
+        for span in whole_chunks(self._record.volumes[file], self._spans[file], TASK_BYTES):
+            yield Task(file, *span)
+
+    def _in_scratch(self, task: Task, reader: DataReader, scratch: Scratch) -> Views:
+        """Positions of the pieces of a range, each in the same memory."""
+        size = task.stop - task.start if self._is_batched(reader) else PIECE_BYTES
+        whole = scratch.view(min(size, task.stop - task.start))
+        for at in range(task.start, task.stop, size):
+            yield at, whole[: task.stop - at]
+
+    def _memory(self, task: Task) -> memoryview | None:
+        """A range in the memory of its source, if this process has it mapped."""
+        reader = self._mapped.get(task.file)
+        if reader is None:
+            return None
+        try:
+            return reader.memory(task.start, task.stop - task.start)
+        except (OSError, EOFError) as fault:
+            raise unread(self._step, self._record, task, fault) from fault
+
+    def _read(self, task: Task, reader: DataReader, at: int, view: memoryview) -> None:
+        try:
+            reader.read_into(at, [view])
+        except (OSError, EOFError) as fault:
+            raise unread(self._step, self._record, task, fault) from fault
+
+    def _verifier(self, task: Task) -> Verifier:
+        return Verifier(self._step, self._record, task)
+
+
+class Verifier:
+    """Compares the chunks of a range with their digests while its bytes come, in order."""
+
+    def __init__(self, step: OpenStep, record: Record, task: Task) -> None:
+        self._step, self._record, self._task = step, record, task
+        self._file = record.volumes[task.file]
+        self._start = self._at = task.start
+        self._hasher = xxhash.xxh3_128()
+
+    def update(self, view: memoryview) -> None:
+        """`DamagedError` where a chunk ends that is not what was written."""
+        while len(view):
+            end = min(self._start + self._file.chunk_bytes, self._task.stop)
+            part = view[: end - self._at]
+            self._hasher.update(part)
+            self._at += len(part)
+            if self._at < end:
+                return
+            place = self._start // self._file.chunk_bytes * DIGEST_BYTES
+            if self._hasher.digest() != self._file.digests[place : place + DIGEST_BYTES]:
+                raise not_as_written(self._step, self._record, self._task.file, self._start, end)
+            self._start = self._at
+            self._hasher.reset()
+            view = view[len(part) :]
+
+
+class Scratch:
+    """Memory of one thread, page-aligned and as large as was ever needed."""
+
+    def __init__(self) -> None:
+        self._whole: Any = memoryview(b"")
+
+    def view(self, nbytes: int) -> memoryview:
+        if len(self._whole) < nbytes:
+            self._whole = memoryview(mmap.mmap(-1, nbytes))
+        piece: memoryview = self._whole[:nbytes]
+        return piece
+
+
+def not_as_written(
+    step: OpenStep, record: Record, file: int, start: int, stop: int
+) -> DamagedError:
+    """The error of a chunk whose digest is another one."""
+    problem = f"bytes {start} to {stop} are not those written"
+    return damaged(step, record, Task(file, start, stop), problem)
+
+
+def check_chunks(
+    step: OpenStep, record: Record, progress: Callable[[int], None] | None = None
+) -> None:
+    """Read every byte of a step; `DamagedError` unless every chunk has its digest."""
+    spans = {index: [(0, file.nbytes)] for index, file in enumerate(record.volumes)}
+    ChunkReads(step, record, spans, progress).check()
 
 
 def read_chunks(step: OpenStep, record: Record, task: Task) -> memoryview:
     """Read a range of whole chunks; `DamagedError` unless each has its digest."""
     data = memoryview(bytearray(task.stop - task.start))
-    reader = opened(step, record, task.file)
-    try:
-        _read_chunks(step, record, task, reader, data)
-    finally:
-        reader.close()
+    with closing(opened(step, record, task.file)) as reader:
+        try:
+            reader.read_into(task.start, [data])
+        except (OSError, EOFError) as fault:
+            raise unread(step, record, task, fault) from fault
+    Verifier(step, record, task).update(data)
     return data
-
-
-def check_chunks(
-    step: OpenStep, record: Record, progress: Callable[[int], None] = lambda nbytes: None
-) -> None:
-    """Read every byte of a step; `DamagedError` unless every chunk has its digest."""
-    readers: list[DataReader] = []
-    tasks: list[Task] = []
-    try:
-        for index, file in enumerate(record.volumes):
-            readers.append(opened(step, record, index))
-            batched = step.costly_reads or readers[-1].batched
-            most = TASK_BYTES if batched else PIECE_BYTES
-            tasks += [Task(index, *span) for span in whole_chunks(file, [(0, file.nbytes)], most)]
-        checker = partial(_checker, step, record, readers, progress)
-        share_out(tasks, checker, workers_for(step, readers, WORKERS))
-    finally:
-        for reader in readers:
-            reader.close()
-
-
-def _checker(
-    step: OpenStep,
-    record: Record,
-    readers: Sequence[DataReader],
-    progress: Callable[[int], None],
-) -> Callable[[Task], None]:
-    """Checks ranges on one thread, in memory of its own."""
-    memory = memoryview(bytearray())
-
-    def check(task: Task) -> None:
-        nonlocal memory
-        nbytes = task.stop - task.start
-        if len(memory) < nbytes:
-            memory = memoryview(bytearray(nbytes))
-        _read_chunks(step, record, task, readers[task.file], memory[:nbytes])
-        progress(nbytes)
-
-    return check
-
-
-def _read_chunks(
-    step: OpenStep, record: Record, task: Task, reader: DataReader, data: memoryview
-) -> None:
-    file = record.volumes[task.file]
-    try:
-        reader.read_into(task.start, [data])
-    except (OSError, EOFError) as fault:
-        raise unread(step, record, task, fault) from fault
-    for start in range(task.start, task.stop, file.chunk_bytes):
-        stop = min(start + file.chunk_bytes, task.stop)
-        at = start // file.chunk_bytes * DIGEST_BYTES
-        found = xxhash.xxh3_128_digest(data[start - task.start : stop - task.start])
-        if found != file.digests[at : at + DIGEST_BYTES]:
-            chunk = Task(task.file, start, stop)
-            problem = f"bytes {start} to {stop} are not those written"
-            raise damaged(step, record, chunk, problem)

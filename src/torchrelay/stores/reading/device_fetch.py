@@ -27,10 +27,10 @@ from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.plan.region import Region
 from torchrelay.record.schema import Record
+from torchrelay.stores.reading.chunks import not_as_written
 from torchrelay.stores.reading.fetch import Fetch, Placed
-from torchrelay.stores.reading.ranges import Task, damaged, merged, opened, unread, whole_chunks
+from torchrelay.stores.reading.ranges import Task, merged, opened, unread, whole_chunks
 from torchrelay.stores.seam import DataReader, OpenStep
 
 GROUP_BYTES = 256 << 20  # the least slab that is worth it
@@ -107,9 +107,9 @@ class DeviceFetch:
         return self._begun or (bool(self.instead) and self._plain.begun)
 
     def check(self) -> None:
-        """Raise `DamagedError` unless every chunk has its digest. What was read stays on the
-        device, if that has room for all of it."""
-        self._groups = _placed_in_turn(_joined(self._groups))
+        """Raise `DamagedError` unless every chunk has its digest. The bytes stay on the device, if
+        it has room for all of them."""
+        self._groups = _placed_in_turn(self._groups)
         try:
             slab = self._allocate(sum(group.room for group in self._groups))
             self._read(self._groups, slab, verify=True)
@@ -230,8 +230,7 @@ class DeviceFetch:
         group = next(group for group in reversed(groups) if group.at <= at)
         start = group.start + at - group.at
         stop = min(start + self._checkpoint.volumes[group.file].chunk_bytes, group.stop)
-        problem = f"bytes {start} to {stop} are not those written"
-        return damaged(self._store, self._checkpoint, Task(group.file, start, stop), problem)
+        return not_as_written(self._store, self._checkpoint, group.file, start, stop)
 
     def _scatter(self, groups: list[_Group], slab: torch.Tensor) -> None:
         """Copy groups from the slab to their places."""
@@ -254,17 +253,6 @@ class DeviceFetch:
                         region.write(low - at, high - at, data)
             columns = (np.concatenate(column) for column in zip(*found, strict=True))
             kernels.copy(Moves(*columns), self._device, self._tables)
-
-
-def _joined(groups: Iterable[_Group]) -> list[_Group]:
-    """Reads that follow each other in a file, as one."""
-    found: list[_Group] = []
-    for group in groups:
-        if found and (found[-1].file, found[-1].stop) == (group.file, group.start):
-            found[-1] = found[-1]._replace(stop=group.stop)
-        else:
-            found.append(group)
-    return found
 
 
 def _placed_in_turn(groups: Iterable[_Group]) -> list[_Group]:
@@ -297,8 +285,3 @@ def _places(placed: list[Placed]) -> _Places:
         else:
             rows.append((at, run.data_ptr(), run.nbytes))
     return _Places(Runs.of(rows), odd)
-
-
-def device_of(region: Region) -> int | None:
-    """The GPU that a region is on, if it is on one."""
-    return region.keep.get_device() if region.keep.is_cuda else None

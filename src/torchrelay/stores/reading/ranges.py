@@ -11,11 +11,6 @@ from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.stores.retry import is_wrong
 from torchrelay.stores.seam import DataReader, OpenStep
 
-TASK_BYTES = 8 << 20  # what a thread takes on at once
-PIECE_BYTES = 512 << 10  # read and hashed at once: they stay in the processor's cache
-COSTLY_WORKERS = 8  # most of them wait for an answer
-COLD_WORKERS = 4  # some wait for the medium while others hash
-
 
 class Task(NamedTuple):
     """Bytes [start, stop) of a file."""
@@ -39,13 +34,6 @@ def opened(step: OpenStep, record: Record, file: int, *, once: bool = False) -> 
         lost = whole._replace(start=min(reader.nbytes, expected.nbytes))
         raise damaged(step, record, lost, problem)
     return reader
-
-
-def workers_for(step: OpenStep, readers: Iterable[DataReader], workers: int) -> int:
-    """On how many threads files are read: `workers`, or more where some of them wait."""
-    if step.costly_reads:
-        return max(workers, COSTLY_WORKERS)
-    return max(workers, COLD_WORKERS) if any(reader.cold for reader in readers) else workers
 
 
 def unread(

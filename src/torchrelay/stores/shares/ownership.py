@@ -239,7 +239,9 @@ def rulings(
             continue
         for rank, row in several:
             if row.fact != first.fact:
-                _check_plain(name, rank, row)
+                if row.mesh:
+                    why = "it is a plain tensor on some ranks and a distributed one on others"
+                    raise _contradicted(why, rank, name)
                 renamed[rank][name] = _free(f"{name}@rank-{rank}", taken)
         writer = same[_number(name) // BUCKETS % len(same)][0]
         for rank, _ in same:
@@ -276,14 +278,8 @@ def _free(name: str, taken: set[str]) -> str:
     return name
 
 
-def _check_plain(name: str, rank: int, row: Row) -> None:
-    if row.mesh:
-        raise CheckpointError(
-            "it is a plain tensor on some ranks and a distributed one on others",
-            rank=rank,
-            phase="plan",
-            path=name,
-        )
+def _contradicted(why: str, rank: int, name: str) -> CheckpointError:
+    return CheckpointError(why, rank=rank, phase="plan", path=name)
 
 
 def _check_distributed(name: str, several: Sequence[tuple[int, Row]]) -> None:
@@ -292,18 +288,12 @@ def _check_distributed(name: str, several: Sequence[tuple[int, Row]]) -> None:
     known: dict[bytes, bytes] = {}
     for rank, row in several:
         if row.fact != first.fact or not row.mesh:
-            raise CheckpointError(
-                "ranks have it in different layouts: give tensors that differ different names",
-                rank=rank,
-                phase="plan",
-                path=name,
-            )
+            why = "ranks have it in different layouts: give tensors that differ different names"
+            raise _contradicted(why, rank, name)
         place, value = row.part
         if place and known.setdefault(place, value) != value:
-            raise CheckpointError(
+            why = (
                 "ranks with a mesh of their own have other values: give tensors that differ "
-                "different names",
-                rank=rank,
-                phase="plan",
-                path=name,
+                "different names"
             )
+            raise _contradicted(why, rank, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -108,9 +108,11 @@ class Share:
             if before.digests != now.digests:
                 raise _changed(file=before.name)
 
-    def write_to(self, draft: DataFiles) -> list[bytes]:
+    def write_to(
+        self, draft: DataFiles, progress: Callable[[int], None] = lambda nbytes: None
+    ) -> list[bytes]:
         """Write all files from this process; returns the digests of their chunks."""
-        writer = FileWriter(draft, self.files)
+        writer = FileWriter(draft, self.files, progress)
         try:
             for ranges in self._passes():
                 writer.write(ranges)

@@ -16,14 +16,10 @@ from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.pages import paged
 from torchrelay.memory.staging import Copy, stage
-from torchrelay.progress import Bar
 from torchrelay.stores.shares.share import Share
-from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range, Staged
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed
 
 SLOTS = 4  # of an arena smaller than the share
-PART_BYTES = 64 << 20  # after which progress is reported
-
-Placed = tuple[int, int, int, int]  # file, start and stop in it, position in the arena
 
 
 class Target(Protocol):
@@ -42,12 +38,7 @@ class ThreadTarget:
         self.abort = writer.abort
 
     def write(self, placed: list[Placed], deadline: Deadline) -> None:
-        self._writer.write(
-            [
-                Range(file, start, stop, Staged(start, self._base + at))
-                for file, start, stop, at in placed
-            ]
-        )
+        self._writer.write_staged(placed, self._base)
 
     def finish(self, deadline: Deadline) -> list[bytes]:
         return self._writer.finish()
@@ -85,39 +76,6 @@ def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
         yield slot
 
 
-def in_parts(placed: list[Placed], files: list[FileSpec], bar: Bar) -> Iterator[list[Placed]]:
-    """All at once; or, where progress is shown, in parts that are counted when they are written.
-    A part has some of each unfinished file, cut at its chunks."""
-    if not bar.is_shown:
-        yield placed
-        return
-    while placed:
-        part: list[Placed] = []
-        rest: list[Placed] = []
-        for index, start, stop, at in placed:
-            chunk = files[index].chunk_bytes
-            end = min(stop, start + max(1, PART_BYTES // len(placed) // chunk) * chunk)
-            part.append((index, start, end, at))
-            if end < stop:
-                rest.append((index, end, stop, at + end - start))
-        yield part
-        bar.add(sum(stop - start for _, start, stop, _ in part))
-        placed = rest
-
-
-def write_staged(
-    target: Target, placed: list[Placed], files: list[FileSpec], deadline: Deadline, bar: Bar
-) -> list[bytes]:
-    """Write files that are in memory as a whole; returns the digests of their chunks."""
-    try:
-        for part in in_parts(placed, files, bar):
-            target.write(part, deadline)
-    except BaseException:
-        target.abort()
-        raise
-    return target.finish(deadline)
-
-
 def arena_bytes(files: list[FileSpec]) -> int:
     """Bytes of an arena that takes all of a share at once."""
     return sum(paged(file.nbytes) for file in files)
@@ -127,69 +85,56 @@ class Pipeline:
     """Fills slots and has them written. `stage` returns when the sources may change; `finish`,
     called once from any thread, when everything is durable."""
 
-    def __init__(
-        self, share: Share, arena: Arena, target: Target, deadline: Deadline, bar: Bar
-    ) -> None:
-        self._bar = bar
+    def __init__(self, share: Share, arena: Arena, target: Target, deadline: Deadline) -> None:
         self._share = share
         self._arena = arena
         self._target = target
         self._deadline = deadline
-        slots = 1 if arena_bytes(share.files) <= arena.nbytes else SLOTS
-        self._slot_bytes = arena.nbytes // slots
-        self._free: queue.Queue[int] = queue.Queue()
-        for slot in range(slots):
-            self._free.put(slot)
-        self._jobs: queue.Queue[tuple[int, list[Placed]] | None] = queue.Queue()
-        self._failed = threading.Event()
+        self._slots = 1 if arena_bytes(share.files) <= arena.nbytes else SLOTS
+        self._slot_bytes = arena.nbytes // self._slots
+        self._free = threading.Semaphore(self._slots)
+        self._jobs: queue.SimpleQueue[list[Placed] | None] = queue.SimpleQueue()
         self._fault: BaseException | None = None
         self._writer = threading.Thread(target=self._write, name="torchrelay-save", daemon=True)
         self._writer.start()
 
     def stage(self, threads: int) -> None:
         try:
-            for placed in fills(self._share.files, self._slot_bytes):
-                slot = self._slot()
-                base = slot * self._slot_bytes
+            for number, placed in enumerate(fills(self._share.files, self._slot_bytes)):
+                self._wait_for_slot()
+                base = number % self._slots * self._slot_bytes  # they are written in turn
                 copies = [
                     Copy(self._share.streams[file], start, stop, base + at)
                     for file, start, stop, at in placed
                 ]
                 stage(copies, self._arena.tensor, threads=threads)
-                self._jobs.put((slot, [(f, a, b, base + at) for f, a, b, at in placed]))
+                self._jobs.put([(f, a, b, base + at) for f, a, b, at in placed])
         except BaseException as fault:
-            self._fail(fault)
+            self._fault = self._fault or fault
             raise
         finally:
             self._jobs.put(None)
 
-    def _slot(self) -> int:
-        while not self._deadline.passed:
-            if self._failed.is_set():
-                assert self._fault is not None
-                raise self._fault
-            try:
-                return self._free.get(timeout=0.05)
-            except queue.Empty:
-                continue
-        raise StorageTimeoutError(
-            "writing is too slow to stage in time: give a longer timeout or a larger memory_budget",
-            phase="stage",
-        )
+    def _wait_for_slot(self) -> None:
+        left = min(max(0.0, self._deadline.left()), threading.TIMEOUT_MAX)
+        is_free = self._free.acquire(timeout=left)
+        if self._fault is not None:
+            raise self._fault
+        if not is_free:
+            raise StorageTimeoutError(
+                "writing is too slow to stage in time: give a longer timeout or a larger "
+                "memory_budget",
+                phase="stage",
+            )
 
     def _write(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None and not self._failed.is_set():
-                slot, placed = job
-                for part in in_parts(placed, self._share.files, self._bar):
-                    self._target.write(part, self._deadline)
-                self._free.put(slot)
+            while (placed := self._jobs.get()) is not None and self._fault is None:
+                self._target.write(placed, self._deadline)
+                self._free.release()
         except BaseException as fault:
-            self._fail(fault)
-
-    def _fail(self, fault: BaseException) -> None:
-        self._fault = self._fault or fault
-        self._failed.set()
+            self._fault = self._fault or fault
+            self._free.release()
 
     def finish(self) -> list[bytes]:
         """The digests of each file's chunks."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
+from torchrelay.progress import Bar
 from torchrelay.stores.writer import process as p
 from torchrelay.stores.writer.child_process import END_SECONDS, ChildProcess
-from torchrelay.stores.writer.file_writer import FileSpec
+from torchrelay.stores.writer.file_writer import FileSpec, Placed
 
 _START_SECONDS = 60.0
+PART_BYTES = 64 << 20  # after which progress is reported
 
 
 class WriterProcess:
@@ -50,14 +52,19 @@ class WriterProcess:
         self._attached = arena
 
     def begin(
-        self, url: str, step: int, token: str, files: Sequence[FileSpec], timeout: float
+        self,
+        url: str,
+        step: int,
+        token: str,
+        files: Sequence[FileSpec],
+        timeout: float,
+        bar: Bar,
     ) -> WriterSave:
         """Open the files of a save, in a draft that exists."""
-        records = [tuple(file) for file in files]
         with self._lock:
             self._saves += 1
-            self._ask(p.Begin(url, step, token, timeout, records), timeout, "open")  # type: ignore[arg-type]
-            return WriterSave(self, self._saves)
+            self._ask(p.Begin(url, step, token, timeout, list(files)), timeout, "open")
+            return WriterSave(self, self._saves, files, bar)
 
     def ask(self, save: int, request: p.Request, timeout: float, phase: str) -> p.Finished:
         """A request of a save. A thread of a save that was given up may still run, and must not
@@ -86,7 +93,7 @@ class WriterProcess:
                     phase=phase,
                 ) from None
             raise
-        answer = p.answer_of(data)
+        answer = p.ANSWERS.decode(data)
         if isinstance(answer, p.Failed):
             raise CheckpointError(answer.message, phase=answer.phase or phase, file=answer.file)
         return answer
@@ -103,12 +110,33 @@ class WriterProcess:
 class WriterSave:
     """The files of one save in the writer process."""
 
-    def __init__(self, process: WriterProcess, number: int) -> None:
-        self._process, self._number = process, number
+    def __init__(
+        self, process: WriterProcess, number: int, files: Sequence[FileSpec], bar: Bar
+    ) -> None:
+        self._process, self._number, self._files, self._bar = process, number, files, bar
 
-    def write(self, placed: list[tuple[int, int, int, int]], deadline: Deadline) -> None:
+    def write(self, placed: list[Placed], deadline: Deadline) -> None:
         """Write (file, start, stop, position in the arena) of staged bytes."""
-        self._process.ask(self._number, p.Write(placed), deadline.left(), "write")
+        for part in self._parts(placed):
+            self._process.ask(self._number, p.Write(part), deadline.left(), "write")
+            self._bar.add(sum(stop - start for _, start, stop, _ in part))
+
+    def _parts(self, placed: list[Placed]) -> Iterator[list[Placed]]:
+        """All at once; or, where progress is shown, in parts that have some of each unfinished
+        file, cut at its chunks."""
+        while self._bar.is_shown and placed:
+            part: list[Placed] = []
+            rest: list[Placed] = []
+            for index, start, stop, at in placed:
+                chunk = self._files[index].chunk_bytes
+                end = min(stop, start + max(1, PART_BYTES // len(placed) // chunk) * chunk)
+                part.append((index, start, end, at))
+                if end < stop:
+                    rest.append((index, end, stop, at + end - start))
+            yield part
+            placed = rest
+        if placed:
+            yield placed
 
     def finish(self, deadline: Deadline) -> list[bytes]:
         """Make the files durable; returns the digests of their chunks."""

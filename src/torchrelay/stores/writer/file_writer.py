@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -21,17 +21,13 @@ from torchrelay.errors import CheckpointError
 from torchrelay.memory.crew import share_out
 from torchrelay.stores.seam import DataFiles, Sink
 
+if TYPE_CHECKING:
+    from torchrelay.geometry.runs import Runs  # numpy, which the writer process does not load
+
 PIECE = 512 << 10  # bytes of live memory that are copied, hashed and written at once, in the cache
 TASK_BYTES = 4 << 20  # that a thread takes at once
 FINISHERS = 32  # files that are made durable at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
-
-
-class HostRuns(Protocol):
-    """Bytes of a file by their position in it, in host memory; `geometry.runs.Runs` is one."""
-
-    def gather(self, start: int, stop: int, buffer: int) -> None:
-        """Copy [start, stop) to an address."""
 
 
 class Staged(NamedTuple):
@@ -63,20 +59,24 @@ class Range(NamedTuple):
     file: int
     start: int
     stop: int
-    memory: HostRuns | Staged
+    memory: Runs | Staged
 
 
 _Task = list[Range]
+Placed = tuple[int, int, int, int]  # file, start and stop in it, position in the arena
 
 
 class FileWriter:
     """The files of one rank's draft: `write` for each set of ranges, then `finish`."""
 
     def __init__(
-        self, draft: DataFiles, files: Sequence[FileSpec], *, workers: int = WORKERS
+        self,
+        draft: DataFiles,
+        files: Sequence[FileSpec],
+        progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._files = files
-        self._workers = workers
+        self._progress = progress
         self._sinks: list[Sink] = []
         self._digests = [
             bytearray(file.digests or 16 * -(-file.nbytes // file.chunk_bytes)) for file in files
@@ -93,13 +93,19 @@ class FileWriter:
     def write(self, ranges: Sequence[Range]) -> None:
         """Hash and write all of the ranges; `CheckpointError` names the file that failed."""
         nbytes = sum(part.stop - part.start for part in ranges)
-        threads = max(1, min(self._workers, nbytes >> 20))
+        threads = max(1, min(WORKERS, nbytes >> 20))
 
         def worker() -> Callable[[_Task], None]:
             buffer = ctypes.create_string_buffer(PIECE)
             return lambda task: self._do(task, buffer)
 
         share_out(self._tasks(ranges), worker, threads)
+
+    def write_staged(self, placed: Sequence[Placed], base: int) -> None:
+        """The same, of copies in an arena that begins at an address."""
+        self.write(
+            [Range(n, start, stop, Staged(start, base + at)) for n, start, stop, at in placed]
+        )
 
     def _tasks(self, ranges: Sequence[Range]) -> list[_Task]:
         """What threads take in turn: files alternate, so that threads are on different ones. An
@@ -126,6 +132,7 @@ class FileWriter:
         for part in task:
             with self._named(self._files[part.file].name):
                 self._write(part, buffer)
+            self._progress(part.stop - part.start)
 
     def _write(self, part: Range, buffer: ctypes.Array[ctypes.c_char]) -> None:
         file, sink = self._files[part.file], self._sinks[part.file]
@@ -176,7 +183,7 @@ def _are_known(file: FileSpec, start: int, stop: int) -> bool:
 
 
 def _pieces(
-    memory: HostRuns | Staged, start: int, stop: int, buffer: ctypes.Array[ctypes.c_char]
+    memory: Runs | Staged, start: int, stop: int, buffer: ctypes.Array[ctypes.c_char]
 ) -> Iterator[tuple[int, memoryview]]:
     """The bytes [start, stop) by their positions, where no one else can change them: in one piece,
     or one after the other in the caller's buffer."""

@@ -17,7 +17,7 @@ import msgspec
 from torchrelay.errors import CheckpointError
 from torchrelay.memory.pages import address_of, side_by_side
 from torchrelay.stores.locate import open_store
-from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range, Staged
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 from torchrelay.stores.writer.launch import trainer_at
 
@@ -36,13 +36,13 @@ class Begin(msgspec.Struct, tag="begin"):
     step: int
     token: str
     timeout: float
-    files: list[tuple[str, int, int, bytes]]  # as `FileSpec`
+    files: list[FileSpec]
 
 
 class Write(msgspec.Struct, tag="write"):
-    """(file, start, stop, place in the arena) of staged bytes. Answered when they are written."""
+    """Staged bytes. Answered when they are written."""
 
-    ranges: list[tuple[int, int, int, int]]
+    placed: list[Placed]
 
 
 class Finish(msgspec.Struct, tag="finish"):
@@ -66,13 +66,8 @@ class Failed(msgspec.Struct, tag="failed"):
 Request = Attach | Begin | Write | Finish | Abandon
 Answer = Finished | Failed
 
-_request = msgspec.msgpack.Decoder(Request)
-_answer = msgspec.msgpack.Decoder(Answer)
-
-
-def answer_of(data: bytes) -> Answer:
-    answer: Answer = _answer.decode(data)
-    return answer
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class _Writer:
@@ -85,7 +80,7 @@ class _Writer:
     def serve(self) -> None:
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                request = _request.decode(receive_frame(self._link))
+                request = _REQUESTS.decode(receive_frame(self._link))
                 try:
                     answer = self._do(request)
                 except CheckpointError as fault:
@@ -102,15 +97,10 @@ class _Writer:
             draft = open_store(request.url, timeout=request.timeout).draft(
                 request.step, request.token
             )
-            self._writing = FileWriter(draft, [FileSpec(*file) for file in request.files])
+            self._writing = FileWriter(draft, request.files)
         elif isinstance(request, Write):
             assert self._writing is not None
-            self._writing.write(
-                [
-                    Range(file, start, stop, Staged(start, self._base + at))
-                    for file, start, stop, at in request.ranges
-                ]
-            )
+            self._writing.write_staged(request.placed, self._base)
         elif isinstance(request, Finish):
             assert self._writing is not None
             digests = self._writing.finish()

@@ -1,4 +1,4 @@
-"""A step being written, as a save sees it: within the save's deadline, with errors that say where.
+"""A step being written, as a save sees it: within the time of the save, with errors that say where.
 
 A save ends in one of three ways, which is decided here:
 
@@ -12,15 +12,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from torchrelay.coordination.call import Call
-from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import CheckpointError, RelayError, StepExistsError, StorageTimeoutError
 from torchrelay.memory.bounded import bounded
 from torchrelay.pending import logger
-from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.stores.commit_point import commit_unknown
 from torchrelay.stores.seam import Draft, Store
@@ -31,29 +27,17 @@ GRACE = 0.5  # seconds past the deadline for a look, or for cleaning up
 Result = TypeVar("Result")
 
 
-@dataclass
-class Save:
-    """One save in progress on this rank."""
-
-    step: int
-    overwrite: bool
-    call: Call
-    deadline: Deadline
-    progress: ProgressCallback | None = None
-    watch: Stopwatch = field(default_factory=Stopwatch)
-    draft: StepDraft | None = None
-
-
 class StepDraft:
     """Every rank has one. The coordinator calls `begin`, and `commit` or `discard`; the others know
-    the draft by its token, its id and its path or URL on the coordinator."""
+    the draft by its token, its id and its path or URL on the coordinator. Each call takes at most
+    as many seconds as `left` returns."""
 
     def __init__(
-        self, store: Store, step: int, token: str, deadline: Deadline, *, overwrite: bool
+        self, store: Store, step: int, token: str, left: Callable[[], float], *, overwrite: bool
     ) -> None:
         self._store = store
         self._step = step
-        self._deadline = deadline
+        self._left = left
         self.token = token
         self.files: Draft = store.draft(step, token, overwrite=overwrite)
         self.id = ""
@@ -125,12 +109,12 @@ class StepDraft:
         """Remove what was written; never raises. If the storage does not answer, the draft stays
         until a process cleans up."""
         try:
-            bounded(self.files.discard, max(GRACE, self._deadline.left()), "remove the draft")
+            bounded(self.files.discard, max(GRACE, self._left()), "remove the draft")
         except StorageTimeoutError as late:
             logger.warning("the draft of step %d stays: %s", self._step, late.message)
 
     def _bounded(self, what: str, act: Callable[[], Result]) -> Result:
-        return bounded(act, self._deadline.early(), what, file=self._store.url)
+        return bounded(act, self._left(), what, file=self._store.url)
 
     @contextmanager
     def _faults(self, phase: str, what: str, exists: str) -> Iterator[None]:
@@ -144,7 +128,9 @@ class StepDraft:
             taken = isinstance(fault, FileExistsError)
             kind = StepExistsError if taken else CheckpointError
             raise kind(
-                exists if taken else f"cannot {what}: {fault.strerror or fault}",
+                f"Checkpoint already exists: {exists}"
+                if taken
+                else f"cannot {what}: {fault.strerror or fault}",
                 step=self._step,
                 phase=phase,
                 file=str(fault.filename or self._store.url),
