@@ -23,7 +23,7 @@ from torchrelay.landing.destination import prepare
 from torchrelay.landing.gathering import GatherPlan, PartLanding, plan_gather
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land
-from torchrelay.plan.owners import _shared_out
+from torchrelay.plan.gather.owners import _shared_out
 from torchrelay.plan.part import SnapshotPart
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record import manifest as m
@@ -288,7 +288,23 @@ def test_a_destination_that_is_tied_takes_equal_tensors_and_no_others() -> None:
     assert caught.value.path == "['b']" and not tied.any()
 
 
+def test_a_destination_that_is_tied_takes_tensors_of_its_own_dtype_alone() -> None:
+    """Zeros are the same bytes in every dtype."""
+    tied = torch.zeros(4)
+    state = {"a": torch.zeros(4), "b": torch.zeros(4, dtype=torch.int32)}
+    with pytest.raises(MismatchError, match="dtype differs") as caught:
+        Ranks({0: state}).plan({"a": tied, "b": tied})
+    assert caught.value.path == "['b']"
+
+
 # Refusals
+
+
+def test_a_destination_without_memory_is_refused_by_name() -> None:
+    into = {"w": torch.nn.UninitializedParameter()}
+    with pytest.raises(MismatchError, match="run the module once") as caught:
+        Ranks({0: {"w": torch.ones(2)}}).plan(into)
+    assert caught.value.path == "['w']"
 
 
 @pytest.mark.parametrize(

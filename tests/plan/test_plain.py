@@ -176,4 +176,4 @@ def test_a_nested_tensor_does_not_end_the_process() -> None:
     with pytest.raises(tr.errors.UnsupportedLeafError) as caught:
         capture(state)
     assert caught.value.path == "['7']"
-    assert 7 not in prepare(state).layout
+    assert 7 not in prepare(state).layout.plain.leaves

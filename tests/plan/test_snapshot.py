@@ -229,10 +229,10 @@ def test_columns_are_split_as_leaves_one_by_one(names: list[str], offer: bool) -
     matched, _ = destination.match(rows.tree, Selection(), strict=False)
     pieces, rest = one_by_one(matched.pairs, rows, destination, snapshot.chunks)
     for pairs in (matched, Matched(matched.pairs, [], [])):
-        found = split(pairs, rows, destination.layout, snapshot.chunks)
-        columns = [column.tolist() for column in found.pieces[:5]]
+        straight, left = split(pairs, rows, destination.layout, snapshot.chunks)
+        columns = [column.tolist() for column in straight[:5]]
         assert list(zip(*columns, strict=True)) == pieces
-        assert found.rest == rest
+        assert left == rest
 
 
 def test_a_landing_takes_what_was_prepared() -> None:

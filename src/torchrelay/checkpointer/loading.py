@@ -21,15 +21,15 @@ from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import Landed
 from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
-from torchrelay.plan.reads import BoxRead, plan_reads
+from torchrelay.plan.reads import BoxRead, Portion, plan_reads
 from torchrelay.plan.region import Region
-from torchrelay.plan.share import Portion, RankShare
-from torchrelay.plan.stored import Shard, StoredTensor, StoredTensors
+from torchrelay.plan.share.pairs import WHOLE
+from torchrelay.plan.share.rank_share import RankShare
+from torchrelay.plan.stored import Shard, StoredTensors
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import rows_for
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.state.tree import show
 from torchrelay.stores.reading.box_reads import ShardRead, Wave, waves
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
@@ -60,6 +60,8 @@ class Loading:
         self._report = progress
         self._checked, self._staged = False, options.staged
         self._files = files = _StepFiles(step, record)
+        self._portions: dict[int, Portion] = {}
+        self._lent: set[int] = set()  # images whose bytes are in memory that the step has lent
         # How reads are carried out that may hang; `left` is set when they were left behind.
         self.within: Callable[[Callable[[], None]], None] = lambda read: read()
         self.left = threading.Event()
@@ -67,24 +69,44 @@ class Loading:
         with gc_paused():
             self._share = RankShare(
                 rows_for(record, options.rank, world),
-                StoredTensors(record),
                 include=include,
                 guessed=record.planned,
                 look=files.check_size,
-                lend=files.lend,
             )
             on = replace(options, device=options.device or torch.device("cpu"))
-            self._landing = land_share(self._share, into, on, workspace)
+            self._landing = land_share(self._share, into, on, workspace, self._filled)
             self._new, self._own = _Reads(), _Reads()
             self._plan()
         self._waves: tuple[list[Wave], list[Wave]] | None = None
 
+    def _portion(self, image: int) -> Portion:
+        """What an image of the share has of the step."""
+        found = self._portions.get(image)
+        if found is None:
+            share, source = self._share, int(self._share.sources[image])
+            number, stored = int(share.source_boxes[image]), self._files.tensors[source]
+            if number == WHOLE:
+                box = (0,) * len(stored.shape), stored.shape
+                found = Portion(stored, box, self._record.kind_of_image(source).strides)
+            else:
+                found = Portion(stored, share.boxes[number], None)
+            self._portions[image] = found
+        return found
+
+    def _filled(self, image: int) -> torch.Tensor | None:
+        """Memory that the step lends with the bytes of an image."""
+        portion = self._portion(image)
+        found = None if portion.shard is None else self._files.lend(portion.shard, portion.nbytes)
+        if found is not None:
+            self._lent.add(image)
+        return found
+
     def _plan(self) -> None:
         """Which bytes go to new memory, and which to the caller's."""
         for image, storage, offset in self._landing.held():
-            if image in self._share.lent:
+            if image in self._lent:
                 continue
-            portion = self._share.portions[image]
+            portion = self._portion(image)
             _check_room(portion, storage.nbytes() - offset)
             shard = portion.shard
             if shard is not None and storage.device.type == "cpu":
@@ -92,8 +114,8 @@ class Loading:
                 self._new.add_shard(shard, portion, _HOST, storage.data_ptr() + offset)
             else:
                 self._new.boxes += _all_of(portion, portion.over(storage, offset))
-        for image, tensor, _ in self._landing.own():
-            portion = self._share.portions[image]
+        for image, tensor in self._landing.own():
+            portion = self._portion(image)
             _check_room(portion, tensor.numel() * tensor.element_size())
             shard = portion.shard
             if shard is not None and tensor.is_cpu and tensor.is_contiguous():
@@ -115,7 +137,7 @@ class Loading:
 
     @property
     def nbytes(self) -> int:
-        lent = sum(self._share.portions[image].nbytes for image in self._share.lent)
+        lent = sum(self._portion(image).nbytes for image in self._lent)
         return lent + self._new.nbytes + self._own.nbytes
 
     @property
@@ -139,16 +161,16 @@ class Loading:
 
     def compare_twins(self) -> None:
         """Raise `MismatchError` where a tensor of the destination would have to hold two values."""
-        for first, second, path in self._share.twins:
+        for *images, path in self._share.twins:
+            first, second = map(self._portion, images)
             if not torch.equal(self._bits_of(first), self._bits_of(second)):
                 raise MismatchError(
                     "tied to another tensor here, and saved with another value than "
                     f"{first.tensor.name}: untie them, or load one of them with include=",
-                    path=show(path),
+                    path=path,
                 )
 
     def _bits_of(self, portion: Portion) -> torch.Tensor:
-        self._files.check_size(portion.tensor)
         whole = _empty(portion, "cpu")
         reads = list(_all_of(portion, whole))
         for wave in waves(reads):
@@ -220,11 +242,12 @@ class _StepFiles:
 
     def __init__(self, step: OpenStep, record: Record) -> None:
         self._step, self._record = step, record
+        self.tensors = StoredTensors(record)
         self._seen: set[int] = set()  # files that exist, with their sizes
 
-    def check_size(self, stored: StoredTensor) -> None:
+    def check_size(self, image: int) -> None:
         """No memory is allocated for a tensor whose files are smaller than the record says."""
-        for file in stored.files - self._seen:
+        for file in self.tensors[image].files - self._seen:
             opened(self._step, self._record, file).close()
             self._seen.add(file)
 

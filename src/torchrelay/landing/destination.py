@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column
 from torchrelay.landing.checks.matching import match
+from torchrelay.plan.images import reaching
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.selection import Selection
 from torchrelay.plan.sharded import find_sharded
@@ -51,7 +52,7 @@ class PlainLayout:
         highs = lows + plain.nbytes
         order = np.argsort(lows)
         if (lows[order][1:] < highs[order][:-1]).any():
-            keep = _apart(lows, highs)
+            keep = ~reaching(lows, highs)
             plain = plain.some(keep.tolist())
             lows, highs = lows[keep], highs[keep]
             order = np.argsort(lows)
@@ -64,14 +65,7 @@ class PlainLayout:
     def kinds(self) -> Numbers:
         """The kind of each: of a plain tensor that in `plain`, of a distributed one that in
         `sharded`, counted from there on."""
-        if not self.sharded.numbers:
-            return self.plain.kind_of
-        count, numbers = len(self.plain.kinds), self.sharded.numbers
-        found: Numbers = self.plain.kind_of.copy()
-        for row, leaf in enumerate(self.plain.leaves):
-            if leaf in numbers:
-                found[row] = count + numbers[leaf]
-        return found
+        return self.sharded.kinds_of(self.plain)
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int], list[int]]:
@@ -79,26 +73,6 @@ class PlainLayout:
         lows, highs, order = self._spans
         leaves = self.plain.leaves
         return lows.tolist(), highs.tolist(), [leaves[n] for n in order.tolist()]
-
-    def __contains__(self, leaf: object) -> bool:
-        """Whether a leaf is a plain tensor itself."""
-        return leaf in self._leaves and leaf not in self.sharded.numbers
-
-    @cached_property
-    def _leaves(self) -> Container[object]:
-        plain = self.plain
-        return range(plain.count) if len(plain) == plain.count else set(plain.leaves)
-
-
-def _apart(lows: Column, highs: Column) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which of these spans reach into no other."""
-    order = np.lexsort((highs, lows))
-    reach = np.maximum.accumulate(highs[order])
-    group = np.zeros(len(order), np.intp)
-    group[1:] = np.cumsum(lows[order][1:] >= reach[:-1])
-    apart = np.empty(len(order), bool)
-    apart[order] = np.bincount(group)[group] == 1
-    return apart
 
 
 class PreparedDestination:
@@ -189,13 +163,6 @@ class Straight(NamedTuple):
         )
 
 
-class Split(NamedTuple):
-    """Bytes that go straight to plain tensors, and the pairs left for the general path."""
-
-    pieces: Straight
-    rest: list[Pair]
-
-
 _ODD = m.CONJ | m.NEG | m.META
 _FEW_KINDS = 1 << 16  # combinations of kinds for which a table is small
 
@@ -206,8 +173,9 @@ def split(
     layout: PlainLayout,
     chunks: Chunks,
     late: Collection[int] = (),
-) -> Split:
-    """The fast path of `fit`: a contiguous tensor that is offered to a plain one like it.
+) -> tuple[Straight, list[Pair]]:
+    """The fast path of `fit`: a contiguous tensor that is offered to a plain one like it. Returns
+    the bytes that go straight to plain tensors, and the pairs left for the general path.
 
     The leaves in `late` are left for the general path; and all are if a piece of the stream has
     several places to go, or a place several pieces, which is for `check_ties` to look at.
@@ -223,7 +191,7 @@ def split(
         _, once = np.unique(here * len(rows.leaves) + there, return_index=True)
         here, there = here[once], there[once]
         if len(np.unique(here)) < len(here):
-            return Split(Straight.none(), matched.pairs)
+            return Straight.none(), matched.pairs
     images = rows.images[there]
     at = chunks.places[images] + rows.offsets[there].astype(np.uint64)
     if (at[1:] < at[:-1]).any():
@@ -238,13 +206,13 @@ def split(
         plain.on_host[here],
     )
     if (pieces.at[1:] < pieces.at[:-1] + pieces.nbytes[:-1]).any():
-        return Split(Straight.none(), matched.pairs)
+        return Straight.none(), matched.pairs
     if matched.tree is not None and len(here) == len(rows):
-        return Split(pieces, [])
+        return pieces, []
     taken = set(numbers.tolist())
     if matched.tree is not None:
-        return Split(pieces, matched.some(set(range(len(rows))) - taken))
-    return Split(pieces, [pair for n, pair in enumerate(matched.pairs) if n not in taken])
+        return pieces, matched.some(set(range(len(rows))) - taken)
+    return pieces, [pair for n, pair in enumerate(matched.pairs) if n not in taken]
 
 
 def _paired(

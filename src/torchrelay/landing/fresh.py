@@ -19,7 +19,7 @@ from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Runs
 from torchrelay.landing.checks.shards import check_shards
-from torchrelay.landing.commit.ending import LandingEnd
+from torchrelay.landing.commit.ending import StateLanding
 from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, strides_of
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of
@@ -44,11 +44,7 @@ _NONE, _SEVERAL = -1, -1  # no tensor is all of a storage; several leaves have a
 Filled = Callable[[int], torch.Tensor | None]
 
 
-def _not_filled(image: int) -> torch.Tensor | None:
-    return None
-
-
-class NewTensors(LandingEnd):
+class NewTensors(StateLanding):
     """`filled` may have memory that has the bytes of an image already, to be kept."""
 
     all_new = True
@@ -58,7 +54,7 @@ class NewTensors(LandingEnd):
         record: Record,
         options: LandingOptions,
         workspace: Workspace,
-        filled: Filled = _not_filled,
+        filled: Filled | None = None,
     ) -> None:
         self.record = record
         self._rows = rows = LeafRows(record)
@@ -135,12 +131,15 @@ class NewTensors(LandingEnd):
             where[self._homes.number(image)] = _HOST
         return where
 
-    def _large_rooms(self, filled: Filled, workspace: Workspace) -> dict[int, torch.Tensor]:
+    def _large_rooms(self, filled: Filled | None, workspace: Workspace) -> dict[int, torch.Tensor]:
         sizes = self._homes.sizes
         large = np.flatnonzero(sizes >= LARGE_BYTES).tolist()
         large = [home for home in large if self._where[home] == _HOST]
-        found = {home: filled(int(self._homes.firsts[home])) for home in large}
-        ready = {home: room for home, room in found.items() if room is not None}
+        ready: dict[int, torch.Tensor] = {}
+        for home in large:
+            room = None if filled is None else filled(int(self._homes.firsts[home]))
+            if room is not None:
+                ready[home] = room
         empty = {home: int(sizes[home]) for home in large if home not in ready}
         return {**ready, **large_rooms(empty, workspace)}
 
@@ -231,10 +230,6 @@ class NewTensors(LandingEnd):
         columns = (starts, list(map(_data_ptr, self._made)), self._homes.sizes)
         device = Runs.unordered(*(np.asarray(column, np.uint64)[there] for column in columns))
         return Places([host], device)
-
-    def write(self, index: int, data: torch.Tensor) -> None:
-        begin = self.chunks.offsets[index]
-        self.put(begin, begin + self.chunks.sizes[index], data)
 
     def put(self, start: int, stop: int, data: torch.Tensor) -> None:
         places = self._complete()

@@ -19,14 +19,15 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES, chunk_size, stream_bytes
 from torchrelay.geometry.runs import Runs, holding
 from torchrelay.geometry.strides import contiguous_strides
+from torchrelay.landing.commit.ending import StateLanding
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.places import Landed, Places
-from torchrelay.landing.seam import StateLanding, land_share
+from torchrelay.landing.places import Landed, Landing, Places
+from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import PlainWorkspace, Workspace, allocate
-from torchrelay.plan.gather import GatherShare, Twins
-from torchrelay.plan.gather_reads import SCATTERED, GatherReads, RankReads
+from torchrelay.plan.gather.reads import SCATTERED, GatherReads, RankReads
+from torchrelay.plan.gather.union import Union
 from torchrelay.plan.region import copy_boxes
-from torchrelay.plan.union import Union
+from torchrelay.plan.share.rank_share import RankShare, Twins
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.reads import Reads
@@ -75,7 +76,8 @@ class GatherPlan:
         self._records, self._into = records, into
         self._options, self._workspace = options, workspace
         self._chunk_bytes = chunk_bytes
-        self._share = GatherShare(Union(records))
+        self._union = Union(records)
+        self._share = RankShare(self._union.rows)
         self._landing = land_share(self._share, into, options, workspace)
         self._memory = _GatherMemory(self._landing, self._share.twins)
         self._lost: set[int] = set()
@@ -92,10 +94,10 @@ class GatherPlan:
         return PartLanding(rank, self._records[rank], reads, self._memory, self._workspace, size)
 
     def _asked(self, only: Numbers | None = None) -> dict[int, PartLanding]:
-        ranks = self._share.union.joined.ranks
+        ranks = self._union.joined.ranks
         lost = [ranks.index(rank) for rank in self._lost]
         wanted = self._memory.placed if only is None else only
-        found = GatherReads(self._share, self._landing.record, wanted, lost)
+        found = GatherReads(self._union, self._share, self._landing.record, wanted, lost)
         known = {one for part in self._all for one in part.reads.filled()} if self._lost else set()
         parts = {}
         for place, reads in found.by_rank.items():
@@ -129,7 +131,7 @@ class GatherPlan:
         left = {rank: one for rank, one in self._records.items() if rank not in lost}
         if not left:
             raise MismatchError("no rank is left that has the state")
-        joined = self._share.union.joined
+        joined = self._union.joined
         homes = {joined.ranks[home.members[0]] for home in joined.homes}
         if lost & homes:
             with gc_paused():
@@ -194,13 +196,11 @@ class _GatherMemory:
         return t.raw(storage, offset, itemsize(kind.dtype), sizes, contiguous_strides(sizes))
 
 
-class PartLanding:
+class PartLanding(Landing):
     """The reads of one rank, and where they go: for a transport, a landing like any other.
 
     The rank is asked for `asked`; the chunks are those of the reads' own stream.
     """
-
-    torn = False
 
     def __init__(
         self,
@@ -244,10 +244,6 @@ class PartLanding:
         sizes = self.chunks.image_bytes[self._far].astype(np.uint64)
         far = Runs(self.chunks.places[self._far], addresses, sizes)
         return Places([self._host], far)
-
-    def write(self, index: int, data: torch.Tensor) -> None:
-        begin = self.chunks.offsets[index]
-        self.put(begin, begin + self.chunks.sizes[index], data)
 
     def put(self, start: int, stop: int, data: torch.Tensor) -> None:
         """Take bytes [start, stop) of the reads' stream."""

@@ -21,26 +21,24 @@ from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 
 
-class DeviceSlab(NamedTuple):
-    """Images that are held in one piece of a device's memory, in order."""
+class Slab(NamedTuple):
+    """Images that are held in one piece of memory, in order."""
 
     slab: torch.Tensor
-    device: torch.device
     images: Indices
     places: Column  # in the slab
-    sizes: Column
+    rooms: Column  # bytes of each, and what alignment adds
 
-    def image(self, image: int) -> torch.Tensor | None:
+    def place(self, image: int) -> int | None:
+        """Where in the slab an image is, if it is there."""
         row = int(np.searchsorted(self.images, image))
-        if row == len(self.images) or self.images[row] != image:
-            return None
-        at = int(self.places[row])
-        return self.slab[at : at + int(self.sizes[row])]
+        there = row < len(self.images) and self.images[row] == image
+        return int(self.places[row]) if there else None
 
-    def memory(self, starts: Column) -> Runs:
+    def memory(self, starts: Column, sizes: Column) -> Runs:
         """Where the images lie, by their positions in the stream."""
         addresses = self.places + np.uint64(self.slab.data_ptr())
-        return Runs(starts[self.images], addresses, self.sizes)
+        return Runs(starts[self.images], addresses, sizes)
 
     def moves(self, plain: Straight, starts: Column) -> Moves:
         """From the images to plain tensors whose images are all held here."""
@@ -59,18 +57,20 @@ class HeldImages:
         self._chunks = chunks
         self._workspace = workspace
         self.far: dict[int, torch.Tensor] = {}
-        self.slabs: list[DeviceSlab] = []
+        self.slabs: list[Slab] = []  # of devices
+
+    def _taken(self, images: Indices, device: torch.device | str = "cpu") -> Slab:
+        rooms = self._chunks.rooms[images]
+        ends = np.cumsum(rooms)
+        slab = self._workspace.stage(int(ends[-1]) if len(ends) else 0, device)
+        return Slab(slab, images, ends - rooms, rooms)
 
     def put_on(self, device: torch.device, images: set[int]) -> bool:
         """Take memory of the device for these images; whether it has so much."""
-        order: Indices = np.sort(np.array(list(images), np.intp))
-        ends = np.cumsum(self._chunks.rooms[order])
         try:
-            slab = self._workspace.stage(int(ends[-1]) if len(ends) else 0, device)
+            self.slabs.append(self._taken(np.sort(np.array(list(images), np.intp)), device))
         except MismatchError:
             return False
-        places = ends - self._chunks.rooms[order]
-        self.slabs.append(DeviceSlab(slab, device, order, places, self._sizes[order]))
         return True
 
     def on_devices(self) -> set[int]:
@@ -79,45 +79,37 @@ class HeldImages:
 
     def hold(self, held: Marks) -> None:
         """Take host memory for the images that are marked."""
-        self.order = np.flatnonzero(held)
-        sizes = self._chunks.rooms[self.order]
-        ends = np.cumsum(sizes)
-        self._slab = self._workspace.stage(int(ends[-1]) if len(ends) else 0)
-        self._places = ends - sizes
+        self._near = self._taken(np.flatnonzero(held))
+        self.order = self._near.images
         # Images that follow each other in the stream do so in the slab: these are few runs.
-        self.host = Runs(
-            self._chunks.places[self.order],
-            self._places + np.uint64(self._slab.data_ptr()),
-            sizes,
-        )
+        self.host = self._near.memory(self._chunks.places, self._near.rooms)
+
+    def device_memory(self) -> list[Runs]:
+        """Where images lie that are held on devices, by their positions in the stream."""
+        return [one.memory(self._chunks.places, self._sizes[one.images]) for one in self.slabs]
 
     @cached_property
     def at(self) -> dict[int, int]:
         """Where in host memory each image is that is held there."""
-        return dict(zip(self.order.tolist(), self._places.tolist(), strict=True))
+        return dict(zip(self.order.tolist(), self._near.places.tolist(), strict=True))
 
     def memory(self) -> Iterator[ImageMemory]:
         """The images, but for those that are made to stay."""
-        for image, at in self.at.items():
-            yield ImageMemory(image, self._slab.untyped_storage(), at)
-        for held in self.slabs:
+        for held in (self._near, *self.slabs):
             for image, at in zip(held.images.tolist(), held.places.tolist(), strict=True):
                 yield ImageMemory(image, held.slab.untyped_storage(), at)
 
     def memory_of(self, image: int) -> ImageMemory | None:
-        if image in self.at:
-            return ImageMemory(image, self._slab.untyped_storage(), self.at[image])
-        for held in self.slabs:
-            row = int(np.searchsorted(held.images, image))
-            if row < len(held.images) and held.images[row] == image:
-                return ImageMemory(image, held.slab.untyped_storage(), int(held.places[row]))
+        for held in (self._near, *self.slabs):
+            if (at := held.place(image)) is not None:
+                return ImageMemory(image, held.slab.untyped_storage(), at)
         return None
 
     def far_bytes(self, image: int) -> torch.Tensor | None:
         """An image on a device, if it goes there or is held there."""
         for held in self.slabs:
-            if (found := held.image(image)) is not None:
-                return found
+            if (at := held.place(image)) is not None:
+                return held.slab[at : at + int(self._sizes[image])]
         return self.far.get(image)
 
     def bytes(self, image: int) -> torch.Tensor:
@@ -125,14 +117,14 @@ class HeldImages:
         if far is not None:
             return far
         at = self.at[image]
-        return self._slab[at : at + int(self._sizes[image])]
+        return self._near.slab[at : at + int(self._sizes[image])]
 
     def part(self, part: m.TensorLeaf) -> torch.Tensor:
         """A tensor over an image in host memory."""
         if part.storage < 0:
             return t.without_storage(part, strides_of(part), "cpu")
-        offset = self.at[part.storage] + part.offset
-        return t.over_storage(self._slab.untyped_storage(), offset, part, strides_of(part))
+        storage, at = self._near.slab.untyped_storage(), self.at[part.storage]
+        return t.over_storage(storage, at + part.offset, part, strides_of(part))
 
 
 def only_device(tensors: list[torch.Tensor]) -> torch.device | None:

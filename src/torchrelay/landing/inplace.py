@@ -13,7 +13,7 @@ from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.geometry.strides import packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.checks.ties import check_ties, host_spans
-from torchrelay.landing.commit.ending import LandingEnd
+from torchrelay.landing.commit.ending import StateLanding
 from torchrelay.landing.commit.handover import Handover
 from torchrelay.landing.destination import Pair, Straight, split
 from torchrelay.landing.held import HeldImages, only_device
@@ -50,7 +50,7 @@ class _Placed(NamedTuple):
     region: Region
 
 
-class ExistingTensors(LandingEnd):
+class ExistingTensors(StateLanding):
     """The tensors of a destination that was paired with the record's tree.
 
     The leaves in `late` get their bytes by way of whole images, which are not written to the
@@ -94,7 +94,7 @@ class ExistingTensors(LandingEnd):
         back = set() if options.staged else {index for index, _, _ in self._remade()} | late
         self._values: dict[int, tuple[int, Path]] = {}  # by leaf here, the one offered
         self._direct: dict[int, list[_Placed]] = {}
-        self._own: list[Found] = []
+        self._own: list[Fit] = []
         self._late: list[Fit | ArrayFit] = []
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
         plain, rest = split(matched, rows, into.layout, self.chunks, back)
@@ -145,7 +145,7 @@ class ExistingTensors(LandingEnd):
             self._late.append(pair)
         else:
             self._direct.setdefault(pair.part.storage, []).append(placed)
-            self._own.append(found)
+            self._own.append(pair)
         if pair.whole is not None:
             self._wholes[id(pair.whole)] = (pair.whole, found.path)
 
@@ -251,8 +251,7 @@ class ExistingTensors(LandingEnd):
         place, held = self.chunks.start_of, self._held
         device = [(place(at), one.data_ptr(), one.nbytes) for at, one in held.far.items()]
         if self._options.staged:
-            slabs = [one.memory(self.chunks.places) for one in held.slabs]
-            return Places([self._staged], Runs.merged(Runs.of(device), *slabs))
+            return Places([self._staged], Runs.merged(Runs.of(device), *held.device_memory()))
         twice: set[int] = set()  # written, and held back for something else
         if len(held.order):
             twice |= set(np.intersect1d(self._by_address, held.order).tolist())
@@ -281,20 +280,16 @@ class ExistingTensors(LandingEnd):
         return Places([host], far, indirect, live=bool(self._written))
 
     def own(self) -> Iterator[OwnTensor]:
-        """The caller's tensors that take images as they are, whole ones."""
         if self._options.staged:
             return
-        leaves: list[Any] = self._into.flat.leaves
-        locals_: Any = self._into.layout.locals
+        leaves: Any = self._into.layout.locals
         columns = self._plain.image.tolist(), self._plain.leaf.tolist()
         for image, leaf in zip(*columns, strict=True):
-            yield OwnTensor(image, locals_[leaf], leaves[leaf])
-        for found in self._own:
-            assert isinstance(found.pair, Fit)
-            yield OwnTensor(found.pair.part.storage, found.pair.destination, leaves[found.here])
+            yield OwnTensor(image, leaves[leaf])
+        for pair in self._own:
+            yield OwnTensor(pair.part.storage, pair.destination)
 
     def held(self) -> Iterator[ImageMemory]:
-        """Memory of the landing's own that takes images."""
         yield from self._held.memory()
         for image, home in self._homes.items():
             yield ImageMemory(image, home.untyped_storage(), 0)
@@ -304,10 +299,6 @@ class ExistingTensors(LandingEnd):
         if home is not None:
             return ImageMemory(image, home.untyped_storage(), 0)
         return self._held.memory_of(image)
-
-    def write(self, index: int, data: torch.Tensor) -> None:
-        begin = self.chunks.offsets[index]
-        self.put(begin, begin + self.chunks.sizes[index], data)
 
     def put(self, start: int, stop: int, data: torch.Tensor) -> None:
         if self._staged.reaches(start, stop) or self._host.reaches(start, stop):
@@ -448,7 +439,8 @@ class ExistingTensors(LandingEnd):
         for held in self._held.slabs:
             rows = np.isin(near.image, held.images)
             some = near.some(rows if apart is None else rows & apart)
-            if self._workspace.copy_by_address(held.moves(some, self.chunks.places), held.device):
+            copies = held.moves(some, self.chunks.places)
+            if self._workspace.copy_by_address(copies, held.slab.device):
                 done.update(some.image.tolist())
         return done
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -37,11 +38,10 @@ class ImageMemory(NamedTuple):
 
 
 class OwnTensor(NamedTuple):
-    """A strided tensor that takes the elements of an image, and the caller's tensor it is of."""
+    """A tensor of the caller, or its local part, that takes the elements of an image."""
 
     image: int
     tensor: torch.Tensor
-    whole: torch.Tensor
 
 
 class Places:
@@ -74,6 +74,39 @@ class Places:
     def host(self) -> Runs:
         """All of the host memory."""
         return Runs.merged(*self.parts())
+
+
+class Landing(ABC):
+    """The side of a landing that a transport uses."""
+
+    chunks: Chunks
+    on_device: bool  # whether any of it goes to a device
+    torn = False  # whether the caller's tensors have been written to, but not all of them
+
+    def write(self, index: int, data: torch.Tensor) -> None:
+        """Take chunk `index`, whose bytes are in the buffer `data`, on the host or a device.
+
+        Several threads may, each with another chunk, once `places().host` has been asked for.
+        """
+        begin = self.chunks.offsets[index]
+        self.put(begin, begin + self.chunks.sizes[index], data)
+
+    @abstractmethod
+    def put(self, start: int, stop: int, data: torch.Tensor) -> None:
+        """The same of any bytes [start, stop) of the stream."""
+
+    @abstractmethod
+    def places(self) -> Places:
+        """Where chunks go, for a transport that writes to memory itself instead of `write`."""
+
+    @abstractmethod
+    def arrived(self) -> None:
+        """All bytes are in their places; whether they hold is not known yet. What can be done
+        before it is, is done while the transport waits for that."""
+
+    @abstractmethod
+    def commit(self) -> Landed:
+        """All chunks have arrived and hold: make them the state."""
 
 
 def chunks_of(record: Record) -> Chunks:

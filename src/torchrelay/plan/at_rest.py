@@ -20,19 +20,14 @@ from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.description import Others, taken_apart
 from torchrelay.plan.images import Group, View, stored_dtype
+from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.sharded import ShardedLeaves, kind_of_dtensor, kind_of_sharded
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import distributed_leaf
-from torchrelay.record.schema import (
-    ImageKind,
-    LeafKind,
-    Record,
-    StateOutline,
-    column_of,
-)
+from torchrelay.record.schema import ImageKind, LeafKind, Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import finished
 from torchrelay.state.local_parts import tie_of
@@ -63,27 +58,6 @@ def describe(state: object) -> Described:
         return _Describer(state).described
 
 
-class _TensorRows:
-    """Tensor leaves, each with its kind, the entry of its image and the byte where it begins."""
-
-    def __init__(self) -> None:
-        self.leaves: list[int] = []
-        self._columns: tuple[list[int], ...] = ([], [], [])
-
-    def add(self, leaf: int, kind: int, entry: int, offset: int = 0) -> None:
-        self.leaves.append(leaf)
-        for column, number in zip(self._columns, (kind, entry, offset), strict=True):
-            column.append(number)
-
-    def after(self, *plain: Numbers) -> list[Numbers]:
-        """The columns, leaves first, with those of plain tensors, in the order of the leaves."""
-        mine = (self.leaves, *self._columns)
-        pairs = zip(plain, mine, strict=True)
-        found = [np.concatenate([one, np.array(other, np.int64)]) for one, other in pairs]
-        order = np.argsort(found[0], kind="stable")
-        return [column[order] for column in found]
-
-
 class _Describer:
     """Images are first noted as entries: those of plain tensors, and then all others, each with
     the leaf that names it, a kind and a tensor. In the record they are in the state's order."""
@@ -95,7 +69,8 @@ class _Describer:
         for path, index in slots(flat.tree):
             self._paths.setdefault(index, path)
         self._kinds = KindTable()
-        self._rows = _TensorRows()
+        # Leaf, kind, entry and offset of tensors that are not plain.
+        self._rows: list[tuple[int, int, int, int]] = []
         self._others: dict[int, m.Leaf] = {}
         self._parts: dict[int, m.TensorLeaf] = {}  # by ticket; `storage` is an entry
         types = set(map(type, flat.leaves))
@@ -158,7 +133,7 @@ class _Describer:
             strides = None if whole else view.kept_strides
             if ticket in leaf_of:
                 number = self._kinds.leaf(LeafKind(view.dtype, view.shape, strides, view.flags))
-                self._rows.add(leaf_of[ticket], number, entry, view.low - low)
+                self._rows.append((leaf_of[ticket], number, entry, view.low - low))
             else:
                 self._parts[ticket] = m.TensorLeaf(
                     view.dtype, view.shape, strides, entry, view.low - low, view.flags
@@ -183,7 +158,7 @@ class _Describer:
                 entry = self._entry(index, kinds[1], leaf)
                 if tie is not None:
                     self._ties[tie] = entry
-            self._rows.add(index, kinds[0], entry)
+            self._rows.append((index, kinds[0], entry, 0))
 
     def _kinds_of(self, leaf: Any) -> tuple[int, int]:
         """The kinds of a distributed tensor and of its image."""
@@ -239,24 +214,18 @@ class _Describer:
         plain = np.array(table, np.int64).reshape(-1, 2)[self._plain.kind_of]
         kind_of = np.concatenate([plain[:, 1], np.array(self._image_kinds, np.int64)])
         count = len(plain)
-        zeros = np.zeros(count, np.int64)
-        _, kinds, entries, offsets = self._rows.after(
-            self._plain.leaf_of, plain[:, 0], np.arange(count), zeros
-        )
         self._finish_others(some, place)
-        images = place[entries]
-        others = sorted(self._others.items(), key=lambda item: item[0])
-        outline = StateOutline(
+        leaves, kinds, entries, offsets = np.array(self._rows, np.int64).reshape(-1, 4).T
+        zeros = np.zeros(count, np.int64)
+        found = outline(
             tree,
             len(self._leaves),
-            tuple(leaf for _, leaf in others),
-            column_of(np.array([index for index, _ in others], np.int64)),
-            column_of(kinds),
-            None if (images == np.arange(len(images))).all() else images,
-            column_of(offsets),
+            self._others,
+            TensorRows(self._plain.leaf_of, plain[:, 0], place[:count], zeros),
+            TensorRows(leaves, kinds, place[entries], offsets),
         )
         names, given = self._names(order.tolist())
-        record = self._kinds.record((outline,), kind_of[order], names=given)
+        record = self._kinds.record((found,), kind_of[order], names=given)
         paths = [self._paths[self._owners[entry]] for entry in order.tolist()]
         tops = [str(path[0]) if len(path) > 1 else None for path in paths]
         return Described(record, names, [self._tensors[n] for n in order.tolist()], tops)
@@ -272,7 +241,7 @@ class _Describer:
             flags = view.flags & ~m.ON_DEVICE  # a tensor at rest is on none
             return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, flags)
 
-        rows = set(self._rows.leaves)
+        rows = {row[0] for row in self._rows}
         for leaf, item in zip(some.leaves, some.described, strict=True):
             if leaf not in rows:
                 self._others[leaf] = record = finished(item, part)

@@ -8,23 +8,7 @@ from msgspec.structs import replace
 
 from torchrelay.record import manifest as m
 from torchrelay.record.keys import identities
-from torchrelay.record.rows import LeafRows
 from torchrelay.record.values import Key
-
-
-class Overlay:
-    """The leaves of ranks in one record, laid over each other: where two have a path, the first
-    counts.
-
-    `exact`: the tree is that of one rank, so everything in it was one state.
-    """
-
-    def __init__(self, ranks: Sequence[LeafRows]) -> None:
-        others = [rows for rows in ranks[1:] if rows.tree != ranks[0].tree]
-        some = [ranks[0], *others]
-        self.exact = not others
-        self.leaves: list[m.Leaf] = [leaf for rows in some for leaf in rows]
-        self.tree = laid_over([(rows.tree, len(rows)) for rows in some])
 
 
 def laid_over(trees: Sequence[tuple[m.Node, int]]) -> m.Node:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from torchrelay.geometry import chunks as plan
 from torchrelay.geometry.boxes import Numbers, run_of
-from torchrelay.geometry.runs import Copy, Runs
+from torchrelay.geometry.runs import Runs
 from torchrelay.plan.region import Region
-from torchrelay.plan.snapshot import Snapshot
+from torchrelay.plan.snapshot import Sendable, Snapshot
 from torchrelay.plan.stream import Stream
 from torchrelay.record.encoding import encode
 from torchrelay.record.reads import Reads
@@ -22,10 +20,9 @@ from torchrelay.record.schema import (
     VolumeRecord,
 )
 from torchrelay.state.local_parts import cut
-from torchrelay.state.tensors import flat_bytes
 
 
-class SnapshotPart:
+class SnapshotPart(Sendable):
     """A part of a snapshot, served as a snapshot is. It keeps the snapshot.
 
     The reads are valid for the snapshot's record.
@@ -33,6 +30,7 @@ class SnapshotPart:
 
     def __init__(self, snapshot: Snapshot, reads: Reads) -> None:
         self._snapshot, self._reads = snapshot, reads
+        self.step, self.devices = snapshot.step, snapshot.devices
         self.chunks = reads.layout(snapshot.record)
         self._addresses: Numbers = snapshot.addresses[reads.images]
         self._regions: dict[int, Region] = {}  # what is not one run of host memory
@@ -65,14 +63,6 @@ class SnapshotPart:
                 if self._addresses[number]:
                     del self._regions[number]
 
-    @property
-    def step(self) -> int | None:
-        return self._snapshot.step
-
-    @property
-    def devices(self) -> set[str]:
-        return self._snapshot.devices
-
     def encoded(self) -> bytes:
         """A record of all of the bytes as one tensor."""
         total = self.chunks.stream_bytes
@@ -92,28 +82,10 @@ class SnapshotPart:
     def changed(self) -> str | None:
         return self._snapshot.changed()
 
-    def check_unchanged(self) -> None:
-        """Raise `StateError` if a leaf was written to since the capture."""
-        self._snapshot.check_unchanged()
-
-    def view(self, index: int, device: str = "cpu") -> torch.Tensor | None:
-        """The chunk's bytes where they lie, if they are one run of that device's memory."""
-        whole = self.chunks.within_one(index) if self.chunks.sizes[index] >= plan.MIB else None
-        if whole is None:
-            return None
-        number, start, stop = whole
-        tensor = self._snapshot.tensor(int(self._reads.images[number]))
-        if tensor.device.type != device:
-            return None
-        if device != "cpu":
-            return self._regions[number].run(start, stop)
-        address = int(self._addresses[number])
-        if not address:
-            return None
-        origin = tensor.untyped_storage()
-        return flat_bytes(origin, address - origin.data_ptr() + start, stop - start)
-
-    def read(self, index: int, out: torch.Tensor, copy: Copy | None = None) -> None:
-        """Write the chunk's bytes to the buffer `out`, zeros where the stream has gaps."""
-        start = self.chunks.offsets[index]
-        self.stream.read(start, start + self.chunks.sizes[index], out, copy)
+    def region(self, number: int) -> Region:
+        found = self._regions.get(number)
+        if found is None:
+            tensor = self._snapshot.tensor(int(self._reads.images[number]))
+            nbytes = int(self.chunks.image_bytes[number])
+            found = Region.dense(tensor, int(self._addresses[number]), nbytes)
+        return found

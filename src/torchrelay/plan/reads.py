@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 
 from torchrelay.geometry.boxes import Box, shared, within
+from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.plan.stored import Shard, Shards, StoredTensor
+from torchrelay.record.dtypes import itemsize
+from torchrelay.record.manifest import TensorLeaf
+from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut
+
+
+class Portion(NamedTuple):
+    """What an image of a share has: a box of a stored tensor. `layout` has its strides in memory,
+    unless they are row-major."""
+
+    tensor: StoredTensor
+    box: Box
+    layout: tuple[int, ...] | None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.box[1]) * itemsize(self.tensor.dtype)
+
+    @property
+    def shard(self) -> Shard | None:
+        """The shard that is all of it, byte for byte; none where it has to be put together."""
+        if self.layout is not None or not self.tensor.shards:
+            return None
+        found: Shard = self.tensor.shards[0]
+        return found if (found.offsets, found.sizes) == self.box else None
+
+    def over(self, storage: torch.UntypedStorage, offset: int = 0) -> torch.Tensor:
+        """Its elements in the memory of an image."""
+        record = TensorLeaf(self.tensor.dtype, self.box[1], None, 0)
+        strides = self.layout or contiguous_strides(self.box[1])
+        return t.over_storage(storage, offset, record, strides)
 
 
 class BoxRead(NamedTuple):

@@ -10,11 +10,13 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.geometry.boxes import Box
+from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.strides import contiguous_strides
+from torchrelay.plan.plain import PlainTensors
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.meshes import local_box
@@ -91,6 +93,19 @@ class ShardedLeaves:
                 found[leaf] = t.sharded_parts(tensor)[0][0]
             else:
                 found[leaf] = t.dtensor_parts(tensor)[0]
+        return found
+
+    def kinds_of(self, plain: PlainTensors) -> Numbers:
+        """The kind of each plain tensor that was found among the local ones: that in `plain`, or of
+        a distributed tensor that in `kinds`, counted from there on."""
+        if not self.numbers:
+            return plain.kind_of
+        leaves = np.array([*self.numbers], np.int64)
+        rows = np.searchsorted(plain.leaf_of, leaves)
+        there = rows < len(plain)
+        there[there] = plain.leaf_of[rows[there]] == leaves[there]
+        found: Numbers = plain.kind_of.copy()
+        found[rows[there]] = len(plain.kinds) + np.array([*self.numbers.values()], np.int64)[there]
         return found
 
     def _add(self, leaf: int, local: torch.Tensor, number: int) -> None:

@@ -5,48 +5,88 @@ It is borrowed: valid while the caller keeps the tensors alive and unchanged.
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from torchrelay.errors import StateError
-from torchrelay.geometry import chunks as plan
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.geometry.chunks import Chunks
-from torchrelay.geometry.runs import Copy
-from torchrelay.plan.description import Others
+from torchrelay.geometry.chunks import MIB, Chunks
+from torchrelay.geometry.runs import Column, Copy, Runs
+from torchrelay.plan.description import Others, taken_apart
 from torchrelay.plan.region import Region
-from torchrelay.plan.sharded import ShardedLeaves
+from torchrelay.plan.sharded import ShardedLeaves, find_sharded
 from torchrelay.plan.state_plan import StatePlan
 from torchrelay.plan.stream import Stream
 from torchrelay.record.encoding import encode
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.rows import Marks
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tensors import flat_bytes, versions_of
 from torchrelay.state.tree import Flat, flatten, show
 
 
-class Sendable(Protocol):
+class Sendable(ABC):
     """A state as a transport sends it: a snapshot, or a part of one."""
 
     chunks: Chunks
     stream: Stream
+    step: int | None
+    devices: set[str]  # the kinds of devices that have some of its bytes
 
-    @property
-    def step(self) -> int | None: ...
-    @property
-    def devices(self) -> set[str]: ...
-    def encoded(self) -> bytes: ...
-    def view(self, index: int, device: str = "cpu") -> torch.Tensor | None: ...
-    def read(self, index: int, out: torch.Tensor, copy: Copy | None = None) -> None: ...
-    def changed(self) -> str | None: ...
-    def check_unchanged(self) -> None: ...
+    @abstractmethod
+    def encoded(self) -> bytes:
+        """The record in MessagePack."""
+
+    @abstractmethod
+    def region(self, number: int) -> Region:
+        """The bytes of an image of the stream, as they lie."""
+
+    @abstractmethod
+    def changed(self) -> str | None:
+        """The path of a leaf that was written to since the capture, as far as autograd knows."""
+
+    def check_unchanged(self) -> None:
+        """Raise `StateError` if a leaf was written to since the capture."""
+        if (path := self.changed()) is not None:
+            raise StateError(
+                "changed while it was sent: keep the state as it is until send returns",
+                step=self.step,
+                phase="data",
+                path=path,
+            )
+
+    def view(self, index: int, device: str = "cpu") -> torch.Tensor | None:
+        """The chunk's bytes where they lie, if they are one run of that device's memory."""
+        whole = self.chunks.within_one(index) if self.chunks.sizes[index] >= MIB else None
+        if whole is None:
+            return None
+        number, start, stop = whole
+        region = self.region(number)
+        if region.keep.device.type != device:
+            return None
+        if device != "cpu":
+            return region.run(start, stop)
+        if not region.address:
+            return None
+        origin = region.keep.untyped_storage()
+        return flat_bytes(origin, region.address - origin.data_ptr() + start, stop - start)
+
+    def read(self, index: int, out: torch.Tensor, copy: Copy | None = None) -> None:
+        """Write the chunk's bytes to the buffer `out`, zeros where the stream has gaps.
+
+        `copy` is as for `Stream.read`.
+        """
+        start = self.chunks.offsets[index]
+        self.stream.read(start, start + self.chunks.sizes[index], out, copy)
 
 
-class Snapshot:
+class Snapshot(Sendable):
     """`record` describes the state; `view` and `read` give its chunks, `stream` all its bytes.
 
     A snapshot keeps the tensors of the state alive.
@@ -61,26 +101,31 @@ class Snapshot:
         versions: list[int],
     ) -> None:
         self.record = planned.record
+        self.step, self.devices = self.record.step, self.record.used_devices
         self.chunks = planned.chunks
         self._plan = planned
         self._others = others
         self._plain = planned.pieces.plain.of(sharded.local_leaves(flat.leaves))
-        self.stream = planned.stream(self._plain)
         self._versions = versions, versions_of(others.images.tensors)
         self._images = dict(zip(planned.other_numbers, planned.others, strict=True))
-
-    @property
-    def step(self) -> int | None:
-        return self.record.step
-
-    @property
-    def devices(self) -> set[str]:
-        """The kinds of devices that have some of its bytes."""
-        return self.record.used_devices
+        self.stream = self._memory()
 
     def encoded(self) -> bytes:
-        """The record in MessagePack."""
         return encode(self.record)
+
+    def _memory(self) -> Stream:
+        """The bytes, as they lie in memory now."""
+        plain, places = self._plan.pieces.plain, self.chunks.places
+        columns = (places[self._plan.piece_images], plain.address_of, plain.nbytes)
+        host = Runs.unordered(*(column[plain.on_host] for column in columns))
+        device = Runs.unordered(*(column[~plain.on_host] for column in columns))
+        images = [(self.chunks.start_of(n), self._images[n].region) for n in sorted(self._images)]
+        runs = [(at, one.address, one.nbytes) for at, one in images if one.address]
+        if runs:
+            host = Runs.merged(host, Runs.of(runs))
+        regions = [(at, one) for at, one in images if not one.address]
+        far = partial(_far, columns[0], ~plain.on_host, self._plain)  # it must not keep `self`
+        return Stream(host, regions, self.chunks.stream_bytes, device, far)
 
     @cached_property
     def addresses(self) -> Numbers:
@@ -97,10 +142,9 @@ class Snapshot:
         found = self._images.get(image)
         return self._plain[self._pieces[image]] if found is None else found.region.keep
 
-    def region(self, image: int) -> Region:
-        """The bytes of an image as they lie."""
-        found = self._images.get(image)
-        return Region.row_major(self.tensor(image)) if found is None else found.region
+    def region(self, number: int) -> Region:
+        found = self._images.get(number)
+        return Region.row_major(self.tensor(number)) if found is None else found.region
 
     @cached_property
     def _pieces(self) -> dict[int, int]:
@@ -109,7 +153,6 @@ class Snapshot:
         return {image: piece for piece, image in enumerate(images)}
 
     def changed(self) -> str | None:
-        """The path of a leaf that was written to since the capture, as far as autograd knows."""
         now = versions_of(self._plain), versions_of(self._others.images.tensors)
         if now == self._versions:
             return None
@@ -122,46 +165,10 @@ class Snapshot:
         )
         return show(LeafPaths(self.record.outlines[0].tree)[leaf])
 
-    def check_unchanged(self) -> None:
-        """Raise `StateError` if a leaf was written to since the capture."""
-        if (path := self.changed()) is not None:
-            raise StateError(
-                "changed while it was sent: keep the state as it is until send returns",
-                step=self.step,
-                phase="data",
-                path=path,
-            )
 
-    def view(self, index: int, device: str = "cpu") -> torch.Tensor | None:
-        """The chunk's bytes where they lie, if they are one run of that device's memory."""
-        whole = self.chunks.within_one(index) if self.chunks.sizes[index] >= plan.MIB else None
-        if whole is None:
-            return None
-        number, start, stop = whole
-        image = self._images.get(number)
-        if image is None:
-            piece = self._plan.large.get(number)
-            if piece is None or self._plain[piece].device.type != device:
-                return None
-            address, keep = self._plan.pieces.plain.addresses[piece], self._plain[piece]
-        elif image.device != device:
-            return None
-        elif device != "cpu":
-            return image.region.run(start, stop)
-        else:
-            address, keep = image.region.address, image.region.keep
-        if not address:
-            return None
-        origin = keep.untyped_storage()
-        return flat_bytes(origin, address - origin.data_ptr() + start, stop - start)
-
-    def read(self, index: int, out: torch.Tensor, copy: Copy | None = None) -> None:
-        """Write the chunk's bytes to the buffer `out`, zeros where the stream has gaps.
-
-        `copy` is as for `Stream.read`.
-        """
-        start = self.chunks.offsets[index]
-        self.stream.read(start, start + self.chunks.sizes[index], out, copy)
+def _far(places: Column, marks: Marks, tensors: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:
+    """The tensors that are marked, with their places."""
+    return [(int(places[row]), tensors[row]) for row in np.flatnonzero(marks).tolist()]
 
 
 def capture(
@@ -179,7 +186,7 @@ def capture(
     with gc_paused():
         flat = flatten_objects(state)[0] if objects else flatten(state)
         versions: list[int] = []
-        planned = StatePlan.build(
-            flat, versions, step=step, receivers=receivers, chunk_bytes=chunk_bytes
-        )
-        return Snapshot(flat, *planned, versions)
+        sharded = find_sharded(flat.leaves)
+        pieces, others = taken_apart(flat, versions, sharded=sharded)
+        planned = StatePlan(flat, pieces, others, sharded, step, receivers, chunk_bytes)
+        return Snapshot(flat, planned, others, sharded, versions)

@@ -1,27 +1,20 @@
-"""The record of a live state, and where in memory and in the stream its bytes are.
-
-Records and numbers alone: a plan holds none of the plain tensors.
-"""
+"""The record of a live state, and which of its tensors each image is of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from torchrelay.geometry import chunks as cutting
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.geometry.runs import Column, Runs
-from torchrelay.plan.description import Others, taken_apart
+from torchrelay.plan.description import Others
 from torchrelay.plan.images import LEAF, SHARDED, Image, stored_dtype
+from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.pieces import Indices, Pieces
-from torchrelay.plan.region import Region
-from torchrelay.plan.sharded import ShardedKind, ShardedLeaves, find_sharded
-from torchrelay.plan.stream import Stream
+from torchrelay.plan.sharded import ShardedKind, ShardedLeaves
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import (
@@ -37,7 +30,7 @@ from torchrelay.state.tree import Flat
 
 
 class StatePlan:
-    """The `record` of a state, its `chunks`, and the memory behind its images.
+    """The `record` of a state, its `chunks`, and the tensors behind its images.
 
     Images are numbered as in the record: `piece_images` has those of the pieces, `other_numbers`
     those of `others`, which `describe` found one by one.
@@ -72,9 +65,9 @@ class StatePlan:
         if on is not None:
             device_of = np.empty(len(order), np.int64)
             device_of[order] = on
-        outline = self._outline(flat, some, odd, row_kinds, order)
+        rows = self._outline(flat, some, odd, row_kinds, order)
         record = kinds.record(
-            (outline,),
+            (rows,),
             kind_of,
             step=step,
             devices=devices,
@@ -92,25 +85,6 @@ class StatePlan:
         column = np.array(cuts, np.int64) if cuts else None
         volume = VolumeRecord("", total, cuts=column)
         self.record = msgspec.structs.replace(record, volumes=(volume,))
-
-    @classmethod
-    def build(
-        cls,
-        flat: Flat,
-        versions: list[int],
-        *,
-        step: int | None,
-        receivers: int,
-        chunk_bytes: int | None,
-    ) -> tuple[StatePlan, Others, ShardedLeaves]:
-        """Plan a state, and say what it consists of besides its pieces.
-
-        `versions` receives the version counters of the pieces.
-        """
-        sharded = find_sharded(flat.leaves)
-        pieces, some = taken_apart(flat, versions, sharded=sharded)
-        planned = cls(flat, pieces, some, sharded, step, receivers, chunk_bytes)
-        return planned, some, sharded
 
     def _order(self, some: Others, empties: int, on: Numbers | None) -> Indices:
         """The place in the stream of each image: those of pieces, of other tensors, and those
@@ -164,81 +138,17 @@ class StatePlan:
     def _outline(
         self, flat: Flat, some: Others, odd: _OddRows, kinds: Numbers, order: Indices
     ) -> StateOutline:
-        images: Numbers = self.piece_images.astype(np.int64)
-        offsets = None
-        if odd.leaves:
-            count = len(self.pieces.plain)
-            leaves = np.concatenate([self.pieces.plain.leaf_of, np.array(odd.leaves, np.int64)])
-            by_leaf = np.argsort(leaves, kind="stable")
-            kinds = np.concatenate([kinds, np.array(odd.kinds, np.int64)])[by_leaf]
-            more = order[count:][np.array(odd.images, np.intp)]
-            images = np.concatenate([images, more])[by_leaf]
-            zeros = np.zeros(count, np.int64)
-            offsets = column_of(np.concatenate([zeros, np.array(odd.offsets, np.int64)])[by_leaf])
-        in_order = len(images) <= len(order) and bool((images == np.arange(len(images))).all())
-
         def part(ticket: int) -> m.TensorLeaf:
             return some.images.leaf(ticket, self.other_numbers)
 
-        others = tuple([finished(item, part) for _, item in odd.records])
-        return StateOutline(
-            flat.tree,
-            len(flat.leaves),
-            others,
-            column_of(np.array([leaf for leaf, _ in odd.records], np.int64)),
-            column_of(kinds),
-            None if in_order else images,
-            offsets,
-        )
-
-    def stream(self, plain: Sequence[Any]) -> Stream:
-        """The bytes, as they lie in memory now. `plain` are the tensors of the pieces."""
-        runs: list[tuple[int, int, int]] = []
-        regions: list[tuple[int, Region]] = []  # not in host memory, or not in one run
-        for number, image in sorted(zip(self.other_numbers, self.others, strict=True), key=_first):
-            start, region = self.chunks.start_of(number), image.region
-            if region.address:
-                runs.append((start, region.address, region.nbytes))
-            else:
-                regions.append((start, region))
-        far = _TensorsAt(self._far, plain)
-        return Stream(self._host(runs), regions, self.chunks.stream_bytes, self._device, far)
-
-    @cached_property
-    def _starts(self) -> Column:
-        """Where in the stream each piece stands."""
-        return self.chunks.places[self.piece_images]
-
-    @cached_property
-    def _far(self) -> list[tuple[int, int]]:
-        """Positions in the stream of pieces on devices, ascending, and their numbers."""
-        rows = np.flatnonzero(~self.pieces.plain.on_host)
-        rows = rows[np.argsort(self._starts[rows])]
-        return list(zip(self._starts[rows].tolist(), rows.tolist(), strict=True))
-
-    @cached_property
-    def _device(self) -> Runs:
-        """Pieces on devices, by address."""
-        plain = self.pieces.plain
-        columns = (self._starts, plain.address_of, plain.nbytes)
-        return Runs.unordered(*(column[~plain.on_host] for column in columns))
-
-    def _host(self, runs: list[tuple[int, int, int]]) -> Runs:
-        plain = self.pieces.plain
-        columns: list[Column] = [self._starts, plain.address_of, plain.nbytes]
-        if not plain.on_host.all():
-            columns = [column[plain.on_host] for column in columns]
-        if runs:
-            more = np.array(runs, np.uint64).T
-            columns = [np.concatenate(pair) for pair in zip(columns, more, strict=True)]
-        order = np.argsort(columns[0])
-        return Runs(*(column[order] for column in columns))
-
-    @cached_property
-    def large(self) -> dict[int, int]:
-        """By image, the pieces that are large."""
-        large = np.flatnonzero(self.pieces.plain.nbytes >= cutting.MIB)
-        return dict(zip(self.piece_images[large].tolist(), large.tolist(), strict=True))
+        others = {leaf: finished(item, part) for leaf, item in odd.records}
+        count, images = len(self.pieces.plain), self.piece_images.astype(np.int64)
+        zeros = np.zeros(count, np.int64)
+        rows = [TensorRows(self.pieces.plain.leaf_of, kinds, images, zeros)]
+        if odd.rows:
+            leaves, kinds, numbers, offsets = np.array(odd.rows, np.int64).T
+            rows.append(TensorRows(leaves, kinds, order[count:][numbers].astype(np.int64), offsets))
+        return outline(flat.tree, len(flat.leaves), others, *rows)
 
 
 def _kinds_of_pieces(
@@ -246,16 +156,7 @@ def _kinds_of_pieces(
 ) -> tuple[Numbers, Numbers]:
     """Of each piece, the kind of its leaf and that of its image."""
     plain = pieces.plain
-    # Pieces that are not distributed have these kinds, the others those of `sharded`.
-    of: Numbers = plain.kind_of
-    if sharded.numbers:
-        leaves = np.array([*sharded.numbers], np.int64)
-        rows = np.searchsorted(plain.leaf_of, leaves)
-        there = rows < len(plain)
-        there[there] = plain.leaf_of[rows[there]] == leaves[there]
-        numbers = np.array([*sharded.numbers.values()], np.int64)
-        of = of.copy()
-        of[rows[there]] = len(plain.kinds) + numbers[there]
+    of = sharded.kinds_of(plain)
     count = len(plain.kinds)
     found: Numbers = np.zeros((2, count + len(sharded.kinds)), np.int64)
     for number in np.flatnonzero(np.bincount(of, minlength=1)).tolist() if len(of) else ():
@@ -284,10 +185,7 @@ class _OddRows:
         sharded: Sequence[ShardedKind],
         kinds: KindTable,
     ) -> None:
-        self.leaves: list[int] = []
-        self.kinds: list[int] = []
-        self.images: list[int] = []
-        self.offsets: list[int] = []
+        self.rows: list[tuple[int, int, int, int]] = []  # leaf, kind, image and offset
         self.records: list[tuple[int, Any]] = []
         self.empties: list[tuple[ImageKind, str]] = []
         self._some, self._first_empty = some, len(images)
@@ -319,26 +217,5 @@ class _OddRows:
             strides = None if place.whole else place.strides
             flags = view.flags & ~m.ON_DEVICE
             number = self._kinds.leaf(LeafKind(view.dtype, view.shape, strides, flags))
-        self.leaves.append(leaf)
-        self.kinds.append(number)
-        self.images.append(image)
-        self.offsets.append(place.offset)
+        self.rows.append((leaf, number, image, place.offset))
         return True
-
-
-class _TensorsAt(Sequence[tuple[int, torch.Tensor]]):
-    """Tensors with their positions, paired only when they are asked for."""
-
-    def __init__(self, rows: list[tuple[int, int]], tensors: Sequence[Any]) -> None:
-        self._rows, self._tensors = rows, tensors
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        at, row = self._rows[index]
-        return at, self._tensors[row]
-
-
-def _first(pair: tuple[int, Image]) -> int:
-    return pair[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import islice
 from operator import itemgetter
@@ -29,18 +29,18 @@ class Stream:
         regions: list[tuple[int, Region]],
         nbytes: int,
         device: Runs | None = None,
-        far: Sequence[tuple[int, torch.Tensor]] = (),
+        far: Callable[[], Iterable[tuple[int, torch.Tensor]]] = tuple,
     ) -> None:
         self.nbytes = nbytes
         self.host = host
         self.device = device or Runs([], [], [])  # contiguous tensors on GPUs, by address
-        self._far = far  # the same tensors, each with its position
+        self._far = far  # gives the same tensors, each with its position
         self.regions = regions  # all others
 
     @cached_property
     def elsewhere(self) -> list[tuple[int, Region]]:
         """Regions without an address on this host, in the order of the stream."""
-        found = [(at, Region.row_major(tensor)) for at, tensor in self._far]
+        found = [(at, Region.row_major(tensor)) for at, tensor in self._far()]
         return sorted([*self.regions, *found], key=itemgetter(0))
 
     @cached_property

@@ -284,6 +284,9 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         """The kind of each image."""
         return zeros_or(self.kind_of, self.images)
 
+    def kind_of_image(self, image: int) -> ImageKind:
+        return self.image_kinds[int(self.image_kind[image])]
+
     @cached_property
     def box_counts(self) -> Numbers:
         """The boxes of each kind of image."""

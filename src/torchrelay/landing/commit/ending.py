@@ -6,13 +6,14 @@ the first write there is a way back; after it the state is new, or said to be to
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torchrelay.errors import RelayError, TornStateError
-from torchrelay.landing.places import Landed
+from torchrelay.landing.places import ImageMemory, Landed, Landing, OwnTensor
+from torchrelay.record.schema import Record
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import show
 
@@ -32,12 +33,29 @@ def _nothing() -> None:
     """All bytes are in their places."""
 
 
-class LandingEnd(ABC):
-    """The end of a landing: `make`, then `end`; `commit` does both."""
+class StateLanding(Landing):
+    """A landing of a whole state. It ends by `make`, then `end`; `commit` does both.
 
+    A source that has boxes of tensors and no stream asks for images by number. It fills the memory
+    that is held before `make`, and the caller's own tensors in the `bring` of `end`, which sets
+    `torn` when it begins.
+    """
+
+    record: Record
     all_new = False  # nothing in it is the caller's
-    torn = False  # the caller's tensors have been written to, but not all of them
     _finishing = False
+
+    @abstractmethod
+    def held(self) -> Iterator[ImageMemory]:
+        """Memory of the landing's own, for images."""
+
+    @abstractmethod
+    def memory_of(self, image: int) -> ImageMemory | None:
+        """The memory of the landing's own that one image goes to, if it goes to such."""
+
+    @abstractmethod
+    def own(self) -> Iterator[OwnTensor]:
+        """The caller's tensors that take images as they are; none where they are staged."""
 
     @abstractmethod
     def make(self) -> None:
@@ -62,7 +80,6 @@ class LandingEnd(ABC):
         return not self.all_new and (self._finishing or self.torn)
 
     def commit(self) -> Landed:
-        """All bytes have arrived and hold: make them the state."""
         self.make()
         return self.end()
 

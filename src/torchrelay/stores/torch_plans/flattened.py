@@ -15,7 +15,7 @@ import msgspec
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrelay.errors import CheckpointError
-from torchrelay.plan.in_rows import in_rows
+from torchrelay.plan.outline import in_rows
 from torchrelay.plan.overlay import shifted
 from torchrelay.plan.stored import Names
 from torchrelay.record import manifest as m

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchrelay.errors import MismatchError
-from torchrelay.plan.overlay import Overlay
+from torchrelay.plan.overlay import laid_over
 from torchrelay.plan.stored import StoredTensor, StoredTensors
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
@@ -47,12 +47,14 @@ def as_planned(record: Record) -> AsPlanned:
     Which containers it takes apart is its own business: so it is asked, with a state of the same
     shape that has no bytes.
     """
-    offer = Overlay([LeafRows(record, rank, at_rest=True) for rank in _first_ranks(record)])
+    ranks = [LeafRows(record, rank, at_rest=True) for rank in _first_ranks(record)]
+    offered = [leaf for rows in ranks for leaf in rows]
+    tree = laid_over([(rows.tree, len(rows)) for rows in ranks])
     stored = StoredTensors(record)
     stands: dict[int, StoredTensor] = {}
     leaves: dict[int, object] = {}
-    for path, index in slots(offer.tree):
-        leaf = offer.leaves[index]
+    for path, index in slots(tree):
+        leaf = offered[index]
         if isinstance(leaf, (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)):
             part = next(parts(leaf))
             dtype = t.dtype_named(part.dtype)
@@ -63,7 +65,7 @@ def as_planned(record: Record) -> AsPlanned:
             leaves[index] = build(leaf, _no_part, 0)
         else:
             leaves[index] = Unknown(dotted(path))
-    state = unflatten(offer.tree, leaves)
+    state = unflatten(tree, leaves)
     if not isinstance(state, dict):
         raise MismatchError("torch's planners take a dict, and the saved state is none")
     planner = DefaultSavePlanner()

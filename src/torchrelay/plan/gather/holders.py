@@ -10,7 +10,7 @@ import numpy as np
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
-from torchrelay.plan.joined_trees import Home, JoinedTrees
+from torchrelay.plan.gather.trees import Home, JoinedTrees
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import ImageKind, LeafKind, MeshSharding, Record
@@ -124,7 +124,7 @@ class Holders:
     ) -> int:
         """The number of a tensor; trees that differ are joined by paths."""
         number = len(self.tensors)
-        if not self._joined.exact:
+        if len(self._joined.homes) > 1:
             key = self._joined.path_key(home, leaf)
             number = self._by_path.setdefault(key, number)
         if number == len(self.tensors):

@@ -15,8 +15,8 @@ import numpy as np
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons, Numbers
-from torchrelay.plan.holders import NONE
-from torchrelay.plan.union import Union
+from torchrelay.plan.gather.holders import NONE
+from torchrelay.plan.gather.union import Union
 from torchrelay.record.dtypes import itemsize
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrelay.geometry.boxes import Box, Numbers, run_of, shared, within
-from torchrelay.plan.gather import WHOLE, GatherShare
-from torchrelay.plan.owners import OwnedBox, Owners
+from torchrelay.plan.gather.owners import OwnedBox, Owners
+from torchrelay.plan.gather.union import Union
+from torchrelay.plan.share.pairs import WHOLE
+from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.reads import Reads
 from torchrelay.record.schema import Record
@@ -98,12 +100,13 @@ class GatherReads:
 
     def __init__(
         self,
-        share: GatherShare,
+        union: Union,
+        share: RankShare,
         record: Record,
         only: Numbers | None = None,
         lost: Collection[int] = (),
     ) -> None:
-        self._share, self._union, self._nbytes = share, share.union, record.box_bytes
+        self._share, self._union, self._nbytes = share, union, record.box_bytes
         self._found: dict[int, _Collected] = {}
         images = np.arange(record.images) if only is None else only
         images = images[self._nbytes[images] > 0]
@@ -113,6 +116,7 @@ class GatherReads:
         loads = np.zeros(len(self._union.joined.ranks), np.int64)
         np.add.at(loads, places[places >= 0], self._nbytes[plain])
         numbers = self._union.tensors(share.sources[tensors])
+        self._union.check_values(numbers)
         owners = Owners(self._union, np.unique(numbers), loads, lost)
         group: Numbers = np.zeros(len(self._union.holders.tensors), np.int64)
         for place, tiled in enumerate(owners.tiled):

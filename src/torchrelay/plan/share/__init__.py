@@ -1,0 +1,1 @@
+"""The share that one rank takes of a recorded state."""

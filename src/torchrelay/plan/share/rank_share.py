@@ -1,0 +1,422 @@
+"""The share that one rank takes of a recorded state, as a record of its own. Pure.
+
+Each leaf is as its destination takes it: a DTensor takes a box of a tensor, anything else all of
+it, whichever of the two it was. Each image of the share is one box of one recorded image, whether
+that lies in files or on ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import Box, Numbers
+from torchrelay.plan.outline import TensorRows, outline
+from torchrelay.plan.overlay import laid_over, pruned
+from torchrelay.plan.plain import PlainTensors
+from torchrelay.plan.selection import Selection
+from torchrelay.plan.sharded import ShardedKind, ShardedLeaves
+from torchrelay.plan.share.pairs import WHOLE, LeafNumbers, Pairs
+from torchrelay.plan.share.whole_leaves import NONE, ODD, WholeLeaves, undistributed
+from torchrelay.record import manifest as m
+from torchrelay.record.kinds import KindTable
+from torchrelay.record.rows import LeafRows, Marks
+from torchrelay.record.schema import ImageKind, LeafKind, Record
+from torchrelay.state import tensors as t
+from torchrelay.state.leaves import with_parts
+from torchrelay.state.local_parts import LocalBoxes, local_parts
+from torchrelay.state.matching import Matched
+from torchrelay.state.meshes import mesh_record
+from torchrelay.state.paths import LeafPaths
+from torchrelay.state.tree import check_types, show, slots
+
+PARTIAL = "a DTensor with a partial placement takes no value: redistribute it first"
+_encode = msgspec.msgpack.Encoder().encode
+_none: Numbers = np.zeros(0, np.int64)
+_NOTHING = m.ValueLeaf("plain", None)  # in the place of leaves that are not wanted
+_HELD = (m.TensorLeaf, m.QuantizedLeaf, m.SparseLeaf, m.SubclassLeaf)
+
+
+class FittedShare(NamedTuple):
+    """A share as one destination takes it.
+
+    The leaves of `matched` are those of `record`. The leaves in `late` get their bytes by way of
+    whole images, which are not written to the destination as they are.
+    """
+
+    record: Record
+    matched: Matched
+    late: Set[int] = frozenset()
+
+
+class DestinationLayout(Protocol):
+    """The plain tensors of a destination that share no memory with each other, and the distributed
+    ones with a plain part here."""
+
+    plain: PlainTensors
+    sharded: ShardedLeaves
+
+
+class Twins(NamedTuple):
+    """Two images of the share that go to one place: their bytes must be the same."""
+
+    first: int
+    second: int
+    path: str
+
+
+class _ShareRows(NamedTuple):
+    """Leaves of the share in columns: number, kind, recorded image, box and offset of each."""
+
+    leaves: Numbers
+    kinds: Numbers
+    sources: Numbers
+    boxes: Numbers
+    offsets: Numbers
+
+
+class RankShare:
+    """One rank's share of the leaves of these `ranks` of one record, laid over each other: where
+    two have a path, the first counts. `include` chooses leaves by patterns of their paths;
+    `guessed` is as for `Selection`.
+
+    `new` or `fitted` is called once. After that each image of the share is all, or one of the
+    `boxes`, of a recorded image: `sources` and `source_boxes`. `look` is called with each recorded
+    image for which memory is going to be taken.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[LeafRows],
+        *,
+        include: tuple[str, ...] = (),
+        guessed: bool = False,
+        look: Callable[[int], None] | None = None,
+    ) -> None:
+        self._ranks = [ranks[0], *(rows for rows in ranks[1:] if rows.tree != ranks[0].tree)]
+        self._recorded = ranks[0].record
+        self._leaves = sum(map(len, self._ranks))
+        self._wholes = WholeLeaves(self._ranks)
+        self._look = look
+        exact = len(self._ranks) == 1  # so everything in it was one state
+        self.tree = laid_over([(rows.tree, len(rows)) for rows in self._ranks])
+        self.choice = Selection(include, self._leaves, exact=exact, guessed=guessed)
+        self.boxes: list[Box] = []
+        self.sources: Numbers = _none
+        self.source_boxes: Numbers = _none
+        self.twins: list[Twins] = []
+        self._local_boxes = LocalBoxes()
+        self._box_numbers: dict[bytes, int] = {}
+        self._kinds = KindTable()
+        self._rows: list[_ShareRows] = []
+        self._others: dict[int, m.Leaf] = {}  # their parts are numbered in `_parts`
+        self._parts: list[tuple[int, int]] = []  # recorded image and box of each
+        self._twins: list[tuple[tuple[int, int], tuple[int, int], str]] = []
+
+    def new(self) -> Record:
+        """The share where all of it is made as new tensors."""
+        check_types(self.tree)
+        numbers, tree, leaves = LeafNumbers(self._leaves), self.tree, np.arange(self._leaves)
+        if self.choice.patterns:
+            chosen = {leaf for path, leaf in slots(tree) if self.choice.takes(path)}
+            leaves = np.array(sorted(chosen), np.int64)
+            tree, _ = pruned(tree, dict.fromkeys(chosen))
+            # One more leaf: it takes the places of items that are not wanted.
+            self._others[numbers.count] = _NOTHING
+            numbers.count += 1
+        elif not self.choice.exact:  # a leaf is not in the tree where another rank's has its path
+            leaves = np.unique(np.array([leaf for _, leaf in slots(tree)], np.int64))
+        self._add_leaves(leaves, numbers.take(leaves))
+        return self._record(tree, numbers)
+
+    def fitted(
+        self,
+        leaves: Sequence[object],
+        layout: DestinationLayout,
+        matched: Matched,
+        given: Mapping[int, torch.Tensor | None],
+    ) -> FittedShare:
+        """The share for the `leaves` of a destination. `given` has the leaves that are made for
+        objects, each with the tensor that it resembles."""
+        pairs = Pairs(matched, self._leaves)
+        kinds = _kinds_of(layout, len(leaves))[pairs.here]
+        slow = self._several_parts(leaves, pairs, kinds)
+        plain, some = np.flatnonzero((kinds == NONE) & ~slow), np.flatnonzero((kinds >= 0) & ~slow)
+        numbers = LeafNumbers(self._leaves)
+        whole = self._add_given(given, numbers)
+        wanted = np.unique(np.concatenate([pairs.offered[plain], whole]))
+        at = numbers.take(wanted)
+        self._add_leaves(wanted, at)
+        pairs.leaf[plain] = at[np.searchsorted(wanted, pairs.offered[plain])]
+        pairs.source[plain] = self._wholes.sources[pairs.offered[plain]]
+        pairs.leaf[some] = numbers.take(pairs.offered[some])
+        self._add_sharded(pairs, some, kinds[some], layout.sharded.kinds)
+        for row in np.flatnonzero(slow).tolist():
+            pairs.leaf[row] = numbers.take(pairs.offered[row : row + 1])[0]
+            self._add_parts(pairs, row, leaves[int(pairs.here[row])])
+        alone = np.zeros(len(leaves), bool)  # those that share no memory with each other
+        alone[layout.plain.leaf_of] = True
+        dropped = self._find_twins(pairs, leaves, alone)
+        late = self._late(pairs, plain, leaves, alone)
+        record = self._record(self.tree, numbers, late.union(whole.tolist()))
+        return FittedShare(record, pairs.matched(dropped), late)
+
+    # Leaves that are not distributed here.
+
+    def _add_leaves(self, leaves: Numbers, at: Numbers) -> None:
+        """Recorded leaves, as leaves `at` of the share: distributed tensors are whole."""
+        shift = 0
+        for rows in self._ranks:
+            inside = (leaves >= shift) & (leaves < shift + len(rows))
+            some, to = leaves[inside] - shift, at[inside]
+            shift += len(rows)
+            row = np.searchsorted(rows.leaves, some)
+            is_row = row < len(rows.leaves)
+            is_row[is_row] = rows.leaves[row[is_row]] == some[is_row]
+            self._add_rows(rows, row[is_row], to[is_row])
+            for leaf, number in zip(some[~is_row].tolist(), to[~is_row].tolist(), strict=True):
+                self._others[number] = self._moved(rows.others[leaf])
+
+    def _add_rows(self, rows: LeafRows, some: Numbers, at: Numbers) -> None:
+        if not len(some):
+            return
+        whole = [
+            LeafKind(kind.dtype, kind.shape, None, kind.flags) if kind.sharding >= 0 else kind
+            for kind in self._recorded.kinds
+        ]
+        kinds = np.array([*map(self._kinds.leaf, whole)], np.int64)[rows.kinds[some]]
+        boxes = np.full(len(some), WHOLE, np.int64)
+        self._rows.append(_ShareRows(at, kinds, rows.images[some], boxes, rows.offsets[some]))
+
+    def _moved(self, found: m.Leaf) -> m.Leaf:
+        """A leaf that is not a row, with its parts numbered here, in the layouts of their images
+        in memory."""
+
+        def moved(part: m.TensorLeaf) -> m.TensorLeaf:
+            if part.storage < 0:
+                return part
+            kind, strides = self._recorded.kind_of_image(part.storage), part.strides
+            if strides is None and not part.offset and part.shape == kind.shape:
+                strides = kind.strides
+            number = self._part(part.storage, WHOLE)
+            return msgspec.structs.replace(part, storage=number, strides=strides)
+
+        return with_parts(undistributed(found), moved)
+
+    def _part(self, source: int, box: int) -> int:
+        self._parts.append((source, box))
+        return len(self._parts) - 1
+
+    def _late(
+        self, pairs: Pairs, plain: Numbers, leaves: Sequence[object], alone: Marks
+    ) -> set[int]:
+        """The leaves of the share that are not written in place, element by element, from all of
+        an image."""
+        kinds = self._recorded.image_kinds
+        facts = np.array([self._wholes.fact(kind.dtype, kind.shape) for kind in kinds], np.int64)
+        of_images = np.append(facts[self._recorded.image_kind], NONE)
+        source = pairs.source[plain]
+        straight = (source != NONE) & (
+            of_images[source] == self._wholes.facts[pairs.offered[plain]]
+        )
+        for row in np.flatnonzero(straight & ~alone[pairs.here[plain]]).tolist():
+            straight[row] = _is_settable(leaves[int(pairs.here[plain[row]])])
+        late = pairs.leaf[plain][~straight].tolist()
+        return {leaf for leaf in late if isinstance(self._others.get(leaf, _TENSOR), _HELD)}
+
+    # Leaves that are distributed here.
+
+    def _several_parts(self, leaves: Sequence[object], pairs: Pairs, kinds: Numbers) -> Marks:
+        """The pairs with a distributed destination that has not one plain tensor here, or is
+        offered what has no elements."""
+        found = np.zeros(len(pairs.here), bool)
+        types = {kind for kind in set(map(type, leaves)) if t.is_distributed_type(kind)}
+        if types:
+            found = (kinds >= 0) & (self._wholes.sources[pairs.offered] == NONE)
+            for row in np.flatnonzero(kinds == NONE).tolist():
+                found[row] = type(leaves[int(pairs.here[row])]) in types
+        return found
+
+    def _add_sharded(
+        self, pairs: Pairs, some: Numbers, numbers: Numbers, kinds: Sequence[ShardedKind]
+    ) -> None:
+        """Leaves for distributed tensors with one plain part here, each as a box."""
+        if not len(some):
+            return
+        offered = pairs.offered[some]
+        facts, box_of, kind_of = (np.full(len(kinds), NONE, np.int64) for _ in range(3))
+        for number in np.unique(numbers).tolist():
+            kind = kinds[number]
+            facts[number] = self._wholes.fact(kind.dtype, kind.shape)
+            box_of[number] = self._box(kind.box, kind.shape)
+            kind_of[number] = kind._replace(flags=0).number_in(self._kinds)
+        for row in np.flatnonzero(self._wholes.facts[offered] != facts[numbers])[:1].tolist():
+            kind, path = kinds[int(numbers[row])], pairs.path(int(some[row]))
+            self._wholes.check(int(offered[row]), kind.dtype, kind.shape, path)
+        for row, number in zip(some.tolist(), numbers.tolist(), strict=True):
+            if kinds[number].is_partial:
+                raise MismatchError(PARTIAL, path=pairs.path(row))
+        pairs.source[some], pairs.box[some] = self._wholes.sources[offered], box_of[numbers]
+        columns = (kind_of[numbers], pairs.source[some], pairs.box[some])
+        self._rows.append(_ShareRows(pairs.leaf[some], *columns, np.zeros(len(some), np.int64)))
+
+    def _add_parts(self, pairs: Pairs, row: int, mine: Any) -> None:
+        """A leaf for a distributed tensor that has several parts here, or none that is plain."""
+        leaf, dtype, path = int(pairs.offered[row]), t.NAMES[mine.dtype], pairs.path(row)
+        self._wholes.check(leaf, dtype, tuple(mine.size()), path)
+        before = len(self._parts)
+        self._others[int(pairs.leaf[row])] = self._like(leaf, dtype, mine, path)
+        if len(self._parts) == before + 1:
+            pairs.source[row], pairs.box[row] = self._parts[before]
+
+    def _like(self, leaf: int, dtype: str, mine: Any, path: str) -> m.Leaf:
+        """The parts of a tensor that a distributed one has in this process, described like it."""
+        source, shape = int(self._wholes.sources[leaf]), tuple(mine.size())
+        locals_ = []
+        for part in local_parts(mine, self._local_boxes):
+            number = NONE
+            if part.tensor.numel() and source != NONE:
+                number = self._part(source, self._box(part.box, shape))
+            locals_.append(m.TensorLeaf(dtype, tuple(part.tensor.shape), None, number))
+        if isinstance(mine, t.ShardedTensor):
+            _, boxes, all_boxes, _ = t.sharded_parts(mine)
+            return m.ShardedLeaf(tuple(locals_), boxes, all_boxes, shape, dtype)
+        local, spec = t.dtensor_parts(mine)
+        if any(placement.is_partial() for placement in spec.placements):
+            raise MismatchError(PARTIAL, path=path)
+        whole = locals_[0] if locals_ else m.TensorLeaf(dtype, tuple(local.shape), None, NONE)
+        coordinate = spec.mesh.get_coordinate()
+        return m.DTensorLeaf(
+            whole,
+            mesh_record(spec.mesh),
+            tuple(map(t.placement_record, spec.placements)),
+            shape,
+            tuple(mine.stride()),
+            None if coordinate is None else tuple(coordinate),
+        )
+
+    def _add_given(self, given: Mapping[int, torch.Tensor | None], numbers: LeafNumbers) -> Numbers:
+        """Leaves that are made for objects: distributed as the tensors that they resemble, where
+        those have their shape. Returns the ones that are made whole."""
+        whole = []
+        for leaf, like in given.items():
+            facts = self._wholes.of(leaf) if t.is_dtensor(like) else None
+            if facts is None or not facts[1] or like is None or facts[1] != tuple(like.shape):
+                whole.append(leaf)
+            else:
+                numbers.take(np.array([leaf], np.int64))
+                path = show(LeafPaths(self.tree)[leaf])
+                self._others[leaf] = self._like(leaf, facts[0], like, path)
+        return np.array(whole, np.int64)
+
+    def _box(self, box: Box, shape: tuple[int, ...]) -> int:
+        if box == ((0,) * len(shape), shape):
+            return WHOLE
+        number = self._box_numbers.setdefault(_encode(box), len(self.boxes))
+        if number == len(self.boxes):
+            self.boxes.append(box)
+        return number
+
+    # Several tensors for one place.
+
+    def _find_twins(self, pairs: Pairs, leaves: Sequence[object], alone: Marks) -> set[int]:
+        """The pairs whose destination another one fills already, with what should be the same."""
+        suspect = ~alone[pairs.here]
+        if pairs.tree is None:  # a leaf may be here at several paths
+            suspect |= np.bincount(pairs.here, minlength=1)[pairs.here] > 1
+        first: dict[object, int] = {}
+        found = set()
+        for row in np.flatnonzero(suspect & (pairs.source != NONE)).tolist():
+            here = int(pairs.here[row])
+            place = here if alone[here] else _memory(leaves[here])
+            other = row if place is None else first.setdefault(place, row)
+            mine, theirs = ((int(pairs.source[n]), int(pairs.box[n])) for n in (row, other))
+            if mine != theirs and np.ptp(self._wholes.facts[pairs.offered[[row, other]]]) == 0:
+                self._twins.append((theirs, mine, pairs.path(row)))
+                found.add(row)
+        return found
+
+    # The record of the share.
+
+    def _record(self, tree: m.Node, numbers: LeafNumbers, taken: Set[int] | None = None) -> Record:
+        """The record; memory is going to be taken for the leaves in `taken`, or all of them."""
+        self._others |= dict.fromkeys(numbers.free(), _NOTHING)
+        columns = zip(*self._rows, strict=True) if self._rows else [[_none]] * 5
+        leaves, kinds, sources, boxes, offsets = (np.concatenate([*some]) for some in columns)
+        twins = [one for twin in self._twins for one in twin[:2]]
+        more = np.array([*self._parts, *twins], np.int64).reshape(-1, 2)
+        if self._look is not None:
+            some = sources if taken is None else sources[np.isin(leaves, list(taken))]
+            for image in np.unique(np.concatenate([some, more[:, 0]])).tolist():
+                self._look(image)
+        wide = len(self.boxes) + 1
+        codes = np.concatenate([sources, more[:, 0]]) * wide
+        codes += np.concatenate([boxes, more[:, 1]]) + 1
+        refs, images = np.unique(codes, return_inverse=True)
+        self.sources, self.source_boxes = refs // wide, refs % wide - 1
+        of_parts = images[len(leaves) :].tolist()
+        others = {leaf: _renumbered(found, of_parts) for leaf, found in self._others.items()}
+        for number, (_, _, path) in enumerate(self._twins):
+            first, second = of_parts[len(self._parts) + 2 * number :][:2]
+            self.twins.append(Twins(first, second, path))
+        rows = TensorRows(leaves, kinds, images[: len(leaves)], offsets)
+        found = outline(tree, numbers.count, others, rows)
+        return self._kinds.record((found,), self._image_kinds(), step=self._recorded.step)
+
+    def _image_kinds(self) -> Numbers:
+        """The kind of each image of the share."""
+        wide = len(self.boxes) + 1
+        codes = self._recorded.image_kind[self.sources] * wide + self.source_boxes + 1
+        found, inverse = np.unique(codes, return_inverse=True)
+        kinds = []
+        for code in found.tolist():
+            number, box = divmod(code, wide)
+            kind = self._recorded.image_kinds[number]
+            if box:
+                made = ImageKind.of_boxes(kind.dtype, kind.shape, [self.boxes[box - 1]])
+            else:
+                made = ImageKind(kind.dtype, kind.shape, kind.strides)
+            kinds.append(self._kinds.image(made))
+        return np.array(kinds, np.int64)[inverse]
+
+
+_TENSOR = m.TensorLeaf("uint8", (), None, NONE)  # in the place of rows
+
+
+def _kinds_of(layout: DestinationLayout, leaves: int) -> Numbers:
+    """Of each leaf of a destination, its kind of distributed tensor, or -1."""
+    found: Numbers = np.full(leaves, NONE, np.int64)
+    numbers = layout.sharded.numbers
+    if numbers:
+        found[np.array([*numbers], np.int64)] = np.array([*numbers.values()], np.int64)
+    return found
+
+
+def _renumbered(leaf: m.Leaf, numbers: Sequence[int]) -> m.Leaf:
+    def moved(part: m.TensorLeaf) -> m.TensorLeaf:
+        if part.storage < 0:
+            return part
+        return msgspec.structs.replace(part, storage=numbers[part.storage])
+
+    return leaf if leaf is _NOTHING else with_parts(leaf, moved)
+
+
+def _is_settable(mine: object) -> bool:
+    """Whether a tensor can be filled in place, element by element, from a whole recorded one."""
+    if not isinstance(mine, torch.Tensor) or not t.is_plain(mine):
+        return False
+    return not mine.is_meta and not t.flags_of(mine) & ODD
+
+
+def _memory(mine: object) -> object:
+    """What tells the memory of a tensor that is written in place from that of others."""
+    if t.is_dtensor(mine):
+        mine, _ = t.dtensor_parts(mine)
+    if not isinstance(mine, torch.Tensor) or not t.is_plain(mine) or not mine.numel():
+        return None
+    return mine.device, mine.data_ptr(), mine.dtype, mine.shape, mine.stride()
