@@ -18,7 +18,7 @@ from torchrelay.record.reads import decode_reads
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.matching import OpenSend
 from torchrelay.transports.meeting.node import Node, ReceiverJoined, WrongStep
-from torchrelay.transports.protocol.digests import AskedDigests, ChunksHashed
+from torchrelay.transports.protocol.digests import AskedDigests
 from torchrelay.transports.protocol.fanout import Link
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
@@ -195,10 +195,9 @@ class Sending:
             if peer.stage is Stage.UNKNOWN and rank in self.served:
                 self._node.note_unknown(rank, self.served[rank].transfer)
         self._digests.close()
-        for rank, one in self.served.items():
+        for one in self.served.values():
             one.close()
-            if self.peers[rank].stage is not Stage.DONE:
-                one.connection.close()
+            one.connection.close()
 
     # Events
 
@@ -206,7 +205,6 @@ class Sending:
         """Handle the next event, and those that are there with it."""
         for event in self._inbox.take(seconds):
             self._handle(event)
-        self._digests.tell(self.send)
 
     def _handle(self, event: object) -> None:
         now = time.monotonic()
@@ -221,16 +219,12 @@ class Sending:
         elif isinstance(event, (MessageHeard, ConnectionLost)):
             one = self.served.get(event.connection.rank)
             if one is not None and one.connection is event.connection:
-                if isinstance(event, MessageHeard) and isinstance(event.message, Join):
-                    self._node.put_back(ReceiverJoined(event.connection, event.message, False))
-                elif isinstance(event, MessageHeard):
-                    self._hear(self.peers[event.connection.rank], event, now)
+                if isinstance(event, MessageHeard):
+                    self.machine.heard(event.connection.rank, event.message, now)
                 else:
                     self.machine.lost(event.connection.rank, event.reason)
         elif isinstance(event, ChunkSent):
             self._count(event.index)
-        elif isinstance(event, ChunksHashed):
-            self._digests.hashed(event)
         elif isinstance(event, FeedBroken) and not isinstance(event.fault, OSError):
             raise event.fault  # the state cannot be read
         elif isinstance(event, ServiceFailed):
@@ -238,13 +232,6 @@ class Sending:
                 self.machine.fail(self.peers[event.rank], event.reason)
         elif isinstance(event, Exception):
             raise event
-
-    def _hear(self, peer: Peer, event: MessageHeard, now: float) -> None:
-        before = peer.stage
-        self.machine.heard(peer.rank, event.message, now)
-        if peer.stage is Stage.DONE and before is not Stage.DONE:
-            # Once: another send may have the connection from now on.
-            self._node.reuse(event.connection)
 
     def _count(self, index: int) -> None:
         chunks = self.snapshot.chunks
@@ -327,10 +314,10 @@ class Sending:
         return ""
 
     def tell_digests(self, rank: int, want: Want) -> str:
-        outgoing = self.served[rank].outgoing
-        assert outgoing is not None
+        one = self.served[rank]
+        assert one.outgoing is not None
         try:
-            again = self._digests.want(rank, outgoing, want)
+            again = self._digests.want(rank, one.outgoing, want, one.connection.send)
         except RemoteProtocolError as fault:
             return fault.message
         if again:

@@ -244,8 +244,7 @@ class SenderMachine:
             peer.give_up(reason)
 
     def _give_up(self, peer: Peer, reason: str, said: str, *, late: bool = False) -> None:
-        # A receiver that was told to commit hears no more: after its `Done`, which may be on its
-        # way, the next transfer uses the connection.
+        # A receiver that was told to commit takes no more messages.
         if peer.stage is not Stage.CONFIRMED:
             self.effects.send(peer.rank, Abort(text(said), late=late))
         peer.give_up(reason, late=late)
