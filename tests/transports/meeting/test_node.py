@@ -17,7 +17,7 @@ from torchrelay.transports.meeting import node as module
 from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.directory import StoreDirectory
 from torchrelay.transports.meeting.matching import OpenSend
-from torchrelay.transports.meeting.node import Arrival, Node, ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.node import DataTicket, Node, ReceiverJoined, WrongStep
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import CONTROL, Hello
 from torchrelay.transports.wire.messages import Abort, Done, Join, Message, Offer, encode
@@ -280,50 +280,54 @@ def test_members_that_come_and_go_leave_nothing(two: Two) -> None:
 
 
 @pytest.fixture
-def expected(two: Two) -> Iterator[tuple[bytes, bytes, list[Arrival]]]:
-    transfer, key = handshake.new_id(), handshake.new_key()
-    came: list[Arrival] = []
-    with two.sender.expect(transfer, key, came.append):
-        yield transfer, key, came
+def expected(two: Two) -> Iterator[tuple[DataTicket, list[Any]]]:
+    ticket, came = new_ticket(), []
+    with two.sender.expect(ticket, came.append):
+        yield ticket, came
 
 
-def connect_data(two: Two, transfer: bytes, key: bytes, lane: int = 0) -> Any:
+def new_ticket() -> DataTicket:
+    return DataTicket(handshake.new_id(), handshake.new_key())
+
+
+def connect_data(two: Two, ticket: DataTicket) -> Any:
     tries = iter([False, False, True])
     return two.receiver.connect_data(
-        two.sender.identity, transfer, key, lane, Deadline(SOON), lambda: next(tries)
+        two.sender.identity, ticket, Deadline(SOON), lambda: next(tries)
     )
 
 
 def test_data_connections_of_a_transfer_are_admitted(two: Two, expected: Any) -> None:
-    transfer, key, came = expected
-    socks = [connect_data(two, transfer, key, lane) for lane in (0, 3)]
+    ticket, came = expected
+    socks = [connect_data(two, ticket) for _ in range(2)]
     two.until(lambda: len(came) == 2)
-    assert [arrival.lane for arrival in came] == [0, 3]
     socks[1].sendall(b"a chunk")
-    came[1].sock.setblocking(True)
-    assert came[1].sock.recv(100) == b"a chunk"
-    for sock in (*socks, *(arrival.sock for arrival in came)):
+    came[1].setblocking(True)
+    assert came[1].recv(100) == b"a chunk"
+    for sock in (*socks, *came):
         sock.close()
 
 
-@pytest.mark.parametrize("wrong", ["key", "transfer", "token"])
+@pytest.mark.parametrize("wrong", ["key", "transfer", "token", "broken"])
 def test_data_connections_with_another_key_are_not(two: Two, expected: Any, wrong: str) -> None:
-    transfer, key, came = expected
-    if wrong == "transfer":
-        transfer = handshake.new_id()
-    else:
-        key = two.sender.identity.token if wrong == "token" else handshake.new_key()
+    ticket, came = expected
+    others = {
+        "key": {"key": handshake.new_key()},
+        "transfer": {"transfer": handshake.new_id()},
+        "token": {"key": two.sender.identity.token},
+        "broken": {"broken": 1},
+    }
     with pytest.raises(ConnectionResetError):
-        connect_data(two, transfer, key)
+        connect_data(two, ticket._replace(**others[wrong]))
     assert came == []
 
 
 def test_data_connections_of_a_transfer_that_is_over_are_not(two: Two) -> None:
-    transfer, key = handshake.new_id(), handshake.new_key()
-    with two.sender.expect(transfer, key, pytest.fail):
+    ticket = new_ticket()
+    with two.sender.expect(ticket, pytest.fail):
         pass
     with pytest.raises(ConnectionResetError):
-        connect_data(two, transfer, key)
+        connect_data(two, ticket)
 
 
 # What a sender did not hear the end of

@@ -52,16 +52,18 @@ class WrongStep:
     step: int | None
 
 
-class Arrival(NamedTuple):
-    """A data connection of a transfer."""
+class DataTicket(NamedTuple):
+    """What admits data connections to a transfer: new ones, after some have `broken`, are not taken
+    for the old."""
 
-    lane: int
-    sock: socket.socket
+    transfer: bytes
+    key: bytes
+    broken: int = 0
 
 
 class _Expected(NamedTuple):
     key: bytes
-    put: Callable[[Arrival], None]
+    put: Callable[[socket.socket], None]
 
 
 class Node:
@@ -109,26 +111,24 @@ class Node:
         return connection
 
     @contextlib.contextmanager
-    def expect(self, transfer: bytes, key: bytes, put: Callable[[Arrival], None]) -> Iterator[None]:
+    def expect(self, ticket: DataTicket, put: Callable[[socket.socket], None]) -> Iterator[None]:
         """Within: data connections of a transfer are admitted, and go to `put`."""
-        self._listener.run(self._desk.expect, transfer, _Expected(key, put))
+        self._listener.run(self._desk.expect, ticket, put)
         try:
             yield
         finally:
-            self._listener.run(self._desk.expect_no_more, transfer)
+            self._listener.run(self._desk.expect_no_more, ticket)
 
     def connect_data(
         self,
         identity: Identity,
-        transfer: bytes,
-        key: bytes,
-        lane: int,
+        ticket: DataTicket,
         deadline: Deadline,
         over: Callable[[], bool],
     ) -> socket.socket:
         """A data connection to the process that feeds this one. `OSError` if that fails."""
-        hello = Hello(handshake.DATA, identity.node, 0, transfer, lane)
-        return call_until(identity, hello, key, deadline, over)
+        hello = Hello(handshake.DATA, identity.node, 0, ticket.transfer, ticket.broken)
+        return call_until(identity, hello, ticket.key, deadline, over)
 
     # Transfers whose end the sender did not hear of. The next `Join` of the receiver tells.
 
@@ -157,34 +157,34 @@ class _Desk:
         self._matcher = Matcher()
         self._inboxes: dict[OpenSend, Inbox] = {}
         self._joins: dict[WaitingJoin, tuple[Connection, Join]] = {}
-        self._expected: dict[bytes, _Expected] = {}
+        self._expected: dict[tuple[bytes, int], _Expected] = {}
 
     # Who may connect
 
     def key_for(self, hello: Hello) -> bytes | None:
         if hello.kind == handshake.CONTROL:
             return self.token
-        expected = self._expected.get(hello.transfer)
+        expected = self._expected.get((hello.transfer, hello.broken))
         return None if expected is None else expected.key
 
     def admit(self, hello: Hello, sock: socket.socket) -> None:
         if hello.kind == handshake.DATA:
-            expected = self._expected.get(hello.transfer)
+            expected = self._expected.get((hello.transfer, hello.broken))
             if expected is None:
                 sock.close()
             else:
-                expected.put(Arrival(hello.lane, sock))
+                expected.put(sock)
             return
         connection = Connection(sock, self._listener.loop, hello.rank)
         connection.deliver = self._first
         connection.start()
         self._listener.loop.call_later(JOIN_SECONDS, self._no_join, connection)
 
-    def expect(self, transfer: bytes, expected: _Expected) -> None:
-        self._expected[transfer] = expected
+    def expect(self, ticket: DataTicket, put: Callable[[socket.socket], None]) -> None:
+        self._expected[ticket.transfer, ticket.broken] = _Expected(ticket.key, put)
 
-    def expect_no_more(self, transfer: bytes) -> None:
-        self._expected.pop(transfer, None)
+    def expect_no_more(self, ticket: DataTicket) -> None:
+        self._expected.pop((ticket.transfer, ticket.broken), None)
 
     # Receivers
 

@@ -25,7 +25,7 @@ from torchrelay.memory.gpu.kernels import Tables
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.plan.snapshot import Sendable
 from torchrelay.transports.meeting.conversation import Conversation
-from torchrelay.transports.meeting.node import Node
+from torchrelay.transports.meeting.node import DataTicket, Node
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes.host.layout import MemoryLayout
 from torchrelay.transports.streams.outgoing_chunks import OutgoingChunks
@@ -82,19 +82,12 @@ class Outgoing:
         )
 
 
-class Ticket(NamedTuple):
-    """What admits the data connections of one receiver."""
-
-    transfer: bytes
-    key: bytes
-
-
 class Hop(NamedTuple):
     """A receiver's place in a chain: the rank that feeds it (None: the sender), the receiver that
     it feeds, and how many are before it."""
 
     upstream: int | None = None
-    downstream: Ticket | None = None
+    downstream: DataTicket | None = None
     depth: int = 0
 
 
