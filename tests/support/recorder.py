@@ -67,14 +67,9 @@ class Recorder:
     def go(self, link: Link, patience: float) -> str:
         return self._note(link.rank, "go", (link, patience))
 
-    def feed(self, rank: int, need: Need) -> str:
-        return self._note(rank, "feed", need)
-
-    def tell_digests(self, rank: int, want: Want) -> str:
-        return self._note(rank, "tell_digests", want)
-
-    def note(self, rank: int, note: RouteNote) -> str:
-        return self._note(rank, "note", note)
+    def serve(self, rank: int, asked: Need | Want | RouteNote) -> str:
+        names = {Need: "feed", Want: "tell_digests", RouteNote: "note"}
+        return self._note(rank, names[type(asked)], asked)
 
     def confirm(self, rank: int) -> None:
         if self.changed:

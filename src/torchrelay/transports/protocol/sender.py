@@ -31,7 +31,6 @@ from torchrelay.transports.routes.route import (
     Outgoing,
     Receiver,
     RouteFault,
-    RouteService,
     ServiceFailed,
 )
 from torchrelay.transports.routes.tcp import TcpService
@@ -186,8 +185,8 @@ class Sending:
         silent, stuck = {}, {}
         for rank, one in self.served.items():
             silent[rank] = now - one.connection.heard_at
-            if isinstance(one.service, TcpService) and one.service.unsent:
-                stuck[rank] = now - one.service.moved_at
+            if isinstance(one.service, TcpService) and one.service.stuck_since is not None:
+                stuck[rank] = now - one.service.stuck_since
         self.machine.tick(now, silent, stuck)
 
     def _close(self) -> None:
@@ -297,31 +296,19 @@ class Sending:
             ticket = service.ticket
         return Hop(link.upstream, ticket, link.depth)
 
-    def feed(self, rank: int, need: Need) -> str:
-        self.snapshot.check_unchanged()
-        return self._ask(rank, lambda one: one.need(need.chunks, restart=need.restart))
-
-    def note(self, rank: int, note: RouteNote) -> str:
-        return self._ask(rank, lambda one: one.hear(note.data))
-
-    def _ask(self, rank: int, act: Callable[[RouteService], None]) -> str:
-        service = self.served[rank].service
-        assert service is not None
+    def serve(self, rank: int, asked: Need | Want | RouteNote) -> str:
+        one = self.served[rank]
+        assert one.service is not None and one.outgoing is not None
         try:
-            act(service)
+            if isinstance(asked, RouteNote):
+                one.service.hear(asked.data)
+            elif isinstance(asked, Need):
+                self.snapshot.check_unchanged()
+                one.service.need(asked.chunks, restart=asked.restart)
+            elif self._digests.want(rank, one.outgoing, asked, one.connection.send):
+                self.snapshot.check_unchanged()  # one did not match
         except (RouteFault, RemoteProtocolError) as fault:
             return str(fault)
-        return ""
-
-    def tell_digests(self, rank: int, want: Want) -> str:
-        one = self.served[rank]
-        assert one.outgoing is not None
-        try:
-            again = self._digests.want(rank, one.outgoing, want, one.connection.send)
-        except RemoteProtocolError as fault:
-            return fault.message
-        if again:
-            self.snapshot.check_unchanged()  # one did not match
         return ""
 
     def confirm(self, rank: int) -> None:

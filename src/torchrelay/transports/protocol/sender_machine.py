@@ -72,14 +72,9 @@ class Effects(Protocol):
     def go(self, link: fanout.Link, patience: float) -> str:
         """Begin to serve a receiver; why that cannot be done, or nothing."""
 
-    def feed(self, rank: int, need: Need) -> str:
-        """Send a receiver chunks from here; what is wrong with that, or nothing."""
-
-    def tell_digests(self, rank: int, want: Want) -> str:
-        """Tell a receiver digests; what is wrong with that, or nothing."""
-
-    def note(self, rank: int, note: RouteNote) -> str:
-        """Hand a note to the receiver's route; what is wrong with it, or nothing."""
+    def serve(self, rank: int, asked: Need | Want | RouteNote) -> str:
+        """Send a receiver chunks or digests, or hand a note to its route; what is wrong with that,
+        or nothing."""
 
     def confirm(self, rank: int) -> None:
         """Tell a receiver to commit. Raises if the state has changed."""
@@ -202,23 +197,17 @@ class SenderMachine:
                 self._go(peer)
 
     def _heard_data(self, peer: Peer, message: Message) -> None:
-        why = ""
-        if isinstance(message, Need):
-            if peer.rank in self._chained:
+        if isinstance(message, (Need, Want, RouteNote)):
+            if isinstance(message, Need) and peer.rank in self._chained:
                 self._chained.discard(peer.rank)
                 self.rerouted.append(peer.rank)
-            why = self.effects.feed(peer.rank, message)
-        elif isinstance(message, Want):
-            why = self.effects.tell_digests(peer.rank, message)
-        elif isinstance(message, RouteNote):
-            why = self.effects.note(peer.rank, message)
+            if why := self.effects.serve(peer.rank, message):
+                self.fail(peer, why)
         elif isinstance(message, Fetched):
             self.effects.confirm(peer.rank)
             peer.stage = Stage.CONFIRMED
         else:
             self._out_of_turn(peer, message)
-        if why:
-            self.fail(peer, why)
 
     def _out_of_turn(self, peer: Peer, message: Message) -> None:
         self.fail(peer, f"sent {type(message).__name__} out of turn")

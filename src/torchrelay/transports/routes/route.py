@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torchrelay.errors import DigestError
 from torchrelay.geometry.runs import Runs
@@ -227,20 +227,17 @@ def chunk_named(incoming: Incoming, landing: Landing, index: int) -> str:
     return f"chunk {index} with {incoming.named(begin, begin + landing.chunks.sizes[index])}"
 
 
+@dataclass(frozen=True)
 class Route:
-    """A way for bytes from one process to another."""
+    """A way for bytes from one process to another: its name, and its two ends."""
 
-    name: ClassVar[str]
-    reads: ClassVar[bool] = False  # the receiver takes the bytes itself
-    by_request: ClassVar[bool] = False  # taken only if both sides ask for it
+    name: str
+    service: Callable[[Receiver], RouteService]
+    fetch: Callable[[bytes, Incoming], RouteFetch | Unavailable]  # takes what the sender offers
+    reads: bool = False  # the receiver takes the bytes itself
+    by_request: bool = False  # taken only if both sides ask for it
+    compared_by_request: bool = False  # the kernel copies: digests are compared if `verify` is True
 
     def compares(self, verify: bool | None) -> bool:
         """Whether what comes by it is compared with what was sent."""
-        return verify is not False
-
-    def service(self, receiver: Receiver) -> RouteService:
-        raise NotImplementedError
-
-    def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
-        """The receiver's end, if the sender's offer can be taken."""
-        raise NotImplementedError
+        return verify is True if self.compared_by_request else verify is not False

@@ -32,7 +32,6 @@ from torchrelay.transports.routes.route import (
     RouteFault,
     RouteFetch,
     RouteService,
-    Unavailable,
     chunk_named,
     on_gpu,
 )
@@ -100,8 +99,8 @@ class TcpService(RouteService):
         self.ticket = DataTicket(receiver.transfer, new_key())
         self._stack = ExitStack()
         self._outgoing: Outgoing | None = None
-        self._feeds: list[ChunkSender] = []  # the last one is fed; the others broke
-        self._count = self._asked = 0
+        self._feed: ChunkSender | None = None
+        self._count = self._asked = self._restarts = 0
 
     def begin(self, outgoing: Outgoing, accept: Accept, hop: Hop) -> bytes:
         receiver, chunks = self._receiver, outgoing.snapshot.chunks
@@ -109,56 +108,44 @@ class TcpService(RouteService):
         worth = -(-chunks.stream_bytes // LANE_BYTES)
         lanes = max(1, min(wanted, receiver.connections, worth, LANES))
         self.close()  # of an earlier acceptance
-        self._outgoing, self._count, self._feeds = outgoing, len(chunks), []
+        self._outgoing, self._count, self._restarts = outgoing, len(chunks), 0
         self._start([] if hop.upstream is not None else range(self._count))
         downstream = None if hop.downstream is None else hop.downstream[:2]
         return messages.write(TcpGo(self.ticket.key, lanes, hop.upstream, hop.depth, downstream))
 
     def _start(self, chunks: Sequence[int]) -> None:
         assert self._outgoing is not None
-        feed = ChunkSender(self._receiver.rank, self._outgoing.chunks, self._receiver.report)
-        feed.put(chunks)
-        ticket = self.ticket._replace(broken=len(self._feeds))
-        self._feeds.append(feed)
-        self._stack.enter_context(self._receiver.node.expect(ticket, _add_to(feed)))
+        self._feed = ChunkSender(self._outgoing.chunks, self._receiver.report)
+        self._feed.put(chunks)
+        ticket = self.ticket._replace(broken=self._restarts)
+        self._stack.enter_context(self._receiver.node.expect(ticket, _add_to(self._feed)))
 
     def need(self, chunks: Sequence[int], *, restart: bool) -> None:
         self._asked += len(chunks)
-        if not self._feeds or max(chunks, default=0) >= self._count:
+        if self._feed is None or max(chunks, default=0) >= self._count:
             raise RouteFault("asked for chunks that do not exist")
-        if self._asked > (RETRIES + 2) * self._count + LANES or len(self._feeds) > 2 * RETRIES:
+        if self._asked > (RETRIES + 2) * self._count + LANES or self._restarts >= 2 * RETRIES:
             raise RouteFault("asks for the same chunks again and again")
         if restart:
-            self._feeds[-1].close()
+            self._restarts += 1
+            self.close()
             self._start(chunks)
         else:
-            self._feeds[-1].put(chunks)
+            self._feed.put(chunks)
 
     @property
-    def unsent(self) -> int:
-        """Chunks that have not left yet."""
-        return self._feeds[-1].unsent if self._feeds else 0
-
-    @property
-    def moved_at(self) -> float:
-        return self._feeds[-1].moved_at if self._feeds else 0.0
-
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return sum(feed.wire_bytes for feed in self._feeds)
-
-    @property
-    def messages(self) -> int:  # type: ignore[override]
-        return sum(feed.messages for feed in self._feeds)
-
-    @property
-    def connections(self) -> int:  # type: ignore[override]
-        return max((feed.connections for feed in self._feeds), default=0)
+    def stuck_since(self) -> float | None:
+        """When the last bytes left, if there are chunks that have not left yet."""
+        return self._feed.moved_at if self._feed is not None and self._feed.unsent else None
 
     def close(self) -> None:
         self._stack.close()
-        for feed in self._feeds:
+        feed, self._feed = self._feed, None
+        if feed is not None:
             feed.close()
+            self.wire_bytes += feed.wire_bytes
+            self.messages += feed.messages
+            self.connections = max(self.connections, feed.connections)
 
 
 def _add_to(feed: ChunkSender) -> Callable[[socket.socket], None]:
@@ -344,7 +331,7 @@ class TcpFetch(RouteFetch):
         if self._go.downstream is None:
             return
         self._passing = _Passing(self._arrivals)
-        self._downstream = ChunkSender(-1, self._passing, self._talk.inbox.put)
+        self._downstream = ChunkSender(self._passing, self._talk.inbox.put)
         ticket, add = DataTicket(*self._go.downstream), _add_to(self._downstream)
         self._stack.enter_context(self._talk.node.expect(ticket, add))
 
@@ -379,14 +366,4 @@ class TcpFetch(RouteFetch):
         return hasattr(self, "_arrivals")
 
 
-class TcpRoute(Route):
-    name = "tcp"
-
-    def service(self, receiver: Receiver) -> RouteService:
-        return TcpService(receiver)
-
-    def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
-        return TcpFetch(incoming)
-
-
-ROUTE = TcpRoute()
+ROUTE = Route("tcp", TcpService, lambda facts, incoming: TcpFetch(incoming))
