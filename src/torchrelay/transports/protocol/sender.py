@@ -22,10 +22,10 @@ from torchrelay.transports.protocol.digests import AskedDigests
 from torchrelay.transports.protocol.fanout import Link
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
-from torchrelay.transports.protocol.sender_machine import SenderMachine, SendTerms
+from torchrelay.transports.protocol.sender_machine import SenderMachine
 from torchrelay.transports.protocol.served import Served
 from torchrelay.transports.resources import Resources
-from torchrelay.transports.routes.choice import BY_NAME, ROUTES
+from torchrelay.transports.routes.choice import BY_NAME
 from torchrelay.transports.routes.route import (
     Hop,
     Outgoing,
@@ -80,18 +80,9 @@ class Sending:
         self.served: dict[int, Served] = {}  # by rank
         self.settled: dict[int, bool] = {}  # receivers that were unknown: whether they committed
         self.peers = {rank: Peer(rank) for rank in ranks}
-        offered = {
-            route.name for route in ROUTES if options.route == route.name or not route.by_request
-        }
-        terms = SendTerms(
-            options.route,
-            frozenset(offered),
-            options.window,
-            options.join_timeout,
-            call.deadline.seconds,
-            node.directory.finds_all,
-        )
-        self.machine = SenderMachine(terms, self.peers, self, time.monotonic())
+        seconds, chains = call.deadline.seconds, node.directory.finds_all
+        begun = time.monotonic()
+        self.machine = SenderMachine(options, seconds, chains, self.peers, self, begun)
 
     # The call
 

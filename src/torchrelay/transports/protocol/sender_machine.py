@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torchrelay.transports.protocol import fanout
+from torchrelay.transports.protocol.options import SendOptions
 from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Peer, Stage, join_ends
 from torchrelay.transports.routes.choice import BY_NAME
 from torchrelay.transports.wire.messages import (
@@ -49,18 +50,6 @@ from torchrelay.transports.wire.messages import (
     Want,
     text,
 )
-
-
-@dataclass(frozen=True)
-class SendTerms:
-    """How long everybody has, and what may be done."""
-
-    route: str | None
-    offered: frozenset[str]  # routes
-    window: float
-    join_timeout: float
-    seconds: float  # of the whole call
-    chains: bool  # receivers can connect to each other
 
 
 class Effects(Protocol):
@@ -87,7 +76,9 @@ class Effects(Protocol):
 
 @dataclass
 class SenderMachine:
-    terms: SendTerms
+    options: SendOptions
+    seconds: float  # of the whole call
+    chains: bool  # receivers can connect to each other
     peers: dict[int, Peer]
     effects: Effects
     begun: float
@@ -98,7 +89,7 @@ class SenderMachine:
         self._chained: set[int] = set()  # receivers that another one feeds
         # One receiver alone delays no one: the deadline counts for it.
         several = len(self.peers) > 1
-        self.patience = min(self.terms.window, self.terms.seconds / 4) if several else 0.0
+        self.patience = min(self.options.window, self.seconds / 4) if several else 0.0
 
     def among(self, *stages: Stage) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.stage in stages]
@@ -111,12 +102,11 @@ class SenderMachine:
 
     def join_ends(self) -> float:
         """Until when to wait for receivers, unless something happens before."""
-        ends = self.begun + self.terms.seconds
+        ends = self.begun + self.seconds
         if not self.among(Stage.EXPECTED, Stage.OFFERED):
             return float("-inf")
-        terms = self.terms
-        latest = join_ends(self.peers.values(), self.begun + terms.join_timeout, terms.window, ends)
-        return min(latest, ends)
+        nobody_by = self.begun + self.options.join_timeout
+        return min(join_ends(self.peers.values(), nobody_by, self.options.window, ends), ends)
 
     def joined(self, rank: int, join: Join, several: bool, now: float) -> bool:
         """A receiver has come; whether it is served."""
@@ -181,8 +171,8 @@ class SenderMachine:
         if peer.stage is not Stage.OFFERED and not again:
             self._out_of_turn(peer, accept)
             return
-        route, only = BY_NAME.get(accept.route), self.terms.route
-        if route is None or route.name not in self.terms.offered:
+        route, only = BY_NAME.get(accept.route), self.options.route
+        if route is None or (route.by_request and route.name != only):
             self.fail(peer, f"took route {accept.route!r}, which is not known here")
         elif only not in (None, route.name):
             reason = f"it takes route {accept.route!r}, and {only!r} was asked for"
@@ -191,7 +181,7 @@ class SenderMachine:
         else:
             peer.accept = accept
             waits = route.name == "tcp" and accept.reads is None and len(self.peers) > 1
-            if waits and self.terms.chains and self.joining:
+            if waits and self.chains and self.joining:
                 peer.stage = Stage.ACCEPTED
             else:
                 self._go(peer)
@@ -262,7 +252,7 @@ class SenderMachine:
 
     def time_is_up(self) -> None:
         for peer in self.among(*UNDER_WAY):
-            self.fail(peer, f"not done after {self.terms.seconds:.3g} s", late=True)
+            self.fail(peer, f"not done after {self.seconds:.3g} s", late=True)
 
 
 def _machine(peer: Peer) -> str:
