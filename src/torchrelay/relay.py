@@ -140,15 +140,7 @@ class Relay:
         only = check_route(route) or self._route
         call = TransferCall(deadline, progress=reporter(progress))
         settle()  # receivers read a GPU's memory without waiting for its streams
-        options = SendOptions(
-            step,
-            self._join_window,
-            join,
-            self._verify,
-            only,
-            self._connections,
-            self._chunk_bytes,
-        )
+        options = SendOptions(step, self._join_window, join, self._verify, only, self._connections)
         sending = Sending(self._node, self._group, self.rank, ranks, options, call, self._resources)
 
         def describe() -> Snapshot:

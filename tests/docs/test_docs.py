@@ -474,7 +474,7 @@ def test_messages_are_as_described() -> None:
     for number, (row, kind) in enumerate(zip(rows, messages.MESSAGES, strict=True)):
         assert int(row[0]) == number
         assert re.findall(r"`(\w+): ", row[3]) == list(kind.__struct_fields__), kind
-        assert (row[4] == "large") == (kind.most_bytes() > 1 << 16), kind
+        assert (row[4] == "large") == (kind.most_bytes > 1 << 16), kind
 
 
 def test_stages_of_a_receiver_are_as_described() -> None:
@@ -516,7 +516,7 @@ def test_flags_and_dtypes_are_as_described() -> None:
 
 def test_limits_are_as_described() -> None:
     caps = dict(rows_under("## Limits"))
-    assert messages.Offer.most_bytes() == manifest.MAX_ENCODED_BYTES == 1 << 30
+    assert messages.Offer.most_bytes == manifest.MAX_ENCODED_BYTES == 1 << 30
     assert caps["control message, encoded record"] == "2^30 bytes"
     assert (caps["leaves"], manifest.MAX_LEAVES) == ("2^24", 1 << 24)
     assert (caps["depth of the tree"], manifest.MAX_DEPTH) == ("128", 128)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from torchrelay.errors import StateError
 from torchrelay.transports.protocol.fanout import Link
+from torchrelay.transports.protocol.options import SendOptions
 from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Peer, Stage
-from torchrelay.transports.protocol.sender_machine import SenderMachine, SendTerms
+from torchrelay.transports.protocol.sender_machine import SenderMachine
 from torchrelay.transports.wire.messages import (
     Abort,
     Accept,
@@ -26,8 +27,6 @@ from torchrelay.transports.wire.messages import (
     RouteNote,
     Want,
 )
-
-ROUTES = frozenset(("cuda_ipc", "memory", "group", "tcp"))
 
 
 class Effect(NamedTuple):
@@ -67,14 +66,9 @@ class Recorder:
     def go(self, link: Link, patience: float) -> str:
         return self._note(link.rank, "go", (link, patience))
 
-    def feed(self, rank: int, need: Need) -> str:
-        return self._note(rank, "feed", need)
-
-    def tell_digests(self, rank: int, want: Want) -> str:
-        return self._note(rank, "tell_digests", want)
-
-    def note(self, rank: int, note: RouteNote) -> str:
-        return self._note(rank, "note", note)
+    def serve(self, rank: int, asked: Need | Want | RouteNote) -> str:
+        names = {Need: "feed", Want: "tell_digests", RouteNote: "note"}
+        return self._note(rank, names[type(asked)], asked)
 
     def confirm(self, rank: int) -> None:
         if self.changed:
@@ -100,9 +94,9 @@ def machine(
 ) -> tuple[SenderMachine, Recorder]:
     """A machine for these receivers that begins at time 0, and what it does."""
     recorder = Recorder()
-    terms = SendTerms(route, ROUTES, window, join_timeout, seconds, chains)
+    options = SendOptions(None, window, join_timeout, None, route, connections=1)
     peers = {rank: Peer(rank) for rank in ranks}
-    recorder.machine = made = SenderMachine(terms, peers, recorder, 0.0)
+    recorder.machine = made = SenderMachine(options, seconds, chains, peers, recorder, 0.0)
     return made, recorder
 
 

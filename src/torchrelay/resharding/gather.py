@@ -116,7 +116,7 @@ class Gather:
             talk.watch.phase = "join"
             self._talks.append(talk)
             committed = self._node.committed(rank)
-            talk.join(greeting.join(self._options.step, parts=True, committed=committed))
+            talk.send(greeting.join(self._options.step, parts=True, committed=committed))
             offer = talk.expect(Offer)
             join.hasten(self._window)
             talk.deadline = self._deadline

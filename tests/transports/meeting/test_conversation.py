@@ -15,7 +15,7 @@ from torchrelay.transports.meeting import conversation
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.conversation import Conversation
 from torchrelay.transports.meeting.directory import Identity
-from torchrelay.transports.wire.messages import Abort, Confirmed, Digests, Done, Go, Join, Message
+from torchrelay.transports.wire.messages import Abort, Confirmed, Digests, Done, Go, Message
 
 SENDER = 3
 
@@ -25,24 +25,13 @@ class Connected:
 
     identity = Identity(1, "10.0.0.1", 7, bytes(16), bytes(32))
 
-    def __init__(self, *, idle: bool = False) -> None:
+    def __init__(self) -> None:
         self.sent: list[Message] = []
         self.taken_bytes = 0
         self.closed = False
-        self.connected = 0
-        self.kept: list[Connected] = []
-        self._idle = [Connected()] if idle else []
 
-    def keep(self, connection: Connected) -> None:
-        self.kept.append(connection)
-
-    def connect(
-        self, rank: int, me: int, inbox: Inbox, deadline: Deadline, *, fresh: bool = False
-    ) -> tuple[Connected, bool]:
-        if self._idle and not fresh:
-            return self._idle.pop(), True
-        self.connected += 1
-        return self, False
+    def connect(self, rank: int, me: int, inbox: Inbox, deadline: Deadline) -> Connected:
+        return self
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -54,8 +43,8 @@ class Connected:
         self.closed = True
 
 
-def talking(seconds: float = 30.0, *, idle: bool = False) -> tuple[Conversation, Any]:
-    node: Any = Connected(idle=idle)
+def talking(seconds: float = 30.0) -> tuple[Conversation, Any]:
+    node: Any = Connected()
     watch = Stopwatch()
     watch.phase = "data"
     return Conversation(node, SENDER, 0, Deadline(seconds), watch), node
@@ -154,49 +143,6 @@ def test_a_sender_that_says_more_and_more_does_not_keep_a_receiver(
     finally:
         over.set()
         flooding.join()
-
-
-# Connections that an earlier transfer has left
-
-
-def test_an_idle_connection_is_used_again() -> None:
-    talk, node = talking(idle=True)
-    talk.join(Join(5))
-    assert node.connected == 0 and talk._connection.sent == [Join(5)]
-    hear(talk, talk._connection, Go())
-    assert talk.expect(Go) == Go()
-
-
-def test_one_that_was_closed_meanwhile_is_made_anew_once() -> None:
-    talk, node = talking(idle=True)
-    talk.join(Join(5))
-    talk.inbox.put(ConnectionLost(talk._connection, "closed by the other side"))
-    hear(talk, node, Go())
-    assert talk.expect(Go) == Go() and node.sent == [Join(5)] and node.connected == 1
-    talk.inbox.put(ConnectionLost(node, "closed by the other side"))
-    with pytest.raises(PeerLostError):
-        talk.expect(Confirmed)
-    assert node.connected == 1
-
-
-def test_a_sender_that_is_lost_after_it_answered_is_lost() -> None:
-    talk, node = talking(idle=True)
-    talk.join(Join(5))
-    hear(talk, talk._connection, Go())
-    talk.inbox.put(ConnectionLost(talk._connection, "closed by the other side"))
-    assert talk.expect(Go)
-    with pytest.raises(PeerLostError):
-        talk.expect(Confirmed)
-    assert node.connected == 0
-
-
-def test_a_connection_is_kept_only_after_a_transfer_that_ended_well() -> None:
-    for keep, left, kept in ((True, False, 1), (True, True, 1), (False, False, 0)):
-        talk, node = talking()
-        if left:
-            hear(talk, node, Confirmed())  # it says more than it should
-        talk.close(keep=keep)
-        assert len(node.kept) == kept and node.closed == (left or not keep)
 
 
 def test_an_end_leaves_nothing_behind() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from torchrelay.transports.meeting import node as module
 from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.directory import StoreDirectory
 from torchrelay.transports.meeting.matching import OpenSend
-from torchrelay.transports.meeting.node import Arrival, Node, ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.node import DataTicket, Node, ReceiverJoined, WrongStep
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import CONTROL, Hello
 from torchrelay.transports.wire.messages import Abort, Done, Join, Message, Offer, encode
@@ -37,16 +36,7 @@ class Two:
 
     def connect(self, rank: int = RECEIVER) -> tuple[Connection, Inbox]:
         inbox = Inbox()
-        connection, idle = self.receiver.connect(SENDER, rank, inbox, Deadline(SOON), fresh=True)
-        assert not idle
-        return connection, inbox
-
-    def idle(self) -> Connection | None:
-        """A connection that an earlier transfer has left."""
-        found, idle = self.receiver.connect(SENDER, RECEIVER, Inbox(), Deadline(SOON))
-        if not idle:
-            found.close()
-        return found if idle else None
+        return self.receiver.connect(SENDER, rank, inbox, Deadline(SOON)), inbox
 
     def join(self, step: int | None = None, rank: int = RECEIVER) -> tuple[Connection, Inbox]:
         connection, inbox = self.connect(rank)
@@ -236,79 +226,6 @@ def test_states_for_one_rank_are_told_apart_by_step(two: Two) -> None:
         assert joined.several and nothing_comes(fifth)
 
 
-# Connections that are used again
-
-
-def served(two: Two) -> tuple[Connection, Connection]:
-    """Both ends of a connection whose transfer has ended well."""
-    send, inbox = opened()
-    with two.sender.open(send, inbox):
-        ours, _ = two.join()
-        joined: Any = inbox.get(SOON)
-    two.sender.reuse(joined.connection)
-    return ours, joined.connection
-
-
-def test_a_receiver_joins_again_on_its_connection(two: Two) -> None:
-    ours, theirs = served(two)
-    send, inbox = opened()
-    with two.sender.open(send, inbox):
-        ours.send(Join(None))
-        joined: Any = inbox.get(SOON)
-        assert joined.connection is theirs
-
-
-def test_one_that_joins_again_before_its_send_has_ended_waits_for_the_next(two: Two) -> None:
-    send, inbox = opened()
-    with two.sender.open(send, inbox):
-        ours, _ = two.join()
-        joined: Any = inbox.get(SOON)
-        ours.send(Join(7))
-        two.until(lambda: len(inbox._events) == 1)
-    two.sender.reuse(joined.connection)
-    send, inbox = opened(7)
-    with two.sender.open(send, inbox):
-        again: Any = inbox.get(SOON)
-        assert again.connection is joined.connection and again.join == Join(7)
-
-
-def test_idle_connections_are_few_and_lead_to_those_who_are_there(two: Two) -> None:
-    assert two.idle() is None
-    pairs = [served(two) for _ in range(module.IDLE + 2)]
-    for ours, _ in pairs:
-        two.receiver.keep(ours)
-    two.until(lambda: sum(theirs.closed for _, theirs in pairs) == 2)
-    pairs[-1][1].close()  # the sender has ended
-    two.until(lambda: pairs[-1][0].closed)
-    found = [two.idle() for _ in range(module.IDLE)]
-    assert found == [ours for ours, _ in reversed(pairs[2:-1])] + [None]
-
-
-def test_a_sender_that_speaks_on_an_idle_connection_is_closed(two: Two) -> None:
-    ours, theirs = served(two)
-    two.receiver.keep(ours)
-    theirs.send(Offer(b"", bytes(16)))
-    two.until(lambda: ours.closed)
-    assert two.idle() is None
-
-
-def test_a_sender_that_was_started_again_has_no_idle_connections(two: Two) -> None:
-    ours, theirs = served(two)
-    two.receiver.keep(ours)
-    store: Any = two.receiver.directory
-    two.sender = Node(StoreDirectory(store._store.underlying_store, SENDER))
-    store.forget(SENDER)
-    assert two.idle() is None and not theirs.closed
-
-
-def test_nodes_that_end_close_their_idle_connections(two: Two) -> None:
-    _, theirs = kept = served(two)
-    two.receiver.keep(kept[0])
-    del two.receiver, kept
-    gc.collect()
-    two.until(lambda: theirs.closed)
-
-
 # Members that do not do what they should
 
 
@@ -363,50 +280,54 @@ def test_members_that_come_and_go_leave_nothing(two: Two) -> None:
 
 
 @pytest.fixture
-def expected(two: Two) -> Iterator[tuple[bytes, bytes, list[Arrival]]]:
-    transfer, key = handshake.new_id(), handshake.new_key()
-    came: list[Arrival] = []
-    with two.sender.expect(transfer, key, came.append):
-        yield transfer, key, came
+def expected(two: Two) -> Iterator[tuple[DataTicket, list[Any]]]:
+    ticket, came = new_ticket(), []
+    with two.sender.expect(ticket, came.append):
+        yield ticket, came
 
 
-def connect_data(two: Two, transfer: bytes, key: bytes, lane: int = 0) -> Any:
+def new_ticket() -> DataTicket:
+    return DataTicket(handshake.new_id(), handshake.new_key())
+
+
+def connect_data(two: Two, ticket: DataTicket) -> Any:
     tries = iter([False, False, True])
     return two.receiver.connect_data(
-        two.sender.identity, transfer, key, lane, Deadline(SOON), lambda: next(tries)
+        two.sender.identity, ticket, Deadline(SOON), lambda: next(tries)
     )
 
 
 def test_data_connections_of_a_transfer_are_admitted(two: Two, expected: Any) -> None:
-    transfer, key, came = expected
-    socks = [connect_data(two, transfer, key, lane) for lane in (0, 3)]
+    ticket, came = expected
+    socks = [connect_data(two, ticket) for _ in range(2)]
     two.until(lambda: len(came) == 2)
-    assert [arrival.lane for arrival in came] == [0, 3]
     socks[1].sendall(b"a chunk")
-    came[1].sock.setblocking(True)
-    assert came[1].sock.recv(100) == b"a chunk"
-    for sock in (*socks, *(arrival.sock for arrival in came)):
+    came[1].setblocking(True)
+    assert came[1].recv(100) == b"a chunk"
+    for sock in (*socks, *came):
         sock.close()
 
 
-@pytest.mark.parametrize("wrong", ["key", "transfer", "token"])
+@pytest.mark.parametrize("wrong", ["key", "transfer", "token", "broken"])
 def test_data_connections_with_another_key_are_not(two: Two, expected: Any, wrong: str) -> None:
-    transfer, key, came = expected
-    if wrong == "transfer":
-        transfer = handshake.new_id()
-    else:
-        key = two.sender.identity.token if wrong == "token" else handshake.new_key()
+    ticket, came = expected
+    others = {
+        "key": {"key": handshake.new_key()},
+        "transfer": {"transfer": handshake.new_id()},
+        "token": {"key": two.sender.identity.token},
+        "broken": {"broken": 1},
+    }
     with pytest.raises(ConnectionResetError):
-        connect_data(two, transfer, key)
+        connect_data(two, ticket._replace(**others[wrong]))
     assert came == []
 
 
 def test_data_connections_of_a_transfer_that_is_over_are_not(two: Two) -> None:
-    transfer, key = handshake.new_id(), handshake.new_key()
-    with two.sender.expect(transfer, key, pytest.fail):
+    ticket = new_ticket()
+    with two.sender.expect(ticket, pytest.fail):
         pass
     with pytest.raises(ConnectionResetError):
-        connect_data(two, transfer, key)
+        connect_data(two, ticket)
 
 
 # What a sender did not hear the end of

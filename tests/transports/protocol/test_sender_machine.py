@@ -493,7 +493,7 @@ def nothing(*args: Any, **how: Any) -> None:
 
 def waits_for_all(self: SenderMachine) -> float:
     expected = self.among(Stage.EXPECTED, Stage.OFFERED)
-    return self.begun + self.terms.seconds if expected else float("-inf")
+    return self.begun + self.seconds if expected else float("-inf")
 
 
 def asks_some(self: SenderMachine, now: float, silent: Any, stuck: Any) -> None:

@@ -23,7 +23,7 @@ from torchrelay.transports.routes import choice as routes
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.host.place import Proof
 from torchrelay.transports.routes.memory import MemoryFacts, reach
-from torchrelay.transports.routes.route import Route, RouteFetch, Unavailable
+from torchrelay.transports.routes.route import RouteFetch, Unavailable
 from torchrelay.transports.wire.messages import NONCE_BYTES, Accept, Go, Offer, Place, RouteNote
 
 OLD, NEW = 100, 1
@@ -34,11 +34,11 @@ HERE = Place("boot", 1000, 7, 41)
 # The choice, without processes
 
 
-class Fake(Route):
+class Fake:
     """A route that works, or says why it does not."""
 
     def __init__(self, name: str, why: str | None = None, *, by_request: bool = False) -> None:
-        self.name, self.by_request = name, by_request  # type: ignore[misc]
+        self.name, self.by_request = name, by_request
         self.why, self.end, self.asked = why, RouteFetch(), 0
 
     def fetch(self, facts: bytes, incoming: Any) -> Any:

@@ -20,7 +20,7 @@ from torchrelay.errors import (
 )
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.node import Node
-from torchrelay.transports.wire.messages import Abort, Join, Message
+from torchrelay.transports.wire.messages import Abort, Message
 
 M = TypeVar("M", bound=Message)
 TICK = 0.5  # seconds: a signal that comes just before a wait begins does not end that wait
@@ -39,31 +39,16 @@ class Conversation:
         self.done = ""  # how far the transfer is, for an error
         self.inbox = Inbox()
         self._late_since: float | None = None
-        self._join: Join | None = None
-        # A connection that an earlier transfer has left may have been closed meanwhile.
-        self._connection, self._untried = node.connect(sender, me, self.inbox, deadline)
-
-    def join(self, message: Join) -> None:
-        """Ask for the sender's state."""
-        self._join = message
-        self.send(message)
+        self._connection = node.connect(sender, me, self.inbox, deadline)
 
     def send(self, message: Message) -> None:
         self._connection.send(message)
 
-    def close(self, *, keep: bool = False) -> None:
-        """Close the connection, once what was sent has left; or `keep` it for the next transfer,
-        after one that ended well. Workers are over by now: what they reported leads to the
-        state."""
-        if keep:
-            self.node.keep(self._connection)
-        left = [
-            event
-            for event in self.inbox.drain()
-            if isinstance(event, (MessageHeard, ConnectionLost))
-        ]
-        if left or not keep:
-            self._connection.close()
+    def close(self) -> None:
+        """Close the connection, once what was sent has left. Workers are over by now: what they
+        reported leads to the state."""
+        self.inbox.drain()
+        self._connection.close()
 
     def expect(self, kind: type[M]) -> M:
         """The next message, which must be of this kind."""
@@ -82,15 +67,8 @@ class Conversation:
             if self.deadline.passed and (event is None or self._overtime_is_up()):
                 raise self.late(awaited)
             if isinstance(event, ConnectionLost):
-                if not self._untried or self._join is None:
-                    raise self.lost(event.reason)
-                self._connection, self._untried = self.node.connect(
-                    self.sender, self.me, self.inbox, self.deadline, fresh=True
-                )
-                self.send(self._join)
-                continue
+                raise self.lost(event.reason)
             if isinstance(event, MessageHeard):
-                self._untried = False
                 if isinstance(event.message, Abort):
                     raise self._aborted(event.message)
                 return event.message

@@ -11,7 +11,7 @@ import weakref
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -79,10 +79,10 @@ def identity_from_text(text: str, rank: int) -> Identity:
     return read_identity(data, rank)
 
 
-class Directory(Protocol):
+class Directory:
     """Finds the identities of ranks. Threads may share it."""
 
-    finds_all: bool  # any rank, so that receivers can connect to each other
+    finds_all = False  # any rank, so that receivers can connect to each other
 
     def publish(self, identity: Identity) -> None:
         """Let the other ranks find this process."""
@@ -92,9 +92,11 @@ class Directory(Protocol):
 
     def find(self, rank: int, deadline: Deadline) -> Identity:
         """`TransferTimeoutError` if the rank has published nothing by the deadline."""
+        raise NotImplementedError
 
     def knows(self, rank: int) -> bool:
         """Whether a rank has published its identity, as far as can be said without waiting."""
+        raise NotImplementedError
 
     def forget(self, rank: int) -> None:
         """What was found did not work: look again the next time."""
@@ -109,7 +111,7 @@ def absent(rank: int, deadline: Deadline) -> TransferTimeoutError:
     )
 
 
-class StoreDirectory:
+class StoreDirectory(Directory):
     """Identities in the store of a group."""
 
     finds_all = True
@@ -121,9 +123,6 @@ class StoreDirectory:
 
     def publish(self, identity: Identity) -> None:
         self._store.set(str(self._rank), identity.encode())
-
-    def introduce(self, rank: int) -> None:
-        pass
 
     def knows(self, rank: int) -> bool:
         with suppress(dist.DistError):
@@ -184,14 +183,12 @@ class StoreDirectory:
         return answers.pop()
 
 
-class MessageDirectory:
+class MessageDirectory(Directory):
     """Identities by one message each way, for a group without a store.
 
     A message that was posted cannot be taken back, so one is posted for each rank, ever. Whoever
     comes first waits for the other's.
     """
-
-    finds_all = False
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)
@@ -236,14 +233,9 @@ class MessageDirectory:
             ) from arrived[0]
         return arrived[0]
 
-    def forget(self, rank: int) -> None:
-        pass  # it says no other
 
-
-class GivenDirectory:
+class GivenDirectory(Directory):
     """Identities that the caller was given in another way."""
-
-    finds_all = False
 
     def __init__(self) -> None:
         self._given: dict[int, Identity] = {}
@@ -251,20 +243,11 @@ class GivenDirectory:
     def give(self, rank: int, identity: Identity) -> None:
         self._given[rank] = identity
 
-    def publish(self, identity: Identity) -> None:
-        pass
-
-    def introduce(self, rank: int) -> None:
-        pass
-
     def knows(self, rank: int) -> bool:
         return rank in self._given
 
     def find(self, rank: int, deadline: Deadline) -> Identity:
         return self._given[rank]
-
-    def forget(self, rank: int) -> None:
-        pass
 
 
 def directory_of(group: Any) -> Directory:

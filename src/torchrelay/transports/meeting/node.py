@@ -32,7 +32,6 @@ from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import Hello
 from torchrelay.transports.wire.messages import Abort, Join
 
-IDLE = 4  # control connections to a sender that are kept
 JOIN_SECONDS = 10.0  # for an authenticated peer to say what it wants
 
 
@@ -53,16 +52,18 @@ class WrongStep:
     step: int | None
 
 
-class Arrival(NamedTuple):
-    """A data connection of a transfer."""
+class DataTicket(NamedTuple):
+    """What admits data connections to a transfer: new ones, after some have `broken`, are not taken
+    for the old."""
 
-    lane: int
-    sock: socket.socket
+    transfer: bytes
+    key: bytes
+    broken: int = 0
 
 
 class _Expected(NamedTuple):
     key: bytes
-    put: Callable[[Arrival], None]
+    put: Callable[[socket.socket], None]
 
 
 class Node:
@@ -83,8 +84,6 @@ class Node:
         weakref.finalize(self, here.remove, self._desk.id).atexit = False
         directory.publish(self.identity)
         self._lock = threading.Lock()
-        self._idle = _Idle()
-        weakref.finalize(self, self._idle.close).atexit = False
         self._committed: dict[int, bytes] = {}  # by sender, the last transfer from it
         self._unknown: dict[int, bytes] = {}  # by receiver, the one that it may have committed
 
@@ -103,49 +102,33 @@ class Node:
         """A receiver came too late for a send: it waits for the next one."""
         self._listener.run(self._desk.wait, joined.connection, joined.join)
 
-    def keep(self, connection: Connection) -> None:
-        """A receive is over: the next one from this sender may use its connection."""
-        self._idle.put(connection)
-
-    def reuse(self, connection: Connection) -> None:
-        """A receiver has got its state: it may join again on its connection."""
-        self._listener.run(self._desk.reuse, connection)
-
-    def connect(
-        self, rank: int, me: int, inbox: Inbox, deadline: Deadline, *, fresh: bool = False
-    ) -> tuple[Connection, bool]:
-        """A control connection to a sender, whose messages come to the inbox: a new one, or one
-        that an earlier transfer has left; and whether it is such a one."""
-        idle = None if fresh else self._idle.take(self.directory.find(rank, deadline), inbox)
-        if idle is not None:
-            return idle, True
+    def connect(self, rank: int, me: int, inbox: Inbox, deadline: Deadline) -> Connection:
+        """A control connection to a sender, whose messages come to the inbox."""
         sock, identity = call_rank(self.directory, rank, me, deadline)
         connection = Connection(sock, self._listener.loop, rank, identity)
         connection.deliver = inbox.put
         self._listener.run(connection.start)
-        return connection, False
+        return connection
 
     @contextlib.contextmanager
-    def expect(self, transfer: bytes, key: bytes, put: Callable[[Arrival], None]) -> Iterator[None]:
+    def expect(self, ticket: DataTicket, put: Callable[[socket.socket], None]) -> Iterator[None]:
         """Within: data connections of a transfer are admitted, and go to `put`."""
-        self._listener.run(self._desk.expect, transfer, _Expected(key, put))
+        self._listener.run(self._desk.expect, ticket, put)
         try:
             yield
         finally:
-            self._listener.run(self._desk.expect_no_more, transfer)
+            self._listener.run(self._desk.expect_no_more, ticket)
 
     def connect_data(
         self,
         identity: Identity,
-        transfer: bytes,
-        key: bytes,
-        lane: int,
+        ticket: DataTicket,
         deadline: Deadline,
         over: Callable[[], bool],
     ) -> socket.socket:
         """A data connection to the process that feeds this one. `OSError` if that fails."""
-        hello = Hello(handshake.DATA, identity.node, 0, transfer, lane)
-        return call_until(identity, hello, key, deadline, over)
+        hello = Hello(handshake.DATA, identity.node, 0, ticket.transfer, ticket.broken)
+        return call_until(identity, hello, ticket.key, deadline, over)
 
     # Transfers whose end the sender did not hear of. The next `Join` of the receiver tells.
 
@@ -165,47 +148,6 @@ class Node:
         return None if transfer is None else transfer == committed
 
 
-class _Idle:
-    """Control connections to senders that no transfer uses."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[Identity | None, list[Connection]] = {}
-
-    def put(self, connection: Connection) -> None:
-        connection.deliver = self._drop  # a sender that is gone, or speaks out of turn
-        with self._lock:
-            kept = self._kept.setdefault(connection.identity, [])
-            kept.append(connection)
-            dropped = kept.pop(0) if len(kept) > IDLE else None
-        if dropped is not None:
-            dropped.close()
-
-    def take(self, identity: Identity, inbox: Inbox) -> Connection | None:
-        with self._lock:
-            kept = self._kept.get(identity, [])
-            while kept:
-                connection = kept.pop()
-                connection.deliver = inbox.put
-                if not connection.closed:
-                    return connection
-        return None
-
-    def _drop(self, event: Event) -> None:
-        with self._lock:
-            kept = self._kept.get(event.connection.identity, [])
-            if event.connection in kept:
-                kept.remove(event.connection)
-        event.connection.close()
-
-    def close(self) -> None:
-        with self._lock:
-            kept, self._kept = self._kept, {}
-        for connections in kept.values():
-            for connection in connections:
-                connection.close()
-
-
 class _Desk:
     """The tables of a node. In the I/O thread alone, but for `id` and `token`."""
 
@@ -215,39 +157,36 @@ class _Desk:
         self._matcher = Matcher()
         self._inboxes: dict[OpenSend, Inbox] = {}
         self._joins: dict[WaitingJoin, tuple[Connection, Join]] = {}
-        self._expected: dict[bytes, _Expected] = {}
+        self._expected: dict[tuple[bytes, int], _Expected] = {}
 
     # Who may connect
 
     def key_for(self, hello: Hello) -> bytes | None:
         if hello.kind == handshake.CONTROL:
             return self.token
-        expected = self._expected.get(hello.transfer)
+        expected = self._expected.get((hello.transfer, hello.broken))
         return None if expected is None else expected.key
 
     def admit(self, hello: Hello, sock: socket.socket) -> None:
         if hello.kind == handshake.DATA:
-            expected = self._expected.get(hello.transfer)
+            expected = self._expected.get((hello.transfer, hello.broken))
             if expected is None:
                 sock.close()
             else:
-                expected.put(Arrival(hello.lane, sock))
+                expected.put(sock)
             return
         connection = Connection(sock, self._listener.loop, hello.rank)
         connection.deliver = self._first
         connection.start()
         self._listener.loop.call_later(JOIN_SECONDS, self._no_join, connection)
 
-    def expect(self, transfer: bytes, expected: _Expected) -> None:
-        self._expected[transfer] = expected
+    def expect(self, ticket: DataTicket, put: Callable[[socket.socket], None]) -> None:
+        self._expected[ticket.transfer, ticket.broken] = _Expected(ticket.key, put)
 
-    def expect_no_more(self, transfer: bytes) -> None:
-        self._expected.pop(transfer, None)
+    def expect_no_more(self, ticket: DataTicket) -> None:
+        self._expected.pop((ticket.transfer, ticket.broken), None)
 
     # Receivers
-
-    def reuse(self, connection: Connection) -> None:
-        connection.deliver = self._first
 
     def _first(self, event: Event) -> None:
         """The first message of a receiver."""
@@ -294,14 +233,10 @@ class _Desk:
         self._matcher.close(send)
         self._inboxes.pop(send, None)
         # Receivers that came too late for this send wait for the next one.
-        late: set[Connection] = set()
         for event in inbox.drain():
             if isinstance(event, ReceiverJoined):
                 self.wait(event.connection, event.join)
-                late.add(event.connection)
             elif isinstance(event, MessageHeard):
-                if event.connection not in late:
-                    event.connection.deliver = self._first
                 event.connection.deliver(event)
         self._match_soon()
 

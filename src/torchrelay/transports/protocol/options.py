@@ -29,7 +29,6 @@ class SendOptions:
     verify: bool | None
     route: str | None
     connections: int
-    chunk_bytes: int | None
 
 
 @dataclass(frozen=True)

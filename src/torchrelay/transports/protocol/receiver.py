@@ -120,7 +120,6 @@ class Receiving:
         self._options, self._resources, self._workspace = options, resources, workspace
         self.deadline, self.watch, self._progress = call.deadline, call.watch, call.progress
         self._landing: Landing | None = None
-        self._whole = False
         self.nbytes = 0  # of the state
 
     def run(self) -> Landed:
@@ -128,9 +127,7 @@ class Receiving:
         with self.watch("call"):
             talk = Conversation(self._node, self._sender, self._me, self.deadline, self.watch)
         try:
-            landed = self._run(talk, greeting)
-            self._whole = True
-            return landed
+            return self._run(talk, greeting)
         except BaseException as fault:
             torn = self._landing is not None and self._landing.torn
             talk.send(last_message(fault, torn=torn))
@@ -146,13 +143,13 @@ class Receiving:
         finally:
             if hasattr(self, "choice"):
                 self.choice.fetch.close()
-            talk.close(keep=self._whole)
+            talk.close()
 
     def _run(self, talk: Conversation, greeting: Greeting) -> Landed:
         options = self._options
         with self.watch("call"):
             committed = self._node.committed(self._sender)
-            talk.join(greeting.join(options.step, parts=False, committed=committed))
+            talk.send(greeting.join(options.step, parts=False, committed=committed))
             # While the sender describes its state.
             into = _prepared(options.into)
             offer = talk.expect(Offer)

@@ -18,20 +18,19 @@ from torchrelay.record.reads import decode_reads
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.matching import OpenSend
 from torchrelay.transports.meeting.node import Node, ReceiverJoined, WrongStep
-from torchrelay.transports.protocol.digests import AskedDigests, ChunksHashed
+from torchrelay.transports.protocol.digests import AskedDigests
 from torchrelay.transports.protocol.fanout import Link
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
-from torchrelay.transports.protocol.sender_machine import SenderMachine, SendTerms
+from torchrelay.transports.protocol.sender_machine import SenderMachine
 from torchrelay.transports.protocol.served import Served
 from torchrelay.transports.resources import Resources
-from torchrelay.transports.routes.choice import BY_NAME, ROUTES
+from torchrelay.transports.routes.choice import BY_NAME
 from torchrelay.transports.routes.route import (
     Hop,
     Outgoing,
     Receiver,
     RouteFault,
-    RouteService,
     ServiceFailed,
 )
 from torchrelay.transports.routes.tcp import TcpService
@@ -81,18 +80,9 @@ class Sending:
         self.served: dict[int, Served] = {}  # by rank
         self.settled: dict[int, bool] = {}  # receivers that were unknown: whether they committed
         self.peers = {rank: Peer(rank) for rank in ranks}
-        offered = {
-            route.name for route in ROUTES if options.route == route.name or not route.by_request
-        }
-        terms = SendTerms(
-            options.route,
-            frozenset(offered),
-            options.window,
-            options.join_timeout,
-            call.deadline.seconds,
-            node.directory.finds_all,
-        )
-        self.machine = SenderMachine(terms, self.peers, self, time.monotonic())
+        seconds, chains = call.deadline.seconds, node.directory.finds_all
+        begun = time.monotonic()
+        self.machine = SenderMachine(options, seconds, chains, self.peers, self, begun)
 
     # The call
 
@@ -186,8 +176,8 @@ class Sending:
         silent, stuck = {}, {}
         for rank, one in self.served.items():
             silent[rank] = now - one.connection.heard_at
-            if isinstance(one.service, TcpService) and one.service.unsent:
-                stuck[rank] = now - one.service.moved_at
+            if isinstance(one.service, TcpService) and one.service.stuck_since is not None:
+                stuck[rank] = now - one.service.stuck_since
         self.machine.tick(now, silent, stuck)
 
     def _close(self) -> None:
@@ -195,10 +185,9 @@ class Sending:
             if peer.stage is Stage.UNKNOWN and rank in self.served:
                 self._node.note_unknown(rank, self.served[rank].transfer)
         self._digests.close()
-        for rank, one in self.served.items():
+        for one in self.served.values():
             one.close()
-            if self.peers[rank].stage is not Stage.DONE:
-                one.connection.close()
+            one.connection.close()
 
     # Events
 
@@ -206,7 +195,6 @@ class Sending:
         """Handle the next event, and those that are there with it."""
         for event in self._inbox.take(seconds):
             self._handle(event)
-        self._digests.tell(self.send)
 
     def _handle(self, event: object) -> None:
         now = time.monotonic()
@@ -221,16 +209,12 @@ class Sending:
         elif isinstance(event, (MessageHeard, ConnectionLost)):
             one = self.served.get(event.connection.rank)
             if one is not None and one.connection is event.connection:
-                if isinstance(event, MessageHeard) and isinstance(event.message, Join):
-                    self._node.put_back(ReceiverJoined(event.connection, event.message, False))
-                elif isinstance(event, MessageHeard):
-                    self._hear(self.peers[event.connection.rank], event, now)
+                if isinstance(event, MessageHeard):
+                    self.machine.heard(event.connection.rank, event.message, now)
                 else:
                     self.machine.lost(event.connection.rank, event.reason)
         elif isinstance(event, ChunkSent):
             self._count(event.index)
-        elif isinstance(event, ChunksHashed):
-            self._digests.hashed(event)
         elif isinstance(event, FeedBroken) and not isinstance(event.fault, OSError):
             raise event.fault  # the state cannot be read
         elif isinstance(event, ServiceFailed):
@@ -238,13 +222,6 @@ class Sending:
                 self.machine.fail(self.peers[event.rank], event.reason)
         elif isinstance(event, Exception):
             raise event
-
-    def _hear(self, peer: Peer, event: MessageHeard, now: float) -> None:
-        before = peer.stage
-        self.machine.heard(peer.rank, event.message, now)
-        if peer.stage is Stage.DONE and before is not Stage.DONE:
-            # Once: another send may have the connection from now on.
-            self._node.reuse(event.connection)
 
     def _count(self, index: int) -> None:
         chunks = self.snapshot.chunks
@@ -310,31 +287,19 @@ class Sending:
             ticket = service.ticket
         return Hop(link.upstream, ticket, link.depth)
 
-    def feed(self, rank: int, need: Need) -> str:
-        self.snapshot.check_unchanged()
-        return self._ask(rank, lambda one: one.need(need.chunks, restart=need.restart))
-
-    def note(self, rank: int, note: RouteNote) -> str:
-        return self._ask(rank, lambda one: one.hear(note.data))
-
-    def _ask(self, rank: int, act: Callable[[RouteService], None]) -> str:
-        service = self.served[rank].service
-        assert service is not None
+    def serve(self, rank: int, asked: Need | Want | RouteNote) -> str:
+        one = self.served[rank]
+        assert one.service is not None and one.outgoing is not None
         try:
-            act(service)
+            if isinstance(asked, RouteNote):
+                one.service.hear(asked.data)
+            elif isinstance(asked, Need):
+                self.snapshot.check_unchanged()
+                one.service.need(asked.chunks, restart=asked.restart)
+            elif self._digests.want(rank, one.outgoing, asked, one.connection.send):
+                self.snapshot.check_unchanged()  # one did not match
         except (RouteFault, RemoteProtocolError) as fault:
             return str(fault)
-        return ""
-
-    def tell_digests(self, rank: int, want: Want) -> str:
-        outgoing = self.served[rank].outgoing
-        assert outgoing is not None
-        try:
-            again = self._digests.want(rank, outgoing, want)
-        except RemoteProtocolError as fault:
-            return fault.message
-        if again:
-            self.snapshot.check_unchanged()  # one did not match
         return ""
 
     def confirm(self, rank: int) -> None:

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torchrelay.transports.protocol import fanout
+from torchrelay.transports.protocol.options import SendOptions
 from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Peer, Stage, join_ends
 from torchrelay.transports.routes.choice import BY_NAME
 from torchrelay.transports.wire.messages import (
@@ -51,18 +52,6 @@ from torchrelay.transports.wire.messages import (
 )
 
 
-@dataclass(frozen=True)
-class SendTerms:
-    """How long everybody has, and what may be done."""
-
-    route: str | None
-    offered: frozenset[str]  # routes
-    window: float
-    join_timeout: float
-    seconds: float  # of the whole call
-    chains: bool  # receivers can connect to each other
-
-
 class Effects(Protocol):
     """What the machine asks of its driver."""
 
@@ -72,14 +61,9 @@ class Effects(Protocol):
     def go(self, link: fanout.Link, patience: float) -> str:
         """Begin to serve a receiver; why that cannot be done, or nothing."""
 
-    def feed(self, rank: int, need: Need) -> str:
-        """Send a receiver chunks from here; what is wrong with that, or nothing."""
-
-    def tell_digests(self, rank: int, want: Want) -> str:
-        """Tell a receiver digests; what is wrong with that, or nothing."""
-
-    def note(self, rank: int, note: RouteNote) -> str:
-        """Hand a note to the receiver's route; what is wrong with it, or nothing."""
+    def serve(self, rank: int, asked: Need | Want | RouteNote) -> str:
+        """Send a receiver chunks or digests, or hand a note to its route; what is wrong with that,
+        or nothing."""
 
     def confirm(self, rank: int) -> None:
         """Tell a receiver to commit. Raises if the state has changed."""
@@ -92,7 +76,9 @@ class Effects(Protocol):
 
 @dataclass
 class SenderMachine:
-    terms: SendTerms
+    options: SendOptions
+    seconds: float  # of the whole call
+    chains: bool  # receivers can connect to each other
     peers: dict[int, Peer]
     effects: Effects
     begun: float
@@ -103,7 +89,7 @@ class SenderMachine:
         self._chained: set[int] = set()  # receivers that another one feeds
         # One receiver alone delays no one: the deadline counts for it.
         several = len(self.peers) > 1
-        self.patience = min(self.terms.window, self.terms.seconds / 4) if several else 0.0
+        self.patience = min(self.options.window, self.seconds / 4) if several else 0.0
 
     def among(self, *stages: Stage) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.stage in stages]
@@ -116,12 +102,11 @@ class SenderMachine:
 
     def join_ends(self) -> float:
         """Until when to wait for receivers, unless something happens before."""
-        ends = self.begun + self.terms.seconds
+        ends = self.begun + self.seconds
         if not self.among(Stage.EXPECTED, Stage.OFFERED):
             return float("-inf")
-        terms = self.terms
-        latest = join_ends(self.peers.values(), self.begun + terms.join_timeout, terms.window, ends)
-        return min(latest, ends)
+        nobody_by = self.begun + self.options.join_timeout
+        return min(join_ends(self.peers.values(), nobody_by, self.options.window, ends), ends)
 
     def joined(self, rank: int, join: Join, several: bool, now: float) -> bool:
         """A receiver has come; whether it is served."""
@@ -186,8 +171,8 @@ class SenderMachine:
         if peer.stage is not Stage.OFFERED and not again:
             self._out_of_turn(peer, accept)
             return
-        route, only = BY_NAME.get(accept.route), self.terms.route
-        if route is None or route.name not in self.terms.offered:
+        route, only = BY_NAME.get(accept.route), self.options.route
+        if route is None or (route.by_request and route.name != only):
             self.fail(peer, f"took route {accept.route!r}, which is not known here")
         elif only not in (None, route.name):
             reason = f"it takes route {accept.route!r}, and {only!r} was asked for"
@@ -196,29 +181,23 @@ class SenderMachine:
         else:
             peer.accept = accept
             waits = route.name == "tcp" and accept.reads is None and len(self.peers) > 1
-            if waits and self.terms.chains and self.joining:
+            if waits and self.chains and self.joining:
                 peer.stage = Stage.ACCEPTED
             else:
                 self._go(peer)
 
     def _heard_data(self, peer: Peer, message: Message) -> None:
-        why = ""
-        if isinstance(message, Need):
-            if peer.rank in self._chained:
+        if isinstance(message, (Need, Want, RouteNote)):
+            if isinstance(message, Need) and peer.rank in self._chained:
                 self._chained.discard(peer.rank)
                 self.rerouted.append(peer.rank)
-            why = self.effects.feed(peer.rank, message)
-        elif isinstance(message, Want):
-            why = self.effects.tell_digests(peer.rank, message)
-        elif isinstance(message, RouteNote):
-            why = self.effects.note(peer.rank, message)
+            if why := self.effects.serve(peer.rank, message):
+                self.fail(peer, why)
         elif isinstance(message, Fetched):
             self.effects.confirm(peer.rank)
             peer.stage = Stage.CONFIRMED
         else:
             self._out_of_turn(peer, message)
-        if why:
-            self.fail(peer, why)
 
     def _out_of_turn(self, peer: Peer, message: Message) -> None:
         self.fail(peer, f"sent {type(message).__name__} out of turn")
@@ -244,8 +223,7 @@ class SenderMachine:
             peer.give_up(reason)
 
     def _give_up(self, peer: Peer, reason: str, said: str, *, late: bool = False) -> None:
-        # A receiver that was told to commit hears no more: after its `Done`, which may be on its
-        # way, the next transfer uses the connection.
+        # A receiver that was told to commit takes no more messages.
         if peer.stage is not Stage.CONFIRMED:
             self.effects.send(peer.rank, Abort(text(said), late=late))
         peer.give_up(reason, late=late)
@@ -274,7 +252,7 @@ class SenderMachine:
 
     def time_is_up(self) -> None:
         for peer in self.among(*UNDER_WAY):
-            self.fail(peer, f"not done after {self.terms.seconds:.3g} s", late=True)
+            self.fail(peer, f"not done after {self.seconds:.3g} s", late=True)
 
 
 def _machine(peer: Peer) -> str:

@@ -183,23 +183,16 @@ def _copy(both: Moves, there: int, here: int) -> None:
         target.copy_(kernels.device_bytes(source, nbytes, there))
 
 
-class CudaIpcRoute(r.Route):
-    name = "cuda_ipc"
-    reads = True
-
-    def service(self, receiver: r.Receiver) -> r.RouteService:
-        return CudaService(receiver)
-
-    def fetch(self, facts: bytes, incoming: r.Incoming) -> r.RouteFetch | r.Unavailable:
-        device = m.read_as(DeviceFacts, facts)
-        if why := place.apart(place.here(), device.memory.place) or device.no_exports:
-            return r.Unavailable(why)
-        if not incoming.on_device:
-            return r.Unavailable("the destination is in host memory")
-        found = reach(device.memory, incoming)
-        if isinstance(found, r.Unavailable):
-            return found
-        return CudaFetch(incoming, found, digests=device.digests)
+def _fetch(facts: bytes, incoming: r.Incoming) -> CudaFetch | r.Unavailable:
+    device = m.read_as(DeviceFacts, facts)
+    if why := place.apart(place.here(), device.memory.place) or device.no_exports:
+        return r.Unavailable(why)
+    if not incoming.on_device:
+        return r.Unavailable("the destination is in host memory")
+    found = reach(device.memory, incoming)
+    if isinstance(found, r.Unavailable):
+        return found
+    return CudaFetch(incoming, found, digests=device.digests)
 
 
-ROUTE = CudaIpcRoute()
+ROUTE = r.Route("cuda_ipc", CudaService, _fetch, reads=True)

@@ -33,7 +33,6 @@ from torchrelay.transports.routes.route import (
     Receiver,
     Route,
     RouteFault,
-    RouteFetch,
     RouteService,
     ServiceFailed,
     Unavailable,
@@ -210,20 +209,14 @@ class GroupFetch(ReadingFetch):
         super().close()
 
 
-class GroupRoute(Route):
-    name = "group"
-
-    def service(self, receiver: Receiver) -> RouteService:
-        return GroupService(receiver)
-
-    def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
-        device = read_as(GroupFacts, facts).device
-        use = _use_of(incoming.group)
-        if device not in use.carriers:
-            return Unavailable(f"no backend of the group moves memory of {device} here")
-        if why := use.why_not():
-            return Unavailable(why)
-        return GroupFetch(incoming, device)
+def _fetch(facts: bytes, incoming: Incoming) -> GroupFetch | Unavailable:
+    device = read_as(GroupFacts, facts).device
+    use = _use_of(incoming.group)
+    if device not in use.carriers:
+        return Unavailable(f"no backend of the group moves memory of {device} here")
+    if why := use.why_not():
+        return Unavailable(why)
+    return GroupFetch(incoming, device)
 
 
-ROUTE = GroupRoute()
+ROUTE = Route("group", GroupService, _fetch)

@@ -44,7 +44,6 @@ from torchrelay.transports.routes.route import (
     Receiver,
     Route,
     RouteFault,
-    RouteFetch,
     RouteService,
     Unavailable,
 )
@@ -392,19 +391,9 @@ class MemoryFetch(ReadingFetch):
             self._ask(event.slot)
 
 
-class MemoryRoute(Route):
-    name = "memory"
-    reads = True
-
-    def compares(self, verify: bool | None) -> bool:
-        return verify is True  # what the kernel copies is compared on request only
-
-    def service(self, receiver: Receiver) -> RouteService:
-        return MemoryService(receiver)
-
-    def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
-        found = reach(read_as(MemoryFacts, facts), incoming)
-        return found if isinstance(found, Unavailable) else MemoryFetch(incoming, found)
+def _fetch(facts: bytes, incoming: Incoming) -> MemoryFetch | Unavailable:
+    found = reach(read_as(MemoryFacts, facts), incoming)
+    return found if isinstance(found, Unavailable) else MemoryFetch(incoming, found)
 
 
-ROUTE = MemoryRoute()
+ROUTE = Route("memory", MemoryService, _fetch, reads=True, compared_by_request=True)

@@ -38,7 +38,6 @@ from torchrelay.transports.routes.route import (
     Receiver,
     Route,
     RouteFault,
-    RouteFetch,
     RouteService,
     Unavailable,
 )
@@ -311,17 +310,9 @@ class NixlFetch(ReadingFetch):
                 self._agent.part(peer)
 
 
-class NixlRoute(Route):
-    name = "nixl"
-    reads = True
-    by_request = True
-
-    def service(self, receiver: Receiver) -> RouteService:
-        return NixlService(receiver)
-
-    def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
-        agent = agent_here()
-        return agent if isinstance(agent, Unavailable) else NixlFetch(incoming, agent)
+def _fetch(facts: bytes, incoming: Incoming) -> NixlFetch | Unavailable:
+    agent = agent_here()
+    return agent if isinstance(agent, Unavailable) else NixlFetch(incoming, agent)
 
 
-ROUTE = NixlRoute()
+ROUTE = Route("nixl", NixlService, _fetch, reads=True, by_request=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torchrelay.errors import DigestError
 from torchrelay.geometry.runs import Runs
@@ -25,7 +25,7 @@ from torchrelay.memory.gpu.kernels import Tables
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.plan.snapshot import Sendable
 from torchrelay.transports.meeting.conversation import Conversation
-from torchrelay.transports.meeting.node import Node
+from torchrelay.transports.meeting.node import DataTicket, Node
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes.host.layout import MemoryLayout
 from torchrelay.transports.streams.outgoing_chunks import OutgoingChunks
@@ -82,19 +82,12 @@ class Outgoing:
         )
 
 
-class Ticket(NamedTuple):
-    """What admits the data connections of one receiver."""
-
-    transfer: bytes
-    key: bytes
-
-
 class Hop(NamedTuple):
     """A receiver's place in a chain: the rank that feeds it (None: the sender), the receiver that
     it feeds, and how many are before it."""
 
     upstream: int | None = None
-    downstream: Ticket | None = None
+    downstream: DataTicket | None = None
     depth: int = 0
 
 
@@ -234,20 +227,17 @@ def chunk_named(incoming: Incoming, landing: Landing, index: int) -> str:
     return f"chunk {index} with {incoming.named(begin, begin + landing.chunks.sizes[index])}"
 
 
+@dataclass(frozen=True)
 class Route:
-    """A way for bytes from one process to another."""
+    """A way for bytes from one process to another: its name, and its two ends."""
 
-    name: ClassVar[str]
-    reads: ClassVar[bool] = False  # the receiver takes the bytes itself
-    by_request: ClassVar[bool] = False  # taken only if both sides ask for it
+    name: str
+    service: Callable[[Receiver], RouteService]
+    fetch: Callable[[bytes, Incoming], RouteFetch | Unavailable]  # takes what the sender offers
+    reads: bool = False  # the receiver takes the bytes itself
+    by_request: bool = False  # taken only if both sides ask for it
+    compared_by_request: bool = False  # the kernel copies: digests are compared if `verify` is True
 
     def compares(self, verify: bool | None) -> bool:
         """Whether what comes by it is compared with what was sent."""
-        return verify is not False
-
-    def service(self, receiver: Receiver) -> RouteService:
-        raise NotImplementedError
-
-    def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
-        """The receiver's end, if the sender's offer can be taken."""
-        raise NotImplementedError
+        return verify is True if self.compared_by_request else verify is not False

@@ -7,7 +7,7 @@ loses its upstream takes what it lacks from the sender.
 
 from __future__ import annotations
 
-import threading
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +20,7 @@ from torchrelay.errors import RelayError
 from torchrelay.landing.seam import Landing
 from torchrelay.memory.pool import cores
 from torchrelay.transports.meeting.directory import Identity
-from torchrelay.transports.meeting.node import Arrival
+from torchrelay.transports.meeting.node import DataTicket
 from torchrelay.transports.routes.route import (
     RETRIES,
     FetchProgress,
@@ -32,8 +32,6 @@ from torchrelay.transports.routes.route import (
     RouteFault,
     RouteFetch,
     RouteService,
-    Ticket,
-    Unavailable,
     chunk_named,
     on_gpu,
 )
@@ -98,13 +96,11 @@ class TcpService(RouteService):
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self.ticket = Ticket(receiver.transfer, new_key())
+        self.ticket = DataTicket(receiver.transfer, new_key())
         self._stack = ExitStack()
         self._outgoing: Outgoing | None = None
-        self._feeds: list[ChunkSender] = []  # the last one is fed; the others broke
-        self._early: list[Arrival] = []  # connections whose `Need` has yet to be heard
-        self._lock = threading.Lock()
-        self._count = self._asked = 0
+        self._feed: ChunkSender | None = None
+        self._count = self._asked = self._restarts = 0
 
     def begin(self, outgoing: Outgoing, accept: Accept, hop: Hop) -> bytes:
         receiver, chunks = self._receiver, outgoing.snapshot.chunks
@@ -112,73 +108,48 @@ class TcpService(RouteService):
         worth = -(-chunks.stream_bytes // LANE_BYTES)
         lanes = max(1, min(wanted, receiver.connections, worth, LANES))
         self.close()  # of an earlier acceptance
-        self._outgoing, self._count, self._feeds = outgoing, len(chunks), []
+        self._outgoing, self._count, self._restarts = outgoing, len(chunks), 0
         self._start([] if hop.upstream is not None else range(self._count))
-        self._stack.enter_context(receiver.node.expect(*self.ticket, self._add))
-        return messages.write(
-            TcpGo(self.ticket.key, lanes, hop.upstream, hop.depth, hop.downstream)
-        )
+        downstream = None if hop.downstream is None else hop.downstream[:2]
+        return messages.write(TcpGo(self.ticket.key, lanes, hop.upstream, hop.depth, downstream))
 
     def _start(self, chunks: Sequence[int]) -> None:
         assert self._outgoing is not None
-        feed = ChunkSender(self._receiver.rank, self._outgoing.chunks, self._receiver.report)
-        with self._lock:
-            self._feeds.append(feed)
-            early, self._early = self._early, []
-        feed.put(chunks)
-        for arrival in early:
-            self._add(arrival)
-
-    def _add(self, arrival: Arrival) -> None:
-        """A data connection has come. Lanes count on from those that broke."""
-        with self._lock:
-            number = arrival.lane // LANES - len(self._feeds) + 1
-            if number > 0 and len(self._early) < LANES:
-                self._early.append(arrival)
-                return
-            feed = self._feeds[-1] if number == 0 else None
-        if feed is None:
-            arrival.sock.close()
-        else:
-            feed.add(DataSocket(arrival.sock))
+        self._feed = ChunkSender(self._outgoing.chunks, self._receiver.report)
+        self._feed.put(chunks)
+        ticket = self.ticket._replace(broken=self._restarts)
+        self._stack.enter_context(self._receiver.node.expect(ticket, _add_to(self._feed)))
 
     def need(self, chunks: Sequence[int], *, restart: bool) -> None:
         self._asked += len(chunks)
-        if not self._feeds or max(chunks, default=0) >= self._count:
+        if self._feed is None or max(chunks, default=0) >= self._count:
             raise RouteFault("asked for chunks that do not exist")
-        if self._asked > (RETRIES + 2) * self._count + LANES or len(self._feeds) > 2 * RETRIES:
+        if self._asked > (RETRIES + 2) * self._count + LANES or self._restarts >= 2 * RETRIES:
             raise RouteFault("asks for the same chunks again and again")
         if restart:
-            self._feeds[-1].close()
+            self._restarts += 1
+            self.close()
             self._start(chunks)
         else:
-            self._feeds[-1].put(chunks)
+            self._feed.put(chunks)
 
     @property
-    def unsent(self) -> int:
-        """Chunks that have not left yet."""
-        return self._feeds[-1].unsent if self._feeds else 0
-
-    @property
-    def moved_at(self) -> float:
-        return self._feeds[-1].moved_at if self._feeds else 0.0
-
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return sum(feed.wire_bytes for feed in self._feeds)
-
-    @property
-    def messages(self) -> int:  # type: ignore[override]
-        return sum(feed.messages for feed in self._feeds)
-
-    @property
-    def connections(self) -> int:  # type: ignore[override]
-        return max((feed.connections for feed in self._feeds), default=0)
+    def stuck_since(self) -> float | None:
+        """When the last bytes left, if there are chunks that have not left yet."""
+        return self._feed.moved_at if self._feed is not None and self._feed.unsent else None
 
     def close(self) -> None:
         self._stack.close()
-        for feed in self._feeds:
+        feed, self._feed = self._feed, None
+        if feed is not None:
             feed.close()
+            self.wire_bytes += feed.wire_bytes
+            self.messages += feed.messages
+            self.connections = max(self.connections, feed.connections)
+
+
+def _add_to(feed: ChunkSender) -> Callable[[socket.socket], None]:
+    return lambda sock: feed.add(DataSocket(sock))
 
 
 class _Passing:
@@ -266,16 +237,16 @@ class TcpFetch(RouteFetch):
     def _sender(self) -> Identity:
         return self._talk.node.directory.find(self._talk.sender, self._talk.deadline)
 
-    def _connect(self, identity: Identity, first: int = 0) -> ChunkReceiver:
-        """Data connections to a process that feeds this one, numbered from `first` on."""
-        talk, node = self._talk, self._talk.node
-        transfer, key = self._incoming.offer.transfer, self._go.key
+    def _connect(self, identity: Identity) -> ChunkReceiver:
+        """Data connections to a process that feeds this one."""
+        talk = self._talk
+        ticket = DataTicket(self._incoming.offer.transfer, self._go.key, self._broken)
         feed = ChunkReceiver(self._arrivals, talk.inbox.put)
 
-        def connect(lane: int, over: Callable[[], bool]) -> DataSocket:
-            return DataSocket(node.connect_data(identity, transfer, key, lane, talk.deadline, over))
+        def connect(over: Callable[[], bool]) -> DataSocket:
+            return DataSocket(talk.node.connect_data(identity, ticket, talk.deadline, over))
 
-        feed.connect(connect, range(first, first + self._go.lanes))
+        feed.connect(connect, self._go.lanes)
         self._feeds.append(feed)
         self.connections = max(self.connections, feed.connections)
         self._arrived_at = time.monotonic()
@@ -320,7 +291,7 @@ class TcpFetch(RouteFetch):
         fresh = self._direct is None
         self._talk.send(Need(tuple(chunks), restart=fresh and self._broken > 0))
         if fresh:
-            self._direct = self._connect(self._sender(), self._broken * LANES)
+            self._direct = self._connect(self._sender())
 
     # Losses
 
@@ -360,12 +331,9 @@ class TcpFetch(RouteFetch):
         if self._go.downstream is None:
             return
         self._passing = _Passing(self._arrivals)
-        self._downstream = feed = ChunkSender(-1, self._passing, self._talk.inbox.put)
-
-        def add(arrival: Arrival) -> None:
-            feed.add(DataSocket(arrival.sock))
-
-        self._stack.enter_context(self._talk.node.expect(*self._go.downstream, add))
+        self._downstream = ChunkSender(self._passing, self._talk.inbox.put)
+        ticket, add = DataTicket(*self._go.downstream), _add_to(self._downstream)
+        self._stack.enter_context(self._talk.node.expect(ticket, add))
 
     def _stop_feeding(self) -> None:
         """The next receiver notices that its connections are closed, and asks the sender."""
@@ -398,14 +366,4 @@ class TcpFetch(RouteFetch):
         return hasattr(self, "_arrivals")
 
 
-class TcpRoute(Route):
-    name = "tcp"
-
-    def service(self, receiver: Receiver) -> RouteService:
-        return TcpService(receiver)
-
-    def fetch(self, facts: bytes, incoming: Incoming) -> RouteFetch | Unavailable:
-        return TcpFetch(incoming)
-
-
-ROUTE = TcpRoute()
+ROUTE = Route("tcp", TcpService, lambda facts, incoming: TcpFetch(incoming))

@@ -7,7 +7,7 @@ received in a buffer and handed to the landing. Nothing is written after `close`
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,7 +57,7 @@ class FetchFailed:
     fault: Exception
 
 
-Connect = Callable[[int, Callable[[], bool]], DataSocket]  # of a lane, unless it is over
+Connect = Callable[[Callable[[], bool]], DataSocket]  # unless the transfer is over
 
 
 class ChunkArrivals:
@@ -138,17 +138,16 @@ class ChunkReceiver:
         self._open = 0  # lanes that have not ended
         self.connections = 0
 
-    def connect(self, connect: Connect, lanes: Iterable[int]) -> None:
+    def connect(self, connect: Connect, lanes: int) -> None:
         """Make data connections, and take what comes."""
-        wanted = list(lanes)
-        self.connections = self._open = len(wanted)
-        for lane in wanted:
-            threads.run(partial(self._run, connect, lane), "worker")
+        self.connections = self._open = lanes
+        for _ in range(lanes):
+            threads.run(partial(self._run, connect), "worker")
 
-    def _run(self, connect: Connect, lane: int) -> None:
+    def _run(self, connect: Connect) -> None:
         over = threading.Event()
         try:
-            sock = connect(lane, lambda: self._over)
+            sock = connect(lambda: self._over)
             with self._lock:
                 if self._over:
                     sock.cut()

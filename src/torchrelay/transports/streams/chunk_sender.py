@@ -59,14 +59,13 @@ class FeedBroken:
 class ChunkSender:
     """Feeds one receiver. Reports `ChunkSent` and `FeedBroken`."""
 
-    def __init__(self, rank: int, source: ChunkSource, report: Callable[[object], None]) -> None:
-        self.rank = rank
+    def __init__(self, source: ChunkSource, report: Callable[[object], None]) -> None:
         self._source, self._report = source, report
         self._todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._lanes: list[tuple[DataSocket, threads.Running]] = []
         self._over = False
-        self._unsent = 0
+        self.unsent = 0  # chunks that have not left yet
         self._put_at = time.monotonic()
         self.connections = 0
         self.messages = 0
@@ -78,18 +77,13 @@ class ChunkSender:
         with self._lock:
             return max([self._put_at, *(sock.moved_at for sock, _ in self._lanes)])
 
-    @property
-    def unsent(self) -> int:
-        """Chunks that have not left yet."""
-        return self._unsent
-
     def put(self, chunks: Iterable[int]) -> None:
         """Send these too."""
         for index in chunks:
             with self._lock:
-                if not self._unsent:
+                if not self.unsent:
                     self._put_at = time.monotonic()
-                self._unsent += 1
+                self.unsent += 1
             self._todo.put(index)
 
     def add(self, sock: DataSocket) -> None:
@@ -112,7 +106,7 @@ class ChunkSender:
         except Exception as fault:
             sock.cut()  # the receiver must not wait for more
             with self._lock:
-                self._unsent -= 1
+                self.unsent -= 1
             self._report(FeedBroken(fault))
 
     def _send(self, sock: DataSocket, index: int) -> None:
@@ -125,7 +119,7 @@ class ChunkSender:
         if digest and not known:
             source.note_digest(index, digest)
         with self._lock:
-            self._unsent -= 1
+            self.unsent -= 1
             self.messages += 1
             self.wire_bytes += nbytes
         self._report(ChunkSent(index))

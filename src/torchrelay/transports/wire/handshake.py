@@ -37,13 +37,13 @@ CONTROL, DATA = 1, 2
 
 class Hello(NamedTuple):
     """What a connection is for: the `node` that is called, the caller's `rank`, and, for a data
-    connection, the `transfer` and which of its `lane`s this is."""
+    connection, the `transfer` and how often its connections have broken."""
 
     kind: int
     node: bytes
     rank: int
     transfer: bytes = bytes(ID_BYTES)
-    lane: int = 0
+    broken: int = 0
 
 
 def new_id() -> bytes:
@@ -71,19 +71,19 @@ def check_challenge(data: bytes) -> None:
 
 
 def hello(content: Hello, challenge: bytes, key: bytes) -> bytes:
-    kind, node, rank, transfer, lane = content
+    kind, node, rank, transfer, broken = content
     nonce = secrets.token_bytes(NONCE_BYTES)
-    body = _HELLO.pack(_MAGIC, VERSION, kind, rank, lane, node, transfer, nonce)
+    body = _HELLO.pack(_MAGIC, VERSION, kind, rank, broken, node, transfer, nonce)
     return body + hmac.digest(key, challenge + body, "sha256")
 
 
 def read_hello(data: bytes) -> Hello | None:
     """What the caller wants; None for anything else than a `Hello` of this version. Nothing of it
     counts before `proves` has said so."""
-    magic, version, kind, rank, lane, node, transfer, _ = _HELLO.unpack_from(data)
+    magic, version, kind, rank, broken, node, transfer, _ = _HELLO.unpack_from(data)
     if (magic, version) != (_MAGIC, VERSION) or kind not in (CONTROL, DATA):
         return None
-    return Hello(kind, node, rank, transfer, lane)
+    return Hello(kind, node, rank, transfer, broken)
 
 
 def proves(data: bytes, challenge: bytes, key: bytes) -> bool:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -70,18 +70,14 @@ ChunkRanges = Annotated[tuple[ChunkRange, ...], Meta(max_length=MAX_CHUNKS)]
 Reasons = Annotated[dict[Name, Text], Meta(max_length=64)]
 
 
-class _Message(msgspec.Struct, array_like=True, frozen=True):
+class Message(msgspec.Struct, array_like=True, frozen=True):
     """Fields travel in order."""
 
-    @classmethod
-    def most_bytes(cls) -> int:
-        return _SMALL
+    most_bytes: ClassVar[int] = _SMALL
 
 
-class _LargeMessage(_Message, frozen=True):
-    @classmethod
-    def most_bytes(cls) -> int:
-        return _LARGE
+class _LargeMessage(Message, frozen=True):
+    most_bytes: ClassVar[int] = _LARGE
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
@@ -94,7 +90,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
     devices: Names = ()  # ids of the GPUs that the process sees
 
 
-class Join(_Message, frozen=True):
+class Join(Message, frozen=True):
     """I want your state. `step` is the only one I take, if I ask for one."""
 
     step: Step | None = None
@@ -130,7 +126,7 @@ class Accept(_LargeMessage, frozen=True):
     reads: Blob | None = None  # parts of it (`record.reads`)
 
 
-class Refuse(_Message, frozen=True):
+class Refuse(Message, frozen=True):
     """The state does not fit, or an object does not take its part."""
 
     kind: Name  # "step", "mismatch" (also: no memory), "unsupported", "manifest" or "route"
@@ -172,19 +168,19 @@ class RouteNote(_LargeMessage, frozen=True):
     data: Blob
 
 
-class Fetched(_Message, frozen=True):
+class Fetched(Message, frozen=True):
     """I have every byte, and every digest matches."""
 
 
-class Confirmed(_Message, frozen=True):
+class Confirmed(Message, frozen=True):
     """The state is still the one that I described: commit it."""
 
 
-class Done(_Message, frozen=True):
+class Done(Message, frozen=True):
     """Committed."""
 
 
-class Abort(_Message, frozen=True):
+class Abort(Message, frozen=True):
     """I give up."""
 
     message: Text
@@ -192,35 +188,18 @@ class Abort(_Message, frozen=True):
     late: bool = False  # for want of time
 
 
-class Ping(_Message, frozen=True):
+class Ping(Message, frozen=True):
     """Are you there?"""
 
 
-class Pong(_Message, frozen=True):
+class Pong(Message, frozen=True):
     """Yes."""
 
 
 # A frame's type is the position here.
-MESSAGES: tuple[type[_Message], ...] = (
+MESSAGES: tuple[type[Message], ...] = (
     *(Join, Offer, Accept, Refuse, Go, Need, Want, Digests, RouteNote),
     *(Fetched, Confirmed, Done, Abort, Ping, Pong),
-)
-Message = (
-    Join
-    | Offer
-    | Accept
-    | Refuse
-    | Go
-    | Need
-    | Want
-    | Digests
-    | RouteNote
-    | Fetched
-    | Confirmed
-    | Done
-    | Abort
-    | Ping
-    | Pong
 )
 
 _MAGIC = 0x8B17
@@ -270,7 +249,7 @@ def _checked_head(data: bytearray, at: int) -> tuple[int, int]:
     magic, version, kind, length = _HEAD.unpack_from(data, at)
     if (magic, version) != (_MAGIC, VERSION) or kind >= len(MESSAGES):
         raise RemoteProtocolError("a frame that is not of this protocol")
-    most = MESSAGES[kind].most_bytes()
+    most = MESSAGES[kind].most_bytes
     if length > most:
         name = MESSAGES[kind].__name__
         raise RemoteProtocolError(f"{name} of {length} bytes, the cap is {most}")
