@@ -33,8 +33,6 @@ from torchrelay.dropin._pickles.unpickler import (
 from torchrelay.errors import ManifestError, RelayError, UnsupportedLeafError
 from torchrelay.geometry.boxes import Comparisons
 
-MAX_METADATA = 1 << 30
-
 _DCP = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata."  # where torch before 2.3 had them
