@@ -1086,11 +1086,12 @@ def stock_metadata(
     memo: dict[Any, int] = {}
 
     def size(numbers: tuple[int, ...]) -> None:
-        if numbers in memo:
-            p.get(memo[numbers])
+        known = repr(numbers)  # numbers that have one hash are slow here too
+        if known in memo:
+            p.get(memo[known])
             return
         _size(p, numbers)
-        memo[numbers] = p.put()
+        memo[known] = p.put()
 
     def name(module: str, text: str) -> None:
         if text in memo:
