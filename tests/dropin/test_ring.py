@@ -159,7 +159,9 @@ def with_stock(rank: int, group: Any, sender: str, receiver: str, content: str) 
     [("stock", "dropin-relay"), ("stock", "dropin-torch"), ("dropin-torch", "stock")],
 )
 def test_talks_to_a_stock_peer(pool8: Any, sender: str, receiver: str, content: str) -> None:
-    assert pool8.run(with_stock, sender, receiver, content, timeout=60) == [True] * WORLD
+    assert pool8.run(with_stock, sender, receiver, content, timeout=60, fresh_group=True) == (
+        [True] * WORLD
+    )
 
 
 def replica_shard(rank: int, values: torch.Tensor) -> ShardedTensor:
@@ -194,4 +196,4 @@ def in_place(rank: int, group: Any, sender: str) -> bool:
 
 @pytest.mark.parametrize("sender", ["stock", "dropin-torch", "dropin-relay"])
 def test_in_place(pool8: Any, sender: str) -> None:
-    assert pool8.run(in_place, sender, timeout=60) == [True] * WORLD
+    assert pool8.run(in_place, sender, timeout=60, fresh_group=True) == [True] * WORLD

@@ -131,11 +131,10 @@ def test_every_container(state: object) -> None:
     "leaf",
     [
         *(None, True, False, 0, 255, 65536, -1, 1 << 31, -(1 << 200), 1 << 3000, 0.0, -0.0, 1e300),
-        *("", "s", b"", b"b" * 300, bytearray(b""), bytearray(b"x"), 1 + 2j, set(), {1, "a"}),
-        *(frozenset([1.5]), torch.float8_e4m3fn, CPU, torch.device("cuda", 3)),
-        *(torch.Size([]), torch.Size([1, 2])),
+        *("", "s", b"", b"b" * 300, bytearray(b""), bytearray(b"x"), 1 + 2j),
+        *(torch.float8_e4m3fn, CPU, torch.device("cuda", 3), torch.Size([]), torch.Size([1, 2])),
     ],
-    ids=lambda leaf: "a set" if isinstance(leaf, set) and leaf else repr(leaf),  # in no order
+    ids=repr,
 )
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_every_plain_leaf(leaf: object, protocol: int) -> None:
@@ -391,8 +390,8 @@ def test_attack_memo_index_bomb() -> None:
 
 
 def test_attack_recursion_bomb() -> None:
-    assert_refused(b"\x80\x04" + b"]" * 500_000 + b"a" * 499_999 + b".")
-    assert_refused(b"\x80\x04" + b"N" + b"\x85" * 500_000 + b".")
+    assert_refused(b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".")
+    assert_refused(b"\x80\x04" + b"N" + b"\x85" * 100_000 + b".")
 
 
 def test_attack_shared_subtrees_make_a_vast_tree() -> None:
@@ -452,8 +451,9 @@ def test_attack_huge_calls_of_harmless_types() -> None:
     assert_refused(record_of(Calls(int, "9" * 10_000)))
 
 
-def test_attack_very_many_sets() -> None:
-    assert_refused(b"\x80\x04(" + b"\x8f" * 2_000_000 + b"t.", "sets")
+@pytest.mark.parametrize("leaf", [set(), {1, "a"}, frozenset([1.5])], ids=["none", "two", "one"])
+def test_sets_are_refused(leaf: object) -> None:
+    assert_refused(record_of(leaf), "opcode")
 
 
 def test_attack_trailing_data() -> None:

@@ -514,7 +514,7 @@ def test_mutants_of_reads_are_refused_or_can_be_served() -> None:
     good = encode_reads(_reads([w, w], [1], [0, 1], [3, 2]))
     chance = random.Random(SEED)
     served = 0
-    for _ in range(rounds(4000)):
+    for _ in range(rounds(4000, 4)):
         try:
             reads = decode_reads(mutated(chance, good), snapshot.record)
         except ManifestError:
@@ -538,7 +538,7 @@ def test_mutants_of_a_rank_are_refused_or_can_be_gathered() -> None:
     good = ranks.snapshots[1].encoded()
     chance = random.Random(SEED)
     gathered = valid = 0
-    for number in range(rounds(4000)):
+    for number in range(rounds(4000, 4)):
         try:
             record = decode(mutated(chance, good))
         except ManifestError:

@@ -1066,12 +1066,11 @@ def stock_long_numbers() -> bytes:
 
 def _read_pg(data: bytes) -> object:
     record = loads(data)
-    from torchrelay.dropin._torch_wire import _Leaf, _parts
+    from torchrelay.dropin._torch_wire import _parts
 
-    parts = list(_parts(record.non_tensor_leaves))
-    for path, leaf in zip(record.paths, record.non_tensor_leaves, strict=True):
-        _Leaf.of(path, leaf, None)
-    return parts
+    for leaf in record.non_tensor_leaves:
+        list(_parts([leaf]))
+    return list(_parts(record.non_tensor_leaves))
 
 
 # Stock checkpoints -------------------------------------------------------------------------------
@@ -1087,11 +1086,12 @@ def stock_metadata(
     memo: dict[Any, int] = {}
 
     def size(numbers: tuple[int, ...]) -> None:
-        if numbers in memo:
-            p.get(memo[numbers])
+        known = repr(numbers)  # numbers that have one hash are slow here too
+        if known in memo:
+            p.get(memo[known])
             return
         _size(p, numbers)
-        memo[numbers] = p.put()
+        memo[known] = p.put()
 
     def name(module: str, text: str) -> None:
         if text in memo:

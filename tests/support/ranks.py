@@ -6,10 +6,10 @@ A function is module-level, takes `(rank, group, *args)` and returns something p
     with Ranks(fn, 2, state) as ranks:   the same with hands on: kill, stop, phases
     RankPool(2).run(fn, state)           workers stay, calls follow one another (fast)
 
-Children of the first two are forks of a server that has torch imported; those of a pool are, unless
-told otherwise, interpreters of their own, each with its own hash seed. They rendezvous over a file,
-open no fixed port, and go away when their parent does. A child that has reported stays until every
-result is in, so that its connections do not break under the others.
+Children of the first two are forks of a server that has torch imported. So is the first of a pool;
+the others are, unless told otherwise, interpreters of their own, so that no two have one hash seed.
+They rendezvous over a file, open no fixed port, and go away when their parent does. A child that
+has reported stays until every result is in, so that its connections do not break under the others.
 """
 
 from __future__ import annotations
@@ -266,9 +266,9 @@ class _Workers:
         self.workers: list[_Worker] = []
         self._failed_order: list[int] = []
         common = world_size, self.scratch, backend, group_timeout, dict(os.environ), stay
-        context = servers if forks else get_context("spawn")
         try:
             for rank in range(world_size):
+                context = servers if forks or rank == 0 else get_context("spawn")
                 ours, theirs = context.Pipe(duplex=True)
                 process = context.Process(
                     target=_child_main,

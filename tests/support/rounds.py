@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-SHARE = 4
+SHARE = 6
 
 
 def rounds(full: int, share: int = SHARE) -> int:

@@ -13,46 +13,19 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from torchrelay.errors import CheckpointError, RelayError, UsageError
+from torchrelay.errors import CheckpointError, RelayError
 
 logger = logging.getLogger(__name__)
-
-
-class Meeting(_DistWrapper):
-    """torch's wrapper around the group; a failure that does not pickle still reaches the others."""
-
-    def gather_object(self, object: Any) -> list[Any] | None:
-        return super().gather_object(_sendable(object))
-
-    def all_gather_object(self, object: Any) -> list[Any]:
-        return super().all_gather_object(_sendable(object))
-
-    def scatter_object(self, object_list: list[Any] | None) -> Any:
-        whole = None if object_list is None else [_sendable(item) for item in object_list]
-        return super().scatter_object(whole)
-
-    def broadcast_object(self, object: Any) -> Any:
-        return super().broadcast_object(_sendable(object))
-
-
-def meet(group: dist.ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> Meeting:
-    """A meeting of `group`; `UsageError` unless `coordinator_rank` is one of its ranks."""
-    if use_dist:
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        if rank < 0:
-            raise UsageError("this process is not a rank of the checkpointer's process group")
-        if not 0 <= coordinator_rank < size:
-            raise UsageError(f"coordinator_rank {coordinator_rank} is not in a group of {size}")
-    return Meeting(group, use_dist, coordinator_rank)
+Meeting = _DistWrapper
+_T = TypeVar("_T")
 
 
 def save(
@@ -95,8 +68,8 @@ def save(
         return metadata
 
     with _told("save", meeting.rank):
-        plan = meeting.reduce_scatter("plan", local_plan, global_plan)
-        return meeting.all_reduce("write", write, finish)
+        plan = meeting.reduce_scatter("plan", _sendable(local_plan), _sendable(global_plan))
+        return meeting.all_reduce("write", _sendable(write), _sendable(finish))
 
 
 def load(
@@ -124,8 +97,8 @@ def load(
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
     with _told("load", meeting.rank):
-        plan = meeting.reduce_scatter("plan", local_plan, global_plan)
-        meeting.all_gather("read", read)
+        plan = meeting.reduce_scatter("plan", _sendable(local_plan), _sendable(global_plan))
+        meeting.all_gather("read", _sendable(read))
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
@@ -155,8 +128,7 @@ class FailedOnRanksError(CheckpointError, CheckpointException):
         return CheckpointError.__str__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        told = {rank: _sendable_failure(failure) for rank, failure in self._failures.items()}
-        return _failed_on_ranks, (self.message, told, self.rank, self.phase)
+        return _failed_on_ranks, (self.message, self._failures, self.rank, self.phase)
 
 
 def _failed_on_ranks(
@@ -198,21 +170,19 @@ def _takes(method: Callable[..., Any], parameter: str) -> bool:
     return parameter in inspect.signature(method).parameters
 
 
-def _sendable(value: Any) -> Any:
-    """`value`, or where it is a failure that does not pickle, one that does and says the same."""
-    if isinstance(value, CheckpointException):
-        told = {r: _sendable_failure(f) for r, f in value.failures.items()}
-        return CheckpointException(str(value.args[0]), told)
-    if type(value) is tuple and len(value) == 2 and isinstance(value[0], BaseException):
-        return _sendable_failure(value)
-    return value
+def _sendable(step: Callable[..., _T]) -> Callable[..., _T]:
+    """A step whose failures reach the other ranks: one that does not pickle becomes one that does
+    and says the same."""
 
+    def run(*args: Any) -> _T:
+        try:
+            return step(*args)
+        except Exception as error:
+            try:
+                pickle.dumps(error)
+                copy.deepcopy(error)  # some pickle, and cannot be made again of that
+            except Exception:
+                raise CheckpointError(f"{type(error).__name__}: {error}") from error
+            raise
 
-def _sendable_failure(failure: Any) -> Any:
-    error, trace = failure
-    try:
-        pickle.dumps(error)
-        copy.deepcopy(error)  # some pickle, and cannot be made again of that
-    except Exception:
-        return CheckpointError(f"{type(error).__name__}: {error}"), trace
-    return failure
+    return run

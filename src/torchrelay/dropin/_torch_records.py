@@ -6,10 +6,6 @@ torch's contracts and bytes, and refuse by path what would arrive as something e
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -25,6 +21,7 @@ try:
         _ShardedTensorMeta,
         _StateDictMeta,
         _TensorMeta,
+        _timeit,
     )
 except ImportError as fault:
     raise ImportError(
@@ -43,16 +40,6 @@ __all__ = [
     "_prepare_tensor",
     "_timeit",
 ]
-
-logger: logging.Logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def _timeit(name: str) -> Generator[None, None, None]:
-    """Log how long the body took, if it finished."""
-    start = time.perf_counter()
-    yield
-    logger.info("%s took %ss", name, time.perf_counter() - start)
 
 
 def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchrelay.dropin import _dcp_protocol as protocol
+from torchrelay.dropin._dcp_protocol import Meeting
 from torchrelay.dropin._own_group import own_group
-from torchrelay.errors import CheckpointError
+from torchrelay.errors import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class TorchCheckpointer:
         futures.
         """
         with self._one_at_a_time:
-            meeting, earlier = self._background_meeting(), self._settled()
+            meeting, earlier = self._meeting(background=True), self._settled()
             fault: Exception | None = None
             staged: dict[str, Any] = {}
             try:
@@ -169,9 +170,7 @@ class TorchCheckpointer:
         error.__cause__ = failure
         return error
 
-    def _run_in_background(
-        self, future: _SaveFuture, meeting: protocol.Meeting, state: _State
-    ) -> None:
+    def _run_in_background(self, future: _SaveFuture, meeting: Meeting, state: _State) -> None:
         try:
             result = protocol.save(meeting, state, self.storage_writer, self._save_planner())
         except BaseException as fault:
@@ -180,29 +179,27 @@ class TorchCheckpointer:
         else:
             future.set_result(result)
 
-    def _is_distributed(self) -> bool:
-        if self.no_dist:
-            return False
-        if dist.is_available() and dist.is_initialized():
-            return True
-        warnings.warn(
-            "torch.distributed is not initialized: the process saves and loads alone "
-            "(no_dist=True says that this is meant)",
-            stacklevel=4,
-        )
-        return False
-
-    def _meeting(self) -> protocol.Meeting:
-        return protocol.meet(self.process_group, self._is_distributed(), self.coordinator_rank)
-
-    def _background_meeting(self) -> protocol.Meeting:
-        """A meeting in a group that the calls of training cannot get in between of."""
-        meeting = self._meeting()
-        if not meeting.use_dist:
-            return meeting
-        if self._background_group is None:
-            self._background_group = own_group(self.process_group)
-        return protocol.meet(self._background_group, True, self.coordinator_rank)
+    def _meeting(self, *, background: bool = False) -> Meeting:
+        """The ranks of a call. In the background they have a group of their own, which the calls of
+        training cannot get in between of."""
+        if self.no_dist or not (dist.is_available() and dist.is_initialized()):
+            if not self.no_dist:
+                warnings.warn(
+                    "torch.distributed is not initialized: the process saves and loads alone "
+                    "(no_dist=True says that this is meant)",
+                    stacklevel=3,
+                )
+            return Meeting(None, False, 0)
+        group, leader = self.process_group, self.coordinator_rank
+        if dist.get_rank(group) < 0:
+            raise UsageError("this process is not a rank of the checkpointer's process group")
+        if not 0 <= leader < (size := dist.get_world_size(group)):
+            raise UsageError(f"coordinator_rank {leader} is not in a group of {size}")
+        if background:
+            if self._background_group is None:
+                self._background_group = own_group(group)
+            group = self._background_group
+        return Meeting(group, True, leader)
 
 
 class _SaveFuture(Future[Metadata]):

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchrelay.dropin._dcp_directory.files import StockFiles, checked_chunk
-from torchrelay.dropin._dcp_directory.metadata import Chunk, StockTensor, decode
-from torchrelay.dropin.stock_dcp import read_metadata
+from torchrelay.dropin._dcp_directory.files import StockDirectory
+from torchrelay.dropin._dcp_directory.metadata import Chunk, StockTensor
 from torchrelay.errors import CheckpointError
 from torchrelay.inspection.numbers import memory_of
 from torchrelay.inspection.seam import Contents, PlainValue, VolumeFacts
@@ -40,20 +39,17 @@ class DcpSource:
 
     def __init__(self, path: str) -> None:
         self.name = path
-        folder = Path(path)
-        self._files = StockFiles(folder, check_crc=True)
+        self._directory = StockDirectory(Path(path))
         self._pieces: list[_Piece] = []
         self._held: tuple[int, torch.Tensor] | None = None  # the box that was read last
         tensors: list[StoredTensor] = []
         values: list[PlainValue] = []
         try:
-            self._found = decode(read_metadata(folder))
-            self._files.check(self._found)
-            for name, item in self._found.items.items():
+            for name, item in self._directory.items.items():
                 if isinstance(item, StockTensor):
                     tensors.append(self._stored(name, item))
                 else:
-                    values += _values(name, self._files.load(name, item))
+                    values += _values(name, self._directory.value(name))
         except OSError as fault:
             raise CheckpointError(f"could not be read: {fault}", file=path) from fault
         self.contents = Contents(
@@ -83,7 +79,7 @@ class DcpSource:
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
         if self._held is None or self._held[0] != volume:
             self._held = None  # two boxes at once are more than the bound
-            part = checked_chunk(self._files, *self._pieces[volume])
+            part = self._directory.chunk(*self._pieces[volume])
             self._held = (volume, part.contiguous().reshape(-1).view(torch.uint8))
         data = self._held[1][start : start + view.nbytes]
         view[:] = memory_of(data.numpy())
@@ -92,14 +88,14 @@ class DcpSource:
         total = sum(piece.chunk.piece.length for piece in self._pieces)
         done = 0
         for piece in self._pieces:
-            checked_chunk(self._files, *piece)
+            self._directory.chunk(*piece)
             done += piece.chunk.piece.length
             progress(Progress(done, total))
         return "the format has CRC-32 checksums in place of digests; they were checked"
 
     def close(self) -> None:
         self._held = None
-        self._files.__exit__()
+        self._directory.__exit__()
 
 
 def _values(path: str, value: object) -> list[PlainValue]:

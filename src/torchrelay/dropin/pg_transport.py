@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from torch.distributed import Work
-from torch.utils._pytree import tree_flatten_with_path
 
 from torchrelay.coordination.groups import check_group
 from torchrelay.deadlines import TICK, Deadline, seconds_of
 from torchrelay.dropin._torch_wire import LENGTH_TAG, Wait, recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
 from torchrelay.landing.options import LandingOptions
-from torchrelay.memory import threads
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import uninterrupted
 from torchrelay.relay import Relay
@@ -28,7 +25,6 @@ from torchrelay.transports.c10d import watch
 from torchrelay.transports.meeting.directory import directory_of
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 
-OFFER_SECONDS = 1.0  # for the offer of a rank that has a `Relay`, before torch's protocol is tried
 PARTING_SECONDS = 10.0  # that a transfer of torch's protocol has after an interrupt
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -44,7 +40,8 @@ class PGTransport:
             `protocol="torch"` also the device that messages are sent from
         state_dict: if given, called to get the state that is received into, in place
         protocol: "relay", or "torch" to send to ranks that run torch's own class. With "relay",
-            `recv_checkpoint` also understands a sender that runs torch's class.
+            `recv_checkpoint` also understands a sender that runs torch's class, if that rank has
+            no `Relay` on the group.
     """
 
     def __init__(
@@ -105,14 +102,7 @@ class PGTransport:
         )
         options = ReceiveOptions(into, landing=landing)
         call = TransferCall(Deadline(max(deadline.left(), 0.001)))
-        try:
-            with self._looking_for_torch(src_rank, call):
-                got = self._relay.receive(src_rank, options, call)
-        except TransferTimeoutError:
-            first = self._firsts.get(src_rank)
-            if first is None or not first.here:
-                raise
-            return self._recv_torch(src_rank, into, deadline)
+        got = self._relay.receive(src_rank, options, call)
         if got.report.missing or got.report.extra:
             logger.warning(
                 "checkpoint and destination differ: created %s, left as they were %s",
@@ -135,7 +125,6 @@ class PGTransport:
 
     def _recv_torch(self, src_rank: int, into: object, deadline: Deadline) -> object:
         settle()
-        leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
         wait = _waiter(self._pg, deadline)
 
         def receive() -> object:
@@ -143,7 +132,7 @@ class PGTransport:
             first.wait(deadline, "at the start", phase="join")
             del self._firsts[src_rank]
             length = int(first.tensor.item())
-            return recv_torch(self._pg, src_rank, length, self._device, wait, leaves)
+            return recv_torch(self._pg, src_rank, length, self._device, wait, into)
 
         return uninterrupted(receive, hurry=lambda: deadline.hasten(PARTING_SECONDS))
 
@@ -180,30 +169,6 @@ class PGTransport:
                     phase="join",
                 )
         return first is not None and first.here
-
-    @contextmanager
-    def _looking_for_torch(self, src_rank: int, call: TransferCall) -> Iterator[None]:
-        """Within: a rank that has a `Relay` and sends by torch's protocol all the same is noticed
-        after a while. A receive that is posted for it takes the message from any other receiver
-        here, and one on a device backend blocks all behind it: so none is posted at once."""
-        over = threading.Event()
-
-        def look() -> None:
-            if over.wait(OFFER_SECONDS):
-                return
-            first = self._first(src_rank)
-            while not over.wait(TICK):
-                # A receive that has no offer by now will get none: its sender speaks torch's.
-                if first.here and call.watch.phase in ("start", "call"):
-                    call.deadline.hasten(0.0)
-
-        running = None if self._is_device_only else threads.run(look, "worker")
-        try:
-            yield
-        finally:
-            over.set()
-            if running is not None:
-                running.wait()
 
 
 class _Posted:

@@ -23,13 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchrelay.dropin._dcp_directory.files import (
-    StockFiles,
-    check_archive,
-    refusal,
-    whole_tensor,
-)
-from torchrelay.dropin._dcp_directory.metadata import MAX_METADATA, StockTensor, decode
+from torchrelay.dropin._dcp_directory.files import StockDirectory, check_archive, refusal
 from torchrelay.dropin._torch_values import torch_values
 from torchrelay.errors import (
     CheckpointError,
@@ -42,7 +36,6 @@ from torchrelay.inspection.file_kinds import is_torch_save
 from torchrelay.stores.local.files import atomic_file
 
 _MAX_HOLES = 1 << 16
-_HOLE = object()
 
 
 def read_stock(path: str | os.PathLike[str], *, check_crc: bool = True) -> dict[str, Any]:
@@ -57,20 +50,12 @@ def read_stock(path: str | os.PathLike[str], *, check_crc: bool = True) -> dict[
     make; `path` is its name. `check_crc=False` is for checkpoints written under
     `torch.serialization.set_crc32_options(False)`, which carry no checksums.
     """
-    folder = Path(path)
     try:
-        found = decode(read_metadata(folder))
-        with StockFiles(folder, check_crc) as files:
-            files.check(found)
-            values = {
-                fqn: whole_tensor(files, fqn, item)
-                if isinstance(item, StockTensor)
-                else files.load(fqn, item)
-                for fqn, item in found.items.items()
-            }
+        with StockDirectory(Path(path), check_crc=check_crc) as directory:
+            values = {fqn: directory.value(fqn) for fqn in directory.items}
     except OSError as fault:
-        raise CheckpointError(f"could not be read: {fault}", file=str(folder)) from fault
-    return _nested(values, found.paths)
+        raise CheckpointError(f"could not be read: {fault}", file=str(path)) from fault
+    return _nested(values, directory.paths)
 
 
 def write_stock(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -121,8 +106,7 @@ class _ReadBack(FileSystem):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         try:
-            with StockFiles(Path(new_path).parent, check_crc=False) as files:
-                files.check(decode(Path(path).read_bytes()))
+            StockDirectory(Path(new_path).parent, metadata=Path(path))
         except ManifestError as fault:
             raise CheckpointError(
                 f"the checkpoint cannot be read back, so it was not made one: {fault.message}",
@@ -196,60 +180,43 @@ def _refuse_shards(state: dict[str, Any]) -> None:
             )
 
 
-def read_metadata(folder: Path) -> bytes:
-    """The bytes of a directory's `.metadata`; `ManifestError` where it has none."""
-    file = folder / ".metadata"
-    if not file.is_file():
-        hint = (
-            "; it was saved with use_collectives=False, one .metadata a rank"
-            if next(folder.glob("__*.metadata"), None) is not None
-            else ""
-        )
-        raise ManifestError(f"{folder} is not a stock DCP checkpoint: it has no .metadata{hint}")
-    if file.stat().st_size > MAX_METADATA:
-        raise ManifestError(f"{file} is over the limit of {MAX_METADATA} bytes")
-    return file.read_bytes()
+class _Container(dict[Any, Any]):
+    """A container of the state, as a dict: dicts among the loaded values are leaves."""
 
 
 def _nested(values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[str, Any]:
-    """The values at their paths; dicts keyed by numbers stand for lists until all are placed."""
-    root: dict[Any, Any] = {}
-    inner = {id(root): root}
+    """The values at their paths."""
+    root = _Container()
     for fqn, value in values.items():
         *above, last = paths.get(fqn, (fqn,))
         here = root
         for step in above:
-            below = here.get(step, _HOLE)
-            if below is _HOLE:
-                below = here[step] = {}
-                inner[id(below)] = below
-            if id(below) not in inner:
+            here = here.setdefault(step, _Container())
+            if type(here) is not _Container:
                 raise ManifestError("a value has the path of a container of the state", path=fqn)
-            here = below
         if last in here:
             raise ManifestError("two values have one place in the state", path=fqn)
         here[last] = value
-    return dict(_with_lists(root, inner))
-
-
-def _with_lists(root: dict[Any, Any], inner: dict[int, dict[Any, Any]]) -> dict[Any, Any]:
     holes = _MAX_HOLES
-    made: dict[int, Any] = {}
-    # Containers were noted from the outside in, so the other way each finds its own ones made.
-    for container in reversed(list(inner.values())):
-        filled = {k: made.get(id(v), v) if id(v) in inner else v for k, v in container.items()}
-        if container is root or not any(type(key) is int for key in filled):
-            made[id(container)] = filled
-            continue
-        if not all(type(key) is int for key in filled):
+
+    def filled(value: Any) -> Any:
+        """A branch as the dict or the list that it stands for. Paths bound its depth."""
+        nonlocal holes
+        if type(value) is not _Container:
+            return value
+        items = {key: filled(item) for key, item in value.items()}
+        numbered = [type(key) is int for key in items]
+        if not any(numbered):
+            return items
+        if not all(numbered):
             raise ManifestError("numbers and text are keys of one container of the state")
-        length = max(filled) + 1
-        holes -= length - len(filled)
+        length = max(items) + 1
+        holes -= length - len(items)
         if holes < 0:
             raise ManifestError("a list of the state has more holes than a checkpoint can have")
-        made[id(container)] = [filled.get(n) for n in range(length)]
-    result: dict[Any, Any] = made[id(root)]
-    return result
+        return [items.get(n) for n in range(length)]
+
+    return {key: filled(item) for key, item in root.items()}
 
 
 __all__ = ["read_stock", "read_torch_save", "write_stock", "write_torch_save"]

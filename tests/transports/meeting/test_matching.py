@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.rounds import rounds
 from torchrelay.transports.meeting.matching import (
     UNDECIDED_SECONDS,
     Matcher,
@@ -270,5 +271,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert since is None or self.now < since + UNDECIDED_SECONDS
 
 
-AnyOrder.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(
+    max_examples=rounds(300, 3), stateful_step_count=40, deadline=None
+)
 TestAnyOrder = AnyOrder.TestCase

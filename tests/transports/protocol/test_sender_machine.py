@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.recorder import Driver, Recorder, machine
+from tests.support.rounds import rounds
 from torchrelay.errors import StateError
 from torchrelay.transports.protocol.fanout import Link
 from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Stage
@@ -478,8 +479,9 @@ def play(seed: int) -> Driver:
 def test_random_schedules(first: int) -> None:
     """Every receiver ends in a final stage, nothing is done for it after that, none is confirmed
     twice, and one that fails does not delay the others beyond the windows."""
-    print(f"seeds {first} to {first + BATCH - 1}")
-    stages = {peer.stage for seed in range(first, first + BATCH) for peer in played(seed)}
+    seeds = range(first, first + rounds(BATCH, 3))
+    print(f"seeds {seeds[0]} to {seeds[-1]}")
+    stages = {peer.stage for seed in seeds for peer in played(seed)}
     assert stages == set(OVER)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from torchrelay.dropin._pickles.fields import (
     DTYPES,
+    MAX_DEPTH,
     MAX_NUMBER,
     count,
     fields,
@@ -31,9 +32,6 @@ from torchrelay.dropin._pickles.unpickler import (
 )
 from torchrelay.errors import ManifestError, RelayError, UnsupportedLeafError
 from torchrelay.geometry.boxes import Comparisons
-
-MAX_METADATA = 1 << 30
-_MAX_DEPTH = 200
 
 _DCP = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -214,7 +212,7 @@ def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:
     for fqn, path in typed(value, PickledDict).items():
         steps = typed(path, tuple)
         room -= len(steps)
-        if room < 0 or not 0 < len(steps) <= _MAX_DEPTH or type(steps[0]) is not str:
+        if room < 0 or not 0 < len(steps) <= MAX_DEPTH or type(steps[0]) is not str:
             refuse("a path into the state is malformed")
         found[typed(fqn, str)] = tuple(s if type(s) is str else count(s) for s in steps)
     return found

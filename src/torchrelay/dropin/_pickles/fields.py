@@ -8,6 +8,7 @@ import torch
 
 from torchrelay.dropin._pickles.unpickler import Global, PickledCall, PickledDict, refuse
 
+MAX_DEPTH = 200
 MAX_DIMS = 64
 MAX_NUMBER = 1 << 62
 DTYPES = {f"torch.{n}": d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}

@@ -9,13 +9,8 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
-
-SCALARS = (type(None), bool, int, float, str, bytes)
-_MOST_ODD_KEYS = 1024  # that may collide in one dict: each is compared with all before it
-_MOST_SETS = 1 << 18  # one byte of a pickle asks for one, which takes over 200
-_SMALL = 1 << 20
 
 
 class PickleRefusedError(Exception):
@@ -56,14 +51,26 @@ class PickledDict(dict[Any, Any]):
         super().__setitem__(key, value)
 
 
+class WorkLimit:
+    """Steps for parts that each of their owners has to look at. A short pickle whose parts share
+    each other could describe a vast tree."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.left = 4 * length + 10_000
+
+    def charge(self, steps: int) -> None:
+        self.left -= steps
+        if self.left < 0:
+            refuse("its parts share each other more often than its length allows")
+
+
 class _Unpickler(pickle._Unpickler):
     find: Callable[[str, str], Global | None]
-    sets = 0
     # Of the base class:
     stack: list[Any]
     append: Callable[[object], None]
     read: Callable[[int], bytes]
-    pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Global:
         found = self.find(module, name)
@@ -82,29 +89,6 @@ class _Unpickler(pickle._Unpickler):
         if type(made) is not PickledCall or made.state is not None:
             refuse("state is set on something other than a new object")
         made.state = state
-
-    def items(self) -> list[Any]:
-        items = self.pop_mark()
-        if not all(type(item) in SCALARS for item in items):
-            refuse("a set holds something other than plain values")
-        check_keys(items)
-        return items
-
-    def new_set(self) -> None:
-        self.sets += 1
-        if self.sets > _MOST_SETS:
-            refuse(f"it makes over {_MOST_SETS} sets")
-        self.append(set())
-
-    def new_frozenset(self) -> None:
-        items = self.items()
-        self.append(frozenset(items))
-
-    def add_items(self) -> None:
-        items, target = self.items(), self.stack[-1]
-        if type(target) is not set or target:
-            refuse("items are added to something other than a new set")
-        target.update(items)
 
     def bytearray8(self) -> None:
         (length,) = struct.unpack("<Q", self.read(8))
@@ -128,9 +112,6 @@ class _Unpickler(pickle._Unpickler):
         pickle.BUILD[0]: build,
         pickle.BYTEARRAY8[0]: bytearray8,
         pickle.EMPTY_DICT[0]: lambda self: self.append(PickledDict()),
-        pickle.EMPTY_SET[0]: new_set,
-        pickle.ADDITEMS[0]: add_items,
-        pickle.FROZENSET[0]: new_frozenset,
     }
 
 
@@ -162,19 +143,3 @@ def unpickled(data: bytes, find: Callable[[str, str], Global | None]) -> Any:
     if file.tell() != len(data):
         refuse(f"{len(data) - file.tell()} bytes follow its record")
     return value
-
-
-def check_keys(keys: Sequence[object]) -> None:
-    """Refuse keys of a dict, or items of a set, if too many of them could have one hash: looking
-    them up would take far longer than reading them."""
-    if sum(not _is_even(key) for key in keys) > _MOST_ODD_KEYS:
-        refuse(f"over {_MOST_ODD_KEYS} keys or items whose hashes may collide")
-
-
-def _is_even(key: object) -> bool:
-    """Whether keys of this kind spread over a table: text, small numbers, tuples of those."""
-    if type(key) is tuple:
-        return all(type(part) is not tuple and _is_even(part) for part in key)
-    if type(key) is int:
-        return 0 <= key < _SMALL
-    return type(key) in (str, bytes, bool, type(None), float)

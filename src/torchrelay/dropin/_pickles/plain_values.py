@@ -1,0 +1,98 @@
+"""Leaves other than tensors in a pickle: plain values, and arrays and scalars of numpy."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import numpy as np
+
+from torchrelay.dropin._pickles.fields import (
+    DTYPES,
+    MAX_DIMS,
+    count,
+    counts,
+    device,
+    made,
+    size,
+    typed,
+)
+from torchrelay.dropin._pickles.unpickler import Global, PickledCall, refuse
+
+_AS_THEY_ARE = (type(None), bool, int, float, str, bytes, bytearray)
+_MODULES = ("numpy._core.multiarray.", "numpy.core.multiarray.")  # since numpy 2, and before
+_ARRAYS = tuple(module + "_reconstruct" for module in _MODULES)
+_SCALARS = tuple(module + "scalar" for module in _MODULES)
+_NUMBERS = "?biufc"  # kinds of dtypes
+
+NAMES = (
+    *_ARRAYS,
+    *_SCALARS,
+    *("numpy.dtype", "numpy.ndarray", "builtins.complex", "builtins.bytearray"),
+    *("_io.BytesIO", "torch.Size", "torch.device"),
+)
+
+
+def plain(value: Any) -> object:
+    if type(value) in _AS_THEY_ARE:
+        return value
+    if type(value) is Global and value.name in DTYPES:
+        return DTYPES[value.name]
+    if type(value) is PickledCall:
+        if value.name in _ARRAYS:
+            return _array(value)
+        if value.name in _SCALARS:
+            return _scalar(value)
+        if value.name == "_io.BytesIO":
+            return _buffer(value)
+        if value.name == "torch.Size":
+            return size(value)
+        if value.name == "torch.device":
+            return device(value)
+        if value.name == "builtins.complex":
+            real, imag = made(value, value.name)
+            return complex(typed(real, float), typed(imag, float))
+        if value.name == "builtins.bytearray":
+            args = made(value, value.name)
+            return bytearray(typed(args[0], bytes)) if args else bytearray()
+    refuse("a leaf is neither a tensor nor a plain value")
+
+
+def _buffer(value: PickledCall) -> io.BytesIO:
+    data, position, _ = typed(value.state, tuple)
+    buffer = io.BytesIO(typed(data, bytes))
+    buffer.seek(count(position))
+    return buffer
+
+
+def _array(value: PickledCall) -> np.ndarray[Any, Any]:
+    """An array of numbers, in memory of its own."""
+    _, shape, described, fortran, data = typed(value.state, tuple)
+    sizes, kind = counts(shape, MAX_DIMS), _dtype(described)
+    if len(typed(data, bytes)) != math.prod(sizes) * kind.itemsize:
+        refuse("an array has another size than its bytes")
+    found: np.ndarray[Any, Any] = np.ndarray(
+        sizes, kind, bytearray(data), order="F" if fortran else "C"
+    )
+    return found
+
+
+def _scalar(value: PickledCall) -> Any:
+    described, data = made(value, value.name)
+    kind = _dtype(described)
+    if len(typed(data, bytes)) != kind.itemsize:
+        refuse("a scalar has another size than its bytes")
+    return np.frombuffer(data, kind)[0]
+
+
+def _dtype(value: object) -> np.dtype[Any]:
+    if type(value) is not PickledCall or value.name != "numpy.dtype":
+        refuse("a dtype of numpy was expected")
+    text, order = typed(value.args[0], str), typed(value.state, tuple)[1]
+    if len(text) > 3 or order not in ("<", ">", "|", "="):
+        refuse("a dtype of numpy is malformed")
+    found: np.dtype[Any] = np.dtype(text).newbyteorder("=" if order == "|" else order)
+    if found.kind not in _NUMBERS:
+        refuse(f"an array of dtype {found} in torch's protocol")
+    return found
