@@ -17,7 +17,8 @@ from torchrelay.inspection.numbers import Array, memory_of
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, PlacedBox, StateReader
+    from torchrelay.inspection.seam import StateReader
+    from torchrelay.plan.stored import Shard, StoredTensor
 
 SLAB_BYTES = 8 << 20
 
@@ -30,7 +31,7 @@ class _Cut(NamedTuple):
     high: int
 
 
-def slabs(source: StateReader, tensor: BoxedTensor, most: int = SLAB_BYTES) -> Iterator[Array]:
+def slabs(source: StateReader, tensor: StoredTensor, most: int = SLAB_BYTES) -> Iterator[Array]:
     """The elements of a tensor in row-major order, as bytes; one slab after the other."""
     if 0 in tensor.shape:
         return
@@ -47,7 +48,7 @@ def slabs(source: StateReader, tensor: BoxedTensor, most: int = SLAB_BYTES) -> I
             yield slab.reshape(-1).view("uint8")
 
 
-def _fill(source: StateReader, slab: Array, cut: _Cut, shard: PlacedBox) -> None:
+def _fill(source: StateReader, slab: Array, cut: _Cut, shard: Shard) -> None:
     """Read what a box has of a slab into its place there."""
     depth = len(cut.fixed)
     offsets, sizes = shard.offsets or (0,), shard.sizes or (1,)

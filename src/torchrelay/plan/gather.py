@@ -23,9 +23,9 @@ from torchrelay.plan.sharded import ShardedKind
 from torchrelay.plan.union import Union
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
+from torchrelay.record.manifest import with_parts
 from torchrelay.record.schema import ImageKind, LeafKind, Record, StateOutline, column_of
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import with_parts
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.matching import Matched
 from torchrelay.state.meshes import mesh_record

@@ -23,11 +23,10 @@ from torchrelay.plan.selection import Selection
 from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.manifest import parts
+from torchrelay.record.manifest import parts, with_parts
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import ImageKind, Record
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import with_parts
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.matching import Matched, Pair
 from torchrelay.state.meshes import mesh_record
