@@ -124,8 +124,8 @@ class EndpointError(RelayError):
 
 
 class CheckpointError(RelayError):
-    """A step could not be written or read; `file`, where known, is the file or object. What was
-    committed before is as it was."""
+    """A step could not be written or read; `file`, where known, is the file or object. Earlier
+    steps are as they were."""
 
     def __init__(self, message: str, *, file: str | None = None, **context: Any) -> None:
         super().__init__(message, **context)

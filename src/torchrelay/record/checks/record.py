@@ -152,7 +152,7 @@ class _Rows:
         self._bytes: _Marks = np.array([_is_bytes(kind) for kind in images], bool)
         # A leaf that is not distributed needs all of its image.
         self._all_there: _Marks = np.array([mode != "stream" or k.is_whole for k in images], bool)
-        # A part says its strides itself: in a stream it is no part of an image in another layout.
+        # A part says its strides itself: in a stream it cannot be of an image in another layout.
         self._for_parts: _Marks = np.array(
             [mode != "stream" or kind.strides is None for kind in images], bool
         )
