@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import ne
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 MAX_COMPARISONS = 1 << 20  # of edges, beyond those that a grid of its boxes takes
 _GRID = 64  # boxes beside each other, for each of which a box may be compared for nothing
+_FEW = 4  # boxes that are compared one by one
 _MANY = 256  # boxes that are not compared all with all
 
 
@@ -31,26 +33,28 @@ class Comparisons:
         boxes = [box for box in boxes if 0 not in box[1]]
         if len(boxes) < 2:
             return False
-        columns = np.array(boxes, np.int64)
-        low, high = columns[:, 0], columns.sum(1)
-        if not low.shape[1]:
+        dims = range(len(boxes[0][0]))
+        if not dims:
             return True
-        if len(boxes) <= _MANY:
-            meet = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(2)
-            return int(meet.sum()) > len(boxes)  # each meets itself
+        if _FEW < len(boxes) <= _MANY:
+            return _any_meet(np.array(boxes, np.int64))
         # Along the dimension with the most cuts, few boxes stand beside each other.
-        dim = int(np.argmax([len(np.unique(column)) for column in low.T]))
-        order = np.argsort(low[:, dim], kind="stable")
-        low, high = low[order], high[order]
-        starts, ends = low[:, dim].tolist(), high[:, dim].tolist()
+        dim = max(dims, key=lambda d: _cuts([box[0][d] for box in boxes]))
+        boxes.sort(key=lambda box: box[0][dim])
         beside: list[int] = []
-        for number, start in enumerate(starts):
-            beside = [n for n in beside if ends[n] > start]
-            self._left -= max(len(beside) - _GRID, 0) * low.shape[1]
+        columns = np.array(boxes, np.int64) if len(boxes) > _FEW else None
+        for number, (offsets, sizes) in enumerate(boxes):
+            start = offsets[dim]
+            beside = [n for n in beside if boxes[n][0][dim] + boxes[n][1][dim] > start]
+            self._left -= max(len(beside) - _GRID, 0) * len(dims)
             if self._left < 0:
                 raise ManifestError("shards that are cut in too many ways")
-            apart = (low[beside] >= high[number]) | (high[beside] <= low[number])
-            if not apart.any(1).all():
+            if columns is not None and len(beside) > _FEW:
+                low, size = columns[beside, 0], columns[beside, 1]
+                apart = (low >= columns[number].sum(0)) | (low + size <= columns[number, 0])
+                if not apart.any(1).all():
+                    return True
+            elif any(_meet((offsets, sizes), boxes[other]) for other in beside):
                 return True
             beside.append(number)
         return False
@@ -96,3 +100,19 @@ def run_of(box: Box, shape: Sequence[int]) -> int | None:
         cut = cut or size != length
         at, step = at + offset * step, step * length
     return at
+
+
+def _cuts(offsets: list[int]) -> int:
+    """How many different ones there are. Numbers of a peer are better sorted than hashed."""
+    offsets.sort()
+    return sum(map(ne, offsets, offsets[1:]))
+
+
+def _any_meet(boxes: Numbers) -> bool:
+    low, high = boxes[:, 0], boxes.sum(1)
+    meet = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(2)
+    return int(meet.sum()) > len(boxes)  # each meets itself
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
