@@ -224,7 +224,8 @@ def parts(leaf: Leaf) -> Iterator[TensorLeaf]:
     """The strided tensors of a leaf, nested ones included; an array is one of bytes."""
     if isinstance(leaf, TensorLeaf):
         yield leaf
-    elif isinstance(leaf, ArrayLeaf) and leaf.nbytes:
+        return
+    if isinstance(leaf, ArrayLeaf) and leaf.nbytes:
         yield TensorLeaf("uint8", (leaf.nbytes,), None, leaf.storage)
     for name in _PART_FIELDS.get(type(leaf), ()):
         found = getattr(leaf, name)

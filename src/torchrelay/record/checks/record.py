@@ -27,6 +27,7 @@ from torchrelay.record.checks.leaves import (
     geometry,
 )
 from torchrelay.record.checks.tree import TreeLimits, check_tree
+from torchrelay.record.kinds import KindTable
 from torchrelay.record.meshes import check_mesh, check_meshes
 from torchrelay.record.schema import (
     ImageKind,
@@ -114,7 +115,9 @@ def _check_leaves(record: Record, mode: Mode, limits: TreeLimits) -> None:
     check_meshes(others, record.meshes)
     check_meshes(own)
     parts = [part for leaf in (*others, *own) for part in m.parts(leaf) if part.storage >= 0]
-    rows = _Rows(record, mode, parts)
+    table = KindTable()
+    kinds = [table.leaf(LeafKind(part.dtype, part.shape, part.strides)) for part in parts]
+    rows = _Rows(record, mode, table.leaves)
     for outline in record.outlines:
         rows.check_outline(outline)
     for one in record.differences:
@@ -122,7 +125,7 @@ def _check_leaves(record: Record, mode: Mode, limits: TreeLimits) -> None:
         at, images = np.array(one.images, np.int64).reshape(-1, 2).T
         rows.check(outline.row_kinds[at], images, outline.row_offsets[at])
     rows.check(
-        np.arange(len(record.kinds), len(record.kinds) + len(parts)),
+        np.array(kinds, np.int64) + len(record.kinds),
         np.array([part.storage for part in parts], np.int64),
         np.array([part.offset for part in parts], np.int64),
     )
@@ -131,14 +134,14 @@ def _check_leaves(record: Record, mode: Mode, limits: TreeLimits) -> None:
 
 class _Rows:
     """Checks leaves against the images that they are of, and notes how far they reach. Strided
-    tensors that are `parts` of other leaves have the numbers of kinds after those of rows."""
+    tensors that are parts of other leaves have kinds with numbers after those of rows."""
 
-    def __init__(self, record: Record, mode: Mode, parts: Sequence[m.TensorLeaf]) -> None:
+    def __init__(self, record: Record, mode: Mode, of_parts: Sequence[LeafKind]) -> None:
         self._record, self._mode = record, mode
         self._boxes: dict[int, tuple[tuple[int, ...], set[bytes]]] = {}  # see `_check_sharding`
         for kind in record.kinds:
             self._check_kind(kind)
-        kinds = [*record.kinds, *(LeafKind(part.dtype, part.shape, part.strides) for part in parts)]
+        kinds = [*record.kinds, *of_parts]
         images, self._kinds = record.image_kinds, kinds
         known: dict[bytes, int] = {}
         self._shapes = shape_numbers(kinds, known)
