@@ -74,8 +74,8 @@ class _Form(NamedTuple):
 
 def _unknown_peer(version: tuple[int, int]) -> ManifestError:
     return ManifestError(
-        f"a record of version {version[0]}.{version[1]}, this library reads "
-        f"{VERSION[0]}.{VERSION[1]}: use the same version of torchrelay on both sides"
+        f"a record of version {version[0]}.{version[1]}, this library reads {VERSION[0]}.x: "
+        "use the same version of torchrelay on both sides"
     )
 
 
