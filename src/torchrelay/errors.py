@@ -37,10 +37,8 @@ from typing import Any
 
 
 class RelayError(Exception):
-    """Base of all torchrelay errors. Unknown context is `None`.
-
-    `report` is that of a live transfer, where the error is what a `send` ended with.
-    """
+    """Base of all torchrelay errors. Unknown context is `None`. `report`, where a `send` ended with
+    the error, tells how each receiver fared."""
 
     report: Any = None
 
@@ -85,17 +83,11 @@ class UsageError(RelayError, ValueError):
 
 
 class RouteError(RelayError):
-    """The route that was asked for by `route=`, here or by the peer, cannot be taken.
-
-    Nothing was written. `send` raises it where a receiver did; `report` tells how others fared.
-    """
+    """The route that `route=` names, here or at the peer, cannot be taken. Nothing was written."""
 
 
 class StepMismatchError(RelayError):
-    """The step offered and the step asked for differ. Nothing was written.
-
-    On the sender's side `report` tells how the other receivers fared.
-    """
+    """The step offered and the step asked for differ. Nothing was written."""
 
 
 class ManifestError(RelayError):
@@ -115,7 +107,7 @@ class PeerError(RelayError):
 
 
 class PeerRefusedError(PeerError):
-    """A receiver turned the state down. `report`, where set, tells how the others fared."""
+    """A receiver turned the state down."""
 
 
 class PeerAbortedError(PeerError):
@@ -132,10 +124,8 @@ class EndpointError(RelayError):
 
 
 class CheckpointError(RelayError):
-    """A step could not be written or read. What was committed before is as it was.
-
-    `rank` and `phase` name where it failed first; `file`, where known, the file or object.
-    """
+    """A step could not be written or read; `file`, where known, is the file or object. Earlier
+    steps are as they were."""
 
     def __init__(self, message: str, *, file: str | None = None, **context: Any) -> None:
         super().__init__(message, **context)
@@ -185,12 +175,8 @@ class StorageTimeoutError(CheckpointError, TimeoutError):
 
 
 class CommitUnknownError(CheckpointError):
-    """A step was about to be committed, and whether it was is not known.
-
-    Look again: `step in checkpointer.steps()` says whether it is there, `verify(step)` whether it
-    is whole. If it is not there, save it again. Every other failure of a save says that the step
-    was not committed.
-    """
+    """A step was about to be committed, and whether it was is not known: `step in
+    checkpointer.steps()` tells. Every other failure of a save means that it was not committed."""
 
 
 class TransferTimeoutError(RelayError, TimeoutError):
@@ -198,8 +184,5 @@ class TransferTimeoutError(RelayError, TimeoutError):
 
 
 class TornStateError(RelayError):
-    """The destination is part old, part new: a receive or load with `atomic=False` stopped midway,
-    or an object refused its state and could not be put back, which the message names.
-
-    A later receive into the same destination repairs it. `__cause__` is what went wrong.
-    """
+    """A receive or load with `atomic=False` stopped midway, or an object that the message names
+    refused its state and could not be put back. Receive again; `__cause__` is what went wrong."""

@@ -524,7 +524,7 @@ def test_limits_are_as_described() -> None:
     assert (caps["chunk"], MAX_CHUNK_BYTES) == ("2^28 bytes", 1 << 28)
     assert (caps["dimensions of a tensor"], manifest.MAX_DIMS) == ("64", 64)
     assert (caps["data connections of a transfer"], chunk_sender.LANES) == ("16", 16)
-    assert (caps["dimensions of a mesh"], meshes.MAX_MESH_DIMS) == ("16", 16)
+    assert (caps["dimensions of a mesh"], manifest.MAX_MESH_DIMS) == ("16", 16)
     different = caps["dimensions of all different meshes, and 1 for each"]
     assert (different, meshes.MAX_MESH_WORK) == ("2^12", 1 << 12)
     assert (caps["ranks of all different meshes"], meshes.MAX_MESH_RANKS) == ("2^22", 1 << 22)
@@ -586,7 +586,7 @@ def test_checkpoint_limits_are_as_described() -> None:
     named = caps["classes of namedtuples in a tree, fields of all of them"]
     assert named == "512, 2^14"
     assert (tree_checks.MAX_CLASSES, tree_checks.MAX_FIELDS) == (512, 1 << 14)
-    assert (caps["dimensions of a mesh"], meshes.MAX_MESH_DIMS) == ("16", 16)
+    assert (caps["dimensions of a mesh"], manifest.MAX_MESH_DIMS) == ("16", 16)
     assert steps.MAX_STEP == (1 << 63) - 1 and "below 2^63" in FORMAT
     assert caps["file name"] == f"`{image_checks.FILE_NAME.pattern}`"
     assert layout.CHUNK_BYTES == (4 << 10, 1 << 20) and "1 MiB" in FORMAT and "4 KiB" in FORMAT

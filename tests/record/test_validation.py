@@ -17,6 +17,7 @@ from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.images import Mode
 from torchrelay.record.checks.record import check
+from torchrelay.record.encoding import decode, encode
 from torchrelay.record.keys import MAX_NUMBER_KEYS, MAX_OTHER_KEYS, KeyLimits
 from torchrelay.record.schema import (
     VERSION,
@@ -35,8 +36,9 @@ from torchrelay.steps import MAX_STEP
 
 
 def refused(record: Record, mode: Mode = "stream") -> None:
+    data = encode(record)
     with pytest.raises(ManifestError):
-        check(record, mode)
+        decode(data, mode)
 
 
 # A leaf that is no row.
@@ -69,7 +71,7 @@ HUGE = (1 << 63) - 1
         replace(LEAF, storage=1),
         replace(LEAF, storage=-1),
         replace(LEAF, storage=-2),
-        replace(LEAF, storage=1 << 64),
+        replace(LEAF, storage=(1 << 64) - 1),
         replace(LEAF, offset=2),
         replace(LEAF, offset=-4),
         replace(LEAF, offset=4),
@@ -287,6 +289,9 @@ SHARDED: dict[str, dict[str, Any]] = {
     "no shardings": {"shardings": ()},
     "no mesh": {"meshes": ()},
     "a mesh of other ranks": {"meshes": (m.Mesh("cpu", (2,), (0, 0), None),)},
+    "a rank below 0": {"meshes": (m.Mesh("cpu", (2,), (-1, 1), None),)},
+    "a first rank below 0": {"meshes": (m.Mesh("cpu", (2,), (-1,), None, (1,)),)},
+    "strides below 0": {"meshes": (m.Mesh("cpu", (2,), (1,), None, (-1,)),)},
     "a mesh with other names": {"meshes": (m.Mesh("cpu", (2,), (0, 1), ("a", "b")),)},
     "too many placements": _how(MeshSharding(0, (m.Placement("replicate"),) * 2)),
     "a placement on no dimension": _how(MeshSharding(0, (m.Placement("shard", 2),))),

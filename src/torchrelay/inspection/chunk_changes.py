@@ -12,7 +12,8 @@ from torchrelay.inspection.numbers import Array
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, Contents, VolumeFacts
+    from torchrelay.inspection.seam import Contents, VolumeFacts
+    from torchrelay.plan.stored import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ def touched(before: Contents, after: Contents) -> list[Touched]:
     return found
 
 
-def _places(contents: Contents, tensor: BoxedTensor) -> list[tuple[str, int, tuple[int, ...]]]:
+def _places(contents: Contents, tensor: StoredTensor) -> list[tuple[str, int, tuple[int, ...]]]:
     return [(contents.volumes[box.file].name, box.start, box.sizes) for box in tensor.shards]
 
 
-def _touched(tensor: BoxedTensor, other: list[_ChunkDiff | None]) -> Touched:
+def _touched(tensor: StoredTensor, other: list[_ChunkDiff | None]) -> Touched:
     total = differing = own = 0
     for box in tensor.shards:
         diff = other[box.file]

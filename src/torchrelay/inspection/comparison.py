@@ -12,7 +12,8 @@ from torchrelay.inspection.slabs import slabs
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, Contents, StateReader
+    from torchrelay.inspection.seam import Contents, StateReader
+    from torchrelay.plan.stored import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,13 @@ def _described(contents: Contents) -> dict[str, str]:
     return found | {alias.path: f"tied to {alias.tensor}" for alias in contents.aliases}
 
 
-def kind_of(tensor: BoxedTensor) -> str:
+def kind_of(tensor: StoredTensor) -> str:
     """Dtype and shape, as one writes them."""
     return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or '()'}"
 
 
 def distance(
-    one: tuple[StateReader, BoxedTensor], other: tuple[StateReader, BoxedTensor]
+    one: tuple[StateReader, StoredTensor], other: tuple[StateReader, StoredTensor]
 ) -> Distance:
     """How far apart two tensors of one dtype and shape are, however each is cut."""
     tensor = one[1]

@@ -10,7 +10,8 @@ from torchrelay.patterns import matches
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, Contents
+    from torchrelay.inspection.seam import Contents
+    from torchrelay.plan.stored import StoredTensor
 
 
 def narrowed(contents: Contents, patterns: Sequence[str]) -> Contents:
@@ -24,7 +25,7 @@ def narrowed(contents: Contents, patterns: Sequence[str]) -> Contents:
     )
 
 
-def nbytes_of(tensor: BoxedTensor) -> int:
+def nbytes_of(tensor: StoredTensor) -> int:
     """Bytes of all elements of a tensor."""
     return prod(tensor.shape) * itemsize(tensor.dtype)
 
@@ -44,7 +45,7 @@ def state_facts(contents: Contents) -> dict[str, Any]:
     }
 
 
-def tensor_facts(contents: Contents, tensor: BoxedTensor) -> dict[str, Any]:
+def tensor_facts(contents: Contents, tensor: StoredTensor) -> dict[str, Any]:
     """A tensor as JSON tells it."""
     return {
         "name": tensor.name,

@@ -11,8 +11,9 @@ import torch
 from torchrelay.errors import CheckpointError, UsageError
 from torchrelay.inspection.facts import nbytes_of
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import BoxedTensor, OpenedState
+from torchrelay.inspection.seam import OpenedState
 from torchrelay.inspection.slabs import slabs
+from torchrelay.plan.stored import StoredTensor
 from torchrelay.progress import Progress, ProgressCallback
 from torchrelay.state.tensors import dtype_named
 from torchrelay.stores.local.files import atomic_file
@@ -21,7 +22,7 @@ from torchrelay.stores.shares.layout import Entry, arrange
 
 def write_safetensors(
     source: OpenedState,
-    tensors: Sequence[BoxedTensor],
+    tensors: Sequence[StoredTensor],
     target: str | os.PathLike[str],
     progress: ProgressCallback,
 ) -> int:

@@ -9,33 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from torchrelay.plan.stored import StoredTensor
 from torchrelay.progress import ProgressCallback
-
-
-class PlacedBox(Protocol):
-    """A box of a tensor, and the volume and the byte of it where its elements begin."""
-
-    @property
-    def offsets(self) -> tuple[int, ...]: ...
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
-    @property
-    def file(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-
-
-class BoxedTensor(Protocol):
-    """A tensor, and the boxes that it is cut into. A `StoredTensor` of a commit record is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def shards(self) -> Sequence[PlacedBox]: ...
 
 
 class VolumeFacts(NamedTuple):
@@ -69,7 +44,7 @@ class Contents(NamedTuple):
 
     step: int | None
     ranks: int
-    tensors: Sequence[BoxedTensor]
+    tensors: Sequence[StoredTensor]
     volumes: Sequence[VolumeFacts]
     values: tuple[PlainValue, ...] = ()
     aliases: tuple[Alias, ...] = ()

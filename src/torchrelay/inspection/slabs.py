@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,21 +17,14 @@ from torchrelay.inspection.numbers import Array, memory_of
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, PlacedBox, StateReader
+    from torchrelay.inspection.seam import StateReader
+    from torchrelay.plan.stored import Shard, StoredTensor
 
 SLAB_BYTES = 8 << 20
 
 
-class _Cut(NamedTuple):
-    """A slab: fixed indices, and the range [low, high) of the dimension after them."""
-
-    fixed: tuple[int, ...]
-    low: int
-    high: int
-
-
 def slabs(
-    source: StateReader, tensor: BoxedTensor, most: int = SLAB_BYTES, start: int = 0
+    source: StateReader, tensor: StoredTensor, most: int = SLAB_BYTES, start: int = 0
 ) -> Iterator[Array]:
     """The elements of a tensor in row-major order, as bytes from `start` on; one slab after the
     other."""
@@ -44,25 +37,26 @@ def slabs(
     skip = start  # bytes of the slabs from here on
     for fixed in product(*map(range, shape[:depth])):
         for low in range(0, shape[depth], rows):
-            cut = _Cut(fixed, low, min(low + rows, shape[depth]))
-            nbytes = (cut.high - cut.low) * tail[depth] * item
+            height = min(rows, shape[depth] - low)
+            nbytes = height * tail[depth] * item
             if skip < nbytes:
-                slab = np.empty((cut.high - cut.low, *shape[depth + 1 :]), f"V{item}")
+                slab = np.empty((height, *shape[depth + 1 :]), f"V{item}")
                 for shard in tensor.shards:
-                    _fill(source, slab, cut, shard)
+                    _fill(source, slab, (*fixed, low), shard)
                 yield slab.reshape(-1).view("uint8")[skip:]
             skip = max(0, skip - nbytes)
 
 
-def _fill(source: StateReader, slab: Array, cut: _Cut, shard: PlacedBox) -> None:
-    """Read what a box has of a slab into its place there."""
-    depth = len(cut.fixed)
+def _fill(source: StateReader, slab: Array, start: tuple[int, ...], shard: Shard) -> None:
+    """Read what a box has of a slab, which begins at these indices, into its place there."""
+    *fixed, first_row = start
+    depth = len(fixed)
     offsets, sizes = shard.offsets or (0,), shard.sizes or (1,)
-    inside = [at - offset for at, offset in zip(cut.fixed, offsets, strict=False)]
+    inside = [at - offset for at, offset in zip(fixed, offsets, strict=False)]
     if any(not 0 <= at < size for at, size in zip(inside, sizes, strict=False)):
         return
-    low = max(cut.low, offsets[depth])
-    high = min(cut.high, offsets[depth] + sizes[depth])
+    low = max(first_row, offsets[depth])
+    high = min(first_row + len(slab), offsets[depth] + sizes[depth])
     if low >= high or 0 in sizes:
         return
     first = 0
@@ -73,5 +67,5 @@ def _fill(source: StateReader, slab: Array, cut: _Cut, shard: PlacedBox) -> None
     source.read_into(shard.file, shard.start + first * slab.itemsize, memory_of(box))
     rest = zip(offsets[depth + 1 :], sizes[depth + 1 :], strict=True)
     place = [slice(offset, offset + size) for offset, size in rest]
-    place.insert(0, slice(low - cut.low, high - cut.low))
+    place.insert(0, slice(low - first_row, high - first_row))
     slab[tuple(place)] = box

@@ -12,7 +12,8 @@ from torchrelay.inspection.numbers import Array, numbers_of
 from torchrelay.inspection.slabs import slabs
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import BoxedTensor, StateReader
+    from torchrelay.inspection.seam import StateReader
+    from torchrelay.plan.stored import StoredTensor
 
 BINS = 64
 
@@ -41,7 +42,7 @@ class Histogram:
     inf: int
 
 
-def values(source: StateReader, tensor: BoxedTensor) -> Iterator[Array] | None:
+def values(source: StateReader, tensor: StoredTensor) -> Iterator[Array] | None:
     """The numbers in a tensor, a slab at a time; None for a dtype that has none."""
     as_numbers = numbers_of(tensor.dtype)
     if as_numbers is None:
@@ -49,7 +50,7 @@ def values(source: StateReader, tensor: BoxedTensor) -> Iterator[Array] | None:
     return map(as_numbers, slabs(source, tensor))
 
 
-def statistics(source: StateReader, tensor: BoxedTensor) -> Statistics | None:
+def statistics(source: StateReader, tensor: StoredTensor) -> Statistics | None:
     """The statistics of a tensor; None for a dtype that has no numbers."""
     parts = values(source, tensor)
     if parts is None:
@@ -88,7 +89,7 @@ def _finite(part: Array) -> tuple[Array, int, int]:
 
 
 def histogram(
-    source: StateReader, tensor: BoxedTensor, bins: int = BINS, known: Statistics | None = None
+    source: StateReader, tensor: StoredTensor, bins: int = BINS, known: Statistics | None = None
 ) -> Histogram | None:
     """The histogram of a tensor; None for a dtype that has no numbers. Where the statistics are not
     known, the tensor is read twice."""

@@ -22,20 +22,20 @@ import xxhash
 from torchrelay.errors import FormatError, ManifestError
 from torchrelay.record.checks.images import Mode
 from torchrelay.record.checks.record import check
-from torchrelay.record.manifest import MAX_ENCODED_BYTES, MAX_RECORD_BYTES
+from torchrelay.record.manifest import MAX_ENCODED_BYTES, MAX_RECORD_BYTES, Size
 from torchrelay.record.numbers import pack_column, unpack_column
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.schema import VERSION, Record
 
 READABLE = 1 << 15  # numbers of a column that is a list at rest
 # Raised by a decoder for bytes that are not a record.
-_FAULTS = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError)
+FAULTS = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError)
 
 
 class _Head(msgspec.Struct):
     """What records of all versions have."""
 
-    version: tuple[int, int]
+    version: tuple[Size, Size]
 
 
 class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
@@ -43,18 +43,11 @@ class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
     digest: str
 
 
-class ColumnHooks(NamedTuple):
-    """How msgspec's encoders and decoders treat columns."""
-
-    encode: Callable[[Any], Any]
-    decode: Callable[[Any, Any], Any]
-
-
 def _as_list(column: Any) -> Any:
     return column.tolist() if len(column) <= READABLE else pack_column(column)
 
 
-def _column(kind: Any, data: Any) -> Any:
+def read_column(kind: Any, data: Any) -> Any:
     """A column of what a decoder found in its place."""
     if isinstance(data, str):
         try:
@@ -71,13 +64,38 @@ def _column(kind: Any, data: Any) -> Any:
     return column
 
 
-COLUMNS = ColumnHooks(pack_column, _column)  # in MessagePack
-_wire_encoder = msgspec.msgpack.Encoder(enc_hook=COLUMNS.encode)
-_wire_decoder = msgspec.msgpack.Decoder(Record, dec_hook=COLUMNS.decode)
-_wire_head = msgspec.msgpack.Decoder(_Head)
+class _Form(NamedTuple):
+    """How records are read from one kind of bytes. `unknown` makes the error for a version."""
+
+    record: Any
+    head: Any
+    unknown: Callable[[tuple[int, int]], ManifestError]
+
+
+def _unknown_peer(version: tuple[int, int]) -> ManifestError:
+    return ManifestError(
+        f"a record of version {version[0]}.{version[1]}, this library reads {VERSION[0]}.x: "
+        "use the same version of torchrelay on both sides"
+    )
+
+
+def _unknown_step(version: tuple[int, int]) -> FormatError:
+    return FormatError(
+        f"a checkpoint of format {version[0]}.{version[1]}, this version reads format "
+        f"{VERSION[0]}: read it with the torchrelay that wrote it"
+    )
+
+
+_wire_encoder = msgspec.msgpack.Encoder(enc_hook=pack_column)
+_wire = _Form(
+    msgspec.msgpack.Decoder(Record, dec_hook=read_column),
+    msgspec.msgpack.Decoder(_Head),
+    _unknown_peer,
+)
 _rest_encoder = msgspec.json.Encoder(enc_hook=_as_list)
-_rest_decoder = msgspec.json.Decoder(Record, dec_hook=_column)
-_rest_head = msgspec.json.Decoder(_Head)
+_rest = _Form(
+    msgspec.json.Decoder(Record, dec_hook=read_column), msgspec.json.Decoder(_Head), _unknown_step
+)
 _sealed = msgspec.json.Decoder(_Sealed)
 
 
@@ -94,17 +112,8 @@ def decode(
 
     `in_time` is called now and then, and raises when the caller's time is over.
     """
-    if len(data) > MAX_ENCODED_BYTES:
-        raise ManifestError(f"a record of {len(data)} bytes, the cap is {MAX_ENCODED_BYTES}")
-    with gc_paused():
-        try:
-            record = _wire_decoder.decode(data)
-        except _FAULTS as fault:
-            _check_version(_version_in(_wire_head, data))
-            raise ManifestError(f"not a record: {fault}") from None
-        _check_version(record.version)
-        check(record, mode, in_time)
-    return record
+    _check_length(len(data), MAX_ENCODED_BYTES)
+    return _decoded(_wire, data, mode, in_time)
 
 
 def encode_at_rest(record: Record) -> bytes:
@@ -121,59 +130,50 @@ def content_digest(record: Record) -> str:
 def decode_at_rest(data: bytes, mode: Mode = "whole") -> Record:
     """The record in `data`, its digest and every number in it checked, or `ManifestError`;
     `FormatError` for one of a version that this library does not read."""
-    if len(data) > MAX_RECORD_BYTES:
-        raise ManifestError(f"a record of {len(data)} bytes, the cap is {MAX_RECORD_BYTES}")
+    _check_length(len(data), MAX_RECORD_BYTES)
+    try:
+        sealed = _sealed.decode(data)
+        again = msgspec.json.encode(sealed)
+    except FAULTS as fault:
+        raise ManifestError(f"not a record: {fault}") from None
+    # Byte for byte: nothing but the two fields, and those in one spelling.
+    if data != again:
+        raise ManifestError("not a record: bytes that were not written by torchrelay")
+    body = bytes(sealed.record)
+    if sealed.digest != xxhash.xxh3_128_hexdigest(body):
+        raise ManifestError("the record does not have the digest it was written with")
+    return _decoded(_rest, body, mode)
+
+
+def _check_length(length: int, cap: int) -> None:
+    if length > cap:
+        raise ManifestError(f"a record of {length} bytes, the cap is {cap}")
+
+
+def _decoded(
+    form: _Form, data: Any, mode: Mode, in_time: Callable[[], None] | None = None
+) -> Record:
     with gc_paused():
         try:
-            body = _unsealed(data)
-            version = _rest_head.decode(body).version
-            if version[0] != VERSION[0]:
-                raise _unknown(version)
-            try:
-                record = _rest_decoder.decode(body)
-                check(record, mode)
-            except (ManifestError, *_FAULTS):
-                if version > VERSION:  # it has its digest, so it may have kinds that are new
-                    raise _unknown(version) from None
+            record: Record = form.record.decode(data)
+            if record.version[0] != VERSION[0]:
+                raise form.unknown(record.version)
+            check(record, mode, in_time)
+        except (ManifestError, *FAULTS) as fault:
+            version = _version_in(form, data)
+            # A later version may have fields and kinds that are new.
+            if version[0] != VERSION[0] or version > VERSION:
+                raise form.unknown(version) from None
+            if isinstance(fault, ManifestError):
                 raise
-        except _FAULTS as fault:
             raise ManifestError(f"not a record: {fault}") from None
     return record
 
 
-def _unsealed(data: bytes) -> bytes:
-    sealed = _sealed.decode(data)
-    body = bytes(sealed.record)
-    # Byte for byte: nothing but the two fields, and those in one spelling.
-    if data != msgspec.json.encode(sealed):
-        raise ManifestError("not a record: bytes that were not written by torchrelay")
-    if sealed.digest != xxhash.xxh3_128_hexdigest(body):
-        raise ManifestError("the record does not have the digest it was written with")
-    return body
-
-
-def _unknown(version: tuple[int, int]) -> FormatError:
-    return FormatError(
-        f"a checkpoint of format {version[0]}.{version[1]}, this version reads format "
-        f"{VERSION[0]}: read it with the torchrelay that wrote it"
-    )
-
-
-def _version_in(decoder: Any, data: Any) -> tuple[int, int]:
+def _version_in(form: _Form, data: Any) -> tuple[int, int]:
     """The version of what may be the record of another one; ours where it cannot be read."""
     try:
-        version: tuple[int, int] = decoder.decode(data).version
-    except _FAULTS:
+        version: tuple[int, int] = form.head.decode(data).version
+    except FAULTS:
         return VERSION
     return version
-
-
-def _check_version(version: tuple[int, int]) -> None:
-    major, minor = version
-    if major != VERSION[0]:
-        raise ManifestError(
-            f"a record of version {major}.{minor}, this library reads {VERSION[0]}.x: "
-            "use the same major version of torchrelay on both sides"
-        )
-    if minor < 0:
-        raise ManifestError(f"a record of version {major}.{minor}")

@@ -13,8 +13,6 @@ import struct
 from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
-import msgspec
-
 from torchrelay.errors import ManifestError
 from torchrelay.record.values import BigInt, Float, Key, Text, TupleKey, decode_key, decode_value
 
@@ -23,8 +21,6 @@ MAX_NUMBER_KEYS = 1 << 15
 MAX_OTHER_KEYS = 1 << 12
 MAX_KEY_ITEMS = 1 << 16  # of tuples, those in them included
 _PLAIN = frozenset((str, int, bool, type(None)))
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 def identity(key: Key) -> str | bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
 from torchrelay.record.values import Key, Value
 
@@ -15,6 +17,20 @@ MAX_LEAVES = 1 << 24
 MAX_DEPTH = 128
 MAX_STREAM_BYTES = 1 << 50
 MAX_DIMS = 64
+MAX_SIZE = 1 << 62  # of a dimension, a stride or a product of dimensions
+MAX_RANK = 1 << 31
+MAX_MESH_DIMS = 16
+
+# Types of fields. A decoder refuses values out of range.
+Size = Annotated[int, Meta(ge=0, lt=MAX_SIZE)]
+Shape = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]  # or strides
+Number = Annotated[int, Meta(ge=-1, lt=MAX_SIZE)]  # -1: none
+Flags = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_RANK)]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Factory = Literal["bool", "dict", "float", "int", "list", "set", "str", "tuple"]
+FACTORIES: tuple[str, ...] = get_args(Factory)
+Scheme = Literal["per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams"]
 
 
 class _Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -25,14 +41,14 @@ class _Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class DictNode(_Record, tag="d", frozen=True):
-    kind: str  # "dict", "OrderedDict" or "defaultdict"
+    kind: Literal["dict", "OrderedDict", "defaultdict"]
     keys: tuple[Key, ...]
     items: tuple[Node, ...]
-    factory: str | None = None  # defaultdict: a name out of a closed list
+    factory: Factory | None = None  # of a defaultdict
 
 
 class SequenceNode(_Record, tag="l", frozen=True):
-    kind: str  # "list" or "tuple"
+    kind: Literal["list", "tuple"]
     items: tuple[Node, ...]
 
 
@@ -50,7 +66,8 @@ class RecordNode(_Record, tag="r", frozen=True):
     body: Node
 
 
-Node = int | DictNode | SequenceNode | NamedTupleNode | RecordNode
+Container = DictNode | SequenceNode | NamedTupleNode | RecordNode
+Node = int | Container
 
 
 # Leaves.
@@ -65,11 +82,11 @@ class TensorLeaf(_Record, tag="t", frozen=True):
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    storage: int
-    offset: int = 0
-    flags: int = 0
+    shape: Shape
+    strides: Shape | None
+    storage: Number
+    offset: Size = 0
+    flags: Flags = 0
 
 
 class QuantizedLeaf(_Record, tag="q", frozen=True):
@@ -80,43 +97,43 @@ class QuantizedLeaf(_Record, tag="q", frozen=True):
     """
 
     raw: TensorLeaf
-    scheme: str
+    scheme: Scheme
     scalars: tuple[Value, ...] = ()
     tensors: tuple[TensorLeaf, ...] = ()
     axis: int = 0
     dtype: str = ""
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
 
 
 class SparseLeaf(_Record, tag="s", frozen=True):
     """`parts`: COO (indices, values); compressed layouts (pointers, indices, values)."""
 
     layout: str
-    shape: tuple[int, ...]
+    shape: Shape
     parts: tuple[TensorLeaf, ...]
-    flags: int = 0
+    flags: Flags = 0
 
 
 class ArrayLeaf(_Record, tag="a", frozen=True):
     """A numpy array (or scalar). `descr` is the JSON text of numpy's own dtype description."""
 
     descr: str
-    shape: tuple[int, ...]
+    shape: Shape
     fortran: bool
-    storage: int
+    storage: Number
     nbytes: int
     scalar: bool = False
 
 
 class ValueLeaf(_Record, tag="v", frozen=True):
-    """A plain value; `kind` tells apart those that need a constructor (dtype, device, Size)."""
+    """A plain value, or the name of a dtype or a device."""
 
-    kind: str
+    kind: Literal["plain", "dtype", "device"]
     value: Value
 
 
 class SizeLeaf(_Record, tag="z", frozen=True):
-    size: tuple[int, ...]
+    size: tuple[Int64, ...]
 
 
 class Mesh(_Record, frozen=True):
@@ -124,16 +141,14 @@ class Mesh(_Record, frozen=True):
     along each dimension adds, so that a mesh of many ranks takes no more room than one of few."""
 
     device_type: str
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
+    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_MESH_DIMS)]
+    ranks: tuple[Rank, ...]
     names: tuple[str, ...] | None
-    strides: tuple[int, ...] = ()
+    strides: Shape = ()
 
 
 class Placement(_Record, frozen=True):
-    """`kind`: "shard", "replicate", "partial" or "strided"."""
-
-    kind: str
+    kind: Literal["shard", "replicate", "partial", "strided"]
     dim: int = 0
     split: int = 0
     reduce: str = ""
@@ -145,15 +160,15 @@ class DTensorLeaf(_Record, tag="D", frozen=True):
     local: TensorLeaf
     mesh: Mesh
     placements: tuple[Placement, ...]
-    shape: tuple[int, ...]
+    shape: Shape
     strides: tuple[int, ...]
     coordinate: tuple[int, ...] | None
-    flags: int = 0
+    flags: Flags = 0
 
 
 class Box(_Record, frozen=True):
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
     placement: str | None
 
 
@@ -163,9 +178,9 @@ class ShardedLeaf(_Record, tag="S", frozen=True):
     shards: tuple[TensorLeaf, ...]
     boxes: tuple[Box, ...]
     all_boxes: tuple[Box, ...]
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
-    flags: int = 0
+    flags: Flags = 0
     pinned: bool = False
 
 
@@ -177,9 +192,9 @@ class SubclassLeaf(_Record, tag="x", frozen=True):
     parts: tuple[Leaf, ...]
     context: Node
     context_leaves: tuple[Leaf, ...]
-    shape: tuple[int, ...]
+    shape: Shape
     strides: tuple[int, ...]
-    flags: int = 0
+    flags: Flags = 0
 
 
 Leaf = (
@@ -195,21 +210,41 @@ Leaf = (
 )
 
 
+# The fields of a leaf that have its strided tensors, or leaves that have some.
+_PART_FIELDS: dict[type, tuple[str, ...]] = {
+    QuantizedLeaf: ("raw", "tensors"),
+    SparseLeaf: ("parts",),
+    DTensorLeaf: ("local",),
+    ShardedLeaf: ("shards",),
+    SubclassLeaf: ("parts", "context_leaves"),
+}
+
+
 def parts(leaf: Leaf) -> Iterator[TensorLeaf]:
-    """The strided tensors of a leaf, nested ones included."""
+    """The strided tensors of a leaf, nested ones included; an array is one of bytes."""
     if isinstance(leaf, TensorLeaf):
         yield leaf
-    elif isinstance(leaf, QuantizedLeaf):
-        yield leaf.raw
-        yield from leaf.tensors
-    elif isinstance(leaf, SparseLeaf):
-        yield from leaf.parts
-    elif isinstance(leaf, DTensorLeaf):
-        yield leaf.local
-    elif isinstance(leaf, ShardedLeaf):
-        yield from leaf.shards
-    elif isinstance(leaf, SubclassLeaf):
-        for inner in (*leaf.parts, *leaf.context_leaves):
-            yield from parts(inner)
-    elif isinstance(leaf, ArrayLeaf) and leaf.nbytes:
+        return
+    if isinstance(leaf, ArrayLeaf) and leaf.nbytes:
         yield TensorLeaf("uint8", (leaf.nbytes,), None, leaf.storage)
+    for name in _PART_FIELDS.get(type(leaf), ()):
+        found = getattr(leaf, name)
+        for inner in found if isinstance(found, tuple) else (found,):
+            yield from parts(inner)
+
+
+def with_parts(leaf: Leaf, change: Callable[[TensorLeaf], TensorLeaf]) -> Leaf:
+    """The same leaf with other records of its strided tensors."""
+    if isinstance(leaf, TensorLeaf):
+        return change(leaf)
+    if isinstance(leaf, ArrayLeaf) and leaf.nbytes:
+        return msgspec.structs.replace(leaf, storage=change(next(parts(leaf))).storage)
+    changed: dict[str, Any] = {}
+    for name in _PART_FIELDS.get(type(leaf), ()):
+        found = getattr(leaf, name)
+        changed[name] = (
+            tuple([with_parts(inner, change) for inner in found])
+            if isinstance(found, tuple)
+            else change(found)
+        )
+    return msgspec.structs.replace(leaf, **changed) if changed else leaf

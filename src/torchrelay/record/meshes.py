@@ -16,7 +16,6 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 
-MAX_MESH_DIMS = 16
 MAX_MESH_WORK = 1 << 12  # dimensions of different meshes, and one more for each
 MAX_MESH_RANKS = 1 << 22  # of all different meshes
 _FEW = 8  # ranks of a mesh that are all written down
@@ -112,20 +111,20 @@ def _apart(mesh: m.Mesh) -> bool:
 
 
 def check_mesh(mesh: m.Mesh) -> None:
-    dims = len(mesh.shape)
-    if dims > MAX_MESH_DIMS:
-        raise ManifestError(f"a mesh of {dims} dimensions, the cap is {MAX_MESH_DIMS}")
-    ranks = sorted(mesh.ranks)
+    """Raise `ManifestError` unless each place in a mesh has a rank of its own."""
+    if mesh.names is not None and len(mesh.names) != len(mesh.shape):
+        raise ManifestError("the names of a mesh do not fit its shape")
     if mesh.strides:
-        fits = len(ranks) == 1 and len(mesh.strides) == dims and 0 not in mesh.shape
-        if not fits or min(mesh.strides) < 0 or not _apart(mesh):
+        fits = len(mesh.ranks) == 1 and len(mesh.strides) == len(mesh.shape)
+        if not fits or 0 in mesh.shape or not _apart(mesh):
             raise ManifestError("the strides of a mesh do not fit its shape")
         steps = zip(mesh.strides, mesh.shape, strict=True)
-        ranks.append(ranks[0] + sum(stride * (size - 1) for stride, size in steps))
-    elif len(ranks) != prod(mesh.shape) or any(map(eq, ranks, ranks[1:])):
-        raise ManifestError("the ranks of a mesh do not fit its shape")
-    if ranks and not 0 <= ranks[0] <= ranks[-1] < 1 << 31:
-        raise ManifestError("rank out of range")
+        if mesh.ranks[0] + sum(stride * (size - 1) for stride, size in steps) >= m.MAX_RANK:
+            raise ManifestError("rank out of range")
+    else:
+        ranks = sorted(mesh.ranks)
+        if len(ranks) != prod(mesh.shape) or any(map(eq, ranks, ranks[1:])):
+            raise ManifestError("the ranks of a mesh do not fit its shape")
 
 
 def check_meshes(leaves: Iterable[m.Leaf], more: Iterable[m.Mesh] = ()) -> None:

@@ -17,8 +17,9 @@ from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES, Chunks, cut
 from torchrelay.record.checks.images import check_column
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.encoding import COLUMNS
+from torchrelay.record.encoding import FAULTS, read_column
 from torchrelay.record.manifest import MAX_LEAVES, MAX_STREAM_BYTES
+from torchrelay.record.numbers import pack_column
 from torchrelay.record.schema import Column, Record
 
 
@@ -61,8 +62,8 @@ class Reads(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         return Chunks(nbytes, cut(nbytes[nbytes > 0], self.chunk_bytes, devices))
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=COLUMNS.encode)
-_decoder = msgspec.msgpack.Decoder(Reads, dec_hook=COLUMNS.decode)
+_encoder = msgspec.msgpack.Encoder(enc_hook=pack_column)
+_decoder = msgspec.msgpack.Decoder(Reads, dec_hook=read_column)
 
 
 def encode_reads(reads: Reads) -> bytes:
@@ -74,7 +75,7 @@ def decode_reads(data: bytes, record: Record) -> Reads:
     try:
         reads = _decoder.decode(data)
         _check(reads, record)
-    except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as fault:
+    except FAULTS as fault:
         raise ManifestError(f"not reads of a state: {fault}") from None
     return reads
 

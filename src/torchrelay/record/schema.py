@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -27,7 +28,8 @@ from torchrelay.geometry.boxes import Box as Bounds
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import ALIGN
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.manifest import Box, Leaf, Mesh, Node, Placement
+from torchrelay.record.manifest import Box, Flags, Leaf, Mesh, Node, Number, Placement, Shape, Size
+from torchrelay.steps import MAX_STEP
 
 VERSION = (3, 0)
 _FEW = 32  # boxes that are looked at one by one
@@ -50,16 +52,16 @@ class LeafKind(_RowRecord, frozen=True):
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None = None
-    flags: int = 0
-    sharding: int = -1
+    shape: Shape
+    strides: Shape | None = None
+    flags: Flags = 0
+    sharding: Number = -1
 
 
 class MeshSharding(_RowRecord, tag="m", frozen=True):
     """How a DTensor is distributed. `coordinate`: of the live rank that describes its part."""
 
-    mesh: int
+    mesh: Size
     placements: tuple[Placement, ...]
     coordinate: tuple[int, ...] | None = None
 
@@ -84,9 +86,9 @@ class ImageKind(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None = None
-    count: int = 1
+    shape: Shape
+    strides: Shape | None = None
+    count: Size = 1
     offsets: Column = None
     sizes: Column = None
 
@@ -164,7 +166,7 @@ class StateOutline(_MapRecord, frozen=True):
     """The tree of a rank's state and its leaves: `others` as records, the rest as rows."""
 
     tree: Node
-    leaves: int
+    leaves: Size
     others: tuple[Leaf, ...] = ()
     others_at: Column = None  # the leaf that each of the others is; None: 0
     kinds: Column = None  # of each row; None: the first
@@ -205,9 +207,9 @@ class RankDifference(_RowRecord, frozen=True):
     """Where a rank differs from the outline that it shares: other leaves, and other images of rows,
     by their numbers in ascending order."""
 
-    rank: int
-    leaves: tuple[tuple[int, Leaf], ...] = ()
-    images: tuple[tuple[int, int], ...] = ()
+    rank: Size
+    leaves: tuple[tuple[Size, Leaf], ...] = ()
+    images: tuple[tuple[Size, Size], ...] = ()
 
 
 class VolumeRecord(_RowRecord, frozen=True):
@@ -218,8 +220,8 @@ class VolumeRecord(_RowRecord, frozen=True):
     """
 
     name: str
-    nbytes: int
-    chunk_bytes: int = 0
+    nbytes: Size
+    chunk_bytes: Size = 0
     cuts: Column = None
     digests: bytes = b""
 
@@ -234,10 +236,10 @@ class ObjectBytes(_RowRecord, frozen=True):
     """Bytes of an object that a planner of torch's gave: `kind` says how to read them back."""
 
     name: str
-    kind: str
-    volume: int
-    start: int
-    nbytes: int
+    kind: Annotated[str, msgspec.Meta(pattern="^(state|raw)$")]
+    volume: Size
+    start: Size
+    nbytes: Size
 
 
 class Origin(_MapRecord, frozen=True):
@@ -253,11 +255,11 @@ class Origin(_MapRecord, frozen=True):
 class Record(_MapRecord, frozen=True, kw_only=True):
     """A recorded state. `ranks` has the outline of each rank that has a part of it."""
 
-    version: tuple[int, int]
-    step: int | None = None
+    version: tuple[Size, Size]
+    step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)] | None = None
     outlines: tuple[StateOutline, ...]
     kinds: tuple[LeafKind, ...] = ()
-    images: int = 0
+    images: Size = 0
     image_kinds: tuple[ImageKind, ...] = ()
     kind_of: Column = None  # of each image; None: the first
     volumes: tuple[VolumeRecord, ...] = ()
@@ -270,7 +272,7 @@ class Record(_MapRecord, frozen=True, kw_only=True):
     shardings: tuple[Sharding, ...] = ()
     ranks: tuple[int, ...] = (0,)
     differences: tuple[RankDifference, ...] = ()
-    names: tuple[tuple[int, str], ...] = ()  # images that are not named by their first path
+    names: tuple[tuple[Size, str], ...] = ()  # images that are not named by their first path
     objects: tuple[ObjectBytes, ...] = ()
     origin: Origin | None = None
 
@@ -334,17 +336,9 @@ class Record(_MapRecord, frozen=True, kw_only=True):
 
     @cached_property
     def shapes(self) -> tuple[Numbers, Numbers]:
-        """A number for the item size and shape of each kind of leaf, and of each kind of image:
-        equal where those are."""
-        known: dict[bytes, int] = {}  # by their encoding: a peer's numbers may hash alike
-        found = [
-            [
-                known.setdefault(_encode((itemsize(kind.dtype), kind.shape)), len(known))
-                for kind in kinds
-            ]
-            for kinds in (self.kinds, self.image_kinds)
-        ]
-        return np.array(found[0], np.int64), np.array(found[1], np.int64)
+        """`shape_numbers` of each kind of leaf, and of each kind of image."""
+        known: dict[bytes, int] = {}
+        return shape_numbers(self.kinds, known), shape_numbers(self.image_kinds, known)
 
     @property
     def used_devices(self) -> set[str]:
@@ -371,6 +365,13 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         """Whether a planner of torch's described the containers, as it does to the DCP writer: it
         takes tuples of tensors for lists, and drops empty containers."""
         return self.origin is not None and self.origin.save_id is not None
+
+
+def shape_numbers(kinds: Sequence[LeafKind | ImageKind], known: dict[bytes, int]) -> Numbers:
+    """A number for the item size and shape of each kind: equal where those are. `known` has those
+    that were met, by their encoding: a peer's numbers may hash alike."""
+    spelled = (_encode((itemsize(kind.dtype), kind.shape)) for kind in kinds)
+    return np.array([known.setdefault(one, len(known)) for one in spelled], np.int64)
 
 
 def zeros_or(column: Column, count: int) -> Numbers:

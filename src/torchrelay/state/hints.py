@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torchrelay.errors import MismatchError
 from torchrelay.record import manifest as m
 from torchrelay.state.paths import Path
-from torchrelay.state.tree import show
+from torchrelay.state.tree import show, subtree
 from torchrelay.state.wrappers import WRAPPERS, bare_name
 
 SHARDED_TO_WHOLE = (
@@ -36,49 +36,51 @@ def with_hints(offered: m.Node, here: m.Node) -> Iterator[None]:
     try:
         yield
     except MismatchError as fault:
-        for path in _fresh_optimizers(offered, here, ()):
-            if show((*path, "state")) not in fault.message:
-                continue  # it receives its state as an object, or is left out
-            fault.message += (
-                f"; {show(path)} is the state dict of an optimizer that has made no step on one "
-                "of the two sides: pass the optimizer itself, which takes whatever is offered"
-            )
-            break
-        for path, part in _wrapped(offered, here, ()):
-            fault.message += (
-                f"; the keys of {show(path)} differ by {part!r}, as of a module in a wrapper of "
-                f"{WRAPPERS[part]}: pass the module itself in place of its state dict"
-            )
-            break
+        dicts = list(_dicts(offered, here, ()))
+        # An optimizer whose state is not named receives it as an object, or is left out.
+        for path in (path for path, *both in dicts if _is_fresh_optimizer(*both)):
+            if show((*path, "state")) in fault.message:
+                fault.message += (
+                    f"; {show(path)} is the state dict of an optimizer that has made no step on "
+                    "one of the two sides: pass the optimizer itself, which takes whatever is "
+                    "offered"
+                )
+                break
+        for path, part in ((path, _wrapper(*both)) for path, *both in dicts):
+            if part is not None:
+                fault.message += (
+                    f"; the keys of {show(path)} differ by {part!r}, as of a module in a wrapper "
+                    f"of {WRAPPERS[part]}: pass the module itself in place of its state dict"
+                )
+                break
         raise
 
 
-def _fresh_optimizers(offered: m.Node, here: m.Node, path: Path) -> Iterator[Path]:
-    """Where both sides have the state dict of an optimizer, and one of them is empty."""
-    if not isinstance(offered, m.DictNode) or not isinstance(here, m.DictNode):
-        return
-    ours = dict(zip(here.keys, here.items, strict=True))
-    theirs = dict(zip(offered.keys, offered.items, strict=True))
-    states = [side.get("state") for side in (ours, theirs)]
-    if "param_groups" in ours and "param_groups" in theirs:
-        sizes = [len(state.items) for state in states if isinstance(state, m.DictNode)]
-        if len(sizes) == 2 and (sizes[0] == 0) != (sizes[1] == 0):
-            yield path
-    for key, child in ours.items():
-        if key in theirs and isinstance(key, str):
-            yield from _fresh_optimizers(theirs[key], child, (*path, key))
+def _dicts(
+    offered: m.Node, here: m.Node, path: Path
+) -> Iterator[tuple[Path, m.DictNode, m.DictNode]]:
+    """The dicts that both trees have at one path of text."""
+    if isinstance(offered, m.DictNode) and isinstance(here, m.DictNode):
+        yield path, offered, here
+        theirs = dict(zip(offered.keys, offered.items, strict=True))
+        for key, child in zip(here.keys, here.items, strict=True):
+            if isinstance(key, str) and key in theirs:
+                yield from _dicts(theirs[key], child, (*path, key))
 
 
-def _wrapped(offered: m.Node, here: m.Node, path: Path) -> Iterator[tuple[Path, str]]:
-    """Where two dicts have keys that differ by the prefix of a wrapper alone, and which it is."""
-    if not isinstance(offered, m.DictNode) or not isinstance(here, m.DictNode):
-        return
+def _is_fresh_optimizer(offered: m.DictNode, here: m.DictNode) -> bool:
+    """Whether both are the state dict of an optimizer, and the state of one alone is empty."""
+    if "param_groups" not in offered.keys or "param_groups" not in here.keys:
+        return False
+    states = [subtree(side, ("state",)) for side in (offered, here)]
+    sizes = [len(state.items) for state in states if isinstance(state, m.DictNode)]
+    return len(sizes) == 2 and (sizes[0] == 0) != (sizes[1] == 0)
+
+
+def _wrapper(offered: m.DictNode, here: m.DictNode) -> str | None:
+    """The part of a wrapper by which alone the keys of two dicts differ."""
     theirs, ours = set(map(str, offered.keys)), set(map(str, here.keys))
-    if theirs != ours and set(map(bare_name, theirs)) == set(map(bare_name, ours)):
-        parts = {part for key in theirs ^ ours for part in key.split(".")}
-        yield from ((path, part) for part in WRAPPERS if part in parts)
-        return
-    below = dict(zip(offered.keys, offered.items, strict=True))
-    for key, child in zip(here.keys, here.items, strict=True):
-        if key in below and isinstance(key, str):
-            yield from _wrapped(below[key], child, (*path, key))
+    if theirs == ours or set(map(bare_name, theirs)) != set(map(bare_name, ours)):
+        return None
+    parts = {part for key in theirs ^ ours for part in key.split(".")}
+    return next((part for part in WRAPPERS if part in parts), None)

@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 
 from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
@@ -187,13 +186,13 @@ def _quantized(leaf: torch.Tensor, add: Add) -> Finish:
         ticket = add(torch.nn.Parameter(flat, False) if t.flags_of(leaf) else flat)
     else:
         ticket = add(leaf)
-    scheme, scale, point, scales, points, axis = t.quantizer_of(leaf)
-    if scheme == "per_tensor_affine":
-        scalars = (encode_value(scale), encode_value(point))
+    scheme, how = t.quantizer_of(leaf)
+    if "scale" in how:
+        scalars = (encode_value(how["scale"]), encode_value(how["zero_point"]))
         return lambda part: m.QuantizedLeaf(part(ticket), scheme, scalars, **packs)
-    tickets = [add(scales), add(points)]
+    tickets = [add(how["scales"]), add(how["zero_points"])]
     return lambda part: m.QuantizedLeaf(
-        part(ticket), scheme, (), tuple(map(part, tickets)), axis, **packs
+        part(ticket), scheme, (), tuple(map(part, tickets)), how["axis"], **packs
     )
 
 
@@ -228,29 +227,6 @@ def _subclass(leaf: torch.Tensor, path: Path, add: Add) -> Finish:
 
 def finished(described: int | Finish, part: Callable[[int], m.TensorLeaf]) -> m.Leaf:
     return part(described) if isinstance(described, int) else described(part)
-
-
-def with_parts(leaf: m.Leaf, change: Callable[[m.TensorLeaf], m.TensorLeaf]) -> m.Leaf:
-    """The same leaf with other records of its strided tensors."""
-    if isinstance(leaf, m.TensorLeaf):
-        return change(leaf)
-    if isinstance(leaf, m.QuantizedLeaf):
-        return replace(leaf, raw=change(leaf.raw), tensors=tuple(map(change, leaf.tensors)))
-    if isinstance(leaf, m.SparseLeaf):
-        return replace(leaf, parts=tuple(map(change, leaf.parts)))
-    if isinstance(leaf, m.DTensorLeaf):
-        return replace(leaf, local=change(leaf.local))
-    if isinstance(leaf, m.ShardedLeaf):
-        return replace(leaf, shards=tuple(map(change, leaf.shards)))
-    if isinstance(leaf, m.SubclassLeaf):
-        inner, context = (
-            tuple(with_parts(part, change) for part in some)
-            for some in (leaf.parts, leaf.context_leaves)
-        )
-        return replace(leaf, parts=inner, context_leaves=context)
-    if isinstance(leaf, m.ArrayLeaf) and leaf.nbytes:
-        return replace(leaf, storage=change(next(parts(leaf))).storage)
-    return leaf
 
 
 def is_plain(leaf: m.Leaf) -> bool:
@@ -327,16 +303,15 @@ def _build_quantized(leaf: m.QuantizedLeaf, part: Part) -> torch.Tensor:
         scale, point = map(decode_value, leaf.scalars)
         if not isinstance(scale, float) or not isinstance(point, int):
             raise ValueError(f"quantized with scale {scale!r} and zero point {point!r}")
-        none = torch.empty(0, device="cpu")
-        quantizer = (leaf.scheme, scale, point, none, none, 0)
+        how: dict[str, Any] = {"scale": scale, "zero_point": point}
     else:
         scales, points = (part(tensor) for tensor in leaf.tensors)
-        quantizer = (leaf.scheme, 1.0, 0, scales, points, leaf.axis)
+        how = {"scales": scales, "zero_points": points, "axis": leaf.axis}
     raw, record, strides = part(leaf.raw), leaf.raw, part(leaf.raw).stride()
     if leaf.dtype:
         record = m.TensorLeaf(leaf.dtype, leaf.shape, None, leaf.raw.storage)
         strides = contiguous_strides(leaf.shape)
-    built = t.quantized(raw.untyped_storage(), t.byte_offset(raw), record, strides, quantizer)
+    built = t.quantized(raw.untyped_storage(), t.byte_offset(raw), record, strides, how)
     return t.with_flags(built, leaf.raw.flags & m.PARAMETER)
 
 

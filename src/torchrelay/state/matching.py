@@ -73,21 +73,11 @@ class Lone(NamedTuple):
 
 
 def _ends(path: Path, node: m.Node) -> Iterator[tuple[Path, m.Node]]:
-    stack = [iter(((path, node),))]
-    while stack:
-        for path, node in stack[-1]:
-            items = items_of(node)
-            if items:
-                stack.append(_items(path, node))
-                break
-            yield path, node
-        else:
-            stack.pop()
-
-
-def _items(path: Path, node: m.Node) -> Iterator[tuple[Path, m.Node]]:
-    for place, item in enumerate(items_of(node)):
-        yield (*path, key_of(node, place)), item
+    items = items_of(node)
+    if not items:
+        yield path, node
+    for place, item in enumerate(items):
+        yield from _ends((*path, key_of(node, place)), item)
 
 
 class Difference(NamedTuple):

@@ -95,26 +95,22 @@ def _index(length: int, name: Name) -> int | None:
     return name if isinstance(name, int) and 0 <= name < length else None
 
 
-def slots(tree: m.Node, leaves: Container[int] | None = None) -> Iterator[tuple[Path, int]]:
+def slots(
+    tree: m.Node, leaves: Container[int] | None = None, path: Path = ()
+) -> Iterator[tuple[Path, int]]:
     """Path and leaf index of each slot of a tree, in order; those of these leaves if given.
 
     A peer's tree may have millions of slots at the end of a long path: keep only what you need.
     """
     if isinstance(tree, int):
         if leaves is None or tree in leaves:
-            yield (), tree
+            yield path, tree
         return
-    stack: list[tuple[Path, Iterator[tuple[object, m.Node]]]] = [((), children_of(tree))]
-    while stack:
-        path, children = stack[-1]
-        for key, child in children:
-            if not isinstance(child, int):
-                stack.append(((*path, key), children_of(child)))
-                break
-            if leaves is None or child in leaves:
-                yield (*path, key), child
-        else:
-            stack.pop()
+    for key, child in children_of(tree):
+        if not isinstance(child, int):
+            yield from slots(child, leaves, (*path, key))
+        elif leaves is None or child in leaves:
+            yield (*path, key), child
 
 
 def subtree(tree: m.Node, path: Path) -> m.Node | None:
@@ -130,15 +126,11 @@ def subtree(tree: m.Node, path: Path) -> m.Node | None:
 
 
 def children_of(node: m.Node) -> Iterator[tuple[object, m.Node]]:
+    """The items of a container with their keys."""
     if isinstance(node, m.DictNode):
         keys = (key if type(key) is str else decode_key(key) for key in node.keys)
-        yield from zip(keys, node.items, strict=True)
-    elif isinstance(node, m.SequenceNode):
-        yield from enumerate(node.items)
-    elif isinstance(node, m.NamedTupleNode):
-        yield from zip(node.fields, node.items, strict=True)
-    elif isinstance(node, m.RecordNode):
-        yield node.name, node.body
+        return zip(keys, node.items, strict=True)
+    return zip(names_of(node), items_of(node), strict=True)
 
 
 class EmptyTensor(NamedTuple):
@@ -177,29 +169,18 @@ class LeafPaths:
         self._homes: dict[int, tuple[int, int]] = {}
         if isinstance(tree, int):
             self._homes[tree] = (-1, 0)
-            return
-        stack: list[Iterator[tuple[int, m.Node]]] = []
+        else:
+            self._enter(tree, -1, 0)
 
-        def enter(node: m.Node, above: int, place: int) -> None:
-            self._nodes.append(node)
-            self._above.append((above, place))
-            stack.append(enumerate(items_of(node)))
-            inside.append(len(self._nodes) - 1)
-
-        inside: list[int] = []
-        enter(tree, -1, 0)
-        homes = self._homes
-        while stack:
-            here = inside[-1]
-            for place, child in stack[-1]:
-                if not isinstance(child, int):
-                    enter(child, here, place)
-                    break
-                if child not in homes:
-                    homes[child] = (here, place)
-            else:
-                stack.pop()
-                inside.pop()
+    def _enter(self, node: m.Node, above: int, place: int) -> None:
+        here = len(self._nodes)
+        self._nodes.append(node)
+        self._above.append((above, place))
+        for place, child in enumerate(items_of(node)):
+            if not isinstance(child, int):
+                self._enter(child, here, place)
+            elif child not in self._homes:
+                self._homes[child] = (here, place)
 
     def __contains__(self, leaf: int) -> bool:
         return leaf in self._homes

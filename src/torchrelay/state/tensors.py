@@ -152,17 +152,13 @@ def without_storage(
     return with_flags(tensor, leaf.flags)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor has been written to in place, as autograd counts it."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """`version_of` each."""
+    """How often each has been written to in place, as autograd counts it; -1 for inference tensors,
+    which count nothing."""
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # there are inference tensors, which count nothing, among them
-        return [version_of(tensor) for tensor in tensors]
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def note_written(tensors: Sequence[torch.Tensor]) -> None:
@@ -314,14 +310,14 @@ def sparse(
     return built
 
 
-def quantizer_of(tensor: torch.Tensor) -> tuple[str, float, int, torch.Tensor, torch.Tensor, int]:
-    """Scheme, per-tensor scale and zero point, per-channel scales and zero points, axis."""
-    none = torch.empty(0, device="cpu")
-    scheme = str(tensor.qscheme()).removeprefix("torch.")
+def quantizer_of(tensor: torch.Tensor) -> tuple[m.Scheme, dict[str, Any]]:
+    """The scheme of a quantized tensor, and its parameters as torch's factories take them."""
+    scheme: Any = str(tensor.qscheme()).removeprefix("torch.")
     if scheme == "per_tensor_affine":
-        return scheme, tensor.q_scale(), tensor.q_zero_point(), none, none, 0
+        return scheme, {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
     scales, points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    return scheme, 1.0, 0, scales, points, tensor.q_per_channel_axis()
+    axis = tensor.q_per_channel_axis()
+    return scheme, {"scales": scales, "zero_points": points, "axis": axis}
 
 
 def quantized(
@@ -329,23 +325,17 @@ def quantized(
     byte_offset: int,
     leaf: m.TensorLeaf,
     strides: Sequence[int],
-    quantizer: tuple[str, float, int, torch.Tensor, torch.Tensor, int],
+    quantizer: dict[str, Any],
 ) -> torch.Tensor:
-    scheme, scale, zero_point, scales, points, axis = quantizer
     dtype: Any = dtype_named(leaf.dtype)
     make: Any = (
         torch._empty_affine_quantized
-        if scheme == "per_tensor_affine"
+        if "scale" in quantizer
         else torch._empty_per_channel_affine_quantized
-    )
-    how: dict[str, Any] = (
-        {"scale": scale, "zero_point": zero_point}
-        if scheme == "per_tensor_affine"
-        else {"scales": scales, "zero_points": points, "axis": axis}
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that quantized tensors are deprecated is not news here
-        tensor: torch.Tensor = make(leaf.shape, dtype=dtype, device=storage.device, **how)
+        tensor: torch.Tensor = make(leaf.shape, dtype=dtype, device=storage.device, **quantizer)
     return tensor.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))
 
 

@@ -6,6 +6,7 @@ share one leaf.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ from msgspec.structs import replace
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.record import manifest as m
-from torchrelay.record.checks.tree import FACTORIES
 from torchrelay.record.keys import KeyLimits
 from torchrelay.record.values import Key, decode_key, encode_key
 from torchrelay.state.paths import Path, children_of, show, slots, subtree, text_of
@@ -25,10 +25,7 @@ from torchrelay.state.registry import Codec, codec_named, codec_of
 
 __all__ = ["children_of", "show", "slots", "subtree", "text_of"]  # of `paths`, used with trees
 
-_FACTORIES: dict[str, type] = {
-    factory.__name__: factory for factory in (bool, dict, float, int, list, set, str, tuple)
-}
-assert tuple(_FACTORIES) == FACTORIES
+_FACTORIES: dict[str, type] = {name: getattr(builtins, name) for name in m.FACTORIES}
 _PLAIN = (torch.Tensor, str, int, float, type(None))
 _MANY = 64  # tensors in one container for which numpy is worth its calls
 
@@ -78,6 +75,7 @@ class _Walk:
 
     def _node(self, value: object, path: Path) -> m.Node:
         kind = type(value)
+        name: Any = kind.__name__
         codec = codec_of(kind)
         if codec is not None:
             body = _encoded(codec, value, path)
@@ -85,9 +83,9 @@ class _Walk:
         if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
             keys = self._keys(value, path)
             items = self._children(list(value.values()), path, value)
-            return m.DictNode(kind.__name__, keys, items, _factory(value, path))
+            return m.DictNode(name, keys, items, _factory(value, path))
         if isinstance(value, (list, tuple)) and kind in (list, tuple):
-            return m.SequenceNode(kind.__name__, self._children(list(value), path))
+            return m.SequenceNode(name, self._children(list(value), path))
         if is_namedtuple(kind) and isinstance(value, tuple):
             fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
             items = self._children(list(value), path, fields)
@@ -201,7 +199,7 @@ def is_namedtuple(kind: type) -> bool:
     )
 
 
-def _factory(value: dict[Any, Any], path: Path) -> str | None:
+def _factory(value: dict[Any, Any], path: Path) -> Any:
     factory = value.default_factory if isinstance(value, defaultdict) else None
     if factory is None:
         return None
@@ -214,18 +212,15 @@ def _factory(value: dict[Any, Any], path: Path) -> str | None:
     return name
 
 
-def check_types(tree: m.Node, path: Path = ()) -> None:
+def check_types(tree: m.Node) -> None:
     """Raise unless every registered type in the tree is known here."""
-    if isinstance(tree, m.RecordNode) and codec_named(tree.name) is None:
-        raise UnsupportedLeafError(
-            f"the sender's type {tree.name!r} is not registered here: call torchrelay.register()",
-            path=show(path),
-        )
-    if isinstance(tree, int) or (hasattr(tree, "items") and set(map(type, tree.items)) <= {int}):
-        return  # leaves alone
-    for key, child in children_of(tree):
-        if not isinstance(child, int):
-            check_types(child, (*path, key))
+    for path, node in records_of(tree, nested=True):
+        if codec_named(node.name) is None:
+            raise UnsupportedLeafError(
+                f"the sender's type {node.name!r} is not registered here: call "
+                "torchrelay.register()",
+                path=show(path),
+            )
 
 
 class _Undecodable(Exception):
@@ -247,19 +242,8 @@ def unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) -> 
         raise UnsupportedLeafError(
             f"registered type {found.node.name!r} cannot be rebuilt here: {found.fault!r}; do both "
             "sides run the same version of it?",
-            path=show(_path_to(found.node, tree, ()) or ()),
+            path=show(next(at for at, one in records_of(tree, nested=True) if one is found.node)),
         ) from found.fault
-
-
-def _path_to(node: m.Node, tree: m.Node, path: Path) -> Path | None:
-    if tree is node:
-        return path
-    for key, child in () if isinstance(tree, int) else children_of(tree):
-        if not isinstance(child, int):
-            found = _path_to(node, child, (*path, key))
-            if found is not None:
-                return found
-    return None
 
 
 _Types = dict[tuple[str, ...], type[tuple[object, ...]]]
@@ -330,13 +314,18 @@ def has_records(tree: m.Node) -> bool:
     return any(has_records(child) for child in tree.items)
 
 
-def records_of(tree: m.Node, path: Path = ()) -> Iterator[tuple[Path, m.RecordNode]]:
-    """The registered types in a tree, with their paths; not those inside of others."""
+def records_of(
+    tree: m.Node, path: Path = (), *, nested: bool = False
+) -> Iterator[tuple[Path, m.RecordNode]]:
+    """The registered types in a tree, with their paths; those inside of others too if `nested`."""
     if isinstance(tree, m.RecordNode):
         yield path, tree
-    elif has_records(tree):
-        for key, child in children_of(tree):
-            yield from records_of(child, (*path, key))
+        if not nested:
+            return
+    elif not has_records(tree):
+        return
+    for key, child in children_of(tree):
+        yield from records_of(child, (*path, key), nested=nested)
 
 
 def inside_records(tree: m.Node) -> set[int]:
@@ -344,13 +333,13 @@ def inside_records(tree: m.Node) -> set[int]:
     return {index for _, node in records_of(tree) for _, index in slots(node)}
 
 
-def grafted(tree: m.Node, stubs: Mapping[Path, int], path: Path = ()) -> m.Node:
-    """The tree with a leaf of its own, a stub, in place of what it has at these paths."""
-    if path in stubs:
-        return stubs[path]
+def grafted(tree: m.Node, grafts: Mapping[Path, m.Node], path: Path = ()) -> m.Node:
+    """The tree with other nodes at these paths, none of them inside of a registered type."""
+    if path in grafts:
+        return grafts[path]
     if isinstance(tree, (int, m.RecordNode)):
         return tree
-    if not any(stub[: len(path)] == path for stub in stubs):
+    if not any(graft[: len(path)] == path for graft in grafts):
         return tree
-    items = tuple(grafted(child, stubs, (*path, key)) for key, child in children_of(tree))
+    items = tuple(grafted(child, grafts, (*path, key)) for key, child in children_of(tree))
     return replace(tree, items=items)

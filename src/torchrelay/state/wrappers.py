@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from torchrelay.record import manifest as m
 from torchrelay.state.paths import Path
-from torchrelay.state.tree import children_of, subtree
+from torchrelay.state.tree import grafted, subtree
 
 WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile"}  # by part of a name
 
@@ -84,7 +84,7 @@ def without_wrappers(offered: m.Node, here: m.Node, modules: Iterable[Path]) -> 
         if isinstance(theirs, m.DictNode) and isinstance(ours, m.DictNode):
             keys = _renamed(theirs.keys, ours.keys)
             if keys != theirs.keys:
-                offered = _with_node(offered, path, replace(theirs, keys=keys))
+                offered = grafted(offered, {path: replace(theirs, keys=keys)})
     return offered
 
 
@@ -100,14 +100,3 @@ def _renamed(offered: tuple[Any, ...], here: tuple[Any, ...]) -> tuple[Any, ...]
         for key in offered
     )
     return found if len(set(map(str, found))) == len(found) else offered
-
-
-def _with_node(tree: m.Node, path: Path, node: m.Node) -> m.Node:
-    if not path:
-        return node
-    assert not isinstance(tree, (int, m.RecordNode))  # no object is in a registered type
-    items = [
-        _with_node(child, path[1:], node) if key == path[0] else child
-        for key, child in children_of(tree)
-    ]
-    return replace(tree, items=tuple(items))

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from torchrelay.inspection.chunk_changes import touched
 from torchrelay.inspection.comparison import compare, distance
 from torchrelay.inspection.facts import nbytes_of
-from torchrelay.inspection.seam import BoxedTensor, Contents, StateReader
+from torchrelay.inspection.seam import Contents, StateReader
 from torchrelay.inspection.statistics import histogram, statistics
+from torchrelay.plan.stored import StoredTensor
 
 SETTLED_BYTES = 64 << 20  # of tensors that are compared byte by byte
 
@@ -42,7 +43,7 @@ def tree(contents: Contents) -> dict[str, Any]:
     }
 
 
-def _ranks(contents: Contents, tensor: BoxedTensor) -> list[int]:
+def _ranks(contents: Contents, tensor: StoredTensor) -> list[int]:
     found = {contents.volumes[box.file].rank for box in tensor.shards}
     return sorted(rank for rank in found if rank is not None)
 

@@ -220,14 +220,14 @@ def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
 def _fit_quantized(leaf: m.QuantizedLeaf, into: torch.Tensor) -> Iterator[Fit]:
     if not into.is_quantized:
         _differ("kind", "a quantized tensor", _describe(into))
-    scheme, scale, point, *_ = t.quantizer_of(into)
+    scheme, how = t.quantizer_of(into)
     _same("quantization scheme", leaf.scheme, scheme)
     if not leaf.scalars or leaf.dtype:
         raise MismatchError(
             "quantized tensors with a scale a channel, or with several elements in a byte, cannot "
             "be filled: receive them as new tensors"
         )
-    _same("quantizer", tuple(map(decode_value, leaf.scalars)), (scale, point))
+    _same("quantizer", tuple(map(decode_value, leaf.scalars)), tuple(how.values()))
     yield from _fit_plain(leaf.raw, into)
 
 

@@ -20,7 +20,6 @@ from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import ImageKind, LeafKind, Record, StateOutline
-from torchrelay.state.leaves import with_parts
 
 
 class Union:
@@ -82,7 +81,7 @@ class Union:
         def moved(part: m.TensorLeaf) -> m.TensorLeaf:
             return part if part.storage < 0 else replace(part, storage=home.image + part.storage)
 
-        return with_parts(found, moved)
+        return m.with_parts(found, moved)
 
     def rank_images(self, images: Numbers) -> tuple[Numbers, Numbers]:
         """The place of the rank, and the image there, of each image; -1 for tensors."""

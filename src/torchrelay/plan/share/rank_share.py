@@ -28,7 +28,6 @@ from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import ImageKind, LeafKind, Record
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import with_parts
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.matching import Matched
 from torchrelay.state.meshes import mesh_record
@@ -206,7 +205,7 @@ class RankShare:
             number = self._part(part.storage, WHOLE)
             return msgspec.structs.replace(part, storage=number, strides=strides)
 
-        return with_parts(undistributed(found), moved)
+        return m.with_parts(undistributed(found), moved)
 
     def _part(self, source: int, box: int) -> int:
         self._parts.append((source, box))
@@ -403,7 +402,7 @@ def _renumbered(leaf: m.Leaf, numbers: Sequence[int]) -> m.Leaf:
             return part
         return msgspec.structs.replace(part, storage=numbers[part.storage])
 
-    return leaf if leaf is _NOTHING else with_parts(leaf, moved)
+    return leaf if leaf is _NOTHING else m.with_parts(leaf, moved)
 
 
 def _is_settable(mine: object) -> bool:

@@ -14,9 +14,8 @@ from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.boxes import Comparisons, Numbers, is_grid
 from torchrelay.geometry.chunks import ALIGN, MAX_CHUNK_BYTES
 from torchrelay.geometry.strides import extent, packed
-from torchrelay.record.checks.leaves import MAX_SIZE
+from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.manifest import MAX_DIMS, MAX_STREAM_BYTES
 from torchrelay.record.schema import Column, ImageKind, Record, VolumeRecord
 
 Mode = Literal["stream", "part", "whole"]
@@ -61,23 +60,13 @@ def check_images(record: Record, mode: Mode) -> None:
 
 
 def kind_bytes(kinds: Sequence[ImageKind]) -> Numbers:
-    """The bytes of an image of each kind, all of it; `ManifestError` for one out of range."""
-    found: Numbers = np.zeros(len(kinds), np.int64)
-    by_dims: dict[int, list[int]] = {}
-    for number, kind in enumerate(kinds):
-        by_dims.setdefault(len(kind.shape), []).append(number)
-    for dims, numbers in by_dims.items():
-        if dims > MAX_DIMS:
-            raise ManifestError(f"{dims} dimensions, the cap is {MAX_DIMS}")
-        shapes = np.array([kinds[n].shape for n in numbers], np.int64).reshape(len(numbers), dims)
-        if shapes.size and not 0 <= int(shapes.min()) <= int(shapes.max()) < MAX_SIZE:
-            raise ManifestError("an image with a dimension out of range")
-        items = np.array([itemsize(kinds[n].dtype) for n in numbers], np.int64)
-        # Products as floats do not overflow: those far too large end here, the others are exact.
-        if (np.maximum(shapes, 1).astype(np.float64).prod(1) * items > MAX_SIZE / 2).any():
-            raise ManifestError("an image with too many elements")
-        found[numbers] = shapes.prod(1) * items
-    return found
+    """The bytes of an image of each kind, all of it; `ManifestError` for one of too many."""
+    # Without zeros: strides of an image that has no elements are in range too.
+    most = [prod(filter(None, kind.shape)) * itemsize(kind.dtype) for kind in kinds]
+    if max(most, default=0) > m.MAX_SIZE // 2:
+        raise ManifestError("an image with too many elements")
+    found = [0 if 0 in kind.shape else size for kind, size in zip(kinds, most, strict=True)]
+    return np.array(found, np.int64)
 
 
 def check_kind(kind: ImageKind, mode: Mode, comparisons: Comparisons | None) -> None:
@@ -108,7 +97,7 @@ def check_kind(kind: ImageKind, mode: Mode, comparisons: Comparisons | None) -> 
 
 def _check_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     """Strides are those of a tensor without holes: they take no more memory than its elements."""
-    if len(strides) == len(shape) and all(0 <= stride < MAX_SIZE for stride in strides):
+    if len(strides) == len(shape):
         layout = packed(shape, strides)
         if layout is not None and (
             0 in shape or layout.numel == extent(shape, strides) == prod(shape)
@@ -121,8 +110,8 @@ def _check_stream(record: Record) -> None:
     """Boxes stand one after the other in the one volume, and fill it."""
     (volume,) = record.volumes
     # As a float, which does not overflow: what is far too much, and then exactly.
-    if float(record.box_bytes.sum(dtype=np.float64)) > MAX_STREAM_BYTES:
-        raise ManifestError(f"a stream of more than the cap of {MAX_STREAM_BYTES} bytes")
+    if float(record.box_bytes.sum(dtype=np.float64)) > m.MAX_STREAM_BYTES:
+        raise ManifestError(f"a stream of more than the cap of {m.MAX_STREAM_BYTES} bytes")
     total = int(((record.box_bytes + (ALIGN - 1)) & -ALIGN).sum())
     if volume.name or volume.chunk_bytes or volume.digests or volume.nbytes != total:
         raise ManifestError(f"a volume of {volume.nbytes} bytes for a stream of {total}")
@@ -146,7 +135,7 @@ def check_files(volumes: Sequence[VolumeRecord], *, hashed: bool) -> None:
         if not FILE_NAME.fullmatch(volume.name) or volume.name in names:
             raise ManifestError(f"file name {volume.name[:80]!r}")
         names.add(volume.name)
-        if not 0 < volume.nbytes < MAX_SIZE or volume.chunk_bytes < 1 or volume.cuts is not None:
+        if volume.nbytes < 1 or volume.chunk_bytes < 1 or volume.cuts is not None:
             raise ManifestError(
                 f"{volume.name}: {volume.nbytes} bytes in chunks of {volume.chunk_bytes}"
             )

@@ -1,9 +1,10 @@
-"""Whether a leaf agrees with itself. Its strided tensors are the caller's to check."""
+"""Whether a leaf agrees with itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.memo import remembered
@@ -16,72 +17,94 @@ from torchrelay.record.meshes import check_mesh
 from torchrelay.record.values import decode_value
 
 MAX_NESTED = 16  # tensor subclasses in tensor subclasses
-MAX_SIZE = 1 << 62  # of a dimension, a stride or a product of dimensions
-VALUE_KINDS = ("plain", "dtype", "device")
 SPARSE_PARTS = {"coo": 2, "csr": 3, "csc": 3, "bsr": 3, "bsc": 3}
-SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams")
 QUANTIZED = ("qint8", "quint8", "qint32")
 SUB_BYTE = {"quint4x2": 2, "quint2x4": 4}
-PLACEMENTS = ("shard", "replicate", "partial", "strided")
-_FLAG_BITS = 31
 _REAL = ("float", "bfloat", "complex")  # how the names of dtypes start that have gradients
 _NEGATED = ("int8", "int16", "int32", "int64", "uint8")  # besides those
 
-CheckPart = Callable[[m.TensorLeaf], None]
 
-
-def check_leaf(
-    leaf: m.Leaf, check_part: CheckPart, limits: TreeLimits | None = None, depth: int = 0
-) -> None:
-    """Raise `ManifestError` for a leaf that cannot be. `check_part` is called with each of its
-    strided tensors; an array counts as one of bytes."""
-    if isinstance(leaf, m.TensorLeaf):
-        check_part(leaf)
-    elif isinstance(leaf, m.ValueLeaf):
-        if leaf.kind not in VALUE_KINDS:
-            raise ManifestError(f"value of kind {leaf.kind[:40]!r}")
-        value = decode_value(leaf.value)
-        if leaf.kind != "plain" and not isinstance(value, str):
-            raise ManifestError(f"a {leaf.kind} is named by a string")
-    elif isinstance(leaf, m.SizeLeaf):
-        if not all(-(1 << 63) <= size < 1 << 63 for size in leaf.size):
-            raise ManifestError("a torch.Size holds 64-bit numbers")
-    elif isinstance(leaf, m.ArrayLeaf):
-        _check_array(leaf, check_part)
-    elif isinstance(leaf, m.QuantizedLeaf):
-        _check_quantized(leaf)
-        for part in (leaf.raw, *leaf.tensors):
-            check_part(part)
-    elif isinstance(leaf, m.SparseLeaf):
-        check_shape(leaf.shape)
-        if SPARSE_PARTS.get(leaf.layout) != len(leaf.parts):
-            raise ManifestError(f"{len(leaf.parts)} parts for layout {leaf.layout[:40]!r}")
-        for part in leaf.parts:
-            check_part(part)
-    elif isinstance(leaf, m.DTensorLeaf):
-        _check_dtensor(leaf)
-        check_part(leaf.local)
-    elif isinstance(leaf, m.ShardedLeaf):
-        _check_sharded(leaf)
-        for part in leaf.shards:
-            check_part(part)
-    elif isinstance(leaf, m.SubclassLeaf):
+def check_leaf(leaf: m.Leaf, limits: TreeLimits | None = None, depth: int = 0) -> None:
+    """Raise `ManifestError` for a leaf that cannot be. Whether its strided tensors are in their
+    images is the caller's to check."""
+    _CHECKS[type(leaf)](leaf)
+    if isinstance(leaf, m.SubclassLeaf):
         if depth > MAX_NESTED:
             raise ManifestError(f"tensor subclasses nested deeper than {MAX_NESTED}")
-        check_shape(leaf.shape)
-        if len(leaf.attributes) != len(leaf.parts) or len(leaf.strides) != len(leaf.shape):
-            raise ManifestError(f"subclass {leaf.name[:40]!r} with odd parts")
-        if not all(name.isidentifier() for name in leaf.attributes):
-            raise ManifestError("attributes are identifiers")
         check_tree(leaf.context, len(leaf.context_leaves), limits)
         for inner in (*leaf.parts, *leaf.context_leaves):
-            check_leaf(inner, check_part, limits, depth + 1)
+            check_leaf(inner, limits, depth + 1)
+    elif not isinstance(leaf, m.TensorLeaf):
+        for part in m.parts(leaf):
+            _check_tensor(part)
+
+
+def check_shape(shape: tuple[int, ...]) -> int:
+    """The number of elements."""
+    numel = prod(shape)
+    if numel >= m.MAX_SIZE:
+        raise ManifestError(f"{numel} elements")
+    return numel
+
+
+@remembered(1 << 14)
+def geometry(
+    dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None
+) -> tuple[int, int, int]:
+    """Elements, item size and bytes reached of a strided tensor."""
+    numel = check_shape(shape)
+    if strides is None:
+        strides = contiguous_strides(shape)
+    if len(strides) != len(shape):
+        raise ManifestError(f"{len(strides)} strides for {len(shape)} dimensions")
+    size = itemsize(dtype)
+    return numel, size, extent(shape, strides) * size
+
+
+def check_flags(dtype: str, flags: int) -> None:
+    """What torch has no tensors of, it would refuse in the middle of a landing."""
+    real = dtype.startswith(_REAL)
+    if flags & m.REQUIRES_GRAD and not real:
+        raise ManifestError(f"a gradient of dtype {dtype[:40]!r}")
+    if flags & m.NEG and not (real or dtype in _NEGATED):
+        raise ManifestError(f"a negation of dtype {dtype[:40]!r}")
+
+
+def packed_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor whose dtype packs several elements of a row into each byte."""
+    check_shape(shape)
+    row = shape[-1] if shape else 1
+    return prod(shape[:-1]) * -(-row // SUB_BYTE[dtype])
+
+
+def _check_tensor(leaf: m.TensorLeaf) -> None:
+    numel, _, _ = geometry(leaf.dtype, leaf.shape, leaf.strides)
+    check_flags(leaf.dtype, leaf.flags)
+    if leaf.storage == -1:
+        if leaf.offset or (numel and not leaf.flags & m.META):
+            raise ManifestError("a tensor without its image")
+    elif numel == 0 or leaf.flags & m.META:
+        raise ManifestError("an empty or meta tensor has no image")
+
+
+def _check_value(leaf: m.ValueLeaf) -> None:
+    if not isinstance(decode_value(leaf.value), str) and leaf.kind != "plain":
+        raise ManifestError(f"a {leaf.kind} is named by a string")
+
+
+def _check_array(leaf: m.ArrayLeaf) -> None:
+    numel = check_shape(leaf.shape)
+    dtype = dtype_from_text(leaf.descr)
+    if leaf.scalar and leaf.shape:
+        raise ManifestError("a numpy scalar has no dimensions")
+    if leaf.nbytes != numel * dtype.itemsize:
+        raise ManifestError(f"{leaf.nbytes} bytes for {numel} items of {dtype.itemsize}")
+    if (leaf.storage == -1) != (leaf.nbytes == 0):
+        raise ManifestError("an array has a storage, an empty one has none")
 
 
 def _check_quantized(leaf: m.QuantizedLeaf) -> None:
-    if leaf.scheme not in SCHEMES:
-        raise ManifestError(f"quantization scheme {leaf.scheme[:40]!r}")
-    per_tensor = leaf.scheme == SCHEMES[0]
+    per_tensor = leaf.scheme == "per_tensor_affine"
     if (len(leaf.scalars), len(leaf.tensors)) != ((2, 0) if per_tensor else (0, 2)):
         raise ManifestError(f"parameters do not fit {leaf.scheme}")
     raw, shape = leaf.raw, leaf.raw.shape
@@ -102,90 +125,37 @@ def _check_quantized(leaf: m.QuantizedLeaf) -> None:
         decode_value(scalar)
 
 
-def packed_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor whose dtype packs several elements of a row into each byte."""
-    check_shape(shape)
-    row = shape[-1] if shape else 1
-    return prod(shape[:-1]) * -(-row // SUB_BYTE[dtype])
-
-
-def check_shape(shape: tuple[int, ...]) -> int:
-    """The number of elements."""
-    if len(shape) > m.MAX_DIMS:
-        raise ManifestError(f"{len(shape)} dimensions, the cap is {m.MAX_DIMS}")
-    for size in shape:
-        if not 0 <= size < MAX_SIZE:
-            raise ManifestError(f"dimension of {size}")
-    numel = prod(shape)
-    if numel >= MAX_SIZE:
-        raise ManifestError(f"{numel} elements")
-    return numel
-
-
-@remembered(1 << 14)
-def geometry(
-    dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None
-) -> tuple[int, int, int]:
-    """Elements, item size and bytes reached of a strided tensor whose numbers are in range."""
-    numel = check_shape(shape)
-    if strides is None:
-        strides = contiguous_strides(shape)
-    if len(strides) != len(shape):
-        raise ManifestError(f"{len(strides)} strides for {len(shape)} dimensions")
-    if any(not 0 <= stride < MAX_SIZE for stride in strides):
-        raise ManifestError("stride out of range")
-    size = itemsize(dtype)
-    return numel, size, extent(shape, strides) * size
-
-
-def check_flags(dtype: str, flags: int) -> None:
-    """What torch has no tensors of, it would refuse in the middle of a landing."""
-    if flags.bit_length() > _FLAG_BITS:
-        raise ManifestError("flags out of range")
-    real = dtype.startswith(_REAL)
-    if flags & m.REQUIRES_GRAD and not real:
-        raise ManifestError(f"a gradient of dtype {dtype[:40]!r}")
-    if flags & m.NEG and not (real or dtype in _NEGATED):
-        raise ManifestError(f"a negation of dtype {dtype[:40]!r}")
-
-
-def _check_array(leaf: m.ArrayLeaf, check_part: CheckPart) -> None:
-    numel = check_shape(leaf.shape)
-    dtype = dtype_from_text(leaf.descr)
-    if leaf.scalar and leaf.shape:
-        raise ManifestError("a numpy scalar has no dimensions")
-    if leaf.nbytes != numel * dtype.itemsize:
-        raise ManifestError(f"{leaf.nbytes} bytes for {numel} items of {dtype.itemsize}")
-    if (leaf.storage == -1) != (leaf.nbytes == 0):
-        raise ManifestError("an array has a storage, an empty one has none")
-    if leaf.nbytes:
-        check_part(next(m.parts(leaf)))
+def _check_sparse(leaf: m.SparseLeaf) -> None:
+    check_shape(leaf.shape)
+    if SPARSE_PARTS.get(leaf.layout) != len(leaf.parts):
+        raise ManifestError(f"{len(leaf.parts)} parts for layout {leaf.layout[:40]!r}")
 
 
 def _check_dtensor(leaf: m.DTensorLeaf) -> None:
     check_shape(leaf.shape)
-    check_shape(leaf.mesh.shape)
     if len(leaf.strides) != len(leaf.shape):
         raise ManifestError("strides do not fit the shape of a DTensor")
     check_mesh(leaf.mesh)
-    dims = len(leaf.mesh.shape)
-    if len(leaf.placements) != dims:
-        raise ManifestError(f"{len(leaf.placements)} placements on a mesh of {dims} dimensions")
-    for per_dim in (leaf.mesh.names, leaf.coordinate):
-        if per_dim is not None and len(per_dim) != dims:
-            raise ManifestError("names or coordinate do not fit the mesh")
-    check_placements(leaf.placements, len(leaf.shape))
+    check_placements(leaf.placements, leaf.coordinate, leaf.mesh, len(leaf.shape))
 
 
-def check_placements(placements: tuple[m.Placement, ...], dims: int) -> None:
-    """Raise `ManifestError` unless a tensor with that many dimensions can be placed so."""
+def check_placements(
+    placements: tuple[m.Placement, ...],
+    coordinate: tuple[int, ...] | None,
+    mesh: m.Mesh,
+    dims: int,
+) -> None:
+    """Raise `ManifestError` unless a tensor with that many dimensions can lie on a mesh so."""
+    if len(placements) != len(mesh.shape):
+        raise ManifestError(
+            f"{len(placements)} placements on a mesh of {len(mesh.shape)} dimensions"
+        )
+    if coordinate is not None and len(coordinate) != len(mesh.shape):
+        raise ManifestError("a coordinate does not fit its mesh")
     for placement in placements:
-        if placement.kind not in PLACEMENTS:
-            raise ManifestError(f"placement {placement.kind[:40]!r}")
-        sharded = placement.kind in ("shard", "strided")
-        if sharded and not 0 <= placement.dim < dims:
+        if placement.kind in ("shard", "strided") and not 0 <= placement.dim < dims:
             raise ManifestError(f"sharded on dimension {placement.dim} of {dims}")
-        if placement.kind == "strided" and not 0 < placement.split < MAX_SIZE:
+        if placement.kind == "strided" and not 0 < placement.split < m.MAX_SIZE:
             raise ManifestError(f"split factor {placement.split}")
 
 
@@ -206,5 +176,26 @@ def check_boxes(boxes: tuple[m.Box, ...], shape: tuple[int, ...]) -> None:
         if not len(box.offsets) == len(box.sizes) == len(shape):
             raise ManifestError("a box has other dimensions than its tensor")
         for offset, size, whole in zip(box.offsets, box.sizes, shape, strict=True):
-            if offset < 0 or size < 0 or offset + size > whole:
+            if offset + size > whole:
                 raise ManifestError("a box reaches out of its tensor")
+
+
+def _check_subclass(leaf: m.SubclassLeaf) -> None:
+    check_shape(leaf.shape)
+    if len(leaf.attributes) != len(leaf.parts) or len(leaf.strides) != len(leaf.shape):
+        raise ManifestError(f"subclass {leaf.name[:40]!r} with odd parts")
+    if not all(name.isidentifier() for name in leaf.attributes):
+        raise ManifestError("attributes are identifiers")
+
+
+_CHECKS: dict[type, Callable[[Any], None]] = {
+    m.TensorLeaf: _check_tensor,
+    m.SizeLeaf: lambda leaf: None,
+    m.ValueLeaf: _check_value,
+    m.ArrayLeaf: _check_array,
+    m.QuantizedLeaf: _check_quantized,
+    m.SparseLeaf: _check_sparse,
+    m.DTensorLeaf: _check_dtensor,
+    m.ShardedLeaf: _check_sharded,
+    m.SubclassLeaf: _check_subclass,
+}

@@ -17,7 +17,7 @@ from torchrelay.errors import CheckpointError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.stored import Names
 from torchrelay.record.kinds import KindTable
-from torchrelay.record.manifest import Leaf, TensorLeaf, parts
+from torchrelay.record.manifest import Leaf, TensorLeaf, parts, with_parts
 from torchrelay.record.numbers import pack_column
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import (
@@ -28,7 +28,6 @@ from torchrelay.record.schema import (
     Record,
     column_of,
 )
-from torchrelay.state.leaves import with_parts
 
 _encode = msgspec.msgpack.Encoder(enc_hook=pack_column).encode
 _replace = msgspec.structs.replace
