@@ -15,7 +15,7 @@ from torchrelay.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchrelay.checkpointer.front import Checkpointer
-    from torchrelay.checkpointer.keep import KeepEvery, KeepLast
+    from torchrelay.checkpointer.keep import KeepBest, KeepEvery, KeepLast
     from torchrelay.coordination.groups import init_process_group
     from torchrelay.endpoint.front import serve
     from torchrelay.endpoint.pull import pull
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Access",
     "Checkpointer",
+    "KeepBest",
     "KeepEvery",
     "KeepLast",
     "Keeper",
@@ -51,7 +52,7 @@ __all__ = [
 
 _HOMES = {
     "torchrelay.checkpointer.front": ("Checkpointer",),
-    "torchrelay.checkpointer.keep": ("KeepEvery", "KeepLast"),
+    "torchrelay.checkpointer.keep": ("KeepBest", "KeepEvery", "KeepLast"),
     "torchrelay.coordination.groups": ("init_process_group",),
     "torchrelay.endpoint.front": ("serve",),
     "torchrelay.endpoint.pull": ("pull",),

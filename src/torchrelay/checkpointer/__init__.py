@@ -1,12 +1,13 @@
 """Durable state: saves and loads of a job's steps."""
 
 from torchrelay.checkpointer.front import Checkpointer
-from torchrelay.checkpointer.keep import Keep, KeepAll, KeepEvery, KeepLast
+from torchrelay.checkpointer.keep import Keep, KeepAll, KeepBest, KeepEvery, KeepLast
 
 __all__ = [
     "Checkpointer",
     "Keep",
     "KeepAll",
+    "KeepBest",
     "KeepEvery",
     "KeepLast",
 ]

@@ -28,10 +28,12 @@ LOOKED_AT = 2  # of the newest steps, at each save: a restart would take one of 
 
 
 class _Checked(NamedTuple):
-    """A step that was found intact: how the listing showed it, and the sizes of its files."""
+    """A step that was found intact: how the listing showed it, the sizes of its files, and the
+    metrics of its save."""
 
     shown: str
     sizes: Mapping[str, int]
+    metrics: Mapping[str, float]
 
 
 class Catalog:
@@ -97,17 +99,18 @@ class Catalog:
 
         `CheckpointError` if the storage does not tell.
         """
-        return self._sizes(step) is not None
+        return self._look(step, "") is not None
 
-    def _sizes(self, step: int) -> dict[str, int] | None:
-        """The sizes of the files of a step that is intact."""
+    def _look(self, step: int, shown: str) -> _Checked | None:
+        """A step that is intact."""
         try:
             with closing(open_step(self.store, step)) as opened, self._faults("look at a step"):
                 found = opened.files.sizes()
                 expected = {file.name: file.nbytes for file in opened.record.volumes}
+                metrics = opened.record.saved.metrics
         except (DamagedError, StepNotFoundError):
             return None
-        return expected if expected.items() <= found.items() else None
+        return _Checked(shown, expected, metrics) if expected.items() <= found.items() else None
 
     def note_damaged(self, steps: Iterable[int]) -> None:
         """A load found steps damaged: they count neither for retention nor as the newest."""
@@ -142,22 +145,26 @@ class Catalog:
 
     # After a save.
 
-    def prune(self, committed: int, sizes: Mapping[str, int]) -> None:
+    def prune(self, committed: int, sizes: Mapping[str, int], metrics: Mapping[str, float]) -> None:
         """Remove the steps that the policy does not want, and never the one just committed, which
-        has files of these sizes. Never fails."""
+        has files of these sizes and these metrics. Never fails."""
         self._damaged.discard(committed)
         if isinstance(self._keep, KeepAll):
             return
         try:
-            good = self._intact(committed, sizes)
-            wanted = self._keep.wanted(good) | {*good[-1:], committed}
+            found = self._intact(committed, sizes, metrics)
+            good = list(found)
+            known = {step: one.metrics for step, one in found.items()}
+            wanted = self._keep.wanted_with(good, known) | {*good[-1:], committed}
             for step in good:
                 if step not in wanted:
                     self.delete(step)
         except Exception as fault:  # also of a policy: the step is committed all the same
             logger.warning("old steps could not be removed: %s: %s", type(fault).__name__, fault)
 
-    def _intact(self, committed: int, sizes: Mapping[str, int]) -> list[int]:
+    def _intact(
+        self, committed: int, sizes: Mapping[str, int], metrics: Mapping[str, float]
+    ) -> dict[int, _Checked]:
         """The steps that count for retention. One that was checked counts until the listing shows
         another in its place; only the newest ones are looked at again."""
         with self._faults("list the steps"):
@@ -167,22 +174,22 @@ class Catalog:
         for step, shown in sorted(listing.items()):
             before = known.get(step)
             if step == committed:
-                self._checked[step] = _Checked(shown, sizes)
+                self._checked[step] = _Checked(shown, sizes, metrics)
             elif step in self._damaged:
                 continue
             elif before is None or before.shown != shown:
                 self._check(step, shown)
             elif step not in newest or self._has_files(step, before.sizes):
                 self._checked[step] = before
-        return list(self._checked)
+        return dict(self._checked)
 
     def _check(self, step: int, shown: str) -> None:
         try:
-            sizes = self._sizes(step)
+            found = self._look(step, shown)
         except FormatError:  # written by a later version: it stays
             return
-        if sizes is not None:
-            self._checked[step] = _Checked(shown, sizes)
+        if found is not None:
+            self._checked[step] = found
 
     def _has_files(self, step: int, sizes: Mapping[str, int]) -> bool:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -14,7 +14,7 @@ import torch
 
 from torchrelay.checkpointer.catalog import Catalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
-from torchrelay.checkpointer.keep import Keep, policy
+from torchrelay.checkpointer.keep import Keep, checked_metrics, policy
 from torchrelay.checkpointer.loader import Loader, LoadRequest
 from torchrelay.checkpointer.preemption import Preemption
 from torchrelay.checkpointer.saver import Saver
@@ -122,6 +122,7 @@ class Checkpointer:
         state: object,
         *,
         overwrite: bool = False,
+        metrics: Mapping[str, float] | None = None,
         timeout: Timeout | None = None,
         progress: ProgressCallback | None = None,
     ) -> Report:
@@ -129,10 +130,10 @@ class Checkpointer:
 
         A step is never overwritten unless `overwrite=True`, which writes a new one and exchanges
         them. If any rank fails, every rank raises, with the rank and file at fault, and nothing of
-        the step remains.
+        the step remains. `metrics` (rank 0's) are numbers that go with the step: see `KeepBest`.
         """
         with self._exclusive(writes=True):
-            save = self._save(step, overwrite, timeout, progress)
+            save = self._save(step, overwrite, metrics, timeout, progress)
             return self._saver.save(save, state)
 
     def save_async(
@@ -141,6 +142,7 @@ class Checkpointer:
         state: object,
         *,
         overwrite: bool = False,
+        metrics: Mapping[str, float] | None = None,
         timeout: Timeout | None = None,
         on_busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
@@ -156,7 +158,7 @@ class Checkpointer:
         with self._exclusive(writes=True):
             _check_choice("on_busy", on_busy, ("wait", "skip"))
             _check_choice("on_error", on_error, ("raise", "warn"))
-            save = self._save(step, overwrite, timeout, progress)
+            save = self._save(step, overwrite, metrics, timeout, progress)
             skip, quiet = on_busy == "skip", on_error == "warn"
             return self._saver.save_async(save, state, self, skip=skip, quiet=quiet)
 
@@ -164,11 +166,16 @@ class Checkpointer:
         self,
         step: int,
         overwrite: bool,
+        metrics: Mapping[str, float] | None,
         timeout: Timeout | None,
         progress: ProgressCallback | None,
     ) -> Save:
-        step, deadline = check_step(step), self._deadline(timeout)
-        return Save(step, overwrite, self._ranks.call("save", step), deadline, progress)
+        step, deadline, numbers = (
+            check_step(step),
+            self._deadline(timeout),
+            checked_metrics(metrics),
+        )
+        return Save(step, overwrite, self._ranks.call("save", step), deadline, progress, numbers)
 
     def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Pending:
         """Keep a state in the memory of the keeper, and write nothing: see `Keeper.stage`."""

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torchrelay.errors import UsageError
+from torchrelay.pending import logger
+
+MAX_METRICS = 1000
+
+Metrics = Mapping[int, Mapping[str, float]]  # by step, those that were passed to its save
 
 
 class Keep:
@@ -14,6 +21,10 @@ class Keep:
     def wanted(self, steps: Sequence[int]) -> set[int]:
         """Of `steps`, in ascending order, those that stay."""
         raise NotImplementedError
+
+    def wanted_with(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
+        """The same, for a policy that looks at the metrics of steps."""
+        return self.wanted(steps)
 
     def most(self) -> int | None:
         """The number of steps that stay at most; None if there is no bound."""
@@ -34,6 +45,37 @@ def policy(keep: Keep | int | None) -> Keep:
     return keep
 
 
+def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """The metrics of a save as finite numbers; `UsageError` for what is no number. One that is not
+    finite is left out with a warning: a loss that is NaN is no reason to lose the step."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping) or len(metrics) > MAX_METRICS:
+        raise UsageError(
+            f"metrics are at most {MAX_METRICS} numbers by name, such as {{'loss': 0.5}}"
+        )
+    found = {}
+    for name, value in metrics.items():
+        number = _number(value)
+        if not isinstance(name, str) or number is None:
+            raise UsageError(f"a metric is a number with a name, not {name!r}: {value!r}")
+        if math.isfinite(number):
+            found[name] = number
+        else:
+            logger.warning("metric %s is %s, and is not saved", name, number)
+    return found
+
+
+def _number(value: object) -> float | None:
+    """A number, also one in a tensor or an array of one element."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
 @dataclass(frozen=True)
 class _Either(Keep):
     one: Keep
@@ -41,6 +83,9 @@ class _Either(Keep):
 
     def wanted(self, steps: Sequence[int]) -> set[int]:
         return self.one.wanted(steps) | self.other.wanted(steps)
+
+    def wanted_with(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
+        return self.one.wanted_with(steps, metrics) | self.other.wanted_with(steps, metrics)
 
     def most(self) -> int | None:
         one, other = self.one.most(), self.other.most()
@@ -87,3 +132,34 @@ class KeepEvery(Keep):
 
     def wanted(self, steps: Sequence[int]) -> set[int]:
         return {step for step in steps if step % self.interval == 0}
+
+
+@dataclass(frozen=True)
+class KeepBest(Keep):
+    """The `k` steps with the lowest (`mode="min"`) or highest value of a metric, as
+    `save(metrics={...})` had it; of equal ones the newest. A step without the metric is none of
+    them, so combine it with `KeepLast`: a job resumes from the newest step, not from the best."""
+
+    metric: str
+    k: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if type(self.k) is not int or self.k < 1:
+            raise UsageError(f"KeepBest keeps at least one step, not {self.k!r}")
+        if self.mode not in ("min", "max"):
+            raise UsageError(f"mode is 'min' or 'max', not {self.mode!r}")
+
+    def wanted(self, steps: Sequence[int]) -> set[int]:
+        return self.wanted_with(steps, {})
+
+    def wanted_with(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
+        sign = 1 if self.mode == "min" else -1
+        values = {step: metrics.get(step, {}).get(self.metric) for step in steps}
+        ranked = sorted(
+            (sign * value, -step) for step, value in values.items() if value is not None
+        )
+        return {-negated for _, negated in ranked[: self.k]}
+
+    def most(self) -> int | None:
+        return self.k + 1  # and the newest

@@ -237,7 +237,8 @@ class Saver:
 
         def decide(said: list[bytes]) -> list[bytes]:
             assert planned.outlined is not None and save.draft is not None
-            record = commit_record(save.step, decode_shares(save.step, said), planned.outlined)
+            shares = decode_shares(save.step, said)
+            record = commit_record(save.step, shares, planned.outlined, metrics=save.metrics)
             save.draft.commit(record)
             sizes.update((file.name, file.nbytes) for file in record.volumes)
             return [b""] * len(said)
@@ -270,7 +271,7 @@ class Saver:
         """Remove old steps. The step is committed by now: nothing here fails the save."""
         seconds = max(GRACE, save.deadline.left())
         try:
-            act = partial(self._catalog.prune, save.step, sizes)
+            act = partial(self._catalog.prune, save.step, sizes, save.metrics)
             bounded(act, seconds, "remove old steps", file=self._catalog.url)
         except StorageTimeoutError as late:
             logger.warning("%s", late)

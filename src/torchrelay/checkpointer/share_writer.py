@@ -6,7 +6,7 @@ this process; the writer process writes what is staged on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,6 +47,7 @@ class Save:
     call: Call
     deadline: Deadline
     progress: ProgressCallback | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     watch: Stopwatch = field(default_factory=Stopwatch)
     draft: StepDraft | None = None
 

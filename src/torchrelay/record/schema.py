@@ -244,12 +244,13 @@ class ObjectBytes(_RowRecord, frozen=True):
 
 class Origin(_MapRecord, frozen=True):
     """The program and time (UTC, as 2026-01-02T03:04:05Z) of a save. `save_id`: the name that a
-    writer of torch's DCP gave it."""
+    writer of torch's DCP gave it. `metrics`: numbers that the caller passed, finite ones."""
 
     time: str
     torch: str
     torchrelay: str
     save_id: str | None = None
+    metrics: dict[str, float] = {}
 
 
 class Record(_MapRecord, frozen=True, kw_only=True):

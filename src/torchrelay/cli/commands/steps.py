@@ -72,7 +72,13 @@ def ls(
     if as_json:
         print_json(steps)
     elif steps:
-        print_columns([COLUMNS, *map(_row, steps)])
+        rows = [COLUMNS, *map(_row, steps)]
+        if any(facts.get("metrics") for facts in steps):
+            rows = [
+                [*row, shown]
+                for row, shown in zip(rows, ["metrics", *map(_metrics, steps)], strict=False)
+            ]
+        print_columns(rows)
         total = sum(facts.get("bytes", 0) for facts in steps)
         print(f"{count(len(steps), 'step')}, {size(total)}")
     if not steps:
@@ -97,6 +103,7 @@ def listed(there: Store, step: int) -> dict[str, Any]:
         "files": len(record.volumes),
         "ranks": len(record.ranks),
         "torch": record.saved.torch,
+        "metrics": record.saved.metrics,
         "verified": False,
         "damage": None if holds else "a file is missing or has another size",
         "unread": None,
@@ -115,6 +122,10 @@ def _row(facts: dict[str, Any]) -> list[str]:
         shown = [age(facts["time"]), size(facts["bytes"]), *map(str, numbers)]
     state = in_words(facts) or ("verified" if facts["verified"] else "whole")
     return [str(facts["step"]), *shown, state]
+
+
+def _metrics(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.6g}" for name, value in facts.get("metrics", {}).items())
 
 
 def age(time: str) -> str:

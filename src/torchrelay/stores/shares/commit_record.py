@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,11 @@ def decode_shares(step: int, reports: Sequence[bytes]) -> list[Record]:
 
 
 def commit_record(
-    step: int, shares: Sequence[Record], outlined: Record, save_id: str | None = None
+    step: int,
+    shares: Sequence[Record],
+    outlined: Record,
+    save_id: str | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> Record:
     """The record of a step that all ranks have written. `outlined` has their outlines."""
     names = Names(outlined).all()
@@ -42,7 +46,7 @@ def commit_record(
     _check_covered(joined, names, step)
     torch_version: Any = torch.__version__
     saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    origin = Origin(saved, str(torch_version), __version__, save_id)
+    origin = Origin(saved, str(torch_version), __version__, save_id, dict(metrics or {}))
     return msgspec.structs.replace(joined, step=step, origin=origin)
 
 
