@@ -76,7 +76,7 @@ def ls(
         if any(facts.get("metrics") for facts in steps):
             rows = [
                 [*row, shown]
-                for row, shown in zip(rows, ["metrics", *map(_metrics, steps)], strict=False)
+                for row, shown in zip(rows, ["metrics", *map(_metrics, steps)], strict=True)
             ]
         print_columns(rows)
         total = sum(facts.get("bytes", 0) for facts in steps)
