@@ -307,3 +307,13 @@ def test_scale_benchmark_runs_small(tmp_path: Path) -> None:
     assert done.code == 0, done.output
     found = json.loads(out.read_text())["ranks"]
     assert set(found) == {"4", "8"} and found["8"]["commit record, bytes"] > 1000
+
+
+def test_frameworks_benchmark_runs_small(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    out = tmp_path / "frameworks.json"
+    words = ("--only", "accelerate", "--megabytes", "12", "--laps", "1", "--out", str(out))
+    done = run_program("benchmarks.frameworks", *words, folder=ROOT, seconds=100)
+    assert done.code == 0, done.output
+    found = json.loads(out.read_text())["frameworks"]["accelerate"]
+    assert found["ratio"] > 0 and len(found["torchrelay"]) == 1
