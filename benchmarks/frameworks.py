@@ -1,6 +1,6 @@
 """How long a save keeps training waiting: a framework's own, and torchrelay's in the background.
 
-`python -m benchmarks.frameworks`: one process, a model of `--megabytes` with AdamW, each framework's
+`python -m benchmarks.frameworks`: one process, a model of `--megabytes` with AdamW; a framework's
 own checkpoint and the one of its integration in turn, in the same place. The time is that of the
 call that training waits for; torchrelay's save is complete before the next lap begins.
 """

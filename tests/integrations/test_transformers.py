@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchrelay as tr
 from tests.support.framework_jobs import Losses, check_exact_resume, losses_of, run_job
 from torchrelay.errors import CheckpointError, UsageError
 
@@ -105,6 +106,16 @@ def test_a_damaged_step_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixt
     first, second = losses_of(tmp_path / "a", "first"), losses_of(tmp_path / "a", "second")
     assert second == first[-1:], "from the step before"
     assert f"step {job.STEPS} of" in caplog.text
+
+
+def test_the_best_steps_stay(tmp_path: Path) -> None:
+    keep = tr.KeepBest("eval_loss") | tr.KeepLast(1)
+    trainer, relay = trained(tmp_path / "a", "x", every=3, keep=keep)
+    evaluated = {
+        log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log
+    }
+    best = min(evaluated, key=evaluated.__getitem__)
+    assert set(relay.checkpointer.steps()) == {best, job.STEPS}
 
 
 def test_the_model_opens_with_from_pretrained(tmp_path: Path) -> None:

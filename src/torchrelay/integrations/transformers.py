@@ -36,6 +36,7 @@ Kept = dict[str, Any]
 class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Saves model, optimizer, scheduler, random numbers and the trainer's state every `every`
     steps, in the background; when the job is asked to stop (SIGTERM); and at the end of training.
+    What an evaluation at that step found goes with it: `keep=KeepBest("eval_loss") | KeepLast(3)`.
 
     Use it with `save_strategy="no"`. `keep`, `keeper`, `timeout` and other arguments are those of
     `Checkpointer`. `on_error="raise"`: a save that failed in the background fails the run at the
@@ -160,6 +161,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 "trainer": json.dumps(dataclasses.asdict(state)),
             },
             overwrite=True,
+            metrics=_evaluated(state),
             on_error=self._on_error,
         )
         self.stalls.append(time.monotonic() - begun)
@@ -175,6 +177,17 @@ def _training_state(kept: Kept) -> Kept:
     }
     scaler = getattr(optimizer, "scaler", None)
     return state if scaler is None else {**state, "scaler": scaler}
+
+
+def _evaluated(state: Any) -> dict[str, float]:
+    """The evaluation of the step that is saved, for `KeepBest("eval_loss")`."""
+    logs = [log for log in state.log_history if log.get("step") == state.global_step]
+    return {
+        name: value
+        for log in logs
+        for name, value in log.items()
+        if name.startswith("eval_") and isinstance(value, (int, float))
+    }
 
 
 def _has_group() -> bool:
