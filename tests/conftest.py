@@ -19,6 +19,7 @@ settings.load_profile("ci")
 LONGEST = (
     "faults/test_chaos",
     "cli/test_demo",
+    "integrations/",
     "examples/",
     "benchmarks/",
     "docs/",
