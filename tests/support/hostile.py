@@ -1066,11 +1066,12 @@ def stock_long_numbers() -> bytes:
 
 def _read_pg(data: bytes) -> object:
     record = loads(data)
-    from torchrelay.dropin._torch_wire import _parts
+    from torchrelay.dropin._torch_wire import _Leaf, _parts
 
-    for leaf in record.non_tensor_leaves:
-        list(_parts([leaf]))
-    return list(_parts(record.non_tensor_leaves))
+    parts = list(_parts(record.non_tensor_leaves))
+    for path, leaf in zip(record.paths, record.non_tensor_leaves, strict=True):
+        _Leaf.of(path, leaf, None)
+    return parts
 
 
 # Stock checkpoints -------------------------------------------------------------------------------

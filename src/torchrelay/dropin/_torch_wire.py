@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.remote_device import _remote_device
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import KeyPath, keystr, tree_unflatten
 
 from torchrelay.dropin._pickles.state_record import loads
@@ -29,11 +29,14 @@ from torchrelay.dropin._torch_records import (
     _ShardedTensorMeta,
     _StateDictMeta,
     _TensorMeta,
+    _why_not,
 )
-from torchrelay.errors import RelayError, RemoteProtocolError, UnsupportedLeafError
-from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.seam import land
-from torchrelay.plan.snapshot import capture
+from torchrelay.errors import (
+    MismatchError,
+    RelayError,
+    RemoteProtocolError,
+    UnsupportedLeafError,
+)
 
 LENGTH_TAG = 1
 RECORD_TAG = 2
@@ -80,13 +83,13 @@ def recv_torch(
     length: int,
     device: torch.device,
     wait: Wait,
-    into: object = None,
+    into: Mapping[KeyPath, object] | None = None,
 ) -> object:
     """Receive a stock sender's state, whose first message announced a record of `length` bytes.
 
-    Tensors are new, on the CPU, and own no more than their bytes. With `into` its tensors are
-    written instead, if all of them fit, once everything has arrived; what it lacks is new. All
-    messages of the sender are received before anything is refused, so that it can finish.
+    A tensor of `into` at the path of a sent one is written and returned; it is `MismatchError`
+    if the two do not fit. Other tensors are new, on the CPU, and own no more than their bytes.
+    On a refusal nothing is written. All messages of the sender are received, so that it can finish.
     """
     if not 0 < length <= 1 << 30:
         raise RemoteProtocolError(f"a record of {length} bytes was announced", rank=src_rank)
@@ -94,39 +97,31 @@ def recv_torch(
     wait(pg.recv([body], src_rank, RECORD_TAG), f"receiving torch record from {src_rank}")
     record = loads(body.cpu().numpy().tobytes())
     parts = list(_parts(record.non_tensor_leaves))
-    views = (
-        _view(part, storage)
-        for part, storage in zip(parts, _storages(pg, src_rank, parts, device, wait), strict=True)
-    )
-    # New tensors leave the device at once, so that the device holds each once at most.
-    arrived = iter([_owned(view) if into is None else view for view in views])
     try:
-        leaves = zip(record.paths, record.non_tensor_leaves, strict=True)
-        values = [_value(path, leaf, arrived, into is None) for path, leaf in leaves]
-        state = tree_unflatten(values, record.treespec)
-        return state if into is None else _landed(state, into)
+        leaves = [
+            _Leaf.of(path, leaf, (into or {}).get(path))
+            for path, leaf in zip(record.paths, record.non_tensor_leaves, strict=True)
+        ]
     except RelayError as refusal:
+        for _ in _storages(pg, src_rank, parts, device, wait):
+            pass
         refusal.rank = src_rank
         raise
-
-
-def _landed(state: object, into: object) -> object:
-    """The state written into a destination, as one that came by the relay's protocol would be."""
-    options = LandingOptions(
-        strict=False,
-        atomic=False,
-        device=torch.device("cpu"),
-        shards="replica",
-        make_missing=True,
-        rank=dist.get_rank(),
-    )
-    snapshot = capture(state)
-    landing = land(snapshot.record, into, options)
-    for index, nbytes in enumerate(landing.chunks.sizes):
-        chunk = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        snapshot.read(index, chunk)
-        landing.write(index, chunk)
-    return landing.commit().state
+    targets = [target for leaf in leaves for target in leaf.targets]
+    arrived: list[torch.Tensor] = []
+    storages = _storages(pg, src_rank, parts, device, wait)
+    for part, target, storage in zip(parts, targets, storages, strict=True):
+        view = _view(part, storage)
+        # New tensors leave the device at once, so that the device holds each once at most.
+        arrived.append(_owned(view) if target is None else view)
+    rest = iter(arrived)
+    values = [leaf.value(rest) for leaf in leaves]
+    # Making a value can fail, if its record fits no tensor: writing comes after all of them.
+    with torch.no_grad():
+        for target, view in zip(targets, arrived, strict=True):
+            if target is not None:
+                _copy(target, view)
+    return tree_unflatten(values, record.treespec)
 
 
 def _pickled(record: _StateDictMeta) -> bytes:
@@ -178,41 +173,112 @@ def _view(part: _TensorMeta, storage: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _value(path: KeyPath, sent: object, arrived: Iterator[torch.Tensor], is_new: bool) -> object:
-    """The value of a leaf in the received state; takes its tensors off `arrived`."""
-    parts = list(_parts([sent]))
-    tensors = [next(arrived) for _ in parts]
-    if any(part.dtype in _QUANTIZED for part in parts):
-        raise UnsupportedLeafError(
-            "the sender's quantized tensor came without its scale", path=keystr(path)
-        )
-    if isinstance(sent, _DTensorMeta):
-        make: Any = DTensor
-        return make(tensors[0], sent.spec, requires_grad=False)
-    if isinstance(sent, _ShardedTensorMeta):
-        return _sharded(sent, tensors, is_new)
-    return tensors[0] if tensors else sent
+class _Leaf(NamedTuple):
+    """One leaf of the sent state, and the caller's that takes it."""
+
+    sent: object
+    into: torch.Tensor | None  # the caller's leaf
+    targets: Sequence[torch.Tensor | None]  # for each message, the plain tensor that is written
+
+    @classmethod
+    def of(cls, path: KeyPath, sent: object, into: object) -> _Leaf:
+        """Match the two; `MismatchError` says why they do not fit."""
+        parts = list(_parts([sent]))
+        if any(part.dtype in _QUANTIZED for part in parts):
+            raise UnsupportedLeafError(
+                "the sender's quantized tensor came without its scale", path=keystr(path)
+            )
+        if not isinstance(into, torch.Tensor):
+            return cls(sent, None, [None] * len(parts))
+        targets: Sequence[torch.Tensor] = [into]
+        why = None
+        if isinstance(sent, _DTensorMeta) and isinstance(into, DTensor):
+            targets, why = [into._local_tensor], _other_placement(sent, into)
+        elif isinstance(sent, _ShardedTensorMeta) and isinstance(into, ShardedTensor):
+            targets, why = _matching_shards(sent, into)
+        elif not isinstance(sent, _TensorMeta) or isinstance(into, DTensor | ShardedTensor):
+            kind = type(sent).__name__.strip("_").removesuffix("Meta")
+            why = f"it is a {type(into).__name__}, and a {kind} was sent"
+        if why is None:
+            why = next(filter(None, map(_misfit, parts, targets)), None)
+        if why is not None:
+            raise MismatchError(f"the destination does not fit: {why}", path=keystr(path))
+        return cls(sent, into, targets)
+
+    def value(self, arrived: Iterator[torch.Tensor]) -> object:
+        """The value of this leaf in the received state; takes its tensors off `arrived`."""
+        tensors = [next(arrived) for _ in self.targets]
+        if self.into is not None:
+            return self.into
+        if isinstance(self.sent, _DTensorMeta):
+            make: Any = DTensor
+            return make(tensors[0], self.sent.spec, requires_grad=False)
+        if isinstance(self.sent, _ShardedTensorMeta):
+            return _sharded(self.sent, tensors)
+        return tensors[0] if tensors else self.sent
 
 
-def _sharded(sent: _ShardedTensorMeta, tensors: list[torch.Tensor], is_new: bool) -> ShardedTensor:
+def _misfit(part: _TensorMeta, target: torch.Tensor) -> str | None:
+    """Why a tensor cannot be written over another; None if it can."""
+    reason = _why_not(target)
+    if reason is not None:
+        return f"it is {reason}"
+    if any(step == 0 and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)):
+        return "its elements share memory (an expanded tensor)"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "it is an inference tensor, which cannot be written outside inference mode"
+    if part.dtype != target.dtype:
+        return f"its dtype is {target.dtype}, and {part.dtype} was sent"
+    if part.shape != target.shape:
+        return f"its shape is {tuple(target.shape)}, and {tuple(part.shape)} was sent"
+    return None
+
+
+def _other_placement(sent: _DTensorMeta, into: DTensor) -> str | None:
+    theirs, ours = sent.spec, into._spec
+    if tuple(theirs.shape) != tuple(ours.shape):
+        return f"its whole shape is {tuple(ours.shape)}, and {tuple(theirs.shape)} was sent"
+    if theirs.placements != ours.placements:
+        return f"its placements are {ours.placements}, and {theirs.placements} were sent"
+    if theirs.mesh._layout.top_level_sizes != ours.mesh._layout.top_level_sizes:
+        return "its mesh has another shape"
+    # Ranks may differ, since the sender can be of another replica; its share of the tensor may not.
+    here, there = ours.mesh.get_coordinate(), theirs.mesh._coordinate_on_dim
+    if here is None or there is None:
+        return None if here is there is None else "one of the two is outside of its mesh"
+    for dim, placement in enumerate(ours.placements):
+        if not isinstance(placement, Replicate) and here[dim] != there[dim]:
+            return f"it is share {list(here)} of the mesh, and share {list(there)} was sent"
+    return None
+
+
+def _matching_shards(
+    sent: _ShardedTensorMeta, into: ShardedTensor
+) -> tuple[list[torch.Tensor], str | None]:
+    """The caller's shard for each that was sent, or why there is none."""
+    if sent.sharded_tensor_metadata.size != into.metadata().size:
+        return [], "its whole size differs"
+    ours = {_box(shard.metadata): shard.tensor for shard in into.local_shards()}
+    boxes = [_box(shard) for shard in sent.local_shards_shard_metadata]
+    if sorted(boxes) != sorted(ours):
+        return [], f"its shards (offsets, sizes) are {sorted(ours)}, and {sorted(boxes)} were sent"
+    return [ours[box] for box in boxes], None
+
+
+def _box(shard: ShardMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(shard.shard_offsets), tuple(shard.shard_sizes)
+
+
+def _sharded(sent: _ShardedTensorMeta, tensors: list[torch.Tensor]) -> ShardedTensor:
     """The sender's shards as this rank's, as torch makes them."""
     here = _remote_device(f"rank:{dist.get_rank()}/cpu")
-    mine, whole = sent.local_shards_shard_metadata, sent.sharded_tensor_metadata
     shards = [
         Shard(tensor.contiguous(), dataclasses.replace(metadata, placement=here))
-        for tensor, metadata in zip(tensors, mine, strict=True)
+        for tensor, metadata in zip(tensors, sent.local_shards_shard_metadata, strict=True)
     ]
-    if mine and not is_new:
-        # The sender may be of a replica that knows nothing of this rank, which torch would refuse.
-        boxes = {_box(shard) for shard in mine}
-        placed = [
-            dataclasses.replace(s, placement=here if _box(s) in boxes else mine[0].placement)
-            for s in whole.shards_metadata
-        ]
-        whole = dataclasses.replace(whole, shards_metadata=placed)
     make: Any = ShardedTensor._init_from_local_shards_and_global_metadata
     try:
-        made: ShardedTensor = make(shards, whole)
+        made: ShardedTensor = make(shards, sent.sharded_tensor_metadata)
     except Exception as fault:  # torch refuses in many ways: shards that overlap, no shards at all
         raise RemoteProtocolError(
             f"a ShardedTensor cannot be made as sent: {fault!r:.200}"
@@ -220,8 +286,11 @@ def _sharded(sent: _ShardedTensorMeta, tensors: list[torch.Tensor], is_new: bool
     return made
 
 
-def _box(shard: ShardMetadata) -> str:
-    return f"{shard.shard_offsets} {shard.shard_sizes}"  # text, which has a secret hash
+def _copy(target: torch.Tensor, view: torch.Tensor) -> None:
+    # torch has no copy for types below a byte, and no other view of a lazily negated one.
+    if target.dtype.itemsize == 1 and not target.is_neg():
+        target, view = target.view(torch.uint8), view.view(torch.uint8)
+    target.copy_(view)
 
 
 def _owned(view: torch.Tensor) -> torch.Tensor:

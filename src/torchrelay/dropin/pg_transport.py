@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed import Work
+from torch.utils._pytree import tree_flatten_with_path
 
 from torchrelay.coordination.groups import check_group
 from torchrelay.deadlines import TICK, Deadline, seconds_of
@@ -125,6 +126,7 @@ class PGTransport:
 
     def _recv_torch(self, src_rank: int, into: object, deadline: Deadline) -> object:
         settle()
+        leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
         wait = _waiter(self._pg, deadline)
 
         def receive() -> object:
@@ -132,7 +134,7 @@ class PGTransport:
             first.wait(deadline, "at the start", phase="join")
             del self._firsts[src_rank]
             length = int(first.tensor.item())
-            return recv_torch(self._pg, src_rank, length, self._device, wait, into)
+            return recv_torch(self._pg, src_rank, length, self._device, wait, leaves)
 
         return uninterrupted(receive, hurry=lambda: deadline.hasten(PARTING_SECONDS))
 
