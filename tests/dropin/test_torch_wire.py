@@ -219,6 +219,23 @@ def test_in_place_writes_the_destinations_and_nothing_beside_them(pool2: RankPoo
     pool2.run(stock_to_ours_in_place)
 
 
+def stock_to_ours_with_ties(rank: int, group: ProcessGroup) -> None:
+    def tied(values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"embedding": values, "head": values, "part": values[2:4]}
+
+    if rank == 0:
+        stock(group).send_checkpoint([1], tied(torch.arange(6.0)))
+    else:
+        into = tied(torch.zeros(6))
+        recv(group, into)
+        assert_same(into, tied(torch.arange(6.0)))
+
+
+def test_tied_and_overlapping_tensors_are_filled(pool2: RankPool) -> None:
+    """A stock sender sends each of them, and does not say that they share memory."""
+    pool2.run(stock_to_ours_with_ties)
+
+
 SENT = {"first": torch.ones(4), "second": torch.ones(2, 3), "last": torch.ones(2)}
 
 
