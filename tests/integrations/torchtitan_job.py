@@ -48,7 +48,7 @@ class Points(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 class Run:
     """What the trainer has, and `train` does."""
 
-    def __init__(self, folder: Path, seed: int = 1, **options: Any) -> None:
+    def __init__(self, folder: Path, seed: int = 1, adapter: Any = None, **options: Any) -> None:
         if not dist.is_initialized():
             alone = "RANK" not in os.environ
             where = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
@@ -70,16 +70,19 @@ class Run:
         self.data = Points(rank, ranks)
         self.loader = ParallelAwareDataloader(self.data, rank, ranks, batch_size=4 // ranks)
         self.step = 0
-        options = {"interval": EVERY, "timeout": 60.0, "last_save_model_only": False, **options}
-        config = RelayCheckpointManager.Config(enable=True, folder="steps", **options)
-        self.manager = config.build(
+        self._folder, self._adapter = folder, adapter
+        options = {"interval": EVERY, "last_save_model_only": False, **options}
+        self.manager = self.managed(RelayCheckpointManager, timeout=60.0, **options)
+
+    def managed(self, kind: Any, **options: Any) -> Any:
+        return kind.Config(enable=True, folder="steps", **options).build(
             dataloader=self.loader,
             model_parts=self.parts,
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
             states={"train_state": self},
-            sd_adapter=None,
-            base_folder=str(folder),
+            sd_adapter=self._adapter,
+            base_folder=str(self._folder),
         )
 
     def state_dict(self) -> dict[str, int]:
