@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,15 @@ import torch
 
 import torchrelay as tr
 from tests.support.framework_jobs import run_job
+from torchrelay.errors import CheckpointError
 
 pytest.importorskip("ray.train", reason="ray is not installed", exc_type=ImportError)
 
+from pyarrow.fs import LocalFileSystem
+
 from tests.integrations import ray_job as job
+from torchrelay.integrations.ray import RelayReports, _step_at
+from torchrelay.pending import Pending
 
 
 def model_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -46,9 +52,31 @@ def test_a_run_whose_worker_dies_continues_exactly(tmp_path: Path) -> None:
     assert f"'step': {end}" in told["alone"]
     assert steps_in(tmp_path / "whole") == [last - 4, last - 2, last]
     assert steps_in(tmp_path / "died") == [last - 2, last, end]
-    # A save that fails.
-    assert "'step': 2" in told["warned"]
-    assert "CheckpointError" in told["raised"] or "is not a directory" in told["raised"]
+    # A save that fails; Ray's result has the metrics of the last checkpoint.
+    assert told["warned"] == "{'step': 1}"
+    assert "step 2 is reported without a checkpoint" in done.output
+    assert told["raised"] == "True"
+
+
+def test_ray_gets_a_checkpoint_when_it_is_committed() -> None:
+    relay = object.__new__(RelayReports)  # whose constructor wants a worker of Ray
+    relay._folder, relay._filesystem = "/run/steps", LocalFileSystem()
+    good, bad = Pending(1, "saving"), Pending(2, "saving")
+    words = relay._when_committed(good)
+    assert words["delete_local_checkpoint_after_upload"] is False
+    checkpoint = words["checkpoint"]
+    assert checkpoint.path == "/run/steps/step-1"
+    threading.Timer(0.2, good.end, (None, None)).start()
+    assert words["checkpoint_upload_fn"](checkpoint, "any") is checkpoint
+    assert good.done() and good.seen
+    bad.end(None, CheckpointError("the disk is full"))
+    with pytest.raises(CheckpointError, match="full"):
+        relay._when_committed(bad)["checkpoint_upload_fn"](checkpoint, "any")
+
+
+def test_steps_in_paths() -> None:
+    assert _step_at("bucket/run/steps/step-12") == 12
+    assert _step_at("/run/checkpoint_2026-01-01") == -1
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_load_only(tmp_path: Path) -> None:
     first.manager.close()
     run = Run(tmp_path, seed=2, load_only=True)
     assert run.manager.load() and same(run.weights(), first.weights())
-    assert [loss for loss in run.steps(4)] and saved(run) == [2]
+    assert list(run.steps(4)) and saved(run) == [2]
     run.manager.close()
 
 

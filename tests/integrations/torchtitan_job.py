@@ -46,7 +46,7 @@ class Points(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 
 class Run:
-    """What the trainer has, and `train` does."""
+    """The attributes of the trainer, and its loop."""
 
     def __init__(self, folder: Path, seed: int = 1, adapter: Any = None, **options: Any) -> None:
         if not dist.is_initialized():

@@ -133,6 +133,6 @@ class RelayReports:
 
 
 def _step_at(path: str) -> int:
-    """The step at the end of a path; -1 if that is no step of torchrelay."""
+    """The step at the end of a path; -1 for a checkpoint of another kind."""
     _, _, number = path.rpartition("/step-")
     return int(number) if number.isdigit() else -1

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.errors import UsageError
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 from torchrelay.integrations.resume import newest_step
+from torchrelay.pending import Pending
 
 try:
     from torchtitan.components.checkpointer import (
@@ -80,7 +81,10 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
         sd_adapter: Any,
         base_folder: str = "",
     ) -> None:
-        self.enable, self.save_future = config.enable, None
+        self.enable = config.enable
+        self.save_future: Pending | None = (
+            None  # torchtitan waits for it by `maybe_wait_for_saving`
+        )
         if not self.enable:
             return
         self._config, self._adapter, self._parts = config, sd_adapter, model_parts
@@ -201,7 +205,7 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
         reader = self._adapter.get_hf_storage_reader(
             path, self._config.initial_load_in_hf_quantized
         )
-        dcp.load(model, storage_reader=reader)
+        load_dcp(model, storage_reader=reader)
         self._model.load_state_dict(self._adapter.from_hf(model))
 
     def _load_dcp(self, path: str) -> None:
@@ -209,7 +213,7 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
         without = [RANDOM, *self._config.exclude_from_loading]
         state = self._state(self._config.initial_load_model_only, without)
         state.update(state.pop(MODEL))
-        dcp.load(state, checkpoint_id=path)
+        load_dcp(state, checkpoint_id=path)
         self._model.load_state_dict(state)
 
     def _state(self, model_only: bool = False, without: list[str] | None = None) -> dict[str, Any]:
