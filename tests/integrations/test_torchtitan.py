@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 from tests.support.framework_jobs import check_exact_resume, run_job
-from torchrelay.errors import CheckpointError, MismatchError, StepNotFoundError, UsageError
+from torchrelay.errors import (
+    CheckpointError,
+    MismatchError,
+    RelayError,
+    StepNotFoundError,
+    UsageError,
+)
 
 pytest.importorskip(
     "torchtitan.components.checkpointer", reason="torchtitan is missing", exc_type=ImportError
@@ -165,6 +171,17 @@ def test_states_that_are_excluded_stay(tmp_path: Path) -> None:
     run.manager.close()
     with pytest.raises(UsageError, match="lr_schedule;"):
         Run(tmp_path, exclude_from_loading=["lr_schedule"])
+
+
+def test_a_loader_without_a_position_in_the_step_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, 2).manager.close()
+    run = Run(tmp_path, seed=2)
+    before = run.weights()
+    run.loader._rank_id = "dp_rank_1"
+    with pytest.raises(RelayError, match="no dp_rank_1 of the data loader"):
+        run.manager.load()
+    assert run.step == 0 and same(run.weights(), before)
+    run.manager.close()
 
 
 def test_a_seed_has_the_model_alone(tmp_path: Path) -> None:

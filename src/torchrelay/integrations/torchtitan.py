@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.coordination.coordinator import Coordinator
-from torchrelay.errors import UsageError
+from torchrelay.errors import MismatchError, UsageError
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 from torchrelay.integrations.resume import newest_step
 from torchrelay.pending import Pending
@@ -82,9 +82,7 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
         base_folder: str = "",
     ) -> None:
         self.enable = config.enable
-        self.save_future: Pending | None = (
-            None  # torchtitan waits for it by `maybe_wait_for_saving`
-        )
+        self.save_future: Pending | None = None  # `maybe_wait_for_saving` waits for it
         if not self.enable:
             return
         self._config, self._adapter, self._parts = config, sd_adapter, model_parts
@@ -96,7 +94,7 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
             RANDOM: RandomState(),
         }
         if dataloader is not None:
-            self._others[DATALOADER] = dataloader
+            self._others[DATALOADER] = _Position(dataloader)
         if unknown := set(config.exclude_from_loading) - set(self._others):
             raise UsageError(
                 f"exclude_from_loading has {', '.join(sorted(unknown))}; there are "
@@ -224,3 +222,23 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
     def _close(self) -> None:
         if hasattr(self, "checkpointer"):  # absent if the constructor has failed
             self.checkpointer.close()
+
+
+class _Position:
+    """The data loader. torchtitan's only warns if its rank has no position in a step, and would
+    start at the beginning of the data."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> Any:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        if missing := set(self._loader.state_dict()) - set(state):
+            raise MismatchError(
+                f"the step has no {', '.join(sorted(missing))} of the data loader, because it was "
+                "saved on other ranks: use exclude_from_loading=['dataloader'] to start at the "
+                "beginning of the data"
+            )
+        self._loader.load_state_dict(state)
