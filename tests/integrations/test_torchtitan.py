@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from tests.support.framework_jobs import check_exact_resume, run_job
+from tests.support.ranks import run_ranks
 from torchrelay.errors import (
     CheckpointError,
     MismatchError,
     RelayError,
     StepNotFoundError,
+    StepOrderError,
     UsageError,
 )
 
@@ -148,6 +150,8 @@ def test_a_step_is_loaded_by_its_number(tmp_path: Path) -> None:
     assert run.manager.load(2) and run.step == 2
     with pytest.raises(StepNotFoundError):
         run.manager.load(3)
+    with pytest.raises(StepOrderError):
+        run.manager.save(3, last_step=True)  # a restart would take step 4
     run.manager.close()
 
 
@@ -194,6 +198,42 @@ def test_a_seed_has_the_model_alone(tmp_path: Path) -> None:
     run.manager.close()
 
 
+def moments(run: Run) -> dict[str, torch.Tensor]:
+    """The tensors of the optimizers."""
+    state = run.optimizers.state_dict()
+    return {key: job.whole(one) for key, one in state.items() if key.startswith("state.")}
+
+
+def train_a_stage(rank: int, _group: Any, folder: Path) -> Any:
+    """The stage trains by itself; in a pipeline the gradient would come from the next one."""
+    run = Run(folder, stages=True)
+    for step in (1, 2):
+        points = torch.ones(2, 16 if rank == 0 else 32)
+        run.parts[0](points).square().sum().backward()
+        run.optimizers.step()
+        run.schedulers.step()
+        run.step = step
+        run.manager.save(step)
+    run.manager.close()
+    trained = run.weights(), moments(run)
+    run = Run(folder, seed=2, stages=True)
+    assert run.manager.load() and run.step == 2
+    assert same(run.weights(), trained[0]) and same(moments(run), trained[1])
+    run.manager.close()
+    return trained
+
+
+def test_stages_of_a_pipeline_are_loaded_on_one_rank(tmp_path: Path) -> None:
+    stages = run_ranks(train_a_stage, 2, tmp_path)
+    run = Run(tmp_path, seed=3)
+    assert run.manager.load() and run.step == 2
+    assert same(run.weights(), {**stages[0][0], **stages[1][0]})
+    assert same(moments(run), {**stages[0][1], **stages[1][1]})
+    rate = run.optimizers.optimizers[1].param_groups[0]["lr"]
+    assert rate == run.schedulers.schedulers[1].get_last_lr()[0]
+    run.manager.close()
+
+
 # The first start.
 
 
@@ -227,6 +267,7 @@ def test_it_starts_from_a_checkpoint_of_torchtitan(tmp_path: Path, model_only: b
     run = Run(tmp_path / "run", seed=2, **options)
     assert run.manager.load() and run.step == (0 if model_only else 2)
     assert same(run.weights(), other.weights())
+    assert same(moments(run), moments(other)) is not model_only
     run.manager.close()
 
 
@@ -246,11 +287,16 @@ class Adapter:
         return HuggingFaceStorageReader(path)
 
 
-def test_the_last_step_in_hugging_faces_format(tmp_path: Path) -> None:
-    run = trained(tmp_path, 2, adapter=Adapter(), last_save_model_only=True, last_save_in_hf=True)
+def export(_rank: int, _group: Any, folder: Path) -> dict[str, torch.Tensor]:
+    run = trained(folder, 2, adapter=Adapter(), last_save_model_only=True, last_save_in_hf=True)
     run.manager.close()
+    return run.weights()
+
+
+def test_the_last_step_in_hugging_faces_format(tmp_path: Path) -> None:
+    weights = run_ranks(export, 2, tmp_path)[0]
     model = load_file(tmp_path / "steps" / "hf-2" / "model.safetensors")
-    assert same(Adapter().from_hf(model), run.weights())
+    assert same(Adapter().from_hf(model), weights)
     with pytest.raises(UsageError, match="adapter"):
         Run(tmp_path, last_save_model_only=True, last_save_in_hf=True)
 

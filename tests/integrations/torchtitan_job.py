@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
@@ -45,10 +46,21 @@ class Points(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         self.taken = state["taken"]
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
 class Run:
     """The attributes of the trainer, and its loop."""
 
-    def __init__(self, folder: Path, seed: int = 1, adapter: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int = 1,
+        adapter: Any = None,
+        stages: bool = False,
+        **options: Any,
+    ) -> None:
         if not dist.is_initialized():
             alone = "RANK" not in os.environ
             where = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
@@ -57,9 +69,12 @@ class Run:
         torch.manual_seed(seed)
         first = OrderedDict(first=nn.Linear(16, 32), act=nn.ReLU(), drop=nn.Dropout(0.05))
         parts = [nn.Sequential(first), nn.Sequential(OrderedDict(last=nn.Linear(32, 4)))]
-        mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
-        for part in parts:
-            fully_shard(part, mesh=mesh)
+        if stages:  # of a pipeline, which all take the same data
+            parts, rank, ranks = [parts[rank]], 0, 1
+        else:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+            for part in parts:
+                fully_shard(part, mesh=mesh)
         self.parts: list[nn.Module] = list(parts)
         adam = default_adamw(lr=1e-2)
         adam.implementation = "foreach"
@@ -93,7 +108,7 @@ class Run:
 
     def weights(self) -> dict[str, torch.Tensor]:
         states = [part.state_dict() for part in self.parts]
-        return {key: one.full_tensor() for state in states for key, one in state.items()}
+        return {key: whole(one) for state in states for key, one in state.items()}
 
     def steps(self, last: int) -> Iterator[float]:
         """Trains to `last`, and yields each step's loss before it is saved."""

@@ -86,19 +86,21 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
         if not self.enable:
             return
         self._config, self._adapter, self._parts = config, sd_adapter, model_parts
-        self._model = ModelWrapper(model_parts)
+        # Their state dicts are flat, by names of parameters, so that stages of a pipeline fit
+        # together: each of their entries is loaded by itself.
+        self._flat = {MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers}
         self._others = {
             **states,
-            OPTIMIZER: optimizers,
             LR_SCHEDULER: lr_schedulers,
             RANDOM: RandomState(),
         }
         if dataloader is not None:
             self._others[DATALOADER] = _Position(dataloader)
-        if unknown := set(config.exclude_from_loading) - set(self._others):
+        known = {OPTIMIZER, *self._others}
+        if unknown := set(config.exclude_from_loading) - known:
             raise UsageError(
                 f"exclude_from_loading has {', '.join(sorted(unknown))}; there are "
-                f"{', '.join(self._others)}"
+                f"{', '.join(sorted(known))}"
             )
         if sd_adapter is None and (config.last_save_in_hf or config.initial_load_in_hf):
             raise UsageError("the model has no adapter for Hugging Face's format (sd_adapter)")
@@ -142,7 +144,7 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
             name: value.to(dtype)
             if isinstance(value, torch.Tensor) and value.is_floating_point()
             else value
-            for name, value in self._model.state_dict().items()
+            for name, value in self._flat[MODEL].state_dict().items()
         }
         hf = self._config.last_save_in_hf
         state = {MODEL: self._adapter.to_hf(model) if hf else model}
@@ -192,32 +194,40 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
     def _load_step(self, source: Checkpointer, step: int | None, model_only: bool) -> None:
         into = self._state(model_only, self._config.exclude_from_loading)
         loaded = source.load(into, step=step, include=tuple(into))
-        # Tensors that a hook of the module made for its state dict are not its parameters.
-        self._model.load_state_dict(loaded.state[MODEL])
+        self._take(loaded.state)
         if RANDOM in into:
             set_at_first_forward(RandomState().state_dict(), self._parts)
         logger.info("Loaded step %s of %s.", loaded.step, source.url)
 
     def _load_hf(self, path: str) -> None:
-        model = self._adapter.to_hf(self._model.state_dict())
+        model = self._adapter.to_hf(self._flat[MODEL].state_dict())
         reader = self._adapter.get_hf_storage_reader(
             path, self._config.initial_load_in_hf_quantized
         )
         load_dcp(model, storage_reader=reader)
-        self._model.load_state_dict(self._adapter.from_hf(model))
+        self._flat[MODEL].load_state_dict(self._adapter.from_hf(model))
 
     def _load_dcp(self, path: str) -> None:
         """A checkpoint of torchtitan's own manager has the model's tensors at its root."""
         without = [RANDOM, *self._config.exclude_from_loading]
         state = self._state(self._config.initial_load_model_only, without)
-        state.update(state.pop(MODEL))
-        load_dcp(state, checkpoint_id=path)
-        self._model.load_state_dict(state)
+        model = state.pop(MODEL)
+        at_root = {**state, **model}
+        load_dcp(at_root, checkpoint_id=path)
+        self._take({name: at_root[name] for name in state} | {MODEL: at_root})
 
     def _state(self, model_only: bool = False, without: list[str] | None = None) -> dict[str, Any]:
-        others = {} if model_only else self._others
-        kept = {name: one for name, one in others.items() if name not in (without or ())}
-        return {MODEL: self._model.state_dict(), **kept}
+        left_out = {*(without or ()), *((OPTIMIZER, *self._others) if model_only else ())}
+        flat = {name: one.state_dict() for name, one in self._flat.items() if name not in left_out}
+        others = {name: one for name, one in self._others.items() if name not in left_out}
+        return {**flat, **others}
+
+    def _take(self, state: dict[str, Any]) -> None:
+        """Tensors were loaded in place. Options of the optimizers were not, and neither was what a
+        hook of a module has made for its state dict."""
+        for name, one in self._flat.items():
+            if name in state:
+                one.load_state_dict(state[name])
 
     def _close(self) -> None:
         if hasattr(self, "checkpointer"):  # absent if the constructor has failed
