@@ -205,7 +205,7 @@ def moments(run: Run) -> dict[str, torch.Tensor]:
 
 
 def train_a_stage(rank: int, _group: Any, folder: Path) -> Any:
-    """The stage trains by itself; in a pipeline the gradient would come from the next one."""
+    """Each stage trains alone; in a pipeline the gradient would come from the next one."""
     run = Run(folder, stages=True)
     for step in (1, 2):
         points = torch.ones(2, 16 if rank == 0 else 32)

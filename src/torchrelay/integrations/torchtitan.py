@@ -87,7 +87,7 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
             return
         self._config, self._adapter, self._parts = config, sd_adapter, model_parts
         # Their state dicts are flat, by names of parameters, so that stages of a pipeline fit
-        # together: each of their entries is loaded by itself.
+        # together: entries are loaded one by one.
         self._flat = {MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers}
         self._others = {
             **states,
