@@ -17,7 +17,8 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+# tests/integrations/test_ray.py runs Ray's example: Ray takes half a minute to start.
+@pytest.mark.parametrize("name", [*JOBS, "ray"])
 def test_few_lines_are_added(name: str) -> None:
     lines = (EXAMPLES / name / "train.py").read_text().splitlines()
     code = [line for line in lines if line.strip()]

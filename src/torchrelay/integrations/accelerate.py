@@ -12,12 +12,10 @@ import re
 import time
 from typing import Any, Literal
 
-from torch import nn
-
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep
 from torchrelay.errors import UsageError
-from torchrelay.integrations.random_state import RandomState
+from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 
 try:
     from accelerate import Accelerator
@@ -92,7 +90,7 @@ class RelayStates:
         the step."""
         step = None if input_dir is None else _step_in(input_dir)
         loaded = self.checkpointer.load(self._state(), step=step).step
-        _set_again(RandomState().state_dict(), self._accelerator._models)
+        set_at_first_forward(RandomState().state_dict(), self._accelerator._models)
         return loaded
 
     def resume(self) -> int | None:
@@ -130,19 +128,6 @@ class _Counters:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._accelerator.step = state["step"]
         self._accelerator.project_configuration.iteration = state["iteration"] + 1
-
-
-def _set_again(random: dict[str, Any], models: list[nn.Module]) -> None:
-    """Set random numbers once more when the first model is trained on: whoever iterates over a data
-    loader before that, draws from them."""
-
-    def before_forward(model: nn.Module, _: Any) -> None:
-        if model.training:
-            RandomState().load_state_dict(random)
-            hook.remove()
-
-    if models:
-        hook = models[0].register_forward_pre_hook(before_forward)
 
 
 def _inner(wrapper: Any, name: str) -> Any:

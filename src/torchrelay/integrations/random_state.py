@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 
 class RandomState:
@@ -34,3 +35,16 @@ class RandomState:
         if torch.cuda.is_available():
             for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(generator, device)
+
+
+def set_at_first_forward(random: dict[str, Any], models: list[nn.Module]) -> None:
+    """Set random numbers once more when the first model is trained on: whoever iterates over a data
+    loader before that, draws from them."""
+
+    def before_forward(model: nn.Module, _: Any) -> None:
+        if model.training:
+            RandomState().load_state_dict(random)
+            hook.remove()
+
+    if models:
+        hook = models[0].register_forward_pre_hook(before_forward)

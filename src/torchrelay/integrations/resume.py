@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 
@@ -20,10 +21,24 @@ def step_to_resume(checkpointer: Checkpointer, timeout: float = 1800.0) -> int |
     Frameworks take their position from a step before they load its tensors, so a step that turns
     out to be damaged while it is loaded would be too late to skip. Rank 0 reads all of it here.
     """
+    return _agreed(checkpointer, lambda: _newest(checkpointer), timeout)
+
+
+def newest_step(checkpointer: Checkpointer, timeout: float = 1800.0) -> int | None:
+    """The newest committed step as rank 0 sees it, the same on all ranks; None at the first start.
+
+    For frameworks that take their position from the step as it is loaded. Reads none of its bytes.
+    """
+    return _agreed(checkpointer, lambda: max(checkpointer.steps(), default=None), timeout)
+
+
+def _agreed(
+    checkpointer: Checkpointer, choose: Callable[[], int | None], timeout: float
+) -> int | None:
     ranks = Coordinator.of(None, "resume", checkpointer.url)
 
     def decide(said: list[bytes]) -> list[bytes]:
-        return [msgspec.msgpack.encode(_newest(checkpointer))] * len(said)
+        return [msgspec.msgpack.encode(choose())] * len(said)
 
     answer = ranks.call("choose a step").round("choose", bytes, decide, Deadline(timeout))
     return msgspec.msgpack.decode(answer, type=int | None)
