@@ -21,10 +21,6 @@ from torchrelay.checkpointer.share_writer import ShareWriter
 from torchrelay.metrics import INSTRUMENTS, OPERATIONS, Measurement
 from torchrelay.results import Outcome, Report
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
-STATE_BYTES = 400
-BACKGROUND = ("save_async", "publish", "stage")
-
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
 
 import opentelemetry.metrics as metrics_api
@@ -34,6 +30,10 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+STATE_BYTES = 400
+BACKGROUND = ("save_async", "publish", "stage")
 
 
 class Point(NamedTuple):
@@ -89,7 +89,14 @@ class Telemetry:
         found = self.points(metrics.PHASES, operation)
         return {one.attributes["torchrelay.phase"] for one in found}
 
-    def check_success(self, operation: str, step: int, route: str = "", rank: Any = None) -> None:
+    def check_success(
+        self,
+        operation: str,
+        step: int,
+        route: str = "",
+        rank: tuple[int, str] | None = None,
+        least: int = STATE_BYTES,
+    ) -> None:
         """A call left its span and its metrics, with nothing that the page does not list."""
         span = self.span(operation)
         said = {"torchrelay.operation": operation}
@@ -102,7 +109,7 @@ class Telemetry:
         assert calls.sum == pytest.approx((span.end_time - span.start_time) / 1e9, abs=0.1)
         (nbytes,) = self.points(metrics.BYTES, operation)
         assert nbytes.attributes == routed
-        assert nbytes.sum == span.attributes["torchrelay.bytes"] >= STATE_BYTES
+        assert nbytes.sum == span.attributes["torchrelay.bytes"] >= least
         for one in self.points(metrics.PHASES, operation):
             phase = one.attributes["torchrelay.phase"]
             assert one.attributes == {**routed, "torchrelay.phase": phase} and one.count == 1
@@ -182,7 +189,7 @@ def transfers(rank: int, group: Any, folder: Path) -> None:
         checkpointer.save(4, state())
         checkpointer.load(state())
     role = (rank, "member" if rank else "coordinator")
-    made.check_success("save", 4, "storage", role)
+    made.check_success("save", 4, "storage", role, least=0)  # one of them writes
     made.check_success("load", 4, "storage", role)
 
 
@@ -198,10 +205,8 @@ def gathers(rank: int, group: Any) -> None:
             relay.send(state(), to=2, step=4)
         else:
             relay.recv([0, 1])
-            found = {
-                one.attributes["torchrelay.rank"] for one in made.points(metrics.BYTES, "recv")
-            }
-            assert found == {2}
+            (nbytes,) = made.points(metrics.BYTES, "recv")
+            assert nbytes.attributes["torchrelay.rank"] == 2
             assert made.phases("recv") <= documented_phases()["recv"]
 
 
@@ -230,12 +235,12 @@ def test_a_failure_is_counted_by_its_type(telemetry: Telemetry, tmp_path: Path) 
     ended = {one.attributes.get("error.type") for one in telemetry.points(metrics.DURATION, "save")}
     assert ended == {None, "StepExistsError"}
     span = telemetry.span("load")
-    assert (
-        span.status.status_code is trace_api.StatusCode.ERROR
-        and "no step" in span.events[0].attributes["exception.message"]
-    )
+    assert span.status.status_code is trace_api.StatusCode.ERROR
+    assert "no step" in span.events[0].attributes["exception.message"]
+    empty = tmp_path / "empty"
+    empty.mkdir()
     with pytest.raises(errors.NothingToRecoverError):
-        tr.recover(sources=[tmp_path / "empty"], group=False)
+        tr.recover(sources=[empty], group=False)
     (first_start,) = failures(telemetry, "recover")
     assert first_start == {
         "torchrelay.operation": "recover",
