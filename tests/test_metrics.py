@@ -1,4 +1,4 @@
-"""What a program's OpenTelemetry providers receive, and what the page about it says."""
+"""Spans and metrics as a program's providers receive them, and the page that lists them."""
 
 from __future__ import annotations
 

@@ -11,14 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from torchrelay.results import Report
 from torchrelay.version import __version__
 
 logger = logging.getLogger("torchrelay")
-
-Attributes = dict[str, str | int]
 
 OPERATION, PHASE, ROUTE = "torchrelay.operation", "torchrelay.phase", "torchrelay.route"
 RANK, ROLE, ERROR = "torchrelay.rank", "torchrelay.role", "error.type"
@@ -67,7 +66,7 @@ class Measurement:
 
     `end` is called once the outcome is known: inside, or, with `background=True`, also later and on
     another thread. Then the time inside is the stall. An exception that leaves is a failure. No
-    method raises: telemetry that fails is logged, and the call goes on.
+    method raises: telemetry that fails is logged, and the call continues.
     """
 
     def __init__(
@@ -80,11 +79,8 @@ class Measurement:
         background: bool = False,
     ) -> None:
         self._operation, self._step, self._background = operation, step, background
-        self._known: Attributes = {OPERATION: operation}
-        if rank is not None:
-            self._known[RANK] = rank
-        if role is not None:
-            self._known[ROLE] = role
+        known = {OPERATION: operation, RANK: rank, ROLE: role}
+        self._known = {name: value for name, value in known.items() if value is not None}
         self._outcome: _Ended | None = None
         self._inside, self._lock = True, threading.Lock()
         self._span: Any = None
@@ -131,7 +127,7 @@ class Measurement:
         attributes = dict(self._known)
         if self._step is not None:
             attributes["torchrelay.step"] = self._step
-        tracer = _tracers.of(api)
+        tracer = _tracer(api.get_tracer_provider())
         span = tracer.start_span(f"torchrelay.{self._operation}", attributes=attributes)
         if not span.is_recording():
             return  # no provider, or a sampler that does not want it
@@ -144,7 +140,7 @@ class Measurement:
         if self._span is not None:
             self._span.set_attribute("torchrelay.stall.seconds", seconds)
         if (api := sys.modules.get("opentelemetry.metrics")) is not None:
-            _meters.of(api)[STALL](seconds, self._known)
+            _recorders(api.get_meter_provider())[STALL](seconds, self._known)
 
     def _finish(self, outcome: _Ended) -> None:
         seconds = time.monotonic() - self._begun
@@ -155,7 +151,7 @@ class Measurement:
             _safely(self._end_span, self._span, outcome)
 
     def _measure(self, api: Any, outcome: _Ended, seconds: float) -> None:
-        record = _meters.of(api)
+        record = _recorders(api.get_meter_provider())
         report, fault, known = outcome.report, outcome.fault, self._known
         if outcome.skipped is not None:
             record[SKIPS](1, known)
@@ -179,13 +175,7 @@ class Measurement:
             if outcome.skipped is not None:
                 span.set_attribute("torchrelay.skipped", outcome.skipped)
             if report is not None:
-                if report.step is not None:
-                    span.set_attribute("torchrelay.step", report.step)
-                span.set_attribute("torchrelay.bytes", report.bytes)
-                if report.route:
-                    span.set_attribute(ROUTE, report.route)
-                for phase, seconds in report.seconds.items():
-                    span.set_attribute(f"torchrelay.seconds.{phase.replace(' ', '_')}", seconds)
+                span.set_attributes(_facts(report))
             if fault is not None:
                 api = sys.modules["opentelemetry.trace"]
                 span.set_attribute(ERROR, type(fault).__name__)
@@ -195,43 +185,40 @@ class Measurement:
             span.end()
 
 
-class _OfProvider:
-    """What was made of the program's provider, until there is another provider."""
-
-    def __init__(self, provider: str, make: Callable[[Any], Any]) -> None:
-        self._provider, self._make = provider, make
-        self._made: tuple[Any, Any] = (None, None)
-
-    def of(self, api: Any) -> Any:
-        provider = getattr(api, self._provider)()
-        of, made = self._made
-        if of is not provider:
-            made = self._make(provider)
-            self._made = (provider, made)
-        return made
+def _facts(report: Report) -> dict[str, Any]:
+    """The attributes of a span that succeeded."""
+    known: dict[str, Any] = {
+        "torchrelay.step": report.step,
+        "torchrelay.bytes": report.bytes,
+        ROUTE: report.route,
+    }
+    found = {name: value for name, value in known.items() if value not in (None, "")}
+    for phase, seconds in report.seconds.items():
+        found[f"torchrelay.seconds.{phase.replace(' ', '_')}"] = seconds
+    return found
 
 
-def _instruments(provider: Any) -> dict[Instrument, Callable[..., None]]:
-    """How each instrument is recorded."""
+@lru_cache(maxsize=1)  # a program has one provider
+def _tracer(provider: Any) -> Any:
+    return provider.get_tracer("torchrelay", __version__)
+
+
+@lru_cache(maxsize=1)
+def _recorders(provider: Any) -> dict[Instrument, Callable[..., None]]:
+    """For each instrument the method that records a value."""
     meter, made = provider.get_meter("torchrelay", __version__), {}
     for one in INSTRUMENTS:
-        about = {"unit": one.unit, "description": one.description}
+        about: dict[str, Any] = {"unit": one.unit, "description": one.description}
         if one.kind == "histogram":
-            histogram = meter.create_histogram(
-                one.name, explicit_bucket_boundaries_advisory=SECONDS, **about
-            )
-            made[one] = histogram.record
+            about["explicit_bucket_boundaries_advisory"] = SECONDS
+            made[one] = meter.create_histogram(one.name, **about).record
         else:
             made[one] = meter.create_counter(one.name, **about).add
     return made
-
-
-_tracers = _OfProvider("get_tracer_provider", lambda one: one.get_tracer("torchrelay", __version__))
-_meters = _OfProvider("get_meter_provider", _instruments)
 
 
 def _safely(act: Callable[..., object], *args: object) -> None:
     try:
         act(*args)
     except Exception as fault:
-        logger.warning("telemetry failed, the call goes on: %r", fault)
+        logger.warning("telemetry failed, the call continues: %r", fault)
