@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,6 +172,19 @@ def test_a_stage_and_a_recovery(telemetry: Telemetry) -> None:
     telemetry.check_success("stage", 3)
     telemetry.check_success("recover", 3)
     assert {"ask", "attempts"} <= telemetry.phases("recover")
+
+
+def test_a_save_that_a_keeper_stages(telemetry: Telemetry, tmp_path: Path) -> None:
+    with tr.Keeper(f"metrics-save-{os.getpid()}", group=False) as keeper:
+        try:
+            with tr.Checkpointer(tmp_path, group=False, keeper=keeper) as checkpointer:
+                checkpointer.save_async(3, state()).result(60)
+            keeper._publisher.settle(60)
+        finally:
+            keeper.end()
+    telemetry.check_success("save_async", 3, "storage")
+    telemetry.check_success("stage", 3)
+    assert telemetry.span("stage").parent == telemetry.span("save_async").context
 
 
 def transfers(rank: int, group: Any, folder: Path) -> None:
@@ -362,12 +376,27 @@ def test_telemetry_that_raises_fails_no_call(
     assert {"on_start", "get_meter"} <= set(re.findall(r"RuntimeError\('(\w+)'\)", caplog.text))
 
 
-def test_a_failure_is_not_kept(telemetry: Telemetry) -> None:
+class State:
+    """Something that a failed call had in its frames."""
+
+
+def test_a_failed_call_keeps_no_state(telemetry: Telemetry) -> None:
     """An exception leads to frames, and frames lead to states."""
-    fault = ValueError("x")
-    with pytest.raises(ValueError), Measurement("load") as measured:
-        raise fault
-    assert not any(fault in one for one in vars(measured).values() if isinstance(one, tuple))
+    made: list[weakref.ref[State]] = []
+
+    def fail() -> None:
+        state = State()
+        made.append(weakref.ref(state))
+        raise ValueError("x")
+
+    measured = Measurement("load")
+    try:
+        with measured:
+            fail()
+    except ValueError:
+        assert made[0]() is not None
+    assert made[0]() is None
+    assert [one["error.type"] for one in failures(telemetry, "load")] == ["ValueError"]
 
 
 WITHOUT = """
