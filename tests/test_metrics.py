@@ -422,10 +422,10 @@ def test_without_opentelemetry_nothing_is_imported(tmp_path: Path, before: str) 
 
 
 def seconds_of(act: Callable[[], None]) -> float:
-    begun = time.perf_counter()
+    begun = time.thread_time()
     for _ in range(500):
         act()
-    return (time.perf_counter() - begun) / 500
+    return (time.thread_time() - begun) / 500
 
 
 def measure() -> None:
@@ -440,8 +440,8 @@ def test_a_call_that_nobody_measures_costs_microseconds(
     if absent:
         monkeypatch.delitem(sys.modules, "opentelemetry.trace")
         monkeypatch.delitem(sys.modules, "opentelemetry.metrics")
-    # 5 and 18 microseconds on an old, busy core; the best of several runs, on a machine in use.
-    assert min(seconds_of(measure) for _ in range(20)) < (100e-6 if absent else 400e-6)
+    # It took 5 and 20 microseconds. The best of several runs, because the machine is in use.
+    assert min(seconds_of(measure) for _ in range(20)) < (50e-6 if absent else 200e-6)
 
 
 # The page

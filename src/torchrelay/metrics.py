@@ -97,14 +97,14 @@ class Measurement:
         if self._current is not None:
             _safely(self._current.__exit__, None, None, None)
             self._current = None
-        with self._lock:
+        skipped = self._outcome is not None and self._outcome.skipped is not None
+        if self._background and fault is None and not skipped:
+            _safely(self._add_stall, stall)
+        with self._lock:  # from here on another thread may end the span
             self._inside = False
             if self._outcome is None and fault is not None:
                 self._outcome = _Ended(fault=fault)
             outcome = self._outcome
-        stalled = self._background and fault is None
-        if stalled and (outcome is None or outcome.skipped is None):
-            _safely(self._add_stall, stall)
         if outcome is not None:
             _safely(self._finish, outcome)
 
