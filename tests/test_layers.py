@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [
         "frames",
         "items",
         "machine",
+        "metrics",
         "owner",
         "patterns",
         "progress",

@@ -6,6 +6,7 @@ import logging
 import threading
 
 from torchrelay.deadlines import Timeout, seconds_of, wait_until_set
+from torchrelay.metrics import Measurement
 from torchrelay.owner import Owner
 from torchrelay.results import Report
 
@@ -19,14 +20,23 @@ class Pending:
     there is one.
     """
 
-    def __init__(self, step: int, work: str, skipped: str | None = None) -> None:
+    def __init__(
+        self,
+        step: int,
+        work: str,
+        skipped: str | None = None,
+        measured: Measurement | None = None,
+    ) -> None:
         self.step, self.skipped, self.seen = step, skipped, False
         self._work = work  # "saving"
+        self._measured = measured
         self._owner = Owner("Pending")
         self._ended = threading.Event()
         self._report: Report | None = None
         self._fault: BaseException | None = None
         if skipped is not None:
+            if measured is not None:
+                measured.end(None, skipped=skipped)
             self._ended.set()
 
     def done(self) -> bool:
@@ -65,4 +75,6 @@ class Pending:
         self._report, self._fault = report, fault
         if fault is not None:
             logger.error("%s step %d failed: %s", self._work, self.step, fault)
+        if self._measured is not None and (report is not None or fault is not None):
+            self._measured.end(report, fault)  # else the caller has raised the failure
         self._ended.set()

@@ -18,6 +18,7 @@ from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.memory.gpu.kernels import warm_up
 from torchrelay.memory.gpu.side import in_use, settle
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
+from torchrelay.metrics import Measurement
 from torchrelay.owner import Owner
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.progress import ProgressCallback, reporter
@@ -152,14 +153,16 @@ class Relay:
                 objects=True,
             )
 
-        with emptied_frames():
+        with self._measured("send", step) as measured, emptied_frames():
             try:
                 sending.run(describe)
             except RelayError as fault:
                 if sending.described:
                     fault.report = sent_report(sending, only, self._verify)
                 raise
-        return sent_report(sending, only, self._verify)
+            report = sent_report(sending, only, self._verify)
+            measured.end(report)
+        return report
 
     def recv(
         self,
@@ -229,8 +232,10 @@ class Relay:
             self._workspace,
             self._join_window,
         )
-        with emptied_frames():
-            return gather.run()
+        with self._measured("recv", step) as measured, emptied_frames():
+            loaded = gather.run()
+            measured.end(loaded.report)
+        return loaded
 
     def receive(self, source: int, options: ReceiveOptions, call: TransferCall) -> Loaded:
         """`recv` from one rank, with all options."""
@@ -247,9 +252,10 @@ class Relay:
             self._resources,
             self._workspace,
         )
-        with emptied_frames():
+        with self._measured("recv", options.step) as measured, emptied_frames():
             landed = receiving.run()
-        report = received_report(receiving, landed, source)
+            report = received_report(receiving, landed, source)
+            measured.end(report)
         return Loaded(landed.state, report.step, report)
 
     def share(self, state: object, *, step: int) -> SharedState:
@@ -282,6 +288,10 @@ class Relay:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _measured(self, operation: str, step: int | None) -> Measurement:
+        role = "sender" if operation == "send" else "receiver"
+        return Measurement(operation, step, rank=self.rank, role=role)
 
     def _peers(self, given: int | Iterable[int]) -> list[int]:
         ranks = items_of("a peer", given, int, "a rank")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import sys
 from contextlib import nullcontext
@@ -16,10 +17,12 @@ from torchrelay.errors import CheckpointError, StepNotFoundError, UsageError
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
+import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from tests.integrations import lightning_job as job
-from torchrelay.integrations.lightning import RelayCheckpointIO
+from torchrelay.integrations.lightning import RelayCheckpointIO, SaveStalls
 
 
 @pytest.mark.timeout(420)
@@ -105,6 +108,42 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         plugin.load_checkpoint(tmp_path / "none.ckpt")
     with pytest.raises(UsageError, match="links"):
         plugin.save_checkpoint({"global_step": 1}, "s3://bucket/one.ckpt")
+
+
+def logged(folder: Path) -> list[tuple[int, float]]:
+    with (folder / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("save_stall_seconds")]
+    return [(int(row["step"]), float(row["save_stall_seconds"])) for row in rows]
+
+
+def test_the_loggers_get_the_stalls(tmp_path: Path) -> None:
+    plugin = RelayCheckpointIO(timeout=60)
+    runs = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        plugins=[plugin],
+        logger=[CSVLogger(tmp_path, "a", ""), CSVLogger(tmp_path, "b", "")],
+        callbacks=[ModelCheckpoint(tmp_path / "steps", every_n_epochs=1), SaveStalls()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    runs.fit(job.Model(), torch.utils.data.DataLoader(job.data(), batch_size=4))
+    expected = list(zip([5, 10, 15], plugin.links.stalls, strict=True))
+    for name in ("a", "b"):
+        assert logged(tmp_path / name) == expected
+    assert min(plugin.links.stalls) > 0
+
+
+def test_stalls_of_other_checkpoints_are_refused(tmp_path: Path) -> None:
+    runs = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        callbacks=[SaveStalls()],
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(UsageError, match="RelayCheckpointIO"):
+        runs.fit(job.Model(), torch.utils.data.DataLoader(job.data(), batch_size=4))
 
 
 def spoil(plugin: RelayCheckpointIO, steps: Path) -> None:

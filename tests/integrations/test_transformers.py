@@ -75,6 +75,35 @@ def test_a_job_that_is_asked_to_stop_saves_and_continues_exactly(tmp_path: Path)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+def test_the_trainer_logs_the_stalls(tmp_path: Path) -> None:
+    """To what it reports to: callbacks that come before ours, as TensorBoard's does."""
+    calm, _ = trained(tmp_path / "calm", "whole")
+    seen: list[tuple[int, float]] = []
+
+    class Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "save_stall_seconds" in logs:
+                seen.append((state.global_step, logs["save_stall_seconds"]))
+
+    relay = RelayCallback(tmp_path / "steps", every=4, timeout=60)
+    trainer = transformers.Trainer(
+        model=job.model(),
+        args=job.settings(tmp_path),
+        train_dataset=job.Texts(20),
+        eval_dataset=job.Texts(4),
+        callbacks=[Reporter(), relay],
+    )
+    relay.log_stalls(trainer)
+    trainer.train(resume_from_checkpoint=relay.checkpoint)
+    assert [step for step, _ in seen] == [4, 8, 12, job.STEPS]
+    assert [stall for _, stall in seen] == relay.stalls and min(relay.stalls) > 0
+    history = trainer.state.log_history
+    assert [one["step"] for one in history if "save_stall_seconds" in one] == [4, 8, 12, job.STEPS]
+    # Nothing else of the run is changed by it.
+    losses = [one["loss"] for one in history if "loss" in one]
+    assert losses == [one["loss"] for one in calm.state.log_history if "loss" in one]
+
+
 def spoil(folder: Path) -> None:
     """Have every later save fail."""
     steps = folder / "steps"

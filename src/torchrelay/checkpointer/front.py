@@ -263,10 +263,13 @@ class Checkpointer:
             # In a round: a failure that another rank has seen may be unseen here.
             call.together("begin", self._saver.raise_unseen, deadline)
             loader = Loader(self.source(), self._ranks)
-            try:
-                return loader.load(call, request, deadline)
-            finally:
-                self._catalog.note_damaged(loader.damaged)
+            with self._ranks.measured("load", step) as measured:
+                try:
+                    loaded = loader.load(call, request, deadline)
+                finally:
+                    self._catalog.note_damaged(loader.damaged)
+                measured.end(loaded.report)
+            return loaded
 
     # Managing steps.
 

@@ -65,15 +65,18 @@ class Saver:
 
     def save(self, save: Save, state: object) -> Report:
         """Write a state and return when it is committed."""
-        try:
-            space = self._begin(save)
-            planned = self._plan(save, state, space)
-            with save.watch("write"):
-                written = self.writer.write(save, planned.share)
-        except BaseException as fault:
-            self._give_up(save, fault)
-            raise
-        return self._commit(save, planned, written)
+        with self._ranks.measured("save", save.step) as measured:
+            try:
+                space = self._begin(save)
+                planned = self._plan(save, state, space)
+                with save.watch("write"):
+                    written = self.writer.write(save, planned.share)
+            except BaseException as fault:
+                self._give_up(save, fault)
+                raise
+            report = self._commit(save, planned, written)
+            measured.end(report)
+        return report
 
     def save_async(
         self, save: Save, state: object, owner: object, *, skip: bool, quiet: bool
@@ -84,10 +87,15 @@ class Saver:
         for what was staged, or for the failure that kept it from being staged. It keeps `owner`
         alive, which is closed at the end of the process and waits for the save.
         """
-        if skip and self._is_busy(save):
-            return Pending(save.step, "saving", "another save is in progress")
-        pending = Pending(save.step, "saving")
-        pending.seen = quiet
+        with self._ranks.measured("save_async", save.step, background=True) as measured:
+            if skip and self._is_busy(save):
+                return Pending(save.step, "saving", "another save is in progress", measured)
+            pending = Pending(save.step, "saving", measured=measured)
+            pending.seen = quiet
+            self._stage(save, state, pending, owner)
+        return pending
+
+    def _stage(self, save: Save, state: object, pending: Pending, owner: object) -> None:
         outcome: _Outcome = queue.SimpleQueue()
         end = partial(self._complete, save, outcome, pending, owner)
         thread = threading.Thread(target=end, name="torchrelay-commit", daemon=True)
@@ -108,7 +116,6 @@ class Saver:
                     pending.exception()
                 raise
             self.pending = pending
-        return pending
 
     def prepare(self, deadline: Deadline, state: object) -> int:
         """Have memory and process ready for states like this one; returns the bytes of this rank's

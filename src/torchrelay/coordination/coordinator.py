@@ -24,6 +24,7 @@ from torchrelay.coordination.call import Call, CallChannel
 from torchrelay.coordination.group_store import GroupStore, StoreLost
 from torchrelay.coordination.groups import check_group, default_group, members_of
 from torchrelay.coordination.messages import CallName, RankMessage
+from torchrelay.metrics import Measurement
 
 COORDINATOR = 0
 
@@ -45,6 +46,7 @@ class Coordinator:
         self.rank: int = 0 if group is None else group.rank()
         self.world: int = 1 if group is None else group.size()
         self.members = None if group is None else members_of(group)
+        self._alone = group is None
         self._subject = f" of the {purpose} {name}" if name else ""
         self.channel: CallChannel | None = None  # where several ranks meet
         if self.world > 1:
@@ -68,6 +70,16 @@ class Coordinator:
         number = 0 if self.channel is None else self._number
         name = CallName(verb, step)
         return Call(name, self.rank, self.world, self._subject, self.channel, number)
+
+    def measured(
+        self, operation: str, step: int | None = None, *, background: bool = False
+    ) -> Measurement:
+        """A call of this rank, for spans and metrics. A process alone has no rank there: a job may
+        have many of them."""
+        if self._alone:
+            return Measurement(operation, step, background=background)
+        role = "coordinator" if self.coordinates else "member"
+        return Measurement(operation, step, rank=self.rank, role=role, background=background)
 
     @contextmanager
     def joining(self) -> Iterator[None]:

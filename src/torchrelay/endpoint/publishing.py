@@ -24,6 +24,7 @@ from torchrelay.errors import EndpointError, UsageError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
+from torchrelay.metrics import Measurement
 from torchrelay.pending import Pending, logger
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest
 from torchrelay.record.schema import Record
@@ -40,6 +41,8 @@ _FINISH_SECONDS = 5.0  # for the last message of a publish
 class Policy:
     """The part of a publish that differs between endpoints and keepers; this is an endpoint's. The
     coordinator's server lists the step, and names the others."""
+
+    operation = "publish"  # its name in metrics
 
     def report(self, deadline: Deadline) -> bytes:
         """This rank's server reports to the coordinator before a step."""
@@ -132,6 +135,17 @@ class Publisher:
         self, plan: Callable[[Call], PlannedShare], step: int, deadline: Deadline
     ) -> tuple[Pending, StagedStep | None]:
         """The same for what `plan` returns; no staged step where it is skipped."""
+        operation = self._policy.operation
+        with self._all.measured(operation, step, background=True) as measured:
+            return self._publish(plan, step, deadline, measured)
+
+    def _publish(
+        self,
+        plan: Callable[[Call], PlannedShare],
+        step: int,
+        deadline: Deadline,
+        measured: Measurement,
+    ) -> tuple[Pending, StagedStep | None]:
         call = self._all.call("publish", step)
         with call.reporting("plan", deadline):
             if self._last is not None and not self._last.ends_within(deadline.left()):
@@ -151,8 +165,8 @@ class Publisher:
             seconds = time.monotonic() - begun
             ended = m.FinishPublish(step, 0, seconds, skipped=why, unused=True)
             self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
-            return Pending(step, "publishing", why), None
-        self._last = pending = Pending(step, "publishing")
+            return Pending(step, "publishing", why, measured), None
+        self._last = pending = Pending(step, "publishing", measured=measured)
         try:
             volumes = self._copy(planned.share, slot)
         except BaseException as fault:

@@ -116,28 +116,31 @@ def pull(
     request = load_request(into, step, landing)
     loader = Loader(chosen, ranks, Pooled(_pool(os.getpid())))
     reason, nbytes = "it was interrupted", 0
-    try:
-        loaded = loader.load(ranks.call("pull"), request, deadline)
-        reason, nbytes = "", loaded.report.bytes
-        return _pulled(loaded, origin, verify, seeding)
-    except StorageTimeoutError as fault:
-        reason = "it took too long"
-        if newer is not None and newer.waits:
-            raise newer.in_vain(deadline) from fault
-        given = sum(origin.supplied.values()) if isinstance(origin, EndpointSource) else 0
-        raise TransferTimeoutError(
-            f"{origin.name} did not give the state in {deadline.seconds:g} s; it gave {given} "
-            "bytes. Give a longer timeout",
-            step=step,
-            phase="data",
-        ) from fault
-    except RelayError as fault:
-        reason = fault.message
-        raise
-    finally:
-        origin.end(reason, nbytes)
-        if reason and seeding is not None:
-            seeding.close()
+    with ranks.measured("pull", step) as measured:
+        try:
+            loaded = loader.load(ranks.call("pull"), request, deadline)
+            reason, nbytes = "", loaded.report.bytes
+            loaded = _pulled(loaded, origin, verify, seeding)
+            measured.end(loaded.report)
+            return loaded
+        except StorageTimeoutError as fault:
+            reason = "it took too long"
+            if newer is not None and newer.waits:
+                raise newer.in_vain(deadline) from fault
+            given = sum(origin.supplied.values()) if isinstance(origin, EndpointSource) else 0
+            raise TransferTimeoutError(
+                f"{origin.name} did not give the state in {deadline.seconds:g} s; it gave {given} "
+                "bytes. Give a longer timeout",
+                step=step,
+                phase="data",
+            ) from fault
+        except RelayError as fault:
+            reason = fault.message
+            raise
+        finally:
+            origin.end(reason, nbytes)
+            if reason and seeding is not None:
+                seeding.close()
 
 
 @cache

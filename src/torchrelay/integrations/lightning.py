@@ -1,4 +1,4 @@
-"""Lightning saves through torchrelay: a `CheckpointIO`, a strategy for FSDP2, random numbers.
+"""Lightning saves through torchrelay: a `CheckpointIO`, a strategy for FSDP2, callbacks.
 
 Trainer(plugins=[RelayCheckpointIO()], callbacks=[RandomNumbers(), ModelCheckpoint(...)])
 Trainer(strategy=RelayStrategy(), callbacks=[RandomNumbers(), ModelCheckpoint(...)])
@@ -56,6 +56,7 @@ class StepLinks:
         self._removed: list[Path] = []  # once the save under way is committed
         self._unlinked: list[Path] = []  # steps that have lost a link
         self.stalls: list[float] = []  # seconds that each save kept training waiting
+        self.steps: list[int] = []  # of these saves
 
     def save(self, state: object, path: Where, step: int, *, links: bool) -> None:
         link = _local(path)
@@ -65,6 +66,7 @@ class StepLinks:
             step, state, overwrite=True, on_error=self._on_error
         )
         self.stalls.append(time.monotonic() - begun)
+        self.steps.append(step)
         if links:
             self._linking = threading.Thread(
                 target=self._link_when_saved, args=(self._pending, link, step), daemon=True
@@ -237,6 +239,32 @@ class RandomNumbers(Callback):  # type: ignore[misc, unused-ignore]
         states = state["ranks"]
         rank = Coordinator.of(None, "RandomNumbers").rank
         self._held, self._loaded = states[rank if rank < len(states) else 0], True
+
+
+class SaveStalls(Callback):  # type: ignore[misc, unused-ignore]
+    """The trainer's loggers (TensorBoard, W&B) get `save_stall_seconds`: how long each save kept
+    training waiting. A save is logged after the next batch, or at the end, at its own step."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        strategy = trainer.strategy
+        saves = strategy if isinstance(strategy, RelayStrategy) else strategy.checkpoint_io
+        if not isinstance(saves, (RelayStrategy, RelayCheckpointIO)):
+            raise UsageError("SaveStalls needs RelayCheckpointIO or RelayStrategy, which save")
+        self._links = saves.links
+        self._logged = len(saves.links.stalls)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._log(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._log(trainer)  # a checkpoint of the end of training comes after every other event
+
+    def _log(self, trainer: Any) -> None:
+        links, first = self._links, self._logged
+        self._logged = len(links.stalls)
+        for step, stall in zip(links.steps[first:], links.stalls[first:], strict=True):
+            for logger in trainer.loggers:
+                logger.log_metrics({"save_stall_seconds": stall}, step=step)
 
 
 def _packed(state: Any) -> bytes:

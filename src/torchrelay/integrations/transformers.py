@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +64,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._saved: int | None = None
         self._due = self._stopping = False
         self.stalls: list[float] = []  # seconds that each save kept training waiting
+        self._logs: weakref.ref[Any] | None = None  # the trainer, which has this callback
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -94,6 +96,11 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.checkpointer.export_hf(target, step=step)
         if (config := getattr(self._model, "config", None)) is not None:
             config.save_pretrained(target)
+
+    def log_stalls(self, trainer: Any) -> None:
+        """Have the trainer log `save_stall_seconds` after each save, to all that it reports to
+        (TensorBoard, W&B). Its callbacks cannot log without it."""
+        self._logs = weakref.ref(trainer)
 
     # The trainer's events
 
@@ -165,6 +172,8 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             on_error=self._on_error,
         )
         self.stalls.append(time.monotonic() - begun)
+        if self._logs is not None and (trainer := self._logs()) is not None:
+            trainer.log({"save_stall_seconds": self.stalls[-1]})
 
 
 def _training_state(kept: Kept) -> Kept:

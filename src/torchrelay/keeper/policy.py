@@ -25,6 +25,8 @@ _reported = msgspec.msgpack.Decoder(tuple[int, k.KeeperReport])
 class KeeperPolicy(Policy):
     """Every keeper lists the step. `tell`: called with the keepers of all ranks."""
 
+    operation = "stage"
+
     def __init__(
         self, keeper: ServerLink, join: k.JoinKeeper, tell: Callable[[list[str]], None]
     ) -> None:

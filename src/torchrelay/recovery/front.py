@@ -107,7 +107,10 @@ def recover(
     used = [SeedingSource(one) if reshare and can_be_seeded(one) else one for one in found]
     recovery = _Recovery(Candidates(used, min_step, age), ranks, into, landing, Deadline(timeout))
     try:
-        return recovery.run()
+        with ranks.measured("recover") as measured:
+            loaded = recovery.run()
+            measured.end(loaded.report)
+        return loaded
     finally:
         for source in used:
             source.end(recovery.reason, recovery.nbytes)
