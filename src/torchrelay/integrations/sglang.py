@@ -69,11 +69,15 @@ class SGLangServer:
         step, folder = version.step, self._directory / _folder_name(version.step)
         export_hf(version.tensors, folder, self._timeout)
         fault: BaseException | None = None
+        told = False  # the server reads the folder
         try:
             self._post("/pause_generation", {"mode": self._pause}, step)
+            told = True
             self._load(step, folder)
         except BaseException as found:
             fault = found
+            if not told:
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
             self._continue(step, fault)
@@ -88,17 +92,24 @@ class SGLangServer:
         try:
             self._ask_to_load(step, folder)
         except PeerRefusedError as fault:
+            state = self._restored()
             shutil.rmtree(folder, ignore_errors=True)
-            if before is None:
-                raise
-            # SGLang reloads from the new path when it fails, so it may have parts of both.
-            self._ask_to_load(*before)
-            raise PeerRefusedError(
-                f"{fault.message}. It has step {before[0]} again", step=step, phase="load"
-            ) from fault
+            raise PeerRefusedError(f"{fault.message}. {state}", step=step, phase="load") from fault
         self._loaded = step, folder
         if before is not None:
             shutil.rmtree(before[1], ignore_errors=True)
+
+    def _restored(self) -> str:
+        """Have the server load the version before again; how that went. When SGLang fails to load,
+        it reads the same files once more, and may end with parts of both versions."""
+        why = "No version before this one is known"
+        if self._loaded is not None:
+            try:
+                self._ask_to_load(*self._loaded)
+                return f"It has step {self._loaded[0]} again"
+            except RelayError as fault:
+                why = fault.message
+        return f"It may have weights of two versions: update it again. {why}"
 
     def _ask_to_load(self, step: int, folder: Path) -> None:
         body = {"model_path": str(folder), "weight_version": str(step), "flush_cache": True}

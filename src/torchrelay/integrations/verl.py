@@ -9,17 +9,14 @@ actor_rollout_ref.rollout.checkpoint_engine:
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any
 
 import torch
 
 from torchrelay.deadlines import Timeout, seconds_of
-from torchrelay.endpoint.front import Endpoint, serve
-from torchrelay.errors import EndpointError, MismatchError, StepMismatchError, UsageError
-from torchrelay.integrations.weights import WeightReader
-from torchrelay.sources.access import Access
+from torchrelay.errors import MismatchError, UsageError
+from torchrelay.integrations.weight_offers import Offer, WeightOffers, read_offer
 
 try:
     from ray.util import get_node_ip_address
@@ -37,13 +34,13 @@ Weights = Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Te
 
 @CheckpointEngineRegistry.register(BACKEND)  # type: ignore[untyped-decorator, unused-ignore]
 class RelayCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ignore]
-    """The first actor publishes each version once; every rollout worker reads it whole, compares its
-    digests, and only then yields its first tensor. Rollout workers of one process group all have
-    the same version, or all raise.
+    """The first actor publishes each version once. Every rollout worker reads all of it, compares
+    its digests, and only then yields its first tensor. Rollout workers of one process group all
+    have the same version, or all raise.
 
-    verl makes it with `bucket_size`, which is not used, and `is_master`. `host` is the address that
-    the first actor listens at, by default that of its Ray node; `device` is where tensors are
-    yielded, by default verl's device. `timeout` bounds each send and each receive.
+    verl passes `bucket_size`, which is not used, and `is_master`. `host` is the address that the
+    first actor listens at, by default that of its Ray node. Tensors are yielded on `device`, by
+    default verl's. `timeout` bounds each send and each receive.
     """
 
     def __init__(
@@ -58,33 +55,24 @@ class RelayCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-igno
         self._is_master, self._host = is_master, host
         self._device = torch.device(device or get_device_name())
         self._timeout = seconds_of(timeout)
-        self._endpoint: Endpoint | None = None
-        self._token = ""
-        self._version = 0  # the endpoint's number of the version that is moved now
-        self._offer: dict[str, Any] | None = None
+        self._offers: WeightOffers | None = None  # of the first actor
+        self._offer: Offer | None = None  # of a rollout worker
 
     def prepare(self) -> dict[str, Any]:
-        """Return where the next version will be; of the first actor only. The token goes to the
-        rollout workers by Ray, as addresses of other engines do."""
+        """Return the first actor's offer of the next version, and nothing elsewhere. Ray carries
+        its token to the rollout workers."""
         if not self._is_master:
             return {}
-        if self._endpoint is None:
+        if self._offers is None:
             host = self._host or get_node_ip_address().strip("[]")
-            place = f"[{host}]:0" if ":" in host else f"{host}:0"
-            self._token = secrets.token_urlsafe()
-            access = Access(token=self._token)
-            # Nothing is in version 0: the URL has to be known before there are weights.
-            self._endpoint = serve(
-                {}, step=0, address=place, access=access, group=False, timeout=self._timeout
-            )
-        self._version += 1
-        return {"url": self._endpoint.url, "token": self._token, "version": self._version}
+            self._offers = WeightOffers(host, timeout=self._timeout)
+        return self._offers.announce()._asdict()
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """The offer of the first actor, for each rollout worker."""
+        """The first actor's offer, for each rollout worker."""
         offers = [one for one in metadata if one]
         if len(offers) != 1:
             raise UsageError(f"one actor offers weights, not {len(offers)}: see is_master")
@@ -94,7 +82,7 @@ class RelayCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-igno
         )
 
     def init_process_group(self, offer: dict[str, Any] | None) -> None:
-        self._offer = offer
+        self._offer = None if offer is None else Offer(**offer)
 
     def finalize(self) -> None:
         """Forget the offer. The endpoint stays for the next version."""
@@ -102,10 +90,8 @@ class RelayCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-igno
 
     @torch.no_grad()
     async def send_weights(self, weights: Weights, global_steps: int | None = None) -> None:
-        """Publish the weights; all actors call it, because gathering them takes all of them.
-
-        Returns when rollout workers can read the version.
-        """
+        """Publish the weights; returns when rollout workers can read them. All actors call it,
+        because it takes all of them to gather whole tensors."""
         found: dict[str, torch.Tensor] = {}
         async for name, tensor in ensure_async_iterator(weights):
             if not self._is_master:
@@ -114,18 +100,11 @@ class RelayCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-igno
                 raise MismatchError("the actor yields this weight twice", path=name)
             # A copy: the actor may use the memory for its next weight.
             found[name] = tensor.detach().to("cpu", copy=True)
-        if self._is_master:
-            await asyncio.to_thread(self._publish, found, global_steps)
-
-    def _publish(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
-        if self._endpoint is None:
-            raise UsageError("there is no endpoint: call prepare first")
-        pending = self._endpoint.publish(weights, step=self._version)
-        if pending.skipped:
-            raise EndpointError(
-                f"the weights were not published: {pending.skipped}", step=global_steps
-            )
-        pending.result(self._timeout)
+        if not self._is_master:
+            return
+        if self._offers is None:
+            raise UsageError("no version was announced: call prepare first")
+        await asyncio.to_thread(self._offers.publish, found)
 
     async def receive_weights(
         self, global_steps: int | None = None
@@ -133,19 +112,6 @@ class RelayCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-igno
         """Wait for the version, read all of it, then yield its tensors one by one."""
         if self._offer is None:
             raise UsageError("no weights are offered: call prepare and init_process_group first")
-        offer = self._offer
-        reader = WeightReader(
-            [offer["url"]],
-            key=None,
-            access=Access(token=offer["token"]),
-            timeout=self._timeout,
-        )
-        version = await asyncio.to_thread(reader.read, newer_than=offer["version"] - 1)
-        if version.step != offer["version"]:
-            raise StepMismatchError(
-                f"the actor has published version {version.step} where {offer['version']} was "
-                "offered: is another update running?",
-                step=global_steps,
-            )
+        version = await asyncio.to_thread(read_offer, self._offer, timeout=self._timeout)
         for name, tensor in version.take():
             yield name, tensor.to(self._device)

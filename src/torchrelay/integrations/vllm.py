@@ -66,11 +66,11 @@ class RelayUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ig
 
 
 class RelayWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
-    """`update_weights` reads a whole version into host memory and compares its digests; the ranks of
-    a worker group all have it then, or all raise. `finish_weight_update` loads it.
+    """`update_weights` reads a whole version into host memory and compares its digests: all ranks
+    of torch.distributed's world have it then, or all raise. `finish_weight_update` loads it.
 
-    The model is untouched until then: an update that fails, or is never finished, leaves all workers
-    with the version before. Each worker needs host memory for all of the weights.
+    The model is untouched until then: an update that fails, or is never finished, leaves all
+    workers with the version before. Each worker needs host memory for all of the weights.
     """
 
     init_info_cls = RelayInitInfo
