@@ -1,5 +1,5 @@
 """A small server with the four routes of SGLang that matter here, and its answers as SGLang 0.5.23
-gives them. It loads the files that it is told of, and records what it was asked."""
+gives them. It loads files from the path in a request, and records all requests."""
 
 from __future__ import annotations
 

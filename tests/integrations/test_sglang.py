@@ -93,7 +93,7 @@ def test_a_server_that_refuses_gets_the_version_before_again(
     server.update(reader, step=1)
     sglang.fails[LOAD] = lambda body: 400 if body["weight_version"] == "2" else None
     sglang.asked.clear()
-    with pytest.raises(PeerRefusedError, match="out of memory.*step 1 again") as caught:
+    with pytest.raises(PeerRefusedError, match=r"out of memory.*step 1 again") as caught:
         server.update(reader, step=2)
     assert caught.value.step == 2 and caught.value.phase == "load"
     assert sglang.asked == [PAUSE, LOAD, LOAD, CONTINUE] and not sglang.paused
@@ -144,7 +144,7 @@ def test_generation_continues_after_any_failure(
         server.update(reader, step=2)
     assert time.monotonic() - begun < 15
     assert sglang.asked[-1] == CONTINUE and not sglang.paused
-    # A server that was told of the files, and did not answer, may still read them.
+    # A server that knows the files, and did not answer, may still read them.
     kept = route == LOAD and fault != "text"
     assert folders(tmp_path) == (["step-2"] if kept else [])
     server.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -231,3 +233,20 @@ def test_an_offer_that_is_not_kept_ends_at_the_deadline() -> None:
         assert first.token not in first.url
     finally:
         offers.close()
+
+
+# Frameworks that are missing
+
+
+@pytest.mark.parametrize("name", ["vllm", "verl"])
+def test_without_the_framework_the_error_names_the_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = f"torchrelay.integrations.{name}"
+    for module in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, ours, raising=False)
+    with pytest.raises(ImportError, match=rf"torchrelay\[{name}\]"):
+        importlib.import_module(ours)
+    importlib.import_module("torchrelay.integrations.sglang")

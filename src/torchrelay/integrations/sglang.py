@@ -61,22 +61,21 @@ class SGLangServer:
         """Have the server load a step, by default the newest, and return its number.
 
         The version is read, verified and written to the directory before generation is paused.
-        Generation continues afterwards, also where the server failed to load: it is then told to
-        load the version before again. Raises `PeerRefusedError` if the server did not load it,
-        `TransferTimeoutError` or `EndpointError` if it did not answer, and what the reader raises.
+        Generation continues afterwards, also if the server failed to load it. In that case the
+        server first loads the version before again. Raises `PeerRefusedError` if the server did
+        not load it, `TransferTimeoutError` or `EndpointError` if it did not answer, and what the
+        reader raises.
         """
-        version = reader.read(step=step)
-        step, folder = version.step, self._directory / _folder_name(version.step)
-        export_hf(version.tensors, folder, self._timeout)
+        step, folder = self._export(reader, step)
         fault: BaseException | None = None
-        told = False  # the server reads the folder
+        asked = False  # the server may read the folder
         try:
             self._post("/pause_generation", {"mode": self._pause}, step)
-            told = True
+            asked = True
             self._load(step, folder)
         except BaseException as found:
             fault = found
-            if not told:
+            if not asked:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
@@ -86,6 +85,13 @@ class SGLangServer:
     def close(self) -> None:
         """Close the connections. The version that the server has stays on disk."""
         self._host.close()
+
+    def _export(self, reader: WeightReader, step: int | None) -> tuple[int, Path]:
+        version = reader.read(step=step)
+        # A name of its own: another attempt at the step may have left files, or be read right now.
+        folder = self._directory / f"step-{version.step}-{secrets.token_hex(4)}"
+        export_hf(version.tensors, folder, self._timeout)
+        return version.step, folder
 
     def _load(self, step: int, folder: Path) -> None:
         before = self._loaded
@@ -155,11 +161,6 @@ class SGLangServer:
                 phase=path.strip("/"),
             )
         return found
-
-
-def _folder_name(step: int) -> str:
-    """A name of its own: another attempt at the step may have left files, or be read right now."""
-    return f"step-{step}-{secrets.token_hex(4)}"
 
 
 def _json_of(body: bytes) -> dict[str, Any]:

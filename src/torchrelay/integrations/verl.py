@@ -16,7 +16,7 @@ import torch
 
 from torchrelay.deadlines import Timeout, seconds_of
 from torchrelay.errors import MismatchError, UsageError
-from torchrelay.integrations.weight_offers import Offer, WeightOffers, read_offer
+from torchrelay.integrations.weight_offers import WeightOffer, WeightOffers, read_offer
 
 try:
     from ray.util import get_node_ip_address
@@ -56,7 +56,7 @@ class RelayCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-igno
         self._device = torch.device(device or get_device_name())
         self._timeout = seconds_of(timeout)
         self._offers: WeightOffers | None = None  # of the first actor
-        self._offer: Offer | None = None  # of a rollout worker
+        self._offer: WeightOffer | None = None  # of a rollout worker
 
     def prepare(self) -> dict[str, Any]:
         """Return the first actor's offer of the next version, and nothing elsewhere. Ray carries
@@ -82,7 +82,7 @@ class RelayCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-igno
         )
 
     def init_process_group(self, offer: dict[str, Any] | None) -> None:
-        self._offer = None if offer is None else Offer(**offer)
+        self._offer = None if offer is None else WeightOffer(**offer)
 
     def finalize(self) -> None:
         """Forget the offer. The endpoint stays for the next version."""

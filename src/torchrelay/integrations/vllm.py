@@ -60,7 +60,7 @@ class RelayInitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore
 
 @dataclass
 class RelayUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
-    """The step to take. All workers and replicas are told the same one."""
+    """The step to load, the same on all workers and replicas."""
 
     step: int
 
@@ -102,8 +102,8 @@ class RelayWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unu
         self._received = self._reader.read(step=update_info.step)
 
     def drain_pending(self) -> None:
-        """Load the version that was received, if there is one. Whoever calls this in place of
-        `finish_weight_update` finalizes the layers."""
+        """Load the version that was received, if there is one. A caller that uses this in place of
+        `finish_weight_update` finalizes the layers itself."""
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,

@@ -19,7 +19,7 @@ from torchrelay.integrations.weights import Version, WeightReader
 from torchrelay.sources.access import Access
 
 
-class Offer(NamedTuple):
+class WeightOffer(NamedTuple):
     """Where a version will be. The token admits readers: send it over trusted connections only."""
 
     url: str
@@ -45,10 +45,11 @@ class WeightOffers:
             timeout=self._timeout,
         )
 
-    def announce(self) -> Offer:
-        """The next version. One that was announced and never published has no readers' answer."""
+    def announce(self) -> WeightOffer:
+        """Return the offer of the next version. Readers of an offer that is never published wait
+        until their own deadline."""
         self._version += 1
-        return Offer(self._endpoint.url, self._token, self._version)
+        return WeightOffer(self._endpoint.url, self._token, self._version)
 
     def publish(self, weights: dict[str, torch.Tensor]) -> None:
         """Publish the version that was announced last; returns when it can be read."""
@@ -65,11 +66,11 @@ class WeightOffers:
         self._endpoint.close()
 
 
-def read_offer(offer: Offer, *, group: Any = None, timeout: Timeout = 600.0) -> Version:
+def read_offer(offer: WeightOffer, *, group: Any = None, timeout: Timeout = 600.0) -> Version:
     """Wait for the version of an offer and read all of it, verified.
 
-    Ranks of `group` all have it, or all raise. Raises `StepMismatchError` where the trainer went on
-    to another version.
+    Ranks of `group` all have it, or all raise. Raises `StepMismatchError` if the trainer
+    published a later version.
     """
     reader = WeightReader(
         [offer.url], key=None, access=Access(token=offer.token), group=group, timeout=timeout

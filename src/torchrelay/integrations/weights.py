@@ -58,7 +58,7 @@ class WeightReader:
         """The version of `step`, or of the first step above `newer_than`, or the newest.
 
         Every digest was compared when this returns, also of memory that is mapped on this host.
-        Raises what `pull` raises, and `MismatchError` for a state that is no flat dict of tensors.
+        Raises what `pull` raises, and `MismatchError` unless the state is a flat dict of tensors.
         """
         got = pull(
             self._source,
