@@ -178,6 +178,34 @@ def test_a_model_that_took_part_of_a_version_is_named_and_can_be_mended(
     assert model.values() == [step + 1] * 3
 
 
+def update_on_ranks(rank: int, group: Any, good: str, bad: str) -> list[Any]:
+    """One rank cannot read at first; then both can."""
+    model = Model(0)
+    engine = engine_for(model, good if rank == 0 else bad, seconds=10)
+    engine.start_weight_update()
+    try:
+        engine.update_weights({"step": 11})
+        failed = "no"
+    except tr.RelayError as fault:
+        failed = type(fault).__name__
+    engine.finish_weight_update()
+    before = model.values()
+    engine.init_transfer_engine(engine.parse_init_info({"urls": [good]}))
+    engine.start_weight_update()
+    engine.update_weights({"step": 11})
+    engine.finish_weight_update()
+    return [failed, before, model.values()]
+
+
+@pytest.mark.timeout(300)
+def test_all_ranks_have_the_version_or_none_has(pool2: Any, endpoint: Endpoint) -> None:
+    endpoint.publish(weights(11), step=11).result(60)
+    found = pool2.run(update_on_ranks, endpoint.url, "http://127.0.0.1:9", timeout=240)
+    for failed, before, after in found:
+        assert failed != "no"
+        assert before == [0] * 3 and after == [11] * 3
+
+
 def test_messages_that_make_no_sense_are_refused(endpoint: Endpoint) -> None:
     engine = engine_for(Model(0), None)
     with pytest.raises(UsageError, match="init_weight_transfer_engine"):
