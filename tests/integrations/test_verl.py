@@ -1,19 +1,23 @@
-"""verl's own base class and registry, driven as its `CheckpointEngineManager` drives an engine.
+"""verl's own base class, registry and `CheckpointEngineManager`.
 
-No Ray cluster and no rollout server runs here: the workers are objects of this process. To run
-this file, `pip install --no-deps verl` and what it imports are enough.
+One test runs the manager with Ray actors (`verl_job.py`). In the others the workers are objects of
+this process, driven as the manager drives them. No rollout server runs. To run this file,
+`pip install ray`, `pip install --no-deps verl` and what it imports are enough.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.forks import run_program
 from torchrelay.errors import MismatchError, TransferTimeoutError, UsageError
 
 base = pytest.importorskip(
@@ -85,6 +89,23 @@ def test_every_rollout_worker_gets_every_version() -> None:
     for step in (5, 5, 3):  # verl may send a step again, or go back
         found = asyncio.run(update(step))
         assert len(found) == 3 and all(is_version(one, step) for one in found)
+
+
+@pytest.mark.timeout(240)
+def test_the_manager_of_verl_moves_versions_between_ray_actors(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("verl_job.py")
+    done = run_program(str(script), folder=tmp_path, seconds=200)
+    assert done.code == 0, done.output
+    line = next(one for one in done.output.splitlines() if one.startswith("FOUND "))
+    wanted = [
+        [
+            step,
+            "named_tensors",
+            [[f"layers.{n}.weight", [16, 16], [10.0 * step + n]] for n in range(4)],
+        ]
+        for step in (1, 2)
+    ]
+    assert json.loads(line.removeprefix("FOUND ")) == [wanted, wanted]
 
 
 def test_an_asynchronous_generator_is_taken_too() -> None:
