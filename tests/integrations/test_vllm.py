@@ -32,7 +32,15 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader 
 from torchrelay.integrations import vllm as ours  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("first.weight", "second.weight", "third.weight")
+NAMES = ("first.weight", "second.gate", "second.up", "third.weight")
+
+
+class Pair(nn.Module):
+    """A layer of two parameters: one can be loaded without the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
 
 
 class Model(nn.Module):
@@ -40,7 +48,8 @@ class Model(nn.Module):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.first, self.second, self.third = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.first, self.third = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.second = Pair()
         self.fails_at = ""
         for parameter in self.parameters():
             nn.init.constant_(parameter, value)
@@ -110,7 +119,7 @@ def test_a_version_is_loaded_when_the_update_is_finished(endpoint: Endpoint) -> 
         engine.update_weights({"step": step})
         assert model.values() == before, "received, not loaded"
         engine.finish_weight_update()
-        assert model.values() == [step] * 3
+        assert model.values() == [step] * 4
     # Graphs that were captured read the same memory.
     assert [parameter.data_ptr() for parameter in model.parameters()] == where
     engine.shutdown()
@@ -126,7 +135,7 @@ def test_a_caller_may_finish_the_layers_itself(endpoint: Endpoint) -> None:
     engine.drain_pending()
     engine.drain_pending()
     reload.finalize_layerwise_reload(model, engine.model_config)
-    assert model.values() == [4] * 3
+    assert model.values() == [4] * 4
 
 
 def test_a_version_that_is_not_there_leaves_the_model_as_it_was(endpoint: Endpoint) -> None:
@@ -139,11 +148,11 @@ def test_a_version_that_is_not_there_leaves_the_model_as_it_was(endpoint: Endpoi
     with pytest.raises(StepNotFoundError):
         engine.update_weights({"step": 99})
     engine.finish_weight_update()
-    assert model.values() == [0] * 3
+    assert model.values() == [0] * 4
     engine.start_weight_update()
     engine.update_weights({"step": 5})
     engine.finish_weight_update()
-    assert model.values() == [5] * 3
+    assert model.values() == [5] * 4
 
 
 def test_an_endpoint_that_is_gone_leaves_the_model_as_it_was() -> None:
@@ -152,7 +161,7 @@ def test_an_endpoint_that_is_gone_leaves_the_model_as_it_was() -> None:
     engine.start_weight_update()
     with pytest.raises((EndpointError, tr.errors.PeerLostError, tr.errors.CheckpointError)):
         engine.update_weights({"step": 1})
-    assert model.values() == [0] * 3
+    assert model.values() == [0] * 4
 
 
 @pytest.mark.parametrize("kind", ["incomplete", "refused"])
@@ -161,8 +170,8 @@ def test_a_model_that_took_part_of_a_version_is_named_and_can_be_mended(
 ) -> None:
     model = Model(0)
     engine = engine_for(model, endpoint.url)
-    names = NAMES[:2] if kind == "incomplete" else NAMES
-    model.fails_at = "" if kind == "incomplete" else NAMES[1]
+    names = NAMES[:3] if kind == "incomplete" else NAMES
+    model.fails_at = "" if kind == "incomplete" else NAMES[2]
     step = 6 if kind == "incomplete" else 8
     endpoint.publish(weights(step, names), step=step).result(60)
     engine.start_weight_update()
@@ -170,12 +179,12 @@ def test_a_model_that_took_part_of_a_version_is_named_and_can_be_mended(
     with pytest.raises(TornStateError, match="part old, part new") as caught:
         engine.finish_weight_update()
     assert caught.value.step == step
-    assert (NAMES[2] if kind == "incomplete" else "no kernel") in str(caught.value)
+    assert (NAMES[3] if kind == "incomplete" else "no kernel") in str(caught.value)
     model.fails_at = ""
     endpoint.publish(weights(step + 1), step=step + 1).result(60)
     engine.update_weights({"step": step + 1})
     engine.finish_weight_update()
-    assert model.values() == [step + 1] * 3
+    assert model.values() == [step + 1] * 4
 
 
 def update_on_ranks(rank: int, group: Any, good: str, bad: str) -> list[Any]:
@@ -203,7 +212,7 @@ def test_all_ranks_have_the_version_or_none_has(pool2: Any, endpoint: Endpoint) 
     found = pool2.run(update_on_ranks, endpoint.url, "http://127.0.0.1:9", timeout=240)
     for failed, before, after in found:
         assert failed != "no"
-        assert before == [0] * 3 and after == [11] * 3
+        assert before == [0] * 4 and after == [11] * 4
 
 
 def test_messages_that_make_no_sense_are_refused(endpoint: Endpoint) -> None:
