@@ -235,7 +235,8 @@ def test_ranks_run(page: str, ranks: int, request: pytest.FixtureRequest, tmp_pa
 
 def test_every_python_block_is_run() -> None:
     assert {block.ranks for block in PYTHON} <= {0, *RANKS}
-    assert [block.page for block in NOT_RUN] == ["docs/howto.md"]
+    # torchtitan's models, a vLLM server and an SGLang server; torchft's native part.
+    assert [block.page for block in NOT_RUN] == ["docs/frameworks.md"] * 3 + ["docs/howto.md"]
     for block in NOT_RUN:
         block.compiled()
         for node in ast.walk(ast.parse(block.source)):
