@@ -64,6 +64,21 @@ def test_steps_are_numbered_by_their_directories_or_in_order(tmp_path: Path) -> 
     relay.checkpointer.close()
 
 
+def test_saves_that_follow_each_other_have_numbers_of_their_own(tmp_path: Path) -> None:
+    """The one before may not be committed yet."""
+    accelerator, model, optimizer = prepared()
+    relay = use_torchrelay(accelerator, tmp_path, timeout=60)
+    for number in range(3):
+        step_of(model, optimizer)
+        assert accelerator.save_state().endswith(f"/step-{number}")
+    relay.checkpointer.close()
+    accelerator, _, _ = prepared()
+    relay = use_torchrelay(accelerator, tmp_path, timeout=60)
+    assert accelerator.save_state().endswith("/step-3")
+    relay.checkpointer.close()
+    assert relay.checkpointer.steps() == [0, 1, 2, 3]
+
+
 def test_random_numbers_continue_at_the_first_training_step(tmp_path: Path) -> None:
     accelerator, model, optimizer = prepared()
     step_of(model, optimizer)

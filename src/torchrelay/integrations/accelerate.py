@@ -15,15 +15,15 @@ from typing import Any, Literal
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep
 from torchrelay.errors import UsageError
+from torchrelay.integrations.extras import not_installed
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
+from torchrelay.integrations.resume import newest_step
 
 try:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 except ImportError as fault:
-    raise ImportError(
-        f"{fault.name} is not installed: pip install 'torchrelay[accelerate]'", name=fault.name
-    ) from fault
+    raise not_installed(fault, "accelerate") from fault
 
 Directory = str | os.PathLike[str]
 
@@ -64,6 +64,7 @@ class RelayStates:
     ) -> None:
         self._accelerator, self._on_error = accelerator, on_error
         self.checkpointer = checkpointer
+        self._last: int | None = None  # the step of the last save, which may not be committed yet
         self.stalls: list[float] = []  # seconds that each save kept training waiting
 
     def save(self, output_dir: Directory | None = None, *_: Any, **__: Any) -> str:
@@ -75,10 +76,8 @@ class RelayStates:
                 "hooks of save_state are not called by torchrelay: remove them, and register "
                 "objects with register_for_checkpointing"
             )
-        if output_dir is None:
-            step = max(self.checkpointer.steps(), default=-1) + 1
-        else:
-            step = _step_in(output_dir)
+        step = self._next() if output_dir is None else _step_in(output_dir)
+        self._last = step
         begun = time.monotonic()
         self.checkpointer.save_async(step, self._state(), overwrite=True, on_error=self._on_error)
         self.stalls.append(time.monotonic() - begun)
@@ -93,9 +92,14 @@ class RelayStates:
         set_at_first_forward(RandomState().state_dict(), self._accelerator._models)
         return loaded
 
+    def _next(self) -> int:
+        """The number of a save without a name, the same on all ranks."""
+        last = newest_step(self.checkpointer) if self._last is None else self._last
+        return 0 if last is None else last + 1
+
     def resume(self) -> int | None:
         """Load the newest step that verifies, if there is any; None: this is the first start."""
-        return self.load() if self.checkpointer.steps() else None
+        return None if newest_step(self.checkpointer) is None else self.load()
 
     def _state(self) -> dict[str, Any]:
         accelerator = self._accelerator

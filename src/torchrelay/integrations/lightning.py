@@ -24,6 +24,7 @@ from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import StepNotFoundError, UsageError
+from torchrelay.integrations.extras import not_installed
 from torchrelay.integrations.random_state import RandomState
 from torchrelay.pending import Pending
 
@@ -32,9 +33,7 @@ try:
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import ModelParallelStrategy
 except ImportError as fault:
-    raise ImportError(
-        f"{fault.name} is not installed: pip install 'torchrelay[lightning]'", name=fault.name
-    ) from fault
+    raise not_installed(fault, "lightning") from fault
 
 Checkpoint = dict[str, Any]
 Where = str | os.PathLike[str]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.errors import CheckpointError, DamagedError, StepNotFoundError, UsageError
+from torchrelay.integrations.extras import not_installed
 from torchrelay.integrations.resume import newest_step
 from torchrelay.pending import Pending
 
@@ -21,10 +22,7 @@ try:
     import ray.train
     from ray.train import Checkpoint, CheckpointUploadMode
 except ImportError as fault:
-    raise ImportError(
-        f"{fault.name or 'ray.train'} is not installed: pip install 'torchrelay[ray]'",
-        name=fault.name,
-    ) from fault
+    raise not_installed(fault, "ray") from fault
 
 logger = logging.getLogger("torchrelay")
 

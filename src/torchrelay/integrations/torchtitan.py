@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.errors import MismatchError, UsageError
+from torchrelay.integrations.extras import not_installed
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 from torchrelay.integrations.resume import newest_step
 from torchrelay.pending import Pending
@@ -36,9 +37,7 @@ try:
     from torchtitan.tools import filesystem
     from torchtitan.tools.logging import logger
 except ImportError as fault:
-    raise ImportError(
-        f"{fault.name} is not installed: pip install 'torchrelay[torchtitan]'", name=fault.name
-    ) from fault
+    raise not_installed(fault, "torchtitan") from fault
 
 RANDOM = "random"
 

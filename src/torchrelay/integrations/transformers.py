@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep
 from torchrelay.errors import UsageError
+from torchrelay.integrations.extras import not_installed
 from torchrelay.integrations.random_state import RandomState
 from torchrelay.integrations.resume import step_to_resume
 
@@ -27,9 +28,7 @@ try:
     from safetensors.torch import save_file
     from transformers import TrainerCallback
 except ImportError as fault:
-    raise ImportError(
-        f"{fault.name} is not installed: pip install 'torchrelay[transformers]'", name=fault.name
-    ) from fault
+    raise not_installed(fault, "transformers") from fault
 
 Kept = dict[str, Any]
 

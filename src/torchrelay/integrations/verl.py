@@ -16,6 +16,7 @@ import torch
 
 from torchrelay.deadlines import Timeout, seconds_of
 from torchrelay.errors import MismatchError, UsageError
+from torchrelay.integrations.extras import not_installed
 from torchrelay.integrations.weight_offers import WeightOffer, WeightOffers, read_offer
 
 try:
@@ -24,9 +25,7 @@ try:
     from verl.utils.device import get_device_name
     from verl.workers.rollout.utils import ensure_async_iterator
 except ImportError as fault:
-    raise ImportError(
-        f"{fault.name} is not installed: pip install 'torchrelay[verl]'", name=fault.name
-    ) from fault
+    raise not_installed(fault, "verl") from fault
 
 BACKEND = "torchrelay"
 Weights = Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]]

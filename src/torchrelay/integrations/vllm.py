@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from torchrelay.errors import TornStateError, UsageError
+from torchrelay.integrations.extras import not_installed
 from torchrelay.integrations.weights import Version, WeightReader
 from torchrelay.sources.access import Access
 
@@ -32,9 +33,7 @@ try:
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 except ImportError as fault:
-    raise ImportError(
-        f"{fault.name} is not installed: pip install 'torchrelay[vllm]'", name=fault.name
-    ) from fault
+    raise not_installed(fault, "vllm") from fault
 
 BACKEND = "torchrelay"
 
