@@ -170,12 +170,9 @@ class Checkpointer:
         timeout: Timeout | None,
         progress: ProgressCallback | None,
     ) -> Save:
-        step, deadline, numbers = (
-            check_step(step),
-            self._deadline(timeout),
-            checked_metrics(metrics),
-        )
-        return Save(step, overwrite, self._ranks.call("save", step), deadline, progress, numbers)
+        step, numbers = check_step(step), checked_metrics(metrics)
+        call, deadline = self._ranks.call("save", step), self._deadline(timeout)
+        return Save(step, overwrite, call, deadline, progress, numbers)
 
     def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Pending:
         """Keep a state in the memory of the keeper, and write nothing: see `Keeper.stage`."""
