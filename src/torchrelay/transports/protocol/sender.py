@@ -176,8 +176,9 @@ class Sending:
         silent, stuck = {}, {}
         for rank, one in self.served.items():
             silent[rank] = now - one.connection.heard_at
-            if isinstance(one.service, TcpService) and one.service.stuck_since is not None:
-                stuck[rank] = now - one.service.stuck_since
+            since = one.service.stuck_since if isinstance(one.service, TcpService) else None
+            if since is not None:  # asked once: the last chunk may leave between two looks
+                stuck[rank] = now - since
         self.machine.tick(now, silent, stuck)
 
     def _close(self) -> None:
