@@ -76,7 +76,7 @@ class PartRuns:
         return PartRuns(*(column[first:last] for column in self.columns))
 
     def after(self, begin: int) -> PartRuns:
-        """What is left of the packed bytes from `begin` on, where a part chunk begins."""
+        """The rest of the packed bytes from `begin` on, where a part chunk begins."""
         first = int(np.searchsorted(self.places, begin, "right")) - 1
         low, high = (
             begin - int(self.places[first]),
@@ -174,7 +174,7 @@ class PartRuns:
         return runs
 
     def check(self, nbytes: int) -> None:
-        """`RemoteProtocolError` unless the runs are some of a volume of so many bytes."""
+        """`RemoteProtocolError` unless the runs fit into a volume of `nbytes`."""
         if len({len(column) for column in self.columns}) > 1 or not 0 < len(self) <= MAX_RUNS:
             raise RemoteProtocolError(
                 f"a volume has 1 to {MAX_RUNS} runs, in columns of one length"
@@ -200,7 +200,7 @@ class PartRuns:
 
 
 class VolumeParts(msgspec.Struct, array_like=True):
-    """What is wanted of a volume. `base`: the snapshot whose bytes the reader has already."""
+    """The wanted runs of a volume. `base`: the snapshot whose bytes the reader has already."""
 
     name: str
     base: str | None
@@ -218,11 +218,11 @@ _request = msgspec.msgpack.Decoder(PartsRequest)
 
 
 def decode_request(body: bytes) -> PartsRequest:
-    """`RemoteProtocolError` for anything that is no request. The columns are not decoded here."""
+    """`RemoteProtocolError` for a malformed request. The columns are not decoded here."""
     try:
         found = _request.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise RemoteProtocolError("the body is no request for parts") from None
+        raise RemoteProtocolError("the body does not ask for parts") from None
     names = [volume.name for volume in found.volumes]
     if not 0 < len(names) <= MAX_VOLUMES or len(set(names)) < len(names):
         raise RemoteProtocolError(f"a request names 1 to {MAX_VOLUMES} volumes, each once")
@@ -318,7 +318,7 @@ def _cut(run: StridedRun, low: int, high: int) -> Iterator[StridedRun]:
 
 
 def _within(run: StridedRun, begin: int, end: int) -> Iterator[StridedRun]:
-    """What a run has in bytes [begin, end) of the volume."""
+    """The rows of a run in bytes [begin, end) of the volume."""
     start, nbytes, stride, count, _ = run
     if start >= begin and start + (count - 1) * stride + nbytes <= end:
         yield run

@@ -53,7 +53,7 @@ class WantedPart(NamedTuple):
 
 
 def part_stream(wanted: Iterable[WantedPart]) -> Iterator[bytes | memoryview]:
-    """The stream, piece by piece. A piece is to be sent before the next one is asked for: all of
+    """The stream, piece by piece. Send each piece before asking for the next one: all of
     them are in one buffer."""
     yield MAGIC
     buffer = np.empty(PART_BYTES, np.uint8)

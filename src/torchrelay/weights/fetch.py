@@ -54,7 +54,7 @@ class _VolumeRest(NamedTuple):
     done: int = 0
 
     def rest(self) -> _VolumeRest:
-        """What is still to come, as a piece of its own."""
+        """The part that has not come yet."""
         if not self.done:
             return self
         return _VolumeRest(self.name, self.runs.after(self.done), self.at + self.done, self.base)
@@ -160,7 +160,7 @@ class PartFetch:
             for piece in list(left):
                 packed = self._mirror.volumes[piece.name].packed[piece.at :]
                 for begin, end, _ in piece.runs.parts:
-                    # What is not finished is asked for again without its base.
+                    # An unfinished chunk is asked for again without its base.
                     left[0] = piece._replace(base=None, done=begin)
                     before = stream.nbytes
                     _receive(stream, packed[begin:end], buffer)

@@ -40,7 +40,7 @@ class MirrorVolume:
 
 
 class Mirror:
-    """The volumes of which a subscription needs bytes, by name."""
+    """The volumes that a subscription needs bytes from, by name."""
 
     def __init__(self) -> None:
         self.volumes: dict[str, MirrorVolume] = {}

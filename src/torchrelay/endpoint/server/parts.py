@@ -1,4 +1,4 @@
-"""What a request for parts wants of a snapshot, checked. No torch."""
+"""The parts of a snapshot that a request asks for, checked. No torch."""
 
 from __future__ import annotations
 
