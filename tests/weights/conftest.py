@@ -32,6 +32,8 @@ class Wire:
                 reader, _ = self._listener.accept()
                 server = socket.create_connection(self._target, timeout=30)
                 self._open += [reader, server]
+                for line in (reader, server):
+                    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 latest = [b""]
                 for act in (self._up, self._down):
                     threading.Thread(target=act, args=(reader, server, latest), daemon=True).start()

@@ -33,13 +33,14 @@ from torchrelay.parts.stream import (
     accept,
     check_digest,
 )
-from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.connection import Answered, AnswerStream
 from torchrelay.sources.remote_step import RemoteReader, RemoteStep
 from torchrelay.sources.suppliers import SUPPLY_FAULTS, HttpSupplier, Supplier
+from torchrelay.stores.reading.ranges import whole_chunks
 from torchrelay.weights.mirror import Mirror, MirrorVolume
 
 STREAMS = 8  # at once, each of another server
+RANGE_BYTES = 8 << 20  # asked for at once, where parts are not sent
 _NO_PARTS = (400, 404, 405, 413)  # of a server that does not send parts, or not these
 
 
@@ -173,7 +174,7 @@ class PartFetch:
             file = self._files[piece.name]
             packed = self._mirror.volumes[piece.name].packed
             reader = RemoteReader(file, self._suppliers, self._deadline)
-            for begin, end in _touched(file, piece.runs):
+            for begin, end in whole_chunks(file, piece.runs.spans(), RANGE_BYTES):
                 chunk = np.empty(end - begin, np.uint8)
                 reader.read_into(begin, [chunk.data])
                 for run in piece.runs.volume_between(begin, end):
@@ -192,11 +193,3 @@ def _receive(stream: AnswerStream, into: Bytes, buffer: memoryview) -> None:
     payload = buffer[: head.nbytes]
     stream.fill(payload)
     accept(head, payload, into)
-
-
-def _touched(file: VolumeRecord, runs: PartRuns) -> Iterator[tuple[int, int]]:
-    """The chunks of a volume that have bytes of runs."""
-    for begin in range(0, file.nbytes, file.chunk_bytes):
-        end = min(begin + file.chunk_bytes, file.nbytes)
-        if next(runs.volume_between(begin, end), None) is not None:
-            yield begin, end
