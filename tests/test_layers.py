@@ -37,6 +37,7 @@ LAYERS: list[set[str]] = [
     {"memory"},
     {"coordination"},
     {"transports", "stores"},
+    {"parts"},
     {"sources"},
     {"relay", "endpoint", "keeper", "checkpointer", "resharding", "inspection"},
     {"dropin", "integrations"},
