@@ -99,7 +99,12 @@ class VolumeBitmap:
     @property
     def count(self) -> int:
         """How many elements have changed."""
-        return sum(int(_ONES[bits].sum(dtype=np.int64)) for bits in self.bits)
+        return sum(map(_ones, self.bits))
+
+    @property
+    def elements(self) -> int:
+        """How many elements the volume has."""
+        return sum((field.stop - field.start) // field.itemsize for field in self.fields)
 
     def gather(
         self, start: int, nbytes: int, itemsize: int, *, stride: int = 0, count: int = 1
@@ -151,6 +156,15 @@ def _unpacked(bits: Bits, first: int, count: int) -> Mask:
     low, skip = first // 8, first % 8
     part = bits[low : -(-(first + count) // 8)]
     return np.unpackbits(part, bitorder="little")[skip : skip + count].view(np.bool_)
+
+
+def _ones(bits: Bits) -> int:
+    """How many bits are set."""
+    if not hasattr(np, "bitwise_count"):  # numpy 1
+        return int(_ONES[bits].sum(dtype=np.int64))
+    body = len(bits) // 8 * 8
+    counts = [np.bitwise_count(part) for part in (bits[:body].view(np.uint64), bits[body:])]
+    return sum(int(part.sum(dtype=np.int64)) for part in counts)
 
 
 def union(bitmaps: Sequence[VolumeBitmap]) -> VolumeBitmap | None:
