@@ -19,7 +19,7 @@ from torchrelay.parts.elements import element_dtype
 Bits = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
 
-_BLOCK = 1 << 18  # elements compared at once: the result stays in a core's cache
+_BLOCK = 1 << 16  # elements compared at once: the result stays in a core's cache
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
 _SPREAD = 8  # how many times a run's own bits are unpacked, at most, to reach all of its rows
 
@@ -30,8 +30,11 @@ def changed(old: NDArray[np.uint8], new: NDArray[np.uint8], itemsize: int) -> Bi
         raise UsageError(f"{old.nbytes} and {new.nbytes} bytes of elements of {itemsize}")
     bits = np.empty(-(-new.nbytes // itemsize // 8), np.uint8)
     before, after = (_comparable(one, itemsize) for one in (old, new))
+    # One buffer for all blocks: fresh memory would cost more than the comparison.
+    buffer = np.empty((min(_BLOCK, len(after)), *after.shape[1:]), np.bool_)
     for at in range(0, len(after), _BLOCK):
-        differ = before[at : at + _BLOCK] != after[at : at + _BLOCK]
+        block = slice(at, at + _BLOCK)
+        differ = np.not_equal(before[block], after[block], out=buffer[: len(after) - at])
         if itemsize == 16:
             differ = differ.any(axis=1)
         bits[at // 8 : (at + _BLOCK) // 8] = np.packbits(differ, bitorder="little")

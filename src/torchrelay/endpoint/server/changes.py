@@ -1,7 +1,9 @@
 """Which elements of a server's volumes changed from one published step to the next.
 
 When a step is staged, a thread compares it with the newest one, while digests are made and after.
-The next step waits for that thread before it takes memory: what is compared stays as it is.
+It runs at a low priority, and readers do not wait for it to see the step. Memory that is compared
+is not written to: where somebody asks for changes, the next step waits until they are found, and
+otherwise the comparison is given up.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ import numpy as np
 
 from torchrelay.endpoint.server.messages import StageSlot, Volume
 from torchrelay.memory import threads
+from torchrelay.memory.pages import return_freed_memory
 from torchrelay.parts.bitmaps import Bits, Field, VolumeBitmap, changed, union
 
 READY_SECONDS = 10.0  # for a comparison that is under way
+ASKED_SECONDS = 600.0  # for which somebody is taken to ask again
+NICENESS = 5  # of the thread that compares
+REUSED_BYTES = 4 << 20  # blocks of memory that are kept for the next chunk that is encoded
 PIECE_BYTES = 16 << 20  # compared at once; a multiple of what eight elements have
 
 logger = logging.getLogger("torchrelay")
@@ -59,7 +65,7 @@ class StepComparison:
         self._stopped = False
         self.seconds = 0.0
         self.changed = self.elements = 0
-        self._running = threads.run(lambda: self._compare(old, new), "compare")
+        self._running = threads.run(lambda: self._compare(old, new), "compare", NICENESS)
 
     def _compare(self, old: StagedVolumes, new: StagedVolumes) -> None:
         begun = time.monotonic()
@@ -121,6 +127,7 @@ class KnownChanges(NamedTuple):
             "changed": one.changed,
             "elements": one.elements,
             "bytes": one.nbytes,
+            "ready": one.wait(0.0),
             "seconds": one.seconds,
         }
 
@@ -134,6 +141,7 @@ class ChangeHistory:
         self._known: deque[KnownChanges] = deque(maxlen=limit)
         self._lock = threading.Lock()
         self._staged: dict[int, StagedVolumes] = {}  # by slot
+        self._asked: float | None = None  # when somebody last asked, by the monotonic clock
         self._under_way: tuple[int, StepComparison] | None = None  # the slot that was staged last
 
     # Called by the thread that carries out what the publisher asks for.
@@ -161,13 +169,18 @@ class ChangeHistory:
                 self._known.append(KnownChanges(step, snapshot, self._under_way[1]))
 
     def settle(self, seconds: float = READY_SECONDS) -> None:
-        """Wait until nothing is compared, so that memory may be written to; a comparison that takes
-        longer is given up."""
+        """Have nothing compared, so that memory may be written to. A comparison that somebody may
+        ask for has that long to end; any other is given up."""
         if self._under_way is not None:
             one = self._under_way[1]
-            if not one.wait(seconds):
+            if not one.wait(seconds if self._is_asked else 0.0):
                 one.stop()
             self._under_way = None
+
+    @property
+    def _is_asked(self) -> bool:
+        asked = self._asked
+        return asked is not None and time.monotonic() - asked < ASKED_SECONDS
 
     # Called by threads that answer requests.
 
@@ -175,6 +188,11 @@ class ChangeHistory:
         """The elements of a volume that changed from one snapshot to a later one; None where that
         is not known: the base is too old or unknown, or the layout of the volume has changed. Waits
         for a comparison that is under way."""
+        if self._asked is None:
+            # Chunks are encoded in blocks of some 100 KB to 2 MB. Fresh memory for each of them
+            # takes as long as all of the rest.
+            return_freed_memory(REUSED_BYTES)
+        self._asked = time.monotonic()
         with self._lock:
             known = list(self._known)
         made: dict[str, StepComparison] = {}
