@@ -39,6 +39,7 @@ LAYERS: list[set[str]] = [
     {"transports", "stores"},
     {"sources"},
     {"relay", "endpoint", "keeper", "checkpointer", "resharding", "inspection"},
+    {"weights"},
     {"dropin", "integrations"},
     {"recovery"},
     {"cli", "demo", "__main__"},

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as _Shard
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrelay.errors import UnsupportedLeafError
+from torchrelay.geometry.boxes import Box, without
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import ITEM_SIZES
 from torchrelay.state.meshes import described_mesh
@@ -470,3 +472,34 @@ def sharded(locals_: Sequence[torch.Tensor], leaf: m.ShardedLeaf, rank: int) -> 
         shards, sharded_tensor_metadata=metadata
     )
     return built
+
+
+class BoxesOfWhole(ShardedTensor):
+    """A ShardedTensor without a process group: no process has the boxes that are not here."""
+
+    # Its size and dtype are those of any tensor; torch's own class asks its group about them.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def boxes_of_whole(
+    parts: Sequence[tuple[Box, torch.Tensor]], shape: Sequence[int]
+) -> ShardedTensor:
+    """A destination for boxes of a tensor of this shape, none of which overlap, by the memory that
+    takes each."""
+    whole: Box = (0,) * len(shape), tuple(shape)
+    holes = [box for box, _ in parts]
+    here = [ShardMetadata(*map(list, box), "rank:0/cpu") for box in holes]
+    there = [ShardMetadata(*map(list, box), "rank:1/cpu") for box in without(whole, holes)]
+    made: Any = ShardedTensorBase.__new__(
+        BoxesOfWhole,
+        EnumerableShardingSpec([*here, *there]),
+        *shape,
+        dtype=parts[0][1].dtype,
+        layout=torch.strided,
+        pin_memory=False,
+        requires_grad=False,
+    )
+    tensors = [tensor.detach() for _, tensor in parts]
+    made._local_shards = [_Shard(*one) for one in zip(tensors, here, strict=True)]
+    found: ShardedTensor = made
+    return found

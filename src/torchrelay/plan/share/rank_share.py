@@ -117,6 +117,14 @@ class RankShare:
         self._parts: list[tuple[int, int]] = []  # recorded image and box of each
         self._twins: list[tuple[tuple[int, int], tuple[int, int], str]] = []
 
+    def tensor_of(self, leaf: int) -> tuple[str, tuple[int, ...]] | None:
+        """Dtype and shape of a leaf of `tree` that is a tensor."""
+        for rows in self._ranks:
+            if leaf < len(rows):
+                return m.tensor_of(rows[leaf])
+            leaf -= len(rows)
+        raise IndexError(leaf)
+
     def new(self) -> Record:
         """The share where all of it is made as new tensors."""
         check_types(self.tree)

@@ -1,0 +1,1 @@
+"""Weights that follow a trainer: other meshes, other names and layouts."""
