@@ -19,7 +19,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as _Shard
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrelay.errors import UnsupportedLeafError
@@ -478,7 +478,7 @@ class BoxesOfWhole(ShardedTensor):
     """A ShardedTensor without a process group: no process has the boxes that are not here."""
 
     # Its size and dtype are those of any tensor; torch's own class asks its group about them.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def boxes_of_whole(
@@ -488,8 +488,8 @@ def boxes_of_whole(
     takes each."""
     whole: Box = (0,) * len(shape), tuple(shape)
     holes = [box for box, _ in parts]
-    here = [ShardMetadata(*map(list, box), "rank:0/cpu") for box in holes]
-    there = [ShardMetadata(*map(list, box), "rank:1/cpu") for box in without(whole, holes)]
+    here = [_shard_metadata(m.Box(*box, None), "rank:0/cpu") for box in holes]
+    there = [_shard_metadata(m.Box(*box, None), "rank:1/cpu") for box in without(whole, holes)]
     made: Any = ShardedTensorBase.__new__(
         BoxesOfWhole,
         EnumerableShardingSpec([*here, *there]),

@@ -1,4 +1,4 @@
-"""Names and layouts of a publisher and of a serving engine, and what leads from one to the other."""
+"""Names and layouts of a publisher, and those of a serving engine that takes its weights."""
 
 from torchrelay.weights.mapping.destination import MappedDestination
 from torchrelay.weights.mapping.rules import ParameterRule, SourcePart, WeightMapping

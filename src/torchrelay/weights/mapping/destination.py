@@ -194,7 +194,8 @@ class MappedDestination(InPlaceObject):
             if name in offered and wanted(name):
                 problems += _differences(name, source, offered[name])
         if strict:
-            problems += [f"{name}: no rule is about this parameter" for name in self._unmatched]
+            lone = self._mapped.unmatched
+            problems += [f"{name}: no rule is about this parameter" for name in lone]
             problems += [
                 f"{name}: not published, and {source.parameter} is made of it"
                 for name, source in sources.items()
@@ -216,19 +217,13 @@ class MappedDestination(InPlaceObject):
             if (not sources[name].places if name in sources else ignores(name))
         }
 
-    @property
-    def _unmatched(self) -> list[str]:
-        return self._mapped.unmatched
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Called by the landing, when the tensors of `state` have been written."""
-        mapped = self._mapped
-        written = {
-            key for key, version in _versions(mapped, state).items() if version != self._versions[key]
-        }
+        mapped, before = self._mapped, self._versions
+        now = _versions(mapped, state)
         with torch.no_grad():
             for name, part, box, memory in mapped.copies:
-                if (name, part) in written:
+                if now[name, part] != before[name, part]:
                     memory.copy_(cut(_memory_in(state[name])[part], *box))
             for rest in mapped.padding:
                 rest.zero_()
@@ -273,11 +268,14 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 def _checked_parameter(mine: object) -> torch.Tensor:
     if not isinstance(mine, torch.Tensor):
         raise MismatchError(f"is a {type(mine).__name__}, not a tensor")
-    if not t.is_plain(mine) and not t.is_distributed(mine):
-        raise MismatchError(f"is a tensor of type {type(mine).__name__}, which a mapping cannot fill")
-    if mine.is_meta:
+    if t.is_distributed(mine):
+        return mine
+    plain = mine.detach()  # engines have parameters of their own types
+    if not t.is_plain(plain):
+        raise MismatchError(f"is of type {type(mine).__name__}, which a mapping cannot fill")
+    if plain.is_meta:
         raise MismatchError("is a meta tensor, which has no memory")
-    return mine
+    return plain
 
 
 def _differences(name: str, source: _Source, offered: OfferedTensor | None) -> list[str]:

@@ -81,10 +81,10 @@ def _cuts(rule: ParameterRule, part: SourcePart, shard: RankOf) -> int:
     """How many pieces a part is cut into."""
     ranks = shard[1] if rule.split is not None else 1
     cuts = min(ranks, part.pieces or ranks)
-    if ranks % cuts:
-        raise MismatchError(f"{ranks} ranks cannot share the {cuts} pieces of {part.name} evenly")
-    if part.pieces and part.pieces % cuts:
-        raise MismatchError(f"{part.pieces} pieces of {part.name} cannot be shared by {ranks} ranks")
+    if ranks % cuts or (part.pieces or 0) % cuts:
+        raise MismatchError(
+            f"{ranks} ranks cannot share {part.pieces} pieces of {part.name} evenly"
+        )
     return cuts
 
 

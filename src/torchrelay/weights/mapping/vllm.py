@@ -1,8 +1,8 @@
 """Mappings from models of Transformers to the parameters that vLLM makes of them.
 
-vLLM fuses q, k and v into `qkv_proj`, gate and up into `gate_up_proj`. With tensor parallelism, rank
-r of n has the r-th piece of each of them; heads of keys and values that are fewer than the ranks are
-on several ranks. The vocabulary is padded.
+vLLM fuses q, k and v into `qkv_proj`, and gate and up into `gate_up_proj`. With tensor parallelism,
+rank r of n has the r-th piece of each of them. If ranks are more than heads of keys and values,
+several ranks have the same head. The vocabulary is padded.
 """
 
 from __future__ import annotations
