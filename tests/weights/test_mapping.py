@@ -137,7 +137,13 @@ def test_a_module_is_filled_and_views_are_its_own_memory(tmp_path: Path) -> None
 
 def test_parameters_of_an_engines_own_type_are_filled() -> None:
     class OwnParameter(torch.nn.Parameter):
-        pass
+        """As vLLM's are."""
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return super().__torch_function__(func, types, args, kwargs or {})
 
     into = {"a": OwnParameter(torch.zeros(3), requires_grad=False)}
     assert type(into["a"]) is OwnParameter

@@ -477,29 +477,20 @@ def sharded(locals_: Sequence[torch.Tensor], leaf: m.ShardedLeaf, rank: int) -> 
 class BoxesOfWhole(ShardedTensor):
     """A ShardedTensor without a process group: no process has the boxes that are not here."""
 
-    # Its size and dtype are those of any tensor; torch's own class asks its group about them.
+    # Torch's own asks its group even for its size.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-def boxes_of_whole(
-    parts: Sequence[tuple[Box, torch.Tensor]], shape: Sequence[int]
-) -> ShardedTensor:
-    """A destination for boxes of a tensor of this shape, none of which overlap, by the memory that
-    takes each."""
-    whole: Box = (0,) * len(shape), tuple(shape)
+def boxes_of_whole(parts: Sequence[tuple[Box, torch.Tensor]], shape: Sequence[int]) -> BoxesOfWhole:
+    """A destination for some boxes of a tensor of this shape, by the memory that takes each."""
     holes = [box for box, _ in parts]
-    here = [_shard_metadata(m.Box(*box, None), "rank:0/cpu") for box in holes]
-    there = [_shard_metadata(m.Box(*box, None), "rank:1/cpu") for box in without(whole, holes)]
-    made: Any = ShardedTensorBase.__new__(
-        BoxesOfWhole,
-        EnumerableShardingSpec([*here, *there]),
-        *shape,
-        dtype=parts[0][1].dtype,
-        layout=torch.strided,
-        pin_memory=False,
-        requires_grad=False,
+    rest = without(((0,) * len(shape), tuple(shape)), holes)
+    here, there = (
+        [_shard_metadata(m.Box(*box, None), place) for box in boxes]
+        for boxes, place in ((holes, "rank:0/cpu"), (rest, "rank:1/cpu"))
     )
-    tensors = [tensor.detach() for _, tensor in parts]
-    made._local_shards = [_Shard(*one) for one in zip(tensors, here, strict=True)]
-    found: ShardedTensor = made
-    return found
+    spec, kind = EnumerableShardingSpec([*here, *there]), parts[0][1].dtype
+    how: dict[str, Any] = {"layout": torch.strided, "pin_memory": False, "requires_grad": False}
+    built: BoxesOfWhole = ShardedTensorBase.__new__(BoxesOfWhole, spec, *shape, dtype=kind, **how)
+    built._local_shards = [_Shard(x.detach(), y) for (_, x), y in zip(parts, here, strict=True)]
+    return built

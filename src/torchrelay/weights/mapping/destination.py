@@ -43,7 +43,7 @@ class _Copy(NamedTuple):
     memory: torch.Tensor
 
 
-class _Source:
+class _MappedSource:
     """One of the publisher's tensors, as the mapping expects it, and where it goes."""
 
     def __init__(self, dtype: str, shape: tuple[int, ...], parameter: str) -> None:
@@ -62,7 +62,7 @@ class _MappedTensors:
     left to make when these have landed, and everything that does not fit."""
 
     def __init__(self) -> None:
-        self.sources: dict[str, _Source] = {}
+        self.sources: dict[str, _MappedSource] = {}
         self.copies: list[_Copy] = []
         self.padding: list[torch.Tensor] = []
         self.distributed: list[torch.Tensor] = []
@@ -97,7 +97,7 @@ class _MappedTensors:
         parts = local_parts(tensor)
         dtype = rule.dtype or t.NAMES[tensor.dtype]
         for found in layout.boxes:
-            source = self.sources.setdefault(found.name, _Source(dtype, found.shape, name))
+            source = self.sources.setdefault(found.name, _MappedSource(dtype, found.shape, name))
             if (source.dtype, source.shape) != (dtype, found.shape):
                 raise MismatchError(
                     f"takes {found.name} as {dtype} {list(found.shape)}, and {source.parameter} "
@@ -128,7 +128,7 @@ class _MappedTensors:
                 found[name] = self._memory_for(name, source)
         return found
 
-    def _memory_for(self, name: str, source: _Source) -> torch.Tensor:
+    def _memory_for(self, name: str, source: _MappedSource) -> torch.Tensor:
         boxes = [place.box for place in source.places]
         parts: list[tuple[Box, torch.Tensor]] = []
         if Comparisons().overlap(boxes):
@@ -251,7 +251,7 @@ def _memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part.tensor for part in local_parts(tensor)]
 
 
-def _staging(source: _Source, box: Box, device: torch.device) -> torch.Tensor:
+def _staging(source: _MappedSource, box: Box, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):  # its writes have to be counted
         return torch.empty(box[1], dtype=t.dtype_named(source.dtype), device=device)
 
@@ -278,7 +278,7 @@ def _checked_parameter(mine: object) -> torch.Tensor:
     return plain
 
 
-def _differences(name: str, source: _Source, offered: OfferedTensor | None) -> list[str]:
+def _differences(name: str, source: _MappedSource, offered: OfferedTensor | None) -> list[str]:
     if offered is None:
         return [f"{name}: published as something else than a tensor"]
     return [
