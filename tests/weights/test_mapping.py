@@ -291,6 +291,25 @@ def test_included_names_alone_are_checked_and_loaded(tmp_path: Path) -> None:
     assert into["b"].tolist() == [1, 1]
 
 
+def test_a_part_of_what_can_only_be_read_whole_is_refused(tmp_path: Path) -> None:
+    matrix = torch.arange(12.0).view(2, 6)
+    columns = {"a": matrix[:, :3], "b": matrix[:, 3:]}
+    mapping = WeightMapping((ParameterRule("*", split=0),))
+    halves = {name: torch.zeros(1, 3) for name in columns}
+    whole = {name: torch.zeros(2, 3) for name in columns}
+    with tr.Checkpointer(tmp_path, timeout=TIMEOUT) as there:
+        there.save(1, columns)
+        with pytest.raises(MismatchError, match=r"in 2 places:\n  a: .* cannot be read alone"):
+            there.load(MappedDestination(halves, mapping, shard=(1, 2)))
+        there.load(MappedDestination(whole, mapping))
+    assert_exact(whole, columns)
+    with pytest.raises(MismatchError, match="list of ranks"):
+        trip(
+            {"a": torch.zeros(2, 3)},
+            into=MappedDestination({"a": halves["a"]}, mapping, shard=(1, 2)),
+        )
+
+
 def test_two_layouts_of_one_tensor_are_refused() -> None:
     into = {"a": torch.zeros(4), "b": torch.zeros(2, 2)}
     mapping = WeightMapping((ParameterRule("*", (SourcePart("x"),)),))

@@ -21,6 +21,7 @@ from torchrelay.record.manifest import tensor_of
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
+from torchrelay.state.objects import OfferedTensor
 
 __all__ = ["Landing", "land", "land_share", "prepared"]
 
@@ -42,9 +43,12 @@ def land(
         if into is None:
             return NewTensors(record, options, workspace)
         rows = LeafRows(record)
-        pairing = Pairing(
-            rows.tree, prepared(into), options, tensor_of=lambda leaf: tensor_of(rows[leaf])
-        )
+
+        def offered(leaf: int) -> OfferedTensor | None:
+            found = tensor_of(rows[leaf])
+            return None if found is None else OfferedTensor(*found, in_boxes=False)
+
+        pairing = Pairing(rows.tree, prepared(into), options, tensor_of=offered)
         return ExistingTensors(record, pairing, options, workspace)
 
 

@@ -38,7 +38,12 @@ class ExtraState:
         self._states[self._key] = state
 
 
-OfferedTensor = tuple[str, tuple[int, ...]]  # dtype and shape
+class OfferedTensor(NamedTuple):
+    """A tensor that is offered, and whether any box of it can be had without the rest."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    in_boxes: bool
 
 
 class InPlaceObject(ABC):

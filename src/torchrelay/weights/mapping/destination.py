@@ -50,6 +50,11 @@ class _MappedSource:
         self.dtype, self.shape, self.parameter = dtype, shape, parameter
         self.places: list[_Place] = []
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether all of the tensor goes to one place, or none of it."""
+        return all(place.box[1] == self.shape for place in self.places)
+
     def add(self, place: _Place) -> None:
         """Note memory, unless it is that of another name of the same parameter."""
         known = ((one.box, _memory(one.memory)) for one in self.places)
@@ -281,13 +286,21 @@ def _checked_parameter(mine: object) -> torch.Tensor:
 def _differences(name: str, source: _MappedSource, offered: OfferedTensor | None) -> list[str]:
     if offered is None:
         return [f"{name}: published as something else than a tensor"]
-    return [
+    pairs = (
+        ("dtype", offered.dtype, source.dtype),
+        ("shape", offered.shape, source.shape),
+    )
+    found = [
         f"{name}: published with {what} {there}, and {source.parameter} takes {here}"
-        for what, there, here in zip(
-            ("dtype", "shape"), offered, (source.dtype, source.shape), strict=True
-        )
+        for what, there, here in pairs
         if there != here
     ]
+    if not found and not offered.in_boxes and not source.takes_all:
+        found.append(
+            f"{name}: {source.parameter} takes a part of it, which cannot be read alone: receive "
+            "from a list of ranks, or publish a tensor that is no view of memory with others in it"
+        )
+    return found
 
 
 def _check_shard(shard: RankOf) -> None:
