@@ -32,7 +32,10 @@ def random_case(seed: int) -> Case:
     case.wanted = [{} for _ in range(ranks)]
     case.nbytes = [0] * ranks
     rules = [_parameter(random, case, number) for number in range(random.randint(1, 5))]
-    case.mapping = WeightMapping(tuple(rules))
+    case.mapping = WeightMapping(tuple(rules), ignored=("more.**",))
+    names = [*case.published, *(f"more.{n}.x" for n in range(random.randint(0, 2)))]
+    random.shuffle(names)
+    case.published = {name: case.published.get(name, torch.zeros(3)) for name in names}
     return case
 
 
@@ -110,7 +113,7 @@ def _publish(
 def _local(
     whole: torch.Tensor, rule: ParameterRule, rank: int, ranks: int, cut: int, rows: int
 ) -> torch.Tensor:
-    """What a rank has of a part, by slices of the whole part."""
+    """The piece of a part that a rank has, by slices of the whole part."""
     if rule.padded:
         first = rank * rows if rule.split is not None else 0
         rows = rows if rule.split is not None else whole.shape[rule.dim]

@@ -161,7 +161,7 @@ def test_one_tensor_for_several_parameters(tmp_path: Path) -> None:
         for into in (apart, tied):
             there.load(MappedDestination(into, WeightMapping(rules)))
             assert_exact(into, dict.fromkeys(into, table))
-        # The same memory is no reason to copy.
+        # One piece of memory under two names is not copied.
         views = MappedDestination(tied, WeightMapping(rules)).state_dict()
         assert views["table"].data_ptr() == tied["head"].data_ptr()
         # Ranks of their own number for each parameter.
@@ -266,6 +266,24 @@ def test_every_difference_is_in_one_error(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_ignored_name_may_stand_anywhere(place: int) -> None:
+    names = ["a", "b"]
+    names.insert(place, "ignored")
+    state = {name: torch.full((2,), float(number)) for number, name in enumerate(names)}
+    into = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    mapping = WeightMapping((*EXACT,), ignored=("ignored",))
+    for landed in (
+        lambda to: trip(state, into=to),
+        lambda to: trip({"sub": state, "n": 1}, into={"sub": to, "n": 2}),
+    ):
+        landed(MappedDestination(into, mapping))
+        assert_exact(into, {name: state[name] for name in into})
+    with tr.serve(state, step=1, timeout=TIMEOUT) as endpoint:
+        tr.pull(endpoint.url, into=MappedDestination(into, mapping), timeout=TIMEOUT)
+    assert_exact(into, {name: state[name] for name in into})
+
+
 def test_names_that_are_left_over_stay_as_they_are_without_strict(tmp_path: Path) -> None:
     into = {"a": torch.zeros(2), "b": torch.ones(2), "c": torch.ones(2)}
     rules = (ParameterRule("a"), ParameterRule("b", dtype="float64"))
@@ -340,9 +358,8 @@ def save_and_load(rank: int, group: Any, root: str) -> list[str]:
     full = torch.cat([whole["q.weight"], whole["k.weight"]])
     wrong = []
     with tr.Checkpointer(root, group=group, timeout=TIMEOUT) as there:
-        there.save(
-            1, {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in whole.items()}
-        )
+        trained = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in whole.items()}
+        there.save(1, trained)
         # DTensors have rows of what is fused.
         turned = torch.zeros(5, 4, dtype=torch.bfloat16)
         into = {
@@ -360,6 +377,21 @@ def save_and_load(rank: int, group: Any, root: str) -> list[str]:
         wrong += [] if torch.equal(mine["qk"], torch.cat(pieces)) else ["rows"]
         wrong += [] if torch.equal(mine["out"], whole["out"].t().chunk(2, 1)[rank]) else ["turned"]
         wrong += [] if got.report.bytes == 4 * (24 + 10) else [f"{got.report.bytes} bytes"]
+        # The same from the memory of both ranks.
+        mine = {"qk": torch.zeros(6, 4), "out": torch.zeros(5, 2)}
+        destination = MappedDestination(mine, WeightMapping(rules), shard=(rank, 2))
+        with tr.serve(trained, step=1, group=group, timeout=TIMEOUT) as endpoint:
+            for same_host in (True, False):
+                mine["qk"].zero_()
+                tr.pull(
+                    endpoint.url,
+                    into=destination,
+                    group=group,
+                    same_host=same_host,
+                    timeout=TIMEOUT,
+                )
+                wrong += [] if torch.equal(mine["qk"], torch.cat(pieces)) else ["pulled"]
+            dist.barrier(group)
         # A mapping that does not fit on one rank changes nothing on any.
         before = mine["qk"].clone()
         there.save(2, {name: one + 1 for name, one in whole.items()})

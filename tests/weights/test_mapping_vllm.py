@@ -124,7 +124,7 @@ def engine_shapes(config: dict[str, Any], ranks: int) -> dict[str, tuple[int, ..
 def fused(
     config: dict[str, Any], state: dict[str, torch.Tensor], rank: int, ranks: int
 ) -> dict[str, torch.Tensor]:
-    """What the rank's parameters must be, by hand from whole tensors."""
+    """The rank's parameters as they must be, by hand from whole tensors."""
     replicas = max(1, ranks // KV_HEADS)
 
     def vocabulary(table: torch.Tensor) -> torch.Tensor:

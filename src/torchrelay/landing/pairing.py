@@ -32,11 +32,12 @@ class Pairing:
         tensor_of: TensorOf | None = None,
     ) -> None:
         self.into = into
+        all_of_it = tree
         if tensor_of is not None:
             tree = checked_in_place(tree, into.objects, tensor_of, choice, strict=options.strict)
         with with_hints(tree, into.flat.tree):
             self.matched, self.branches = into.match(
-                tree, choice or Selection(), strict=options.strict
+                tree, choice or Selection(), strict=options.strict, whole=tree is all_of_it
             )
         if options.strict:
             into.check_optimizers(self.branches)

@@ -39,7 +39,7 @@ class ExtraState:
 
 
 class OfferedTensor(NamedTuple):
-    """A tensor that is offered, and whether any box of it can be had without the rest."""
+    """A tensor that is offered, and whether any box of it can be read without the rest."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -298,7 +298,7 @@ def _differences(name: str, source: _MappedSource, offered: OfferedTensor | None
     if not found and not offered.in_boxes and not source.takes_all:
         found.append(
             f"{name}: {source.parameter} takes a part of it, which cannot be read alone: receive "
-            "from a list of ranks, or publish a tensor that is no view of memory with others in it"
+            "from a list of ranks, or publish a tensor that does not share its memory with others"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Which box of which of the publisher's tensors goes to which box of a parameter. Pure."""
+"""Boxes of a publisher's tensors, and the boxes of a parameter that they go to. Pure."""
 
 from __future__ import annotations
 

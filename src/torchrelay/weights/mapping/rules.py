@@ -1,7 +1,7 @@
 """How a publisher's names and layouts become the parameters of another program: plain data.
 
-A mapping is a list of rules. Each says of which of the publisher's tensors a parameter is made. It
-can be written as JSON and read back.
+A mapping is a list of rules. Each names the publisher's tensors that a parameter is made of. It can
+be written as JSON and read back.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SourcePart:
     - `size`: length along the rule's `dim`, before any split among ranks. If None, such parts share
       evenly what the others leave of the parameter.
     - `start`: where the part begins along `dim` in the publisher's tensor.
-    - `pieces`: at most so many pieces are made of it; if ranks are more, several have the same one.
-      This is how attention heads of keys and values are shared by ranks.
+    - `pieces`: the largest number of pieces that it is split into. If ranks are more, several have
+      the same piece, as with the attention heads of keys and values.
     """
 
     name: str
@@ -40,7 +40,7 @@ class SourcePart:
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """Of what a parameter is made.
+    """The parts that a parameter is made of, and how they lie in it.
 
     - `parameter`: its name. `*` is one part between dots, `**` any number of them.
     - `parts`: what is in it, one after the other along `dim`. Empty: the tensor of the same name.
