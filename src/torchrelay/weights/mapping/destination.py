@@ -15,6 +15,7 @@ import torch
 from torchrelay.errors import MismatchError, UsageError
 from torchrelay.geometry.boxes import Box, Comparisons, around, shared, within
 from torchrelay.state import tensors as t
+from torchrelay.state.boxes_of_whole import boxes_of_whole
 from torchrelay.state.local_parts import LocalPart, cut, local_parts
 from torchrelay.state.objects import InPlaceObject, OfferedTensor, flatten_objects
 from torchrelay.state.paths import dotted
@@ -150,7 +151,7 @@ class _MappedTensors:
                 parts.append((box, memory))
         if len(parts) == 1 and parts[0][0][1] == source.shape:
             return parts[0][1]
-        return t.boxes_of_whole(parts, source.shape)
+        return boxes_of_whole(parts, source.shape)
 
 
 class MappedDestination(InPlaceObject):
