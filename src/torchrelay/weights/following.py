@@ -43,7 +43,8 @@ class NewestStep:
 
     def __init__(self, origin: Origin, mirror: Mirror, floor: int) -> None:
         self._origin, self._mirror, self._floor = origin, mirror, floor
-        self.name, self.cost, self.end = origin.name, origin.cost, origin.end
+        self.name, self.cost = origin.name, origin.cost
+        self._peeked: RemoteStep | None = None
         self.opened: RemoteStep | None = None  # what was opened last
 
     @property
@@ -83,10 +84,24 @@ class NewestStep:
         """The content of a step that was listed, by its digest."""
         return "" if self.endpoint is None else self.endpoint.snapshot_of(step)
 
+    def peek(self, step: int, deadline: Deadline) -> RemoteStep:
+        """A step that `open` returns, if the load that follows takes it."""
+        self._peeked = self._origin.open(step, deadline)
+        return self._peeked
+
     def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep:
-        self.opened = found = self._origin.open(step, deadline)
+        found, self._peeked = self._peeked, None
+        if found is not None and found.record.step != step:
+            found.close()
+            found = None
+        self.opened = found = found or self._origin.open(step, deadline)
         # Memory of this host is read where it is.
         return found if found.mapped else MirroredStep(found, self._mirror, deadline)
+
+    def end(self, reason: str = "", nbytes: int = 0) -> None:
+        if self._peeked is not None:
+            self._peeked.close()
+        self._origin.end(reason, nbytes)
 
 
 class MirroredStep:

@@ -23,6 +23,8 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.owner import Owner
+from torchrelay.record.encoding import content_digest
+from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Outcome, Peer, Report
 from torchrelay.sources.access import Access
 from torchrelay.steps import check_step
@@ -33,9 +35,10 @@ AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it w
 
 
 class _Newest(msgspec.Struct, array_like=True):
-    """What rank 0 found: the newest step, and whether all ranks hold it."""
+    """What rank 0 found: the newest step, and whether all ranks have its content."""
 
     step: int
+    snapshot: str
     held: bool
 
 
@@ -44,6 +47,7 @@ class _Held(NamedTuple):
 
     step: int
     snapshot: str
+    record: Record
     state: Any
 
 
@@ -137,26 +141,30 @@ class Subscription:
         found = self._look(call, newest, deadline)
         held, self._held = self._held, None  # until it is known what `into` has
         if found.held and held is not None:
-            self._held = held
-            return Loaded(held.state, held.step, Report(held.step, 0))
+            self._held = held._replace(step=found.step, snapshot=found.snapshot)
+            return Loaded(held.state, found.step, Report(found.step, 0))
         loaded = Loader(newest, self._ranks).load(call, self._request, deadline)
         opened = newest.opened
         assert opened is not None and loaded.step is not None
-        self._held = _Held(loaded.step, opened.snapshot, loaded.state)
+        self._held = _Held(loaded.step, opened.snapshot, opened.record, loaded.state)
         return _reported(loaded, newest)
 
     def _look(self, call: Call, newest: NewestStep, deadline: Deadline) -> _Newest:
-        """The newest step, and whether every rank has it."""
-        mine = "" if self._held is None else self._held.snapshot
+        """The newest step, and whether every rank has its content."""
+        mine = self._held
+        snapshot = b"" if mine is None else mine.snapshot.encode()
 
         def decide(said: list[bytes]) -> list[bytes]:
             (step,) = newest.steps(deadline)
-            snapshot = newest.snapshot(step)
-            held = bool(snapshot) and all(one.decode() == snapshot for one in said)
-            return [_encode(_Newest(step, held))] * len(said)
+            found = _Newest(step, newest.snapshot(step), False)
+            if mine is not None and all(one == snapshot for one in said):
+                found.held = found.snapshot == mine.snapshot or _same_content(
+                    newest.peek(step, deadline).record, mine.record
+                )
+            return [_encode(found)] * len(said)
 
         call.at("waiting for a step")
-        heard = call.round("look", mine.encode, decide, deadline)
+        heard = call.round("look", lambda: snapshot, decide, deadline)
         return decoded(_newest, heard, COORDINATOR)
 
     def _newest(self, floor: int) -> NewestStep:
@@ -173,6 +181,14 @@ class Subscription:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _same_content(one: Record, other: Record) -> bool:
+    """Whether two records describe the same bytes and values, but for the number of the step."""
+    if [file.digests for file in one.volumes] != [file.digests for file in other.volumes]:
+        return False
+    bare = (content_digest(msgspec.structs.replace(record, step=0)) for record in (one, other))
+    return next(bare) == next(bare)
 
 
 def _reported(loaded: Loaded, newest: NewestStep) -> Loaded:
