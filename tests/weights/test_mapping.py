@@ -11,12 +11,19 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchrelay as tr
+from tests.endpoint.liars import Between
 from tests.support.forge import flip
 from tests.support.ranks import RankPool
 from tests.support.states import bits
 from tests.support.trips import trip
 from tests.weights.random_mappings import Case, random_case
-from torchrelay.errors import DamagedError, MismatchError, UnsupportedLeafError, UsageError
+from torchrelay.errors import (
+    DamagedError,
+    MismatchError,
+    RelayError,
+    UnsupportedLeafError,
+    UsageError,
+)
 from torchrelay.weights.mapping import (
     MappedDestination,
     ParameterRule,
@@ -189,6 +196,33 @@ def test_nothing_changes_if_anything_is_refused(tmp_path: Path) -> None:
             with pytest.raises(MismatchError, match="refused"):
                 tr.pull(endpoint.url, into=into, same_host=same_host, timeout=TIMEOUT)
             assert_exact(dict(model.state_dict()), before)
+
+
+def test_nothing_changes_if_bytes_are_altered_on_their_way() -> None:
+    model, state = Fused(), published()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    destination = MappedDestination(model, FUSED)
+    altered = True
+
+    def alter(line: str, body: bytes) -> bytes:
+        return body[:-1] + bytes([body[-1] ^ altered]) if "/volumes/" in line else body
+
+    with tr.serve({"weights": state}, step=1, timeout=TIMEOUT) as endpoint:
+        between = Between(endpoint.url, alter)
+        how: Any = {"into": destination, "key": "weights", "same_host": False, "timeout": TIMEOUT}
+        try:
+            with pytest.raises(RelayError):
+                tr.pull(between.url, **how)
+            assert_exact(dict(model.state_dict()), before)
+            altered = False
+            # The same destination again and again, with memory of its own or not.
+            for step in range(2, 4):
+                tr.pull(between.url, **how)
+                assert_exact(dict(model.state_dict()), fused(state))
+                state = {name: tensor + 1 for name, tensor in state.items()}
+                endpoint.publish({"weights": state}, step=step).result(TIMEOUT)
+        finally:
+            between.close()
 
 
 @pytest.mark.parametrize("name", ["q.weight", "out"])

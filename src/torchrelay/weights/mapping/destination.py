@@ -7,7 +7,7 @@ is made only for values that are converted, or that go to several places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,23 +89,29 @@ class _MappedTensors:
             tensor = _checked_parameter(mine)
             if t.is_distributed(tensor):
                 self.distributed.append(tensor)
-                layout = layout_of(rule, names, tuple(tensor.size()))
+                layout = layout_of(rule, tuple(tensor.size()))
             else:
-                layout = layout_of(rule, names, tuple(tensor.shape), shard_of(name))
-            self._add_layout(name, rule, layout, tensor)
+                layout = layout_of(rule, tuple(tensor.shape), shard_of(name))
+            self._add_layout(name, rule, names, layout, tensor)
         except MismatchError as fault:
             self.problems.append(f"{name}: {fault.message}")
 
     def _add_layout(
-        self, name: str, rule: ParameterRule, layout: ParameterLayout, tensor: torch.Tensor
+        self,
+        name: str,
+        rule: ParameterRule,
+        names: Sequence[str],
+        layout: ParameterLayout,
+        tensor: torch.Tensor,
     ) -> None:
         parts = local_parts(tensor)
         dtype = rule.dtype or t.NAMES[tensor.dtype]
         for found in layout.boxes:
-            source = self.sources.setdefault(found.name, _MappedSource(dtype, found.shape, name))
+            there = names[found.part]
+            source = self.sources.setdefault(there, _MappedSource(dtype, found.shape, name))
             if (source.dtype, source.shape) != (dtype, found.shape):
                 raise MismatchError(
-                    f"takes {found.name} as {dtype} {list(found.shape)}, and {source.parameter} "
+                    f"takes {there} as {dtype} {list(found.shape)}, and {source.parameter} "
                     f"takes it as {source.dtype} {list(source.shape)}"
                 )
             for part in parts:
