@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,14 +25,17 @@ class BoxesOfWhole(ShardedTensor):
 
 def boxes_of_whole(parts: Sequence[tuple[Box, torch.Tensor]], shape: Sequence[int]) -> BoxesOfWhole:
     """A destination for some boxes of a tensor of this shape, by the memory that takes each."""
-    holes = [box for box, _ in parts]
-    rest = without(((0,) * len(shape), tuple(shape)), holes)
-    here, there = (
-        [shard_metadata(m.Box(*box, None), place) for box in boxes]
-        for boxes, place in ((holes, "rank:0/cpu"), (rest, "rank:1/cpu"))
-    )
-    spec, kind = EnumerableShardingSpec([*here, *there]), parts[0][1].dtype
+    spec, here = _spec_of(tuple(box for box, _ in parts), tuple(shape))
     how: dict[str, Any] = {"layout": torch.strided, "pin_memory": False, "requires_grad": False}
+    kind = parts[0][1].dtype
     built: BoxesOfWhole = ShardedTensorBase.__new__(BoxesOfWhole, spec, *shape, dtype=kind, **how)
     built._local_shards = [Shard(x.detach(), y) for (_, x), y in zip(parts, here, strict=True)]
     return built
+
+
+@lru_cache(1024)  # layers are alike
+def _spec_of(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[EnumerableShardingSpec, Any]:
+    rest = without(((0,) * len(shape), shape), boxes)
+    here = [shard_metadata(m.Box(*box, None), "rank:0/cpu") for box in boxes]
+    there = [shard_metadata(m.Box(*box, None), "rank:1/cpu") for box in rest]
+    return EnumerableShardingSpec([*here, *there]), here
