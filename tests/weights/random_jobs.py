@@ -74,6 +74,13 @@ class Job:
     cuts: dict[str, int] = field(default_factory=dict)
     counted: bool = False  # whether the state has the number of its version
 
+    def same_state(self, held: int | None, version: int) -> bool:
+        """Whether the same was published, in the same layout, as a version that a worker has."""
+        if held is None or self.counted:
+            return False
+        since = self.changes[held + 1 : version + 1]
+        return all(one.kind == "nothing" for one in since)
+
     def __str__(self) -> str:
         kinds = " ".join(f"{one.kind}@{one.layout}" for one in self.changes)
         workers = " ".join(

@@ -25,6 +25,7 @@ def follow(rank: int, group: Any, seed: int) -> int:
         urls = [endpoint.url]
     dist.broadcast_object_list(urls, src=0)
     followers: dict[Any, Follower] = {}
+    last: dict[Any, int] = {}  # the version that each worker has
     for version in range(len(job.changes)):
         if version and endpoint is not None:
             pending = endpoint.publish(trained(job, version), step=version)
@@ -37,9 +38,13 @@ def follow(rank: int, group: Any, seed: int) -> int:
             follower = followers.get(worker)
             if follower is None or version == worker.returns:
                 follower = followers[worker] = Follower(job, worker, urls)
+                last.pop(worker, None)
             got = follower.subscription.update(at_least=version)
             assert (got.step, follower.wrong(version)) == (version, []), f"{job}"
             assert got.state is follower.into
+            if job.same_state(last.get(worker), version):
+                assert got.report.bytes == 0, f"{job}"
+            last[worker] = version
             again = follower.subscription.update()
             assert (again.step, again.report.bytes) == (version, 0), f"{job}"
             exact += 1
