@@ -31,7 +31,7 @@ from torchrelay.metrics import Measurement
 from torchrelay.parts.bitmaps import Field, tiled
 from torchrelay.pending import Pending, logger
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.encoding import content_digest, encode, encode_at_rest
+from torchrelay.record.encoding import content_digest, encode, encode_at_rest, state_digest
 from torchrelay.record.schema import Record
 from torchrelay.results import Report
 from torchrelay.stores.safetensors import tensors_of
@@ -420,4 +420,5 @@ def _whole(record: Record, urls: list[str], places: list[int]) -> m.StepRecord:
         for file in record.volumes
     ]
     count = len(tensors_of(record))
-    return m.StepRecord(encode_at_rest(record), volumes, count, urls, places)
+    state = state_digest(record)
+    return m.StepRecord(encode_at_rest(record), volumes, count, urls, places, state)
