@@ -26,7 +26,8 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.metrics import Measurement
-from torchrelay.parts.bitmaps import Field, tiled
+from torchrelay.parts.bitmaps import tiled
+from torchrelay.parts.fields import Field
 from torchrelay.pending import Pending, logger
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest
@@ -126,7 +127,8 @@ class Publisher:
         self._encoding = encoding or Encoding(history=0)
         self._all, self._server, self._policy = ranks, server, policy
         self._start, self._url = start, url
-        self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members)
+        dtype = self._encoding.dtype
+        self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members, dtype)
         self.arenas: dict[int, Arena] = {}  # by slot
         self._last: Pending | None = None
         self._fields = KnownFields()

@@ -20,7 +20,8 @@ import numpy as np
 from torchrelay.endpoint.server.messages import StageSlot, Volume
 from torchrelay.memory import threads
 from torchrelay.memory.pages import return_freed_memory
-from torchrelay.parts.bitmaps import Bits, Field, VolumeBitmap, changed, union
+from torchrelay.parts.bitmaps import Bits, VolumeBitmap, changed, union
+from torchrelay.parts.fields import Field
 
 READY_SECONDS = 10.0  # for a comparison that is under way
 ASKED_SECONDS = 600.0  # for which somebody is taken to ask again
