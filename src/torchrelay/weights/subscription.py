@@ -34,13 +34,6 @@ from torchrelay.weights.mirror import Mirror
 AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it was read
 
 
-class _Wanted(msgspec.Struct, array_like=True):
-    """What a rank waits for: the lowest step that it takes, and the snapshot that it has."""
-
-    floor: int
-    held: str
-
-
 class _Newest(msgspec.Struct, array_like=True):
     """What rank 0 found: the newest step, and whether all ranks have its content."""
 
@@ -58,7 +51,6 @@ class _Held(NamedTuple):
     state: Any
 
 
-_wanted = msgspec.msgpack.Decoder(_Wanted)
 _newest = msgspec.msgpack.Decoder(_Newest)
 _encode = msgspec.msgpack.encode
 
@@ -123,7 +115,7 @@ class Subscription:
             newest = self._newest(floor)
             reason, nbytes = "it was interrupted", 0
             try:
-                loaded = self._take(newest, floor, deadline)
+                loaded = self._take(newest, deadline)
                 reason, nbytes = "", loaded.report.bytes
                 return loaded
             except StorageTimeoutError as fault:
@@ -144,9 +136,9 @@ class Subscription:
                 newest.end(reason, nbytes)
             time.sleep(AGAIN_SECONDS)
 
-    def _take(self, newest: NewestStep, floor: int, deadline: Deadline) -> Loaded:
+    def _take(self, newest: NewestStep, deadline: Deadline) -> Loaded:
         call = self._ranks.call("update")
-        found = self._look(call, newest, floor, deadline)
+        found = self._look(call, newest, deadline)
         held, self._held = self._held, None  # until it is known what `into` has
         if found.held and held is not None:
             self._held = held._replace(step=found.step, snapshot=found.snapshot)
@@ -157,26 +149,22 @@ class Subscription:
         self._held = _Held(loaded.step, opened.snapshot, opened.record, loaded.state)
         return _reported(loaded, newest)
 
-    def _look(self, call: Call, newest: NewestStep, floor: int, deadline: Deadline) -> _Newest:
+    def _look(self, call: Call, newest: NewestStep, deadline: Deadline) -> _Newest:
         """The newest step, and whether every rank has its content."""
         mine = self._held
-        message = _encode(_Wanted(floor, "" if mine is None else mine.snapshot))
+        snapshot = b"" if mine is None else mine.snapshot.encode()
 
         def decide(said: list[bytes]) -> list[bytes]:
-            wanted = [decoded(_wanted, data, rank) for rank, data in enumerate(said)]
-            floors = sorted({one.floor for one in wanted})
-            if len(floors) > 1:
-                raise UsageError(f"ranks wait for different steps: {floors}. Name the same on all")
             (step,) = newest.steps(deadline)
             found = _Newest(step, newest.snapshot(step), False)
-            if mine is not None and all(one.held == mine.snapshot for one in wanted):
+            if mine is not None and all(one == snapshot for one in said):
                 found.held = found.snapshot == mine.snapshot or _same_content(
                     newest.peek(step, deadline).record, mine.record
                 )
             return [_encode(found)] * len(said)
 
         call.at("waiting for a step")
-        heard = call.round("look", lambda: message, decide, deadline)
+        heard = call.round("look", lambda: snapshot, decide, deadline)
         return decoded(_newest, heard, COORDINATOR)
 
     def _newest(self, floor: int) -> NewestStep:
