@@ -42,6 +42,7 @@ from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.results import Attempt, Loaded, Outcome, Report
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.sources.subtree import Subtree
+from torchrelay.stores.seam import PreparedStep
 
 LOOK_SECONDS = 0.1  # before another look for the newest step
 MISSED = 2  # times that a rank may miss a step that rank 0 sees: it may be replaced meanwhile
@@ -261,8 +262,9 @@ class Loader:
             )
             twice = request.checked_first and not files.costly_reads
             bar.total = loading.nbytes * (2 if twice else 1)
-            with watch("fetch"):
-                loading.prepare()
+            if isinstance(files, PreparedStep):
+                with watch("fetch"):
+                    files.prepare(loading.wanted())
             with watch("verify"):
                 loading.compare_twins()
                 if request.checked_first:
