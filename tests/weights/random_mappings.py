@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -22,13 +23,23 @@ class Case:
     published: dict[str, torch.Tensor] = field(default_factory=dict)
     wanted: list[dict[str, torch.Tensor]] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
+    draw: Callable[..., torch.Tensor] = torch.randn
+    dtypes: list[torch.dtype] = field(default_factory=lambda: DTYPES)  # that are published
 
 
-def random_case(seed: int) -> Case:
+def random_case(
+    seed: int,
+    ranks: int | None = None,
+    draw: Callable[..., torch.Tensor] = torch.randn,
+    dtypes: list[torch.dtype] | None = None,
+) -> Case:
+    """`draw` makes the values of each tensor from its shape: with others, the case is the same and
+    its values are others."""
     random = Random(seed)
     torch.manual_seed(seed)
-    ranks = random.choice([1, 2, 3, 4])
-    case = Case(WeightMapping(()), ranks)
+    drawn = random.choice([1, 2, 3, 4])
+    ranks = drawn if ranks is None else ranks
+    case = Case(WeightMapping(()), ranks, draw=draw, dtypes=dtypes or DTYPES)
     case.wanted = [{} for _ in range(ranks)]
     case.nbytes = [0] * ranks
     rules = [_parameter(random, case, number) for number in range(random.randint(1, 5))]
@@ -46,7 +57,7 @@ def _parameter(random: Random, case: Case, number: int) -> ParameterRule:
     split = random.choice([None, dim, random.randrange(dims)])
     padded = split in (None, dim) and random.random() < 0.2
     transpose = dims == 2 and random.random() < 0.4
-    there = random.choice(DTYPES)
+    there = random.choice(case.dtypes)
     here = random.choice(DTYPES) if random.random() < 0.3 else there
     shape = [random.randint(1, 4) for _ in range(dims)]
     pieces = None
@@ -78,7 +89,8 @@ def _parameter(random: Random, case: Case, number: int) -> ParameterRule:
     )
     rows = -(-sizes[0] // cut) + random.randint(0, 2)  # on each rank, if padded
     for layer in range(LAYERS):
-        wholes = [torch.randn(*shape[:dim], size, *shape[dim + 1 :]).to(there) for size in sizes]
+        shapes = [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
+        wholes = [case.draw(*one).to(there) for one in shapes]
         _publish(case, [part.name for part in parts], layer, wholes, dim, transpose=transpose)
         for rank in range(ranks):
             locals_ = [_local(one, rule, rank, ranks, cut, rows) for one in wholes]

@@ -13,7 +13,7 @@ import torchrelay as tr
 from tests.weights.conftest import Wire
 
 TIMEOUT = 30
-ELEMENTS = 2_500_000  # five part chunks
+ELEMENTS = 3_500_000  # seven part chunks
 PARTS = b"POST /parts HTTP/1.1"
 LATER = 3 << 20  # bytes into a stream: in its second chunk
 

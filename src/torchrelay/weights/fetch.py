@@ -14,11 +14,13 @@ import msgspec
 import numpy as np
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import DigestError, RemoteProtocolError, TransferTimeoutError
+from torchrelay.errors import DigestError, RemoteProtocolError
 from torchrelay.memory.crew import Crew
+from torchrelay.parts.encoding import WHOLE
 from torchrelay.parts.runs import (
     MAX_RUNS,
     MAX_VOLUMES,
+    PART_BYTES,
     Bytes,
     PartRuns,
     PartsRequest,
@@ -27,8 +29,6 @@ from torchrelay.parts.runs import (
 from torchrelay.parts.stream import (
     HEAD_BYTES,
     MAGIC,
-    MAX_PAYLOAD,
-    WHOLE,
     ChunkHead,
     accept,
     check_digest,
@@ -84,10 +84,6 @@ class PartFetch:
         for volume in changed.values():
             volume.doubt()
         while todo:
-            if self._deadline.passed:
-                raise TransferTimeoutError(
-                    f"no time is left to read {self._step.url}", phase="data"
-                )
             groups = self._by_supplier(todo)
             left = Crew(STREAMS).each(lambda group: self._fetch(*group), groups)
             todo = [piece for some in left for piece in some]
@@ -157,14 +153,14 @@ class PartFetch:
         with supplier.host.stream("/parts", body, seconds=seconds) as stream:
             if stream.read(len(MAGIC)) != MAGIC:
                 raise RemoteProtocolError(f"{supplier.name} sends no part stream")
-            buffer = memoryview(bytearray(MAX_PAYLOAD))
+            buffer = memoryview(bytearray(PART_BYTES))
             for piece in list(left):
                 packed = self._mirror.volumes[piece.name].packed[piece.at :]
-                for begin, end, _ in piece.runs.parts:
+                for begin, end, itemsize in piece.runs.parts:
                     # An unfinished chunk is asked for again without its base.
                     left[0] = piece._replace(base=None, done=begin)
                     before = stream.nbytes
-                    _receive(stream, packed[begin:end], buffer)
+                    _receive(stream, packed[begin:end], itemsize, buffer)
                     yield stream.nbytes - before
                 left.pop(0)
 
@@ -183,7 +179,7 @@ class PartFetch:
             yield 0  # the reader has counted them
 
 
-def _receive(stream: AnswerStream, into: Bytes, buffer: memoryview) -> None:
+def _receive(stream: AnswerStream, into: Bytes, itemsize: int, buffer: memoryview) -> None:
     """One part chunk, verified."""
     head = ChunkHead.decoded(stream.read(HEAD_BYTES))
     if head.kind == WHOLE and head.nbytes == len(into):
@@ -192,4 +188,4 @@ def _receive(stream: AnswerStream, into: Bytes, buffer: memoryview) -> None:
         return
     payload = buffer[: head.nbytes]
     stream.fill(payload)
-    accept(head, payload, into)
+    accept(head, payload, into, itemsize)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError, StepNotFoundError, TransferTimeoutError, UsageError
+from torchrelay.record.encoding import state_digest
 from torchrelay.record.schema import Record
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
@@ -37,6 +40,20 @@ def publisher(place: Publisher, access: Access | None, same_host: bool) -> Origi
 Origin = EndpointSource | PeerSource
 
 
+class StepIdentity(msgspec.Struct, array_like=True, frozen=True):
+    """A step, and digests of its content: of the `snapshot`, and of the `state` whichever its
+    number. Empty where they are not known."""
+
+    step: int
+    snapshot: str = ""
+    state: str = ""
+
+    def same_state(self, other: StepIdentity) -> bool:
+        """Whether another step is known to have the same state."""
+        same = self.snapshot == other.snapshot != ""
+        return same or self.state == other.state != ""
+
+
 class NewestStep:
     """See `sources.seam.Source`: of the steps of a publisher the newest alone, if it is at least
     `floor`. One is made for each update."""
@@ -44,7 +61,7 @@ class NewestStep:
     def __init__(self, origin: Origin, mirror: Mirror, floor: int) -> None:
         self._origin, self._mirror, self._floor = origin, mirror, floor
         self.name, self.cost, self.end = origin.name, origin.cost, origin.end
-        self.opened: RemoteStep | None = None  # what was opened last
+        self._opened: RemoteStep | None = None  # the last one
 
     @property
     def endpoint(self) -> EndpointSource | None:
@@ -79,12 +96,23 @@ class NewestStep:
             phase="wait",
         )
 
-    def snapshot(self, step: int) -> str:
-        """The content of a step that was listed, by its digest."""
-        return "" if self.endpoint is None else self.endpoint.snapshot_of(step)
+    def identity(self, step: int) -> StepIdentity:
+        """The content of a step that was listed, by its digests."""
+        endpoint = self.endpoint
+        if endpoint is None:
+            return StepIdentity(step)
+        return StepIdentity(step, *endpoint.digests_of(step))
+
+    @property
+    def taken(self) -> StepIdentity:
+        """The step that was opened last."""
+        assert self._opened is not None
+        record = self._opened.record
+        assert record.step is not None
+        return StepIdentity(record.step, self._opened.snapshot, state_digest(record))
 
     def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep:
-        self.opened = found = self._origin.open(step, deadline)
+        self._opened = found = self._origin.open(step, deadline)
         # Memory of this host is read where it is.
         return found if found.mapped else MirroredStep(found, self._mirror, deadline)
 

@@ -26,28 +26,28 @@ from torchrelay.owner import Owner
 from torchrelay.results import Loaded, Outcome, Peer, Report
 from torchrelay.sources.access import Access
 from torchrelay.steps import check_step
-from torchrelay.weights.following import NewestStep, Publisher, publisher
+from torchrelay.weights.following import NewestStep, Publisher, StepIdentity, publisher
 from torchrelay.weights.mirror import Mirror
 
 AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it was read
 
 
 class _Newest(msgspec.Struct, array_like=True):
-    """What rank 0 found: the newest step, and whether all ranks hold it."""
+    """What rank 0 found: the newest step, and whether all ranks have its state."""
 
-    step: int
+    found: StepIdentity
     held: bool
 
 
 class _Held(NamedTuple):
-    """The step that `into` has."""
+    """The step that `into` has, and `into` itself."""
 
-    step: int
-    snapshot: str
+    identity: StepIdentity
     state: Any
 
 
 _newest = msgspec.msgpack.Decoder(_Newest)
+_identity = msgspec.msgpack.Decoder(StepIdentity)
 _encode = msgspec.msgpack.encode
 
 
@@ -86,14 +86,14 @@ class Subscription:
     @property
     def step(self) -> int | None:
         """The step that `into` has; None before the first update, and after one that failed."""
-        return None if self._held is None else self._held.step
+        return None if self._held is None else self._held.identity.step
 
     def update(self, at_least: int | None = None, timeout: Timeout | None = None) -> Loaded:
         """Bring `into` to the newest step, which is at least `at_least`; waits for such a one.
 
         `into` is of one step, before and after: a failure leaves it as it was. Where it has the
-        newest step already, nothing is read. All ranks of a group call it together, and all of them
-        have the same step afterwards.
+        newest step already, or one with the same state, nothing is read. All ranks of a group call
+        it together, and all of them have the same step afterwards.
         """
         self._owner.check()
         floor = 0 if at_least is None else check_step(at_least)
@@ -137,26 +137,26 @@ class Subscription:
         found = self._look(call, newest, deadline)
         held, self._held = self._held, None  # until it is known what `into` has
         if found.held and held is not None:
-            self._held = held
-            return Loaded(held.state, held.step, Report(held.step, 0))
+            self._mirror.rename(held.identity.snapshot, found.found.snapshot)
+            self._held = held._replace(identity=found.found)
+            return Loaded(held.state, found.found.step, Report(found.found.step, 0))
         loaded = Loader(newest, self._ranks).load(call, self._request, deadline)
-        opened = newest.opened
-        assert opened is not None and loaded.step is not None
-        self._held = _Held(loaded.step, opened.snapshot, loaded.state)
+        self._held = _Held(newest.taken, loaded.state)
         return _reported(loaded, newest)
 
     def _look(self, call: Call, newest: NewestStep, deadline: Deadline) -> _Newest:
         """The newest step, and whether every rank has it."""
-        mine = "" if self._held is None else self._held.snapshot
+        mine = StepIdentity(-1) if self._held is None else self._held.identity
 
         def decide(said: list[bytes]) -> list[bytes]:
             (step,) = newest.steps(deadline)
-            snapshot = newest.snapshot(step)
-            held = bool(snapshot) and all(one.decode() == snapshot for one in said)
-            return [_encode(_Newest(step, held))] * len(said)
+            found = newest.identity(step)
+            all_held = [decoded(_identity, data, rank) for rank, data in enumerate(said)]
+            held = all(one.same_state(found) for one in all_held)
+            return [_encode(_Newest(found, held))] * len(said)
 
         call.at("waiting for a step")
-        heard = call.round("look", mine.encode, decide, deadline)
+        heard = call.round("look", lambda: _encode(mine), decide, deadline)
         return decoded(_newest, heard, COORDINATOR)
 
     def _newest(self, floor: int) -> NewestStep:

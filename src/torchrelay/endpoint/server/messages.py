@@ -103,13 +103,15 @@ class SlotStaged(msgspec.Struct, tag="staged"):
 
 class StepRecord(msgspec.Struct, array_like=True):
     """The record of a step, and the volumes of all ranks. `tensors`: how many the step has.
-    `ranks`: the URL of each, and `places` the index in it for each volume."""
+    `ranks`: the URL of each, and `places` the index in it for each volume. `state`: a digest that
+    steps with the same state share, if it is known."""
 
     record: bytes
     volumes: list[Volume]
     tensors: int
     ranks: list[str]
     places: list[int]
+    state: str = ""
 
 
 class Show(msgspec.Struct, tag="show"):
