@@ -12,7 +12,7 @@ from torch.nn import functional
 
 TEXT = Path(__file__).parents[1] / "elastic" / "sonnets.txt"  # by William Shakespeare, 1609
 CHARACTERS, CONTEXT, BATCH = 128, 32, 16
-WIDTH, HEADS, LAYERS = 64, 4, 2
+WIDTH, HEADS = 64, 4
 
 
 class Block(nn.Module):
@@ -40,11 +40,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Gives the logarithms of the probabilities of each next character."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.characters = nn.Embedding(CHARACTERS, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+        self.blocks = nn.ModuleList([Block() for _ in range(layers)])
         self.head = nn.Linear(WIDTH, CHARACTERS, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,7 @@ def show(line: str) -> None:
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--steps", type=int, default=60, help="at least so many are trained")
+    options.add_argument("--layers", type=int, default=2)
     options.add_argument("--length", type=int, default=40, help="characters of a text")
     options.add_argument("--network", action="store_true", help="read as from another host")
     options.add_argument("--seconds", type=float, default=300, help="after which it gives up")
@@ -103,8 +104,9 @@ if __name__ == "__main__":
         address = f"127.0.0.1:{port.getsockname()[1]}"
         run = Run(folder, given.seconds)
         try:
-            sampling = (f"http://{address}", given.network, given.length)
-            run.play(given.steps, (f"{folder}/steps", address), sampling)
+            training = (given.layers, f"{folder}/steps", address)
+            sampling = (given.layers, f"http://{address}", given.network, given.length)
+            run.play(given.steps, training, sampling)
         finally:
             run.trainers.end()
             run.samplers.end()

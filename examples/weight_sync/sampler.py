@@ -28,9 +28,11 @@ PLAN = {
 }
 
 
-def sample(rank: int, world: int, link: Connection, url: str, network: bool, length: int) -> None:
+def sample(
+    rank: int, world: int, link: Connection, layers: int, url: str, network: bool, length: int
+) -> None:
     """Write a text with each version that it gets, until the last one."""
-    model = GPT().to(DTYPE)
+    model = GPT(layers).to(DTYPE)
     parallelize_module(model, init_device_mesh("cpu", (world,)), PLAN)
     weights = {"model": model, "digest": "", "last": False}
     subscription = tr.subscribe(url, into=weights, same_host=not network, timeout=SECONDS)

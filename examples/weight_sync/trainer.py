@@ -15,18 +15,24 @@ from torch.nn import functional
 from workers import SECONDS
 
 import torchrelay as tr
-from torchrelay.endpoint.encoding import Encoding
+from torchrelay.endpoint import Encoding
 
 DTYPE = torch.bfloat16  # of the published weights
 PUBLISH_EVERY, SAVE_EVERY = 4, 10  # steps
 
 
 def train(
-    rank: int, world: int, link: Connection, folder: str, address: str, last: int | None
+    rank: int,
+    world: int,
+    link: Connection,
+    layers: int,
+    folder: str,
+    address: str,
+    last: int | None,
 ) -> None:
     """Resume, and train up to the step `last`, or until the process is killed."""
     torch.manual_seed(0)
-    model = GPT()
+    model = GPT(layers)
     for part in (*model.blocks, model):
         fully_shard(part)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

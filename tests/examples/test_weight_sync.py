@@ -124,7 +124,7 @@ def started(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.timeout(SECONDS + 20)
 def test_samplers_follow_trainers_through_kills(tmp_path: Path) -> None:
-    options = ["--steps", "12", "--length", "6", "--network"]
+    options = ["--steps", "12", "--layers", "1", "--length", "6", "--network"]
     check(run_program(str(PROGRAM), *options, folder=tmp_path, seconds=SECONDS), 6)
 
 
