@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
 
 def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank learns from at a step: characters, and the ones that follow them."""
+    """A rank's share of the batch of a step: characters, and the ones that follow them."""
     text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
     draw = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=draw)[rank::world]

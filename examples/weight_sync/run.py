@@ -75,10 +75,11 @@ class Run:
         self.watch(lambda: self.sampled(2 * steps // 3))
 
         self.trainers.kill(2)
+        for _, *words in self.trainers.end():
+            self._trained(*words)
         show("trainer 2 was killed")
-        self.trainers.end()
         self.resuming = True
-        self.trainers.start(*training, self.newest + steps // 3)
+        self.trainers.start(*training, self.newest + max(1, steps // 3))
         self.watch(lambda: not self.samplers.connections)  # they end with the last version
         for connection in self.trainers.connections.values():
             connection.send("end")
@@ -91,7 +92,7 @@ def show(line: str) -> None:
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--steps", type=int, default=60, help="at least so many are trained")
+    options.add_argument("--steps", type=int, default=60, help="the fewest steps that are trained")
     options.add_argument("--layers", type=int, default=2)
     options.add_argument("--length", type=int, default=40, help="characters of a text")
     options.add_argument("--network", action="store_true", help="read as from another host")

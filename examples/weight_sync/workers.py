@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -58,11 +59,17 @@ class Workers:
         self._processes[rank].kill()
         self._processes[rank].join(SECONDS)
 
-    def end(self) -> None:
-        """Kill those that are left."""
+    def end(self) -> list[tuple[Any, ...]]:
+        """Kill those that are left; returns the messages that they had sent before."""
+        rest = []
         for rank in range(len(self._processes)):
             self.kill(rank)
+        for rank, connection in self.connections.items():
+            with suppress(EOFError, OSError):
+                while connection.poll():
+                    rest.append((rank, *connection.recv()))
         self._processes, self.connections = [], {}
+        return rest
 
 
 def _work(
