@@ -19,7 +19,7 @@ import torchrelay as tr
 from benchmarks.harness import machine, save
 from benchmarks.plot import plot_training
 from examples.elastic.gpt import GPT, Text
-from torchrelay.weights import Encoding
+from torchrelay.endpoint import Encoding
 
 RESULT = Path(__file__).parents[1] / "results" / "weights-training.json"
 FIRST_RATE, RATE = 1e-3, 1e-5
@@ -79,7 +79,7 @@ def _train(model: GPT, text: Text, optimizer: torch.optim.Optimizer) -> float:
     loss = model(text.batch())
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def main() -> int:

@@ -8,15 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import torchrelay as tr
+from tests.endpoint.liars import Between
 from tests.support.forge import flip
 from tests.support.ranks import RankPool
 from tests.support.states import bits
 from tests.support.trips import trip
 from tests.weights.random_mappings import Case, random_case
-from torchrelay.errors import DamagedError, MismatchError, UnsupportedLeafError, UsageError
+from torchrelay.errors import (
+    DamagedError,
+    MismatchError,
+    RelayError,
+    UnsupportedLeafError,
+    UsageError,
+)
 from torchrelay.weights.mapping import (
     MappedDestination,
     ParameterRule,
@@ -191,6 +198,33 @@ def test_nothing_changes_if_anything_is_refused(tmp_path: Path) -> None:
             assert_exact(dict(model.state_dict()), before)
 
 
+def test_nothing_changes_if_bytes_are_altered_on_their_way() -> None:
+    model, state = Fused(), published()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    destination = MappedDestination(model, FUSED)
+    altered = True
+
+    def alter(line: str, body: bytes) -> bytes:
+        return body[:-1] + bytes([body[-1] ^ altered]) if "/volumes/" in line else body
+
+    with tr.serve({"weights": state}, step=1, timeout=TIMEOUT) as endpoint:
+        between = Between(endpoint.url, alter)
+        how: Any = {"into": destination, "key": "weights", "same_host": False, "timeout": TIMEOUT}
+        try:
+            with pytest.raises(RelayError):
+                tr.pull(between.url, **how)
+            assert_exact(dict(model.state_dict()), before)
+            altered = False
+            # The same destination again and again, with memory of its own or not.
+            for step in range(2, 4):
+                tr.pull(between.url, **how)
+                assert_exact(dict(model.state_dict()), fused(state))
+                state = {name: tensor + 1 for name, tensor in state.items()}
+                endpoint.publish({"weights": state}, step=step).result(TIMEOUT)
+        finally:
+            between.close()
+
+
 @pytest.mark.parametrize("name", ["q.weight", "out"])
 def test_nothing_changes_if_bytes_are_damaged(name: str, tmp_path: Path) -> None:
     model, state = Fused(), published()
@@ -335,6 +369,21 @@ def test_two_layouts_of_one_tensor_are_refused() -> None:
         trip({"x": torch.zeros(4)}, into=MappedDestination(into, mapping))
 
 
+def test_two_tensors_for_one_piece_of_memory_are_refused() -> None:
+    tied = torch.zeros(2)
+    into = {"a": tied, "b": tied}
+    state = {name: torch.full((2,), float(n), dtype=torch.float64) for n, name in enumerate("ab")}
+    for dtype, said in (("float64", "b: a and b go to the same memory"), (None, "shares memory")):
+        one = {
+            name: tensor.to(torch.float64 if dtype else tied.dtype)
+            for name, tensor in state.items()
+        }
+        mapping = WeightMapping((ParameterRule("*", dtype=dtype),))
+        with pytest.raises(MismatchError, match=said):
+            trip(one, into=MappedDestination(into, mapping))
+    assert not tied.any()
+
+
 @pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0)])
 def test_a_shard_is_a_rank_of_so_many(shard: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="number of ranks"):
@@ -354,6 +403,7 @@ def save_and_load(rank: int, group: Any, root: str) -> list[str]:
     rules = (
         ParameterRule("qk", (SourcePart("q.weight"), SourcePart("k.weight")), split=0),
         ParameterRule("out", split=1, transpose=True, dtype="float32"),
+        ParameterRule("unready"),
     )
     full = torch.cat([whole["q.weight"], whole["k.weight"]])
     wrong = []
@@ -392,14 +442,29 @@ def save_and_load(rank: int, group: Any, root: str) -> list[str]:
                 )
                 wrong += [] if torch.equal(mine["qk"], torch.cat(pieces)) else ["pulled"]
             dist.barrier(group)
+        # And by live transfers: whole tensors, and pieces of them.
+        relay = tr.Relay(group, timeout=TIMEOUT)
+        if rank == 0:
+            relay.send({"a": torch.arange(4.0), "b": torch.arange(2.0)}, to=1)
+            relay.send(whole, to=1)
+        else:
+            joined, ab = {"ab": torch.zeros(6)}, (SourcePart("a", 4), SourcePart("b", 2))
+            relay.recv(0, into=MappedDestination(joined, WeightMapping((ParameterRule("ab", ab),))))
+            wrong += [] if joined["ab"].tolist() == [0, 1, 2, 3, 0, 1] else ["received"]
+            mine["qk"].zero_()
+            relay.recv([0], into=destination)
+            wrong += [] if torch.equal(mine["qk"], torch.cat(pieces)) else ["gathered"]
+        relay.close()
         # A mapping that does not fit on one rank changes nothing on any.
         before = mine["qk"].clone()
         there.save(2, {name: one + 1 for name, one in whole.items()})
-        bad = {**mine, "more": torch.zeros(1)} if rank else mine
+        unready = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+        bad = {**mine, "more": torch.zeros(1), "unready": unready} if rank else mine
         try:
             there.load(MappedDestination(bad, WeightMapping(rules), shard=(rank, 2)))
         except MismatchError as fault:
-            wrong += [] if "more: no rule" in fault.message else [fault.message]
+            right = "more: no rule" in fault.message and "unready: a DTensor" in fault.message
+            wrong += [] if right else [fault.message]
         else:
             wrong.append("not refused")
         wrong += [] if torch.equal(mine["qk"], before) else ["written"]
@@ -408,6 +473,15 @@ def save_and_load(rank: int, group: Any, root: str) -> list[str]:
 
 def test_ranks_load_what_they_have_of_fused_parameters(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(save_and_load, str(tmp_path)) == [[], []]
+
+
+def test_weights_are_recovered_by_other_names(tmp_path: Path) -> None:
+    model, state = Fused(), published()
+    with tr.Checkpointer(tmp_path, timeout=TIMEOUT) as there:
+        there.save(1, state)
+        got = tr.recover(sources=[there], into=MappedDestination(model, FUSED), timeout=TIMEOUT)
+    assert got.step == 1
+    assert_exact(dict(model.state_dict()), fused(state))
 
 
 def test_an_object_that_cannot_tell_its_state_is_named() -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.encoding import Encoding
+from torchrelay.endpoint.float8 import quantized
 from torchrelay.endpoint.process import ServerLink
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
@@ -126,8 +128,15 @@ class Publisher:
         self._encoding = encoding or Encoding(history=0)
         self._all, self._server, self._policy = ranks, server, policy
         self._start, self._url = start, url
-        dtype = self._encoding.dtype
-        self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members, dtype)
+        block = self._encoding.float8_block
+        self._planner = SharePlanner(
+            ranks.rank,
+            ranks.world,
+            None,
+            ranks.members,
+            self._encoding.dtype,
+            None if block is None else partial(quantized, block=block),
+        )
         self.arenas: dict[int, Arena] = {}  # by slot
         self._last: Pending | None = None
         self._fields = KnownFields()

@@ -7,14 +7,16 @@ is made only for values that are converted, or that go to several places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from torchrelay.errors import MismatchError, UsageError
 from torchrelay.geometry.boxes import Box, Comparisons, around, shared, within
+from torchrelay.plan.share.rank_share import PARTIAL
 from torchrelay.state import tensors as t
+from torchrelay.state.boxes_of_whole import boxes_of_whole
 from torchrelay.state.local_parts import LocalPart, cut, local_parts
 from torchrelay.state.objects import InPlaceObject, OfferedTensor, flatten_objects
 from torchrelay.state.paths import dotted
@@ -31,7 +33,6 @@ class _Place(NamedTuple):
 
     box: Box
     memory: torch.Tensor
-    parameter: str
 
 
 class _Copy(NamedTuple):
@@ -72,6 +73,7 @@ class _MappedTensors:
         self.padding: list[torch.Tensor] = []
         self.distributed: list[torch.Tensor] = []
         self.unmatched: list[str] = []  # parameters
+        self.unplaced: set[str] = set()  # the publisher's, for parameters that have problems
         self.problems: list[str] = []
 
     def add(
@@ -89,23 +91,30 @@ class _MappedTensors:
             tensor = _checked_parameter(mine)
             if t.is_distributed(tensor):
                 self.distributed.append(tensor)
-                layout = layout_of(rule, names, tuple(tensor.size()))
+                layout = layout_of(rule, tuple(tensor.size()))
             else:
-                layout = layout_of(rule, names, tuple(tensor.shape), shard_of(name))
-            self._add_layout(name, rule, layout, tensor)
+                layout = layout_of(rule, tuple(tensor.shape), shard_of(name))
+            self._add_layout(name, rule, names, layout, tensor)
         except MismatchError as fault:
             self.problems.append(f"{name}: {fault.message}")
+            self.unplaced.update(names)
 
     def _add_layout(
-        self, name: str, rule: ParameterRule, layout: ParameterLayout, tensor: torch.Tensor
+        self,
+        name: str,
+        rule: ParameterRule,
+        names: Sequence[str],
+        layout: ParameterLayout,
+        tensor: torch.Tensor,
     ) -> None:
         parts = local_parts(tensor)
         dtype = rule.dtype or t.NAMES[tensor.dtype]
         for found in layout.boxes:
-            source = self.sources.setdefault(found.name, _MappedSource(dtype, found.shape, name))
+            there = names[found.part]
+            source = self.sources.setdefault(there, _MappedSource(dtype, found.shape, name))
             if (source.dtype, source.shape) != (dtype, found.shape):
                 raise MismatchError(
-                    f"takes {found.name} as {dtype} {list(found.shape)}, and {source.parameter} "
+                    f"takes {there} as {dtype} {list(found.shape)}, and {source.parameter} "
                     f"takes it as {source.dtype} {list(source.shape)}"
                 )
             for part in parts:
@@ -117,7 +126,7 @@ class _MappedTensors:
                 if rule.transpose:
                     memory, skip = memory.t(), skip[::-1]
                 offsets = tuple(a + b for a, b in zip(found.box[0], skip, strict=True))
-                source.add(_Place((offsets, tuple(memory.shape)), memory, name))
+                source.add(_Place((offsets, tuple(memory.shape)), memory))
         for part in parts if layout.padding is not None else ():
             assert layout.padding is not None
             rest = shared(part.box, layout.padding)
@@ -131,7 +140,22 @@ class _MappedTensors:
         for name, source in self.sources.items():
             if source.places:
                 found[name] = self._memory_for(name, source)
+        if self.copies:
+            self._check_shared()
         return found
+
+    def _check_shared(self) -> None:
+        """Tensors that are copied are not compared with others for the same memory, as the landing
+        does for those that it writes."""
+        first: dict[object, str] = {}
+        copied = {_memory(copy.memory) for copy in self.copies}
+        for name, source in self.sources.items():
+            for place in source.places:
+                key = _memory(place.memory)
+                if first.setdefault(key, name) != name and key in copied:
+                    self.problems.append(
+                        f"{source.parameter}: {first[key]} and {name} go to the same memory"
+                    )
 
     def _memory_for(self, name: str, source: _MappedSource) -> torch.Tensor:
         boxes = [place.box for place in source.places]
@@ -139,10 +163,10 @@ class _MappedTensors:
         if Comparisons().overlap(boxes):
             whole = around(boxes)
             parts.append((whole, _staging(source, whole, source.places[0].memory.device)))
-            for box, memory, _ in source.places:
+            for box, memory in source.places:
                 self.copies.append(_Copy(name, 0, (within(box, whole), box[1]), memory))
         else:
-            for number, (box, memory, _) in enumerate(source.places):
+            for number, (box, memory) in enumerate(source.places):
                 if t.NAMES[memory.dtype] != source.dtype:
                     everything = (0,) * len(box[1]), box[1]
                     self.copies.append(_Copy(name, number, everything, memory))
@@ -150,7 +174,7 @@ class _MappedTensors:
                 parts.append((box, memory))
         if len(parts) == 1 and parts[0][0][1] == source.shape:
             return parts[0][1]
-        return t.boxes_of_whole(parts, source.shape)
+        return boxes_of_whole(parts, source.shape)
 
 
 class MappedDestination(InPlaceObject):
@@ -195,6 +219,7 @@ class MappedDestination(InPlaceObject):
     ) -> Collection[str]:
         sources, ignores = self._mapped.sources, self.mapping.ignores
         problems = list(self._mapped.problems)
+        taken = sources.keys() | self._mapped.unplaced
         for name, source in sources.items():
             if name in offered and wanted(name):
                 problems += _differences(name, source, offered[name])
@@ -209,7 +234,7 @@ class MappedDestination(InPlaceObject):
             problems += [
                 f"{name}: published, and no parameter takes it"
                 for name in offered
-                if name not in sources and not ignores(name) and wanted(name)
+                if name not in taken and not ignores(name) and wanted(name)
             ]
         if problems:
             raise MismatchError(
@@ -273,6 +298,8 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 def _checked_parameter(mine: object) -> torch.Tensor:
     if not isinstance(mine, torch.Tensor):
         raise MismatchError(f"is a {type(mine).__name__}, not a tensor")
+    if t.is_dtensor(mine) and any(one.is_partial() for one in mine.placements):
+        raise MismatchError(PARTIAL)
     if t.is_distributed(mine):
         return mine
     plain = mine.detach()  # engines have parameters of their own types

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from torchrelay.errors import MismatchError
@@ -14,10 +15,10 @@ RankOf = tuple[int, int]  # a rank, and the number of ranks
 
 
 class SourceBox(NamedTuple):
-    """A box of the publisher's tensor `name`, whose shape is `shape`; and the box of a parameter
-    that takes it, which has the dimensions in the other order if the rule transposes."""
+    """A box of the publisher's tensor for a `part` of a rule, whose shape is `shape`; and the box
+    of a parameter that takes it, with the dimensions in the other order if the rule transposes."""
 
-    name: str
+    part: int
     shape: Shape
     box: Box
     place: Box
@@ -26,43 +27,44 @@ class SourceBox(NamedTuple):
 class ParameterLayout(NamedTuple):
     """The boxes that fill a parameter, and the box that is padding, if any is."""
 
-    boxes: list[SourceBox]
+    boxes: tuple[SourceBox, ...]
     padding: Box | None = None
 
 
-def layout_of(
-    rule: ParameterRule, names: Sequence[str], shape: Shape, shard: RankOf = (0, 1)
-) -> ParameterLayout:
-    """The layout of a parameter of this shape at one rank, for the publisher's `names` of the
-    rule's parts. `MismatchError` says why the shape does not fit the rule."""
+@lru_cache(1024)  # layers are alike
+def layout_of(rule: ParameterRule, shape: Shape, shard: RankOf = (0, 1)) -> ParameterLayout:
+    """The layout of a parameter of this shape at one rank. `MismatchError` says why the shape does
+    not fit the rule."""
     _check_dims(rule, shape)
     if not shape:
-        return ParameterLayout([SourceBox(names[0], (), ((), ()), ((), ()))])
+        return ParameterLayout((SourceBox(0, (), ((), ()), ((), ())),))
     dim, split = rule.dim, rule.split
     cut_here = split == dim
     cuts = [_cuts(rule, part, shard) for part in rule.parts]
     if rule.padded:
-        return _padded(rule, names[0], shape, shard if cut_here else (0, 1))
+        return _padded(rule, shape, shard if cut_here else (0, 1))
     lengths = _lengths(rule, cuts if cut_here else [1] * len(cuts), shape[dim])
     wholes = [length * (cut if cut_here else 1) for length, cut in zip(lengths, cuts, strict=True)]
-    ends: dict[str, int] = {}
+    names = rule.sources(rule.parameter)
+    assert names is not None
+    ends: dict[str, int] = {}  # parts may be of one tensor
     for name, part, whole in zip(names, rule.parts, wholes, strict=True):
         ends[name] = max(ends.get(name, 0), part.start + whole)
     found = []
     at = 0
-    for name, part, cut, length in zip(names, rule.parts, cuts, lengths, strict=True):
+    for number, (part, cut, length) in enumerate(zip(rule.parts, cuts, lengths, strict=True)):
         piece = shard[0] * cut // shard[1]
         source_shape, sizes = list(shape), list(shape)
         offsets, place = [0] * len(shape), [0] * len(shape)
         if split is not None:
             offsets[split] = piece * (length if cut_here else shape[split])
             source_shape[split] *= 1 if cut_here else cut
-        source_shape[dim], sizes[dim] = ends[name], length
+        source_shape[dim], sizes[dim] = ends[names[number]], length
         offsets[dim] += part.start
         place[dim] = at
         at += length
-        found.append(_source_box(rule, name, source_shape, (offsets, sizes), place))
-    return ParameterLayout(found)
+        found.append(_source_box(rule, number, source_shape, (offsets, sizes), place))
+    return ParameterLayout(tuple(found))
 
 
 def _check_dims(rule: ParameterRule, shape: Shape) -> None:
@@ -105,7 +107,7 @@ def _lengths(rule: ParameterRule, cuts: Sequence[int], total: int) -> list[int]:
     return [left // open_ if length is None else length for length in known]
 
 
-def _padded(rule: ParameterRule, name: str, shape: Shape, shard: RankOf) -> ParameterLayout:
+def _padded(rule: ParameterRule, shape: Shape, shard: RankOf) -> ParameterLayout:
     """A parameter whose last rows, on the last ranks, may be padding."""
     dim, part = rule.dim, rule.parts[0]
     whole, (rank, ranks) = part.size, shard
@@ -119,19 +121,19 @@ def _padded(rule: ParameterRule, name: str, shape: Shape, shard: RankOf) -> Para
     source_shape, sizes, offsets = list(shape), list(shape), [0] * len(shape)
     source_shape[dim], sizes[dim] = part.start + whole, here
     offsets[dim] = part.start + min(rank * rows, whole)
-    box = _source_box(rule, name, source_shape, (offsets, sizes), [0] * len(shape))
+    box = _source_box(rule, 0, source_shape, (offsets, sizes), [0] * len(shape))
     rest, after = list(shape), [0] * len(shape)
     rest[dim], after[dim] = rows - here, here
-    return ParameterLayout([box], (tuple(after), tuple(rest)) if here < rows else None)
+    return ParameterLayout((box,), (tuple(after), tuple(rest)) if here < rows else None)
 
 
 def _source_box(
     rule: ParameterRule,
-    name: str,
+    part: int,
     shape: Sequence[int],
     box: tuple[Sequence[int], Sequence[int]],
     place: Sequence[int],
 ) -> SourceBox:
     offsets, sizes = (tuple(one) for one in box)
     there = (shape[::-1], offsets[::-1], sizes[::-1]) if rule.transpose else (shape, offsets, sizes)
-    return SourceBox(name, tuple(there[0]), (there[1], there[2]), (tuple(place), sizes))
+    return SourceBox(part, tuple(there[0]), (there[1], there[2]), (tuple(place), sizes))
