@@ -74,6 +74,13 @@ class Wire:
         _end(reader)
         _end(server)
 
+    def forget(self) -> None:
+        """Break off the connections that there are."""
+        some, self._open = self._open, []
+        for one in some:
+            _end(one)
+            one.close()
+
     def close(self) -> None:
         """Break everything off, as a host that is lost does."""
         self._listener.close()

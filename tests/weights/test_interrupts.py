@@ -31,9 +31,7 @@ def weights(version: int) -> dict[str, Any]:
 def test_an_update_that_is_interrupted(same_host: bool) -> None:
     with tr.serve(weights(1), step=1, timeout=TIMEOUT) as endpoint:
         into = weights(-1)
-        subscription = tr.subscribe(
-            endpoint.url, into=into, same_host=same_host, timeout=TIMEOUT
-        )
+        subscription = tr.subscribe(endpoint.url, into=into, same_host=same_host, timeout=TIMEOUT)
         version = 2
 
         def publish() -> None:
@@ -75,9 +73,7 @@ def test_an_update_whose_time_is_over_while_it_lands(same_host: bool) -> None:
 
     with tr.serve(state(1), step=1, timeout=TIMEOUT) as endpoint:
         into = state(-1)
-        subscription = tr.subscribe(
-            endpoint.url, into=into, same_host=same_host, timeout=TIMEOUT
-        )
+        subscription = tr.subscribe(endpoint.url, into=into, same_host=same_host, timeout=TIMEOUT)
         begun = time.monotonic()
         subscription.update()
         longest, failed = time.monotonic() - begun, 0
