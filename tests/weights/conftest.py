@@ -75,7 +75,7 @@ class Wire:
         _end(server)
 
     def forget(self) -> None:
-        """Break off the connections that there are."""
+        """Break off all connections."""
         some, self._open = self._open, []
         for one in some:
             _end(one)

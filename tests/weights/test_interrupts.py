@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of an update: the destination has one version, and the next update is right."""
+"""Ctrl-C at any line of an update: one version is there, and the next update is right."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_update_that_is_interrupted(same_host: bool) -> None:
             )
 
         endpoint.publish(weights(2), step=2).result(TIMEOUT)
-        lines = lines_of(lambda: subscription.update(), PARTS)
+        lines = lines_of(subscription.update, PARTS)
         assert has(2) and len(lines) > 300
         chosen = lines[:: max(1, len(lines) // rounds(len(lines), SHARE))]
         print(f"{len(chosen)} of {len(lines)} lines")
@@ -55,7 +55,7 @@ def test_an_update_that_is_interrupted(same_host: bool) -> None:
         for line in chosen:
             version += 1
             publish()
-            if not interrupted(lambda: subscription.update(), PARTS, line):
+            if not interrupted(subscription.update, PARTS, line):
                 continue
             if not (has(version - 1) or has(version)):
                 torn.append(line)

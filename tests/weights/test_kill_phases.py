@@ -59,7 +59,7 @@ class Landing(MappedDestination):
 
 
 def shared(version: int) -> dict[str, Any]:
-    """What is published for the ranks of the workers."""
+    """The state that is published for the ranks of the workers."""
     state = weights(version)
     return state | {
         "counter": {"number": version},
@@ -85,7 +85,7 @@ class Rank:
 
 def follow(rank: int, group: Any, urls: list[str], same_host: bool) -> tuple[str, int, int]:
     """The second rank of each pair holds in a phase; returns how the update of the first ended, the
-    version that it has then, and the one after it went on alone."""
+    version that it has then, and the one after it has continued alone."""
     pairs = [dist.new_group([2 * pair, 2 * pair + 1]) for pair in range(len(HOLDS))]
     mine = Rank(HOLDS[rank // 2] if rank % 2 else "")
     given: dict[str, Any] = {"same_host": same_host, "timeout": TIMEOUT}

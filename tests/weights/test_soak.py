@@ -97,7 +97,7 @@ def update(
 
 
 def meddling(fault: str, chance: random.Random) -> Callable[[bytes, int, bytes], bytes | None]:
-    """What a wire does once, within a part stream."""
+    """The fault of a wire, once within a part stream."""
     left, after = [fault], chance.randrange(1_500_000)
 
     def meddle(asked: bytes, at: int, data: bytes) -> bytes | None:
@@ -115,7 +115,7 @@ def meddling(fault: str, chance: random.Random) -> Callable[[bytes, int, bytes],
 
 
 def grown(samples: list[Sample]) -> Sample:
-    """What the last third has more than the second."""
+    """The difference between the means of the last third and those of the second."""
     third = len(samples) // 3
     parts = samples[third : 2 * third], samples[2 * third :]
     second, last = ([mean(values) for values in zip(*some, strict=True)] for some in parts)
