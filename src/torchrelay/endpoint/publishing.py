@@ -1,7 +1,7 @@
 """From a live state to a step that can be read: plan, reserve memory, copy, hash, show.
 
-The caller waits until its state is copied. The rest happens on a thread, in the server's process.
-All ranks publish a step, or none does.
+The caller waits until its state is copied, to host memory or to memory of its GPU. The rest happens
+on a thread, in the server's process. All ranks publish a step, or none does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
+from torchrelay.endpoint.device_slots import UNABLE, DeviceSlot, DeviceSlots
 from torchrelay.endpoint.process import ServerLink
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
@@ -43,6 +44,7 @@ class Policy:
     coordinator's server lists the step, and names the others."""
 
     operation = "publish"  # its name in metrics
+    on_devices = True  # whether its server lends memory of GPUs
 
     def report(self, deadline: Deadline) -> bytes:
         """This rank's server reports to the coordinator before a step."""
@@ -81,6 +83,21 @@ class _Begin(msgspec.Struct, array_like=True):
     skipped: str
 
 
+class _Room(msgspec.Struct, array_like=True):
+    """The memory of a rank: its bytes, why there is none, and whether some of a GPU is there."""
+
+    nbytes: int
+    why: str
+    on_device: bool
+
+
+class _Rooms(msgspec.Struct, array_like=True):
+    """The memory of all ranks: why there is none, and whether all have some of a GPU."""
+
+    why: str
+    on_device: bool
+
+
 class _Recorded(msgspec.Struct, array_like=True):
     """The record of all parts: its digest, and for ranks that list it all of it."""
 
@@ -90,7 +107,8 @@ class _Recorded(msgspec.Struct, array_like=True):
 
 _offer = msgspec.msgpack.Decoder(_Offer)
 _begin = msgspec.msgpack.Decoder(_Begin)
-_room = msgspec.msgpack.Decoder(tuple[int, str])
+_room = msgspec.msgpack.Decoder(_Room)
+_rooms = msgspec.msgpack.Decoder(_Rooms)
 _recorded = msgspec.msgpack.Decoder(_Recorded)
 _encode = msgspec.msgpack.encode
 
@@ -104,6 +122,7 @@ class StagedStep(NamedTuple):
     volumes: list[m.Volume]
     urls: list[str]
     seconds: float
+    on_device: DeviceSlot | None  # where it is copied to; else in host memory
 
 
 class Publisher:
@@ -122,28 +141,36 @@ class Publisher:
         self._start, self._url = start, url
         self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members)
         self.arenas: dict[int, Arena] = {}  # by slot
+        self._devices = DeviceSlots()
         self._last: Pending | None = None
         self.urls: list[str] = []  # of the ranks' servers, each once; the first lists all parts
 
-    def publish(self, state: object, step: int, deadline: Deadline) -> Pending:
+    def publish(
+        self, state: object, step: int, deadline: Deadline, stage_on: str = "host"
+    ) -> Pending:
         """Publish a state: returns when it is copied."""
         return self.publish_planned(
-            lambda call: self._planner.plan(state, call, deadline), step, deadline
+            lambda call: self._planner.plan(state, call, deadline), step, deadline, stage_on
         )[0]
 
     def publish_planned(
-        self, plan: Callable[[Call], PlannedShare], step: int, deadline: Deadline
+        self,
+        plan: Callable[[Call], PlannedShare],
+        step: int,
+        deadline: Deadline,
+        stage_on: str = "host",
     ) -> tuple[Pending, StagedStep | None]:
         """The same for what `plan` returns; no staged step where it is skipped."""
         operation = self._policy.operation
         with self._all.measured(operation, step, background=True) as measured:
-            return self._publish(plan, step, deadline, measured)
+            return self._publish(plan, step, deadline, stage_on, measured)
 
     def _publish(
         self,
         plan: Callable[[Call], PlannedShare],
         step: int,
         deadline: Deadline,
+        stage_on: str,
         measured: Measurement,
     ) -> tuple[Pending, StagedStep | None]:
         call = self._all.call("publish", step)
@@ -153,11 +180,13 @@ class Publisher:
             begun = time.monotonic()
             self._have_server(deadline)
         begin = self._agree(call, step, deadline)
-        slot, why = -1, begin.skipped
+        slot, why, on_device = -1, begin.skipped, None
         if not why:
             try:
                 planned = plan(call)
-                slot, why = self._reserve(call, step, planned.share, begin, deadline)
+                slot, why, on_device = self._reserve(
+                    call, step, planned.share, begin, stage_on, deadline
+                )
             except BaseException:
                 self._give_up(step, unused=True)
                 raise
@@ -168,14 +197,14 @@ class Publisher:
             return Pending(step, "publishing", why, measured), None
         self._last = pending = Pending(step, "publishing", measured=measured)
         try:
-            volumes = self._copy(planned.share, slot)
+            volumes = self._copy(planned.share, slot, on_device)
         except BaseException as fault:
             self._give_up(step)
             # A thread tells the other ranks: they read it when they have copied their own parts.
             self._in_background(self._tell_failure, call, fault, pending, deadline)
             raise
         seconds = time.monotonic() - begun
-        staged = StagedStep(step, slot, planned, volumes, begin.urls, seconds)
+        staged = StagedStep(step, slot, planned, volumes, begin.urls, seconds, on_device)
         self._in_background(self._finish, call, staged, pending, deadline)
         return pending, staged
 
@@ -183,6 +212,7 @@ class Publisher:
         if self._start(deadline.left()):
             # Processes that the one before lent memory to may still read it: it stays unchanged.
             self._drop_arenas()
+            self._devices.close()
             self.urls = []
 
     def _give_up(self, step: int, *, unused: bool = False) -> None:
@@ -228,38 +258,72 @@ class Publisher:
         return found
 
     def _reserve(
-        self, call: Call, step: int, share: Share, begin: _Begin, deadline: Deadline
-    ) -> tuple[int, str]:
-        """A slot for this rank's part, or why there is none. All ranks have one, or none does."""
+        self,
+        call: Call,
+        step: int,
+        share: Share,
+        begin: _Begin,
+        stage_on: str,
+        deadline: Deadline,
+    ) -> tuple[int, str, DeviceSlot | None]:
+        """A slot for this rank's part, or why there is none, and memory of a GPU. All ranks have
+        one, or none does."""
         nbytes = m.laid_out(share.files)[1]
         found: list[m.Reserved] = []
+        on_device: list[DeviceSlot | None] = [None]
 
         def mine() -> bytes:
             wanted = m.Reserve(step, nbytes, begin.decision)
             found.append(self._server.ask(wanted, m.Reserved, deadline.left()))
             for slot in found[0].dropped:
                 self._drop_arena(slot)
-            return _encode((nbytes, found[0].why))
+            if not found[0].why:
+                on_device[0] = self._on_device(share, nbytes, stage_on, deadline)
+            return _encode(_Room(nbytes, found[0].why, on_device[0] is not None))
 
         def decide(said: list[bytes]) -> list[bytes]:
             rooms = [decoded(_room, data, rank) for rank, data in enumerate(said)]
-            self._policy.check([size for size, _ in rooms], begin.urls)
-            return [next((why for _, why in rooms if why), "").encode()] * len(said)
+            self._policy.check([room.nbytes for room in rooms], begin.urls)
+            why = next((room.why for room in rooms if room.why), "")
+            return [_encode(_Rooms(why, all(room.on_device for room in rooms)))] * len(said)
 
         call.at("reserving memory")
-        why = call.round("reserve", mine, decide, deadline).decode()
-        return found[0].slot, why
+        rooms = decoded(_rooms, call.round("reserve", mine, decide, deadline), COORDINATOR)
+        return found[0].slot, rooms.why, on_device[0] if rooms.on_device else None
 
-    def _copy(self, share: Share, slot: int) -> list[m.Volume]:
+    def _on_device(
+        self, share: Share, nbytes: int, stage_on: str, deadline: Deadline
+    ) -> DeviceSlot | None:
+        """Memory of the GPU that has the share, unless it is to be copied to host memory. With
+        `stage_on="gpu"`, `UsageError` says why there is none."""
+        stage_on = stage_on if self._policy.on_devices else "host"
+        why = self._devices.unfit(share, nbytes, stage_on)
+        if not why:
+            number = self._server.ask(m.TakeDevice(), m.DeviceTaken, deadline.left()).slot
+            try:
+                if number >= 0:
+                    return self._devices.slot(number, share, nbytes)
+                why = "processes read every copy that is there"
+            except UNABLE as fault:
+                why = str(fault)
+        if stage_on == "gpu":
+            raise UsageError(f'stage_on="gpu", but {why}: give stage_on="host"')
+        if stage_on == "host":
+            self._devices.close()
+        return None
+
+    def _copy(self, share: Share, slot: int, on_device: DeviceSlot | None) -> list[m.Volume]:
         """Copy a share into its slot; where each of its volumes begins."""
         settle()
+        if on_device is not None:
+            volumes, _ = m.laid_out(share.files)
+            on_device.fill(share.streams, volumes)
+            share.check_unchanged()
+            return volumes
         share.hash_on_devices()
         volumes, nbytes = m.laid_out(share.files)
         pinned = any(stream.devices for stream in share.streams)
-        arena = self.arenas.get(slot)
-        if arena is None or arena.nbytes < nbytes or pinned > arena.pinned:
-            self._drop_arena(slot)
-            arena = self.arenas[slot] = Arena(nbytes, pinned=pinned)
+        arena = self._arena(slot, nbytes, pinned)
         copies = [
             Copy(stream, 0, volume.nbytes, volume.start)
             for stream, volume in zip(share.streams, volumes, strict=True)
@@ -267,6 +331,14 @@ class Publisher:
         stage(copies, arena.tensor, threads=WORKERS)
         share.check_unchanged()
         return volumes
+
+    def _arena(self, slot: int, nbytes: int, pinned: bool) -> Arena:
+        """Host memory of a slot."""
+        arena = self.arenas.get(slot)
+        if arena is None or arena.nbytes < nbytes or pinned > arena.pinned:
+            self._drop_arena(slot)
+            arena = self.arenas[slot] = Arena(nbytes, pinned=pinned)
+        return arena
 
     def _drop_arena(self, slot: int) -> None:
         if arena := self.arenas.pop(slot, None):
@@ -282,6 +354,7 @@ class Publisher:
             self._show(call, staged, deadline)
             ended = m.FinishPublish(staged.step, staged.planned.share.nbytes, staged.seconds)
             ended.hash_seconds = time.monotonic() - begun
+            ended.on_device = staged.on_device is not None
             self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
             seconds = {"stage": staged.seconds, "hash": ended.hash_seconds}
             report = Report(staged.step, staged.planned.share.nbytes, seconds)
@@ -310,7 +383,9 @@ class Publisher:
         written: list[Record] = []
 
         def hash_mine() -> bytes:
-            written.append(self._hashed(staged, deadline))
+            slot = staged.on_device
+            found = self._hashed(staged, deadline) if slot is None else slot.digests(staged.volumes)
+            written.append(staged.planned.share.written(found))
             return encode(written[0])
 
         def decide(said: list[bytes]) -> list[bytes]:
@@ -329,8 +404,16 @@ class Publisher:
             msgspec.structs.replace(volume, digests=file.digests)
             for volume, file in zip(staged.volumes, written[0].volumes, strict=True)
         ]
-        shown = m.Show(staged.slot, staged.step, found.snapshot, own, found.whole)
+        named = (staged.step, found.snapshot, own)
+        if (kept := staged.on_device) is not None:
+            lent = m.ShowDevice(kept.number, *named, kept.export, found.whole)
+            self._show_in_turn(call, "lend", lent, deadline)
+            self._copy_to_host(staged._replace(volumes=own), kept, deadline)
+        self._show_in_turn(call, "show", m.Show(staged.slot, *named, found.whole), deadline)
 
+    def _show_in_turn(
+        self, call: Call, phase: str, shown: m.Show | m.ShowDevice, deadline: Deadline
+    ) -> None:
         def show() -> bytes:
             self._server.ask(shown, m.Obeyed, deadline.left())
             return b""
@@ -340,13 +423,19 @@ class Publisher:
             return said
 
         mine = (lambda: b"") if self._all.coordinates else show
-        call.round("show", mine, show_last, deadline)
+        call.round(phase, mine, show_last, deadline)
 
-    def _hashed(self, staged: StagedStep, deadline: Deadline) -> Record:
+    def _copy_to_host(self, staged: StagedStep, kept: DeviceSlot, deadline: Deadline) -> None:
+        """Readers of other hosts need the bytes, whose digests are known."""
+        nbytes = m.laid_out(staged.planned.share.files)[1]
+        kept.copy_to(self._arena(staged.slot, nbytes, True).tensor, nbytes)
+        self._hashed(staged, deadline)
+
+    def _hashed(self, staged: StagedStep, deadline: Deadline) -> list[bytes]:
+        """Have the server take the memory of a slot, and make the digests that it lacks."""
         arena = self.arenas[staged.slot]
         request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
-        found = self._server.stage(request, arena.fd, deadline.left())
-        return staged.planned.share.written(found.digests)
+        return self._server.stage(request, arena.fd, deadline.left()).digests
 
     # The end.
 
@@ -360,12 +449,14 @@ class Publisher:
         self._server.process.detach_after_fork()
         for arena in self.arenas.values():
             arena.forsake()
+        self._devices.forget()
 
     def close(self, seconds: float) -> None:
         """Wait that long for what is being published, then let go of the server and the memory."""
         self.settle(seconds)
         self._server.process.close()
         self._drop_arenas()
+        self._devices.close()
 
     def _drop_arenas(self) -> None:
         for slot in list(self.arenas):

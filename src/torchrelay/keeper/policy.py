@@ -26,6 +26,7 @@ class KeeperPolicy(Policy):
     """Every keeper lists the step. `tell`: called with the keepers of all ranks."""
 
     operation = "stage"
+    on_devices = False
 
     def __init__(
         self, keeper: ServerLink, join: k.JoinKeeper, tell: Callable[[list[str]], None]

@@ -1,6 +1,7 @@
 """The messages between a process that publishes steps and the server that shows them. No torch.
 
-A publish takes four: `Reserve` memory, `StageSlot` the copy, `Show` it, and `FinishPublish`.
+A publish takes four: `Reserve` memory, `StageSlot` the copy, `Show` it, and `FinishPublish`. One
+that is kept on a GPU has two more: `TakeDevice` memory, and `ShowDevice`, before `StageSlot`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import msgspec
 
 from torchrelay.memory.pages import PAGE, paged
 from torchrelay.sources.access import Access
+from torchrelay.sources.lent_memory import DeviceExport
 from torchrelay.sources.remote_step import ChunkedVolume
 
 HOLD_SECONDS = 60.0
@@ -119,6 +121,29 @@ class Show(msgspec.Struct, tag="show"):
     whole: StepRecord | None = None
 
 
+class TakeDevice(msgspec.Struct, tag="take device"):
+    """Memory of a GPU for a step. Answered with `DeviceTaken`."""
+
+
+class DeviceTaken(msgspec.Struct, tag="device taken"):
+    """The number of a slot that nobody reads, and that is not lent until it is shown; -1 where
+    processes read all of them."""
+
+    slot: int
+
+
+class ShowDevice(msgspec.Struct, tag="show device"):
+    """Volumes of a step can be read from memory of a GPU by processes of this host. `Show` follows
+    when the bytes are in host memory too."""
+
+    slot: int
+    step: int
+    snapshot: str
+    volumes: list[Volume]
+    export: DeviceExport
+    whole: StepRecord | None = None
+
+
 class FinishPublish(msgspec.Struct, tag="finish"):
     """How a publish ended: shown, skipped or `failed`. `unused`: the slot that was reserved has not
     been written to."""
@@ -130,6 +155,7 @@ class FinishPublish(msgspec.Struct, tag="finish"):
     skipped: str | None = None
     failed: bool = False
     unused: bool = False
+    on_device: bool = False  # the step is in memory of a GPU, too
 
 
 class Tell(msgspec.Struct, tag="tell"):
@@ -162,5 +188,5 @@ class SeedAnswer(msgspec.Struct):
     complete: bool
 
 
-ServerRequest = Listen | Reserve | StageSlot | Show | FinishPublish | Tell
-ServerAnswer = Listening | Reserved | SlotStaged | StatusText | Obeyed | Refused
+ServerRequest = Listen | Reserve | TakeDevice | ShowDevice | StageSlot | Show | FinishPublish | Tell
+ServerAnswer = Listening | Reserved | DeviceTaken | SlotStaged | StatusText | Obeyed | Refused

@@ -124,13 +124,19 @@ class EndpointProgram:
         fd = descriptor_of(self._link, request)
         with service.lock:
             if isinstance(request, m.Reserve):
-                return slots.reserve()
+                reserved = slots.reserve()
+                service.devices.pending = service.pending
+                return reserved
+            if isinstance(request, m.TakeDevice):
+                return m.DeviceTaken(service.devices.take())
             if isinstance(request, m.Tell):
                 return m.StatusText(msgspec.json.encode(status(service)))
             if isinstance(request, m.StageSlot):
                 slots.take()
             elif isinstance(request, m.Show):
                 service.show(request)
+            elif isinstance(request, m.ShowDevice):
+                service.show_on_device(request)
             else:
                 slots.finish(request)
                 service.finish(request)

@@ -28,6 +28,8 @@ from torchrelay.stores.reading.fetch import Fetch, Placed
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
+    from torchrelay.stores.reading.device_copies import DeviceCopies
+
 WAVE_BYTES = 256 << 20
 
 
@@ -46,7 +48,7 @@ class Wave:
     wanted: dict[int, list[Placed]] = field(default_factory=dict)
     after: list[Callable[[], None]] = field(default_factory=list)
     device: int | None = None  # the GPU that all of its places are on
-    fetch: Fetch | DeviceFetch | None = None  # what reads it, from its check on
+    fetch: Fetch | DeviceFetch | DeviceCopies | None = None  # what reads it, from its check on
 
     def finish(self) -> None:
         """Everything has arrived: take it where it belongs."""
@@ -61,16 +63,16 @@ def waves(wishes: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[W
     for wish in wishes:
         if not prod(wish.sizes):
             continue
-        if wish.destination.dtype == t.dtype_named(wish.tensor.dtype) and _is_run(wish):
-            direct.append(ShardRead(wish.shard.file, _start(wish), _region(wish.destination)))
+        if wish.destination.dtype == t.dtype_named(wish.tensor.dtype) and is_run(wish):
+            direct.append(ShardRead(wish.shard.file, first_byte(wish), _region(wish.destination)))
         else:
             detours.append(wish)
     planned = _Waves()
     for file, start, region in sorted(direct, key=itemgetter(0, 1)):
         planned.add(file, start, region)
-    for wish in sorted(detours, key=lambda wish: (wish.shard.file, _start(wish))):
+    for wish in sorted(detours, key=lambda wish: (wish.shard.file, first_byte(wish))):
         region, copy = _detour(wish)
-        planned.add(wish.shard.file, _start(wish), region, copy)
+        planned.add(wish.shard.file, first_byte(wish), region, copy)
     return planned.waves
 
 
@@ -104,7 +106,7 @@ class _Waves:
             wave.after.append(after)
 
 
-def _is_run(wish: BoxRead) -> bool:
+def is_run(wish: BoxRead) -> bool:
     """Whether a box is one run of its shard's elements."""
     if wish.sizes == wish.shard.sizes:
         return True
@@ -116,7 +118,7 @@ def _is_run(wish: BoxRead) -> bool:
     return True
 
 
-def _start(wish: BoxRead) -> int:
+def first_byte(wish: BoxRead) -> int:
     """Where in the file the first element of the box lies."""
     if not any(wish.offsets):
         return wish.shard.start

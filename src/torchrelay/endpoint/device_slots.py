@@ -1,0 +1,142 @@
+"""Published steps in memory of the GPU that their tensors are on.
+
+A slot has the same bytes as the host memory of a step: its volumes one behind the other. It is
+filled by one copy on the device, so a caller waits for little; digests are made there, processes of
+this host read from there, and the bytes reach host memory in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from torchrelay.endpoint.server.messages import Volume
+from torchrelay.errors import UsageError
+from torchrelay.geometry.runs import Moves
+from torchrelay.memory.gpu import kernels
+from torchrelay.memory.gpu.block import DeviceBlock, has_room, rounded
+from torchrelay.memory.gpu.kernels import CudaError, Tables
+from torchrelay.memory.gpu.side import on_side_stream
+from torchrelay.memory.gpu.volumes import digests_of_volumes
+from torchrelay.plan.stream import Stream
+from torchrelay.sources.lent_memory import DeviceExport
+from torchrelay.stores.shares.share import Share
+from torchrelay.stores.writer.file_writer import host_view
+from torchrelay.transports.routes.cuda.handles import IpcError, export_of
+
+MARGIN = 1 / 4  # of a GPU's memory that stays free where steps are kept there unasked
+USUAL_SLOTS = 2
+CHOICES = ("auto", "gpu", "host")
+
+
+class DeviceSlot:
+    """Memory of a GPU for one step at a time, which other processes can open."""
+
+    def __init__(self, number: int, nbytes: int, device: int) -> None:
+        self.number = number
+        self.block = DeviceBlock(nbytes, device)
+        try:
+            found = export_of(self.block.address)
+        except BaseException:
+            self.block.close()
+            raise
+        self.export = DeviceExport(found.id, found.device, found.handle, nbytes)
+        self._tables = Tables()
+
+    def fill(self, streams: Sequence[Stream], volumes: Sequence[Volume]) -> None:
+        """Copy a share; returns when its memory may change. The caller has waited for work that
+        was begun on it."""
+        device = self.block.device
+        rows: list[tuple[int, int, int, int]] = []
+        with torch.cuda.device(device), on_side_stream():
+            for stream, volume in zip(streams, volumes, strict=True):
+                for at, region in stream.elsewhere:
+                    run = region.run(0, region.nbytes) if region.keep.is_cuda else None
+                    if run is None:
+                        packed = torch.empty(region.nbytes, dtype=torch.uint8, device="cuda")
+                        region.read(0, region.nbytes, packed)
+                        self.block.view(volume.start + at, region.nbytes).copy_(packed)
+                    elif region.nbytes:
+                        place = volume.start + at
+                        rows.append((place, run.data_ptr(), self.block.address + place, run.nbytes))
+                for at, address, nbytes in stream.host.within(0, stream.nbytes):
+                    data = torch.frombuffer(host_view(address, nbytes), dtype=torch.uint8)
+                    self.block.view(volume.start + at, nbytes).copy_(data)
+                for low, high in stream.gaps:
+                    self.block.view(volume.start + low, high - low).zero_()
+            if rows:
+                columns = np.array(rows, np.uint64).T
+                kernels.copy(Moves(*columns), device, self._tables)
+
+    def digests(self, volumes: Sequence[Volume]) -> list[bytes]:
+        """The digests of each volume's chunks, made on the device."""
+        return digests_of_volumes(self.block.address, volumes, self.block.device, self._tables)
+
+    def copy_to(self, arena: torch.Tensor, nbytes: int) -> None:
+        """Copy everything to pinned host memory."""
+        with torch.cuda.device(self.block.device), on_side_stream():
+            arena[:nbytes].copy_(self.block.view(0, nbytes), non_blocking=True)
+
+    def close(self) -> None:
+        self.block.close()
+
+
+class DeviceSlots:
+    """The slots of one publisher, by the numbers that its server gives them."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, DeviceSlot] = {}
+
+    def unfit(self, share: Share, nbytes: int, choice: str) -> str:
+        """Why a share is not kept on a GPU; empty where it is."""
+        if choice == "host":
+            return 'stage_on="host"'
+        devices = set().union(*(stream.devices for stream in share.streams))
+        if len(devices) != 1:
+            return f"its tensors are on {len(devices)} GPUs"
+        device = _index(next(iter(devices)))
+        if kernels.kernels(device) is None:
+            return "the kernels cannot be loaded"
+        have = [one for one in self._slots.values() if one.block.nbytes >= nbytes]
+        need = rounded(nbytes) * max(0, USUAL_SLOTS - len(have))
+        if choice == "auto" and need and not has_room(need, device, MARGIN):
+            return f"cuda:{device} has too little memory for {USUAL_SLOTS} copies of {nbytes} bytes"
+        return ""
+
+    def slot(self, number: int, share: Share, nbytes: int) -> DeviceSlot:
+        """A slot that can be written to. `MemoryError` or `IpcError` where it cannot be made."""
+        device = _index(next(iter(set().union(*(one.devices for one in share.streams)))))
+        found = self._slots.get(number)
+        if found is not None and (found.block.nbytes < nbytes or found.block.device != device):
+            self._slots.pop(number).close()
+            found = None
+        if found is None:
+            found = self._slots[number] = DeviceSlot(number, nbytes, device)
+        return found
+
+    def close(self) -> None:
+        """Free the memory. A process that has it open keeps what it has open."""
+        while self._slots:
+            self._slots.popitem()[1].close()
+
+    def forget(self) -> None:
+        """In a child of a fork."""
+        for one in self._slots.values():
+            one.block.forget()
+        self._slots.clear()
+
+
+UNABLE = (MemoryError, IpcError, CudaError)
+
+
+def check_choice(choice: str) -> str:
+    """`UsageError` for another word than there are."""
+    if choice not in CHOICES:
+        raise UsageError(f"stage_on must be one of {', '.join(CHOICES)}, not {choice!r}")
+    return choice
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
