@@ -30,7 +30,7 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import rows_for
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.stores.reading.box_reads import ShardRead, Wave, waves
+from torchrelay.stores.reading.box_reads import ShardRead, Wave, WaveFetch, waves
 from torchrelay.stores.reading.device_copies import DeviceCopies
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
@@ -213,7 +213,7 @@ class Loading:
             landing.torn = landing.torn or own
             wave.finish()
 
-    def _fetch(self, wave: Wave) -> Fetch | DeviceFetch | DeviceCopies:
+    def _fetch(self, wave: Wave) -> WaveFetch:
         if wave.fetch is None:
             what = (self._step, self._record, wave.wanted)
             if wave.device is not None and not self._step.costly_reads:

@@ -37,7 +37,7 @@ from torchrelay.transports.routes.cuda.handles import (
 _lease = msgspec.msgpack.Decoder(DeviceLease)
 
 
-class _Placed(NamedTuple):
+class _LentVolume(NamedTuple):
     """A volume in memory of a GPU. See `memory.gpu.volumes.PlacedVolume`."""
 
     name: str
@@ -80,7 +80,7 @@ class LentDevice:
         """`DamagedError` unless every chunk of these volumes has its digest."""
         places = self.lease.volumes
         mine = sorted(
-            (_Placed(one.name, *places[one.name], one.chunk_bytes) for one in volumes),
+            (_LentVolume(one.name, *places[one.name], one.chunk_bytes) for one in volumes),
             key=lambda one: one.start,
         )
         recorded = {one.name: one.digests for one in volumes}

@@ -30,7 +30,8 @@ def digests_of_volumes(
 ) -> list[bytes]:
     """XXH3-128 of each volume's chunks, in ascending order of the volumes' starts."""
     starts = [
-        np.arange(one.start, one.start + one.nbytes, one.chunk_bytes, dtype=np.uint64) for one in volumes
+        np.arange(one.start, one.start + one.nbytes, one.chunk_bytes, dtype=np.uint64)
+        for one in volumes
     ]
     stops = [
         np.minimum(begin + np.uint64(one.chunk_bytes), np.uint64(one.start + one.nbytes))

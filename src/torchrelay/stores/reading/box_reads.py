@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -22,13 +22,11 @@ from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
 from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
-from torchrelay.stores.reading.device_fetch import DeviceFetch
-from torchrelay.stores.reading.fetch import Fetch, Placed
+from torchrelay.stores.reading.fetch import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
-    from torchrelay.stores.reading.device_copies import DeviceCopies
 
 WAVE_BYTES = 256 << 20
 
@@ -41,6 +39,17 @@ class ShardRead(NamedTuple):
     region: Region
 
 
+class WaveFetch(Protocol):
+    """Brings what a wave reads to its places: `Fetch`, `DeviceFetch` or `DeviceCopies`."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether a place may have been written to."""
+
+    def check(self) -> None: ...
+    def land(self, *, verify: bool = True, checked: bool = False) -> None: ...
+
+
 @dataclass
 class Wave:
     """Reads that are done together: places by file, and what is left to do once they hold."""
@@ -48,7 +57,7 @@ class Wave:
     wanted: dict[int, list[Placed]] = field(default_factory=dict)
     after: list[Callable[[], None]] = field(default_factory=list)
     device: int | None = None  # the GPU that all of its places are on
-    fetch: Fetch | DeviceFetch | DeviceCopies | None = None  # what reads it, from its check on
+    fetch: WaveFetch | None = None  # what reads it, from its check on
 
     def finish(self) -> None:
         """Everything has arrived: take it where it belongs."""

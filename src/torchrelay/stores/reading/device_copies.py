@@ -27,8 +27,6 @@ from torchrelay.stores.seam import DeviceStep
 class DeviceCopies:
     """As `reading.Fetch`, for boxes whose source and destination are on GPUs."""
 
-    instead = ""
-
     def __init__(
         self,
         step: DeviceStep,
