@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Annotated, TypeVar
 
@@ -88,7 +88,7 @@ class EndpointSource:
 
     On this host, for this user, memory is mapped in place of reading it over TCP, unless
     `same_host` is false; `instead` says why it is not. `verify`: mapped memory is verified too.
-    `failed` says which URLs were left out, and why.
+    `failed` says which URLs were left out, and why. `tokens`: those of URLs that have their own.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class EndpointSource:
         same_host: bool = True,
         verify: bool = False,
         job: str = "",
+        tokens: Mapping[str, str] | None = None,
     ) -> None:
         listed = items_of("url", urls, str, "an endpoint's URL")
         most = MAX_KEEPERS if job else MAX_URLS
@@ -106,6 +107,7 @@ class EndpointSource:
             raise UsageError(f"give 1 to {most} URLs, not {len(listed)}")
         self.access = access or Access()
         self._token, self._context = self.access.secret(), self.access.client_context()
+        self._tokens = tokens or {}
         self._same_host, self._verify, self.job = same_host, verify or bool(job), job
         self.reader = secrets.token_hex(16)
         self.hosts = [self.host(url) for url in dict.fromkeys(listed)]
@@ -120,7 +122,8 @@ class EndpointSource:
         it in clear text: `UsageError`, as for a malformed URL."""
         if like is not None and like.tls and not url.startswith("https://"):
             raise UsageError(f"{like.url} names a server without TLS, {url!r}, which gets no token")
-        return Host(url, token=self._token, context=self._context, reader=self.reader)
+        token = self._tokens.get(url, self._token)
+        return Host(url, token=token, context=self._context, reader=self.reader)
 
     @property
     def name(self) -> str:
@@ -242,6 +245,11 @@ class EndpointSource:
                 why = f"has other bytes of step {step}" if other else f"has no step {step}"
                 self.failed.setdefault(host.url, why)
         return self._open(holders, step, holders[0][1].snapshot, deadline)
+
+    def snapshot_of(self, step: int) -> str:
+        """The content of a step that was listed last, as most of the servers have it."""
+        holders = _by_snapshot(self._listed.get(step, []))
+        return max(holders, key=lambda one: len(holders[one]), default="")
 
     def _open(self, holders: Holders, step: int, snapshot: str, deadline: Deadline) -> RemoteStep:
         found = None

@@ -1,0 +1,49 @@
+"""The parts of a snapshot that a request asks for, checked. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchrelay.endpoint.server.requests import Refusal
+from torchrelay.endpoint.server.snapshots import ServedSnapshot
+from torchrelay.errors import RemoteProtocolError
+from torchrelay.parts.runs import MAX_RUNS, PartRuns, PartsRequest
+from torchrelay.parts.stream import WantedPart
+
+
+class WantedParts:
+    """Runs of volumes that are in this process."""
+
+    def __init__(self, snapshot: ServedSnapshot, runs: dict[str, PartRuns]) -> None:
+        self._snapshot, self._runs = snapshot, runs
+
+    def opened(self) -> Iterator[WantedPart]:
+        """The volumes one after the other. The snapshot is being read meanwhile, so that its memory
+        is not taken back."""
+        for name, runs in self._runs.items():
+            found = self._snapshot.place(name)
+            if found is None:
+                raise ConnectionResetError("the step was replaced")
+            slot, volume = found
+            # A view of its own: the slot may be given back while this one is in use.
+            view = slot.view[volume.start : volume.start + volume.nbytes]
+            yield WantedPart(np.frombuffer(view, np.uint8), runs)
+
+
+def wanted_parts(said: PartsRequest, snapshot: ServedSnapshot) -> WantedParts:
+    """`RemoteProtocolError` for malformed runs, `Refusal` for volumes that are not here."""
+    if not snapshot.complete:
+        raise Refusal(404, "the step is still arriving here")
+    found: dict[str, PartRuns] = {}
+    count = 0
+    for wanted in said.volumes:
+        place = snapshot.place(wanted.name)
+        if place is None:
+            raise Refusal(404, "a volume is not here: /places.json says where it is")
+        found[wanted.name] = runs = PartRuns.decoded(wanted.columns, place[1].nbytes)
+        count += len(runs)
+        if count > MAX_RUNS:
+            raise RemoteProtocolError(f"a request has at most {MAX_RUNS} runs")
+    return WantedParts(snapshot, found)
