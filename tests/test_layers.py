@@ -38,6 +38,7 @@ LAYERS: list[set[str]] = [
     {"memory"},
     {"coordination"},
     {"transports", "stores"},
+    {"parts"},
     {"sources"},
     {"relay", "endpoint", "keeper", "checkpointer", "resharding", "inspection"},
     {"weights"},

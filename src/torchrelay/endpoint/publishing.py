@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -19,50 +19,29 @@ from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.device_slots import UNABLE, DeviceSlot, DeviceSlots
+from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.process import ServerLink
+from torchrelay.endpoint.publish_policy import Policy
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.metrics import Measurement
+from torchrelay.parts.bitmaps import Field, tiled
 from torchrelay.pending import Pending, logger
+from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest
 from torchrelay.record.schema import Record
 from torchrelay.results import Report
 from torchrelay.stores.safetensors import tensors_of
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares
+from torchrelay.stores.shares.layout import Entry, FileLayout
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share
 from torchrelay.stores.writer.file_writer import WORKERS
 
 _FINISH_SECONDS = 5.0  # for the last message of a publish
-
-
-class Policy:
-    """The part of a publish that differs between endpoints and keepers; this is an endpoint's. The
-    coordinator's server lists the step, and names the others."""
-
-    operation = "publish"  # its name in metrics
-    on_devices = True  # whether its server lends memory of GPUs
-
-    def report(self, deadline: Deadline) -> bytes:
-        """This rank's server reports to the coordinator before a step."""
-        return b""
-
-    def choose(self, reports: list[bytes], urls: list[str], step: int) -> tuple[bytes, str]:
-        """The coordinator's: a decision for all servers, and why the step is skipped, if it is."""
-        return b"", ""
-
-    def meet(self, urls: list[str]) -> None:
-        """The URLs of all ranks' servers; called where they have changed."""
-
-    def check(self, parts: list[int], urls: list[str]) -> None:
-        """The coordinator's: raise where the servers can never take parts of these sizes."""
-
-    def listing(self, urls: list[str]) -> set[int]:
-        """The ranks whose servers list the step."""
-        return {COORDINATOR}
 
 
 class _Offer(msgspec.Struct, array_like=True):
@@ -127,7 +106,7 @@ class StagedStep(NamedTuple):
 
 class Publisher:
     """Publishes the states of one rank, one at a time. `start` has the server run, within seconds,
-    and returns whether it is a new one."""
+    and returns whether it is a new one. Without an `encoding` no changes are found."""
 
     def __init__(
         self,
@@ -136,13 +115,16 @@ class Publisher:
         start: Callable[[float], bool],
         url: Callable[[], str],
         policy: Policy,
+        encoding: Encoding | None = None,
     ) -> None:
+        self._encoding = encoding or Encoding(history=0)
         self._all, self._server, self._policy = ranks, server, policy
         self._start, self._url = start, url
         self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members)
         self.arenas: dict[int, Arena] = {}  # by slot
         self._devices = DeviceSlots()
         self._last: Pending | None = None
+        self._fields = KnownFields()
         self.urls: list[str] = []  # of the ranks' servers, each once; the first lists all parts
 
     def publish(
@@ -435,6 +417,8 @@ class Publisher:
         """Have the server take the memory of a slot, and make the digests that it lacks."""
         arena = self.arenas[staged.slot]
         request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
+        if self._encoding.history:
+            request.fields = self._fields.of(staged.planned.share)
         return self._server.stage(request, arena.fd, deadline.left()).digests
 
     # The end.
@@ -461,6 +445,28 @@ class Publisher:
     def _drop_arenas(self) -> None:
         for slot in list(self.arenas):
             self._drop_arena(slot)
+
+
+class KnownFields:
+    """The fields of a share's volumes. Those of the last one are kept: shares of one plan have the
+    same layouts."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Sequence[FileLayout], list[list[Field]]] | None = None
+
+    def of(self, share: Share) -> list[list[Field]]:
+        if self._last is None or self._last[0] is not share.layouts:
+            entries = share.contents.all_entries()
+            self._last = share.layouts, [_fields(file, entries) for file in share.layouts]
+        return self._last[1]
+
+
+def _fields(file: FileLayout, entries: Sequence[Entry]) -> list[Field]:
+    placed = (
+        Field(start, start + entries[index].nbytes, itemsize(entries[index].dtype))
+        for start, index in file.placed
+    )
+    return tiled(placed, file.nbytes)
 
 
 def _whole(record: Record, urls: list[str], places: list[int]) -> m.StepRecord:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from torchrelay.memory.pages import PAGE, paged
+from torchrelay.parts.bitmaps import Field
 from torchrelay.sources.access import Access
 from torchrelay.sources.lent_memory import DeviceExport
 from torchrelay.sources.remote_step import ChunkedVolume
@@ -46,7 +47,7 @@ def laid_out(files: Iterable[ChunkedVolume]) -> tuple[list[Volume], int]:
 
 class Listen(msgspec.Struct, tag="listen"):
     """Open the port. Answered with `Listening`. `hold`, `stall` and `connections` are those of
-    `serve`."""
+    `serve`, `history` that of its `Encoding`."""
 
     host: str
     port: int
@@ -57,6 +58,7 @@ class Listen(msgspec.Struct, tag="listen"):
     hold: float = HOLD_SECONDS
     stall: float = STALL_SECONDS
     connections: int = CONNECTIONS
+    history: int = 0
 
     @classmethod
     def at(cls, host: str, port: int, access: Access) -> Listen:
@@ -87,12 +89,14 @@ class Reserved(msgspec.Struct, tag="reserved"):
 
 class StageSlot(msgspec.Struct, tag="stage"):
     """A slot has its bytes. With `attached`, a descriptor of its memory follows. Answered with
-    `SlotStaged`: the digests of each volume's chunks."""
+    `SlotStaged`: the digests of each volume's chunks. `fields`: those that tile each volume, where
+    the server is to find changes."""
 
     slot: int
     nbytes: int
     volumes: list[Volume]
     attached: bool
+    fields: list[list[Field]] = []
 
 
 class SlotStaged(msgspec.Struct, tag="staged"):

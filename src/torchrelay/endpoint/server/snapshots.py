@@ -12,6 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 import xxhash
 
+from torchrelay.endpoint.server.changes import ChangeHistory
 from torchrelay.endpoint.server.http import Span
 from torchrelay.endpoint.server.messages import Show, Volume
 from torchrelay.geometry import DIGEST_BYTES
@@ -168,9 +169,11 @@ class ServedSnapshot:
 
 
 class Snapshots:
-    """Slots by number, and the steps shown from them, the newest last."""
+    """Slots by number, and the steps shown from them, the newest last. `changes`: the elements that
+    differ between them."""
 
     def __init__(self) -> None:
+        self.changes = ChangeHistory()
         self.slots: dict[int, Slot] = {}
         self.shown: list[ServedSnapshot] = []
 
@@ -192,6 +195,7 @@ class Snapshots:
                     other.superseded = time.monotonic()
             self.shown.append(snapshot)
         snapshot.add(shown, self.slots[shown.slot])
+        self.changes.show(shown.slot, shown.step, shown.snapshot)
         return snapshot
 
     def lead(self, step: int) -> None:
