@@ -18,8 +18,8 @@ from torchrelay.geometry.runs import Moves
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.block import DeviceBlock, has_room, rounded
 from torchrelay.memory.gpu.kernels import CudaError, Tables
-from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.memory.gpu.volumes import digests_of_volumes
+from torchrelay.memory.gpu.side import on_side_stream, side_stream
+from torchrelay.memory.gpu.volumes import split_by_volume, table_of_volumes
 from torchrelay.plan.stream import Stream
 from torchrelay.sources.lent_memory import DeviceExport
 from torchrelay.stores.shares.share import Share
@@ -44,13 +44,14 @@ class DeviceSlot:
             raise
         self.export = DeviceExport(found.id, found.device, found.handle, nbytes)
         self._tables = Tables()
+        self._hashed: tuple[torch.cuda.Event, torch.Tensor] | None = None  # of what was copied
 
     def fill(self, streams: Sequence[Stream], volumes: Sequence[Volume]) -> None:
         """Copy a share; returns when its memory may change. The caller has waited for work that
-        was begun on it."""
+        was begun on it. Digests are made behind the copy; `digests` waits for them."""
         device = self.block.device
         rows: list[tuple[int, int, int, int]] = []
-        with torch.cuda.device(device), on_side_stream():
+        with torch.cuda.device(device), side_stream():
             for stream, volume in zip(streams, volumes, strict=True):
                 for at, region in stream.elsewhere:
                     run = region.run(0, region.nbytes) if region.keep.is_cuda else None
@@ -69,10 +70,21 @@ class DeviceSlot:
             if rows:
                 columns = np.array(rows, np.uint64).T
                 kernels.copy(Moves(*columns), device, self._tables)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            table = table_of_volumes(self.block.address, volumes)
+            found = kernels.digests(table, device, self._tables)
+            hashed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            hashed.record()
+            self._hashed = hashed, found
+            copied.synchronize()
 
     def digests(self, volumes: Sequence[Volume]) -> list[bytes]:
         """The digests of each volume's chunks, made on the device."""
-        return digests_of_volumes(self.block.address, volumes, self.block.device, self._tables)
+        assert self._hashed is not None, "nothing was copied"
+        (hashed, found), self._hashed = self._hashed, None
+        hashed.synchronize()
+        return split_by_volume(found.cpu().numpy().tobytes(), volumes)
 
     def copy_to(self, arena: torch.Tensor, nbytes: int) -> None:
         """Copy everything to pinned host memory."""

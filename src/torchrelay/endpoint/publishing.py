@@ -20,6 +20,7 @@ from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.device_slots import UNABLE, DeviceSlot, DeviceSlots
 from torchrelay.endpoint.encoding import Encoding
+from torchrelay.endpoint.known_record import KnownRecord, RecordedStep
 from torchrelay.endpoint.process import ServerLink
 from torchrelay.endpoint.publish_policy import Policy
 from torchrelay.endpoint.server import messages as m
@@ -32,10 +33,8 @@ from torchrelay.parts.bitmaps import Field, tiled
 from torchrelay.pending import Pending, logger
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest
-from torchrelay.record.schema import Record
 from torchrelay.results import Report
-from torchrelay.stores.safetensors import tensors_of
-from torchrelay.stores.shares.commit_record import commit_record, decode_shares
+from torchrelay.stores.shares.commit_record import decode_shares
 from torchrelay.stores.shares.layout import Entry, FileLayout
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share
@@ -123,6 +122,7 @@ class Publisher:
         self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members)
         self.arenas: dict[int, Arena] = {}  # by slot
         self._devices = DeviceSlots()
+        self._records = KnownRecord()
         self._last: Pending | None = None
         self._fields = KnownFields()
         self.urls: list[str] = []  # of the ranks' servers, each once; the first lists all parts
@@ -362,29 +362,36 @@ class Publisher:
         """Every rank shows its volumes, those that list the step with the record of all of them.
         The coordinator is the last: what it lists can be read."""
         listing = self._policy.listing(staged.urls)
-        written: list[Record] = []
+        written: list[list[bytes]] = []
+        known: list[RecordedStep] = []
 
         def hash_mine() -> bytes:
             slot = staged.on_device
             found = self._hashed(staged, deadline) if slot is None else slot.digests(staged.volumes)
-            written.append(staged.planned.share.written(found))
-            return encode(written[0])
+            written.append(found)
+            again = self._records.again(staged.step, staged.planned, found)
+            if again is not None:
+                known.append(again)
+                return b""
+            return encode(staged.planned.share.written(found))
 
         def decide(said: list[bytes]) -> list[bytes]:
-            shares = decode_shares(staged.step, said)
-            assert staged.planned.outlined is not None
-            record = commit_record(staged.step, shares, staged.planned.outlined)
-            places = [rank for rank, share in enumerate(shares) for _ in share.volumes]
-            snapshot = content_digest(record)
-            whole = _whole(record, staged.urls, places)
+            if known:
+                made, places = known[0], [COORDINATOR] * len(written[0])
+            else:
+                shares = decode_shares(staged.step, said)
+                made = self._records.made(staged.step, staged.planned, shares)
+                places = [rank for rank, share in enumerate(shares) for _ in share.volumes]
+            snapshot = content_digest(made.record)
+            whole = _whole(made, staged.urls, places)
             brief, full = _encode(_Recorded(snapshot)), _encode(_Recorded(snapshot, whole))
             return [full if rank in listing else brief for rank in range(len(said))]
 
         heard = call.round("write", hash_mine, decide, deadline)
         found = decoded(_recorded, heard, COORDINATOR)
         own = [
-            msgspec.structs.replace(volume, digests=file.digests)
-            for volume, file in zip(staged.volumes, written[0].volumes, strict=True)
+            msgspec.structs.replace(volume, digests=digests)
+            for volume, digests in zip(staged.volumes, written[0], strict=True)
         ]
         named = (staged.step, found.snapshot, own)
         if (kept := staged.on_device) is not None:
@@ -469,11 +476,11 @@ def _fields(file: FileLayout, entries: Sequence[Entry]) -> list[Field]:
     return tiled(placed, file.nbytes)
 
 
-def _whole(record: Record, urls: list[str], places: list[int]) -> m.StepRecord:
+def _whole(made: RecordedStep, urls: list[str], places: list[int]) -> m.StepRecord:
     """A record with everything that it lists, wherever that is."""
     volumes = [
         m.Volume(file.name, -1, file.nbytes, file.chunk_bytes, file.digests)
-        for file in record.volumes
+        for file in made.record.volumes
     ]
-    count = len(tensors_of(record))
-    return m.StepRecord(encode_at_rest(record), volumes, count, urls, places)
+    data = encode_at_rest(made.record)
+    return m.StepRecord(data, volumes, made.tensors, urls, places, made.layout)
