@@ -1,0 +1,73 @@
+"""The record of a published step, made anew or from that of the step before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from torchrelay.record.encoding import content_digest, encode
+from torchrelay.record.schema import Record
+from torchrelay.stores.safetensors import tensors_of
+from torchrelay.stores.shares.commit_record import commit_record
+from torchrelay.stores.shares.layout import FileLayout
+from torchrelay.stores.shares.planner import PlannedShare
+
+
+class RecordedStep(NamedTuple):
+    """A record, how many tensors it has, and the digest of its layout: of everything but its step
+    and the digests of chunks."""
+
+    record: Record
+    tensors: int
+    layout: str
+
+
+class _Last(NamedTuple):
+    layouts: Sequence[FileLayout]
+    outline: bytes
+    made: RecordedStep
+
+
+class KnownRecord:
+    """Remembers the record of the last step of one rank. Steps of a training run have the same plan
+    and outline, so the next record differs in its number and its digests alone."""
+
+    def __init__(self) -> None:
+        self._last: _Last | None = None
+
+    def again(
+        self, step: int, planned: PlannedShare, digests: Sequence[bytes]
+    ) -> RecordedStep | None:
+        """The record of another step with these digests, if only those differ."""
+        last = self._last
+        if last is None or last.layouts is not planned.share.layouts or planned.outlined is None:
+            return None
+        if encode(planned.outlined) != last.outline:
+            return None
+        known = last.made.record
+        volumes = tuple(
+            msgspec.structs.replace(file, digests=found)
+            for file, found in zip(known.volumes, digests, strict=True)
+        )
+        saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        origin = known.origin and msgspec.structs.replace(known.origin, saved=saved)
+        record = msgspec.structs.replace(known, step=step, volumes=volumes, origin=origin)
+        return last.made._replace(record=record)
+
+    def made(self, step: int, planned: PlannedShare, shares: Sequence[Record]) -> RecordedStep:
+        """The record of what all ranks have written."""
+        assert planned.outlined is not None
+        record = commit_record(step, shares, planned.outlined)
+        made = RecordedStep(record, len(tensors_of(record)), _layout(record))
+        self._last = None
+        if len(shares) == 1:
+            self._last = _Last(planned.share.layouts, encode(planned.outlined), made)
+        return made
+
+
+def _layout(record: Record) -> str:
+    bare = tuple(msgspec.structs.replace(file, digests=b"") for file in record.volumes)
+    return content_digest(msgspec.structs.replace(record, step=0, volumes=bare))
