@@ -53,7 +53,7 @@ class KnownRecord:
             for file, found in zip(known.volumes, digests, strict=True)
         )
         saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        origin = known.origin and msgspec.structs.replace(known.origin, saved=saved)
+        origin = known.origin and msgspec.structs.replace(known.origin, time=saved)
         record = msgspec.structs.replace(known, step=step, volumes=volumes, origin=origin)
         return last.made._replace(record=record)
 

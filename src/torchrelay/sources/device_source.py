@@ -100,6 +100,17 @@ class DeviceSource:
                 break  # a newer step is in host memory, or the server lends nothing
         return self.endpoint.wait(newer_than, deadline)
 
+    @property
+    def lent(self) -> LentDevice | None:
+        """The lease of the step that was listed last, until it is opened."""
+        return self._lent
+
+    def take(self) -> LentDevice | None:
+        """The same; the caller closes it."""
+        lent, self._lent = self._lent, None
+        self.used = self.used or lent is not None
+        return lent
+
     def _ask(
         self, request: DeviceLeaseRequest, deadline: Deadline, wait: float = 0.0
     ) -> LentDevice | None:

@@ -26,6 +26,7 @@ from torchrelay.sources.lent_memory import (
     asked,
     check_near,
 )
+from torchrelay.stores.seam import DeviceRun
 from torchrelay.stores.writer.frames import has_hung_up
 from torchrelay.transports.routes.cuda.handles import (
     Export,
@@ -107,6 +108,17 @@ class DeviceLentStep:
         self.digest = bytes.fromhex(snapshot)
         self._lent = list(lent)
         self._place = {name: one for one in lent for name in one.lease.volumes}
+        self.runs: list[DeviceRun] = []  # what was copied from there
+        self.others = False  # whether anything else was read
+
+    @property
+    def only(self) -> LentDevice | None:
+        """What one server lends, where it lends all of it."""
+        return self._lent[0] if len(self._lent) == 1 else None
+
+    def note(self, runs: Sequence[DeviceRun], others: bool) -> None:
+        self.runs += runs
+        self.others = self.others or others
 
     @property
     def files(self) -> DeviceLentStep:
@@ -151,6 +163,7 @@ class DeviceReader:
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         self._step.check_lent()
+        self._step.note((), others=True)
         for view in buffers:
             if len(view):
                 source = device_bytes(self._address + position, len(view), self._device)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import PeerLostError, StepNotFoundError, TransferTimeoutError, UsageError
+from torchrelay.errors import (
+    PeerLostError,
+    RelayError,
+    StepNotFoundError,
+    TransferTimeoutError,
+    UsageError,
+)
 from torchrelay.record.schema import Record
 from torchrelay.sources.access import Access
+from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
+from torchrelay.sources.lent_device import DeviceLentStep
 from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.seam import WantedBox
@@ -41,10 +50,15 @@ class NewestStep:
     """See `sources.seam.Source`: of the steps of a publisher the newest alone, if it is at least
     `floor`. One is made for each update."""
 
-    def __init__(self, origin: Origin, mirror: Mirror, floor: int) -> None:
+    def __init__(self, origin: Origin, mirror: Mirror, floor: int, *, on_gpu: bool = False) -> None:
+        """`on_gpu`: memory of a GPU of this host is read where the step is there."""
         self._origin, self._mirror, self._floor = origin, mirror, floor
-        self.name, self.cost, self.end = origin.name, origin.cost, origin.end
-        self.opened: RemoteStep | None = None  # what was opened last
+        self.name, self.cost = origin.name, origin.cost
+        self.device: DeviceSource | None = None
+        if on_gpu and isinstance(origin, EndpointSource):
+            self.device = DeviceSource(origin)
+        self.end = (self.device or origin).end
+        self.opened: RemoteStep | DeviceLentStep | None = None  # what was opened last
 
     @property
     def endpoint(self) -> EndpointSource | None:
@@ -53,6 +67,8 @@ class NewestStep:
 
     def steps(self, deadline: Deadline) -> list[int]:
         """Waits for a step. Servers that cannot be reached are asked again until the deadline."""
+        if (found := self._on_device(deadline)) is not None:
+            return [found]
         while True:
             newest, fault = -1, None
             try:
@@ -70,6 +86,17 @@ class NewestStep:
                 if self.endpoint is not None:
                     self.endpoint.failed.clear()
 
+    def _on_device(self, deadline: Deadline) -> int | None:
+        """The newest step, if it is in memory of a GPU, and lent from now on."""
+        if self.device is None:
+            return None
+        with suppress(RelayError):  # which the endpoint meets again
+            self.device.steps(deadline)
+            if self.device.lent is not None and self.device.lent.lease.step < self._floor:
+                self.device.wait(self._floor - 1, deadline)
+        lent = self.device.lent
+        return lent.lease.step if lent is not None and lent.lease.step >= self._floor else None
+
     def _in_vain(self, newest: int, deadline: Deadline) -> TransferTimeoutError:
         wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
         there = f"; the newest is {newest}" if newest >= 0 else ""
@@ -81,10 +108,15 @@ class NewestStep:
 
     def snapshot(self, step: int) -> str:
         """The content of a step that was listed, by its digest."""
+        lent = None if self.device is None else self.device.lent
+        if lent is not None and lent.lease.step == step:
+            return lent.lease.snapshot
         return "" if self.endpoint is None else self.endpoint.snapshot_of(step)
 
-    def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep:
-        self.opened = found = self._origin.open(step, deadline)
+    def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep | DeviceLentStep:
+        self.opened = found = (self.device or self._origin).open(step, deadline)
+        if isinstance(found, DeviceLentStep):
+            return found
         # Memory of this host is read where it is.
         return found if found.mapped else MirroredStep(found, self._mirror, deadline)
 

@@ -21,7 +21,7 @@ from torchrelay.plan.reads import BoxRead
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.box_reads import first_byte, is_run
-from torchrelay.stores.seam import DeviceStep
+from torchrelay.stores.seam import DeviceRun, DeviceStep
 
 
 class DeviceCopies:
@@ -35,27 +35,29 @@ class DeviceCopies:
         progress: Callable[[int], None],
     ) -> None:
         self._step, self._progress = step, progress
-        self._bases = [step.device_memory(file.name) for file in record.volumes]
-        self._runs: dict[int, list[tuple[int, int, int, int]]] = {}  # by device
+        self._names = [file.name for file in record.volumes]
+        self._bases = [step.device_memory(name) for name in self._names]
+        self._runs: dict[int, list[tuple[int, int, int]]] = {}  # by device
         self._odd: list[BoxRead] = []
         self._nbytes = 0
         self.begun = False
-        for read in boxes:
-            self._add(read)
+        copied = [run for read in boxes if (run := self._added(read)) is not None]
+        step.note(copied, bool(self._odd))
 
-    def _add(self, read: BoxRead) -> None:
+    def _added(self, read: BoxRead) -> DeviceRun | None:
+        """The run that a box is, if it is one."""
         to = read.destination
         if not to.numel():
-            return
+            return None
         self._nbytes += to.nbytes
         device, base = self._bases[read.shard.file]
         same = to.dtype == t.dtype_named(read.tensor.dtype) and to.get_device() == device
         if same and to.is_contiguous() and is_run(read):
-            source = base + first_byte(read)
-            row = (len(self._runs.get(device, ())), source, to.data_ptr(), to.nbytes)
-            self._runs.setdefault(device, []).append(row)
-        else:
-            self._odd.append(read)
+            start, address, nbytes = first_byte(read), to.data_ptr(), to.nbytes
+            self._runs.setdefault(device, []).append((base + start, address, nbytes))
+            return DeviceRun(self._names[read.shard.file], start, address, nbytes)
+        self._odd.append(read)
+        return None
 
     def check(self) -> None:
         """Nothing: the step is compared when it is opened."""
@@ -70,8 +72,10 @@ class DeviceCopies:
         for device in devices:
             with torch.cuda.device(device), on_side_stream():
                 if rows := self._runs.get(device):
-                    columns = np.array(rows, np.uint64).T
-                    kernels.copy(Moves(*columns), device, Tables())
+                    moves = Moves(
+                        np.arange(len(rows), dtype=np.uint64), *np.array(rows, np.uint64).T
+                    )
+                    kernels.copy(moves, device, Tables())
                 for read in self._odd:
                     if read.destination.get_device() == device:
                         self._copy(read)
