@@ -31,7 +31,6 @@ LAYERS: list[set[str]] = [
     {"pending"},
     {"geometry"},
     {"record"},
-    {"parts"},
     {"state"},
     {"plan"},
     {"landing"},

@@ -30,8 +30,14 @@ class Wire:
         with suppress(OSError):
             while True:
                 reader, _ = self._listener.accept()
-                server = socket.create_connection(self._target, timeout=30)
+                server = socket.socket()
+                # A reader that stands still has little in the kernel's buffers.
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                server.settimeout(30)
+                server.connect(self._target)
                 self._open += [reader, server]
+                for line in (reader, server):
+                    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 latest = [b""]
                 for act in (self._up, self._down):
                     threading.Thread(target=act, args=(reader, server, latest), daemon=True).start()

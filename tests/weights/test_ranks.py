@@ -136,12 +136,12 @@ def test_two_ranks_of_another_mesh_follow_four(
     if not same_host:
         pool4.run(publish, 5)
         for (_, _, sources), most in zip(pool2.run(update, 5), pool2.run(needed), strict=True):
-            # What is packed, and a few bytes for each chunk and server.
+            # The packed bytes, and a few more for each chunk and server.
             assert sum(sources.values()) <= most + 1000
 
 
 def refused(rank: int, group: Any, urls: list[str]) -> tuple[str, bool]:
-    """One rank's destination does not fit: all are told so before a byte moves."""
+    """One rank's destination does not fit: every rank raises before a byte moves."""
     into = blank()
     if rank == 1:
         into["more"] = torch.zeros(3)

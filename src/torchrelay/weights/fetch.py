@@ -16,9 +16,11 @@ import numpy as np
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import DigestError, RemoteProtocolError, TransferTimeoutError
 from torchrelay.memory.crew import Crew
+from torchrelay.parts.encoding import WHOLE
 from torchrelay.parts.runs import (
     MAX_RUNS,
     MAX_VOLUMES,
+    PART_BYTES,
     Bytes,
     PartRuns,
     PartsRequest,
@@ -27,19 +29,18 @@ from torchrelay.parts.runs import (
 from torchrelay.parts.stream import (
     HEAD_BYTES,
     MAGIC,
-    MAX_PAYLOAD,
-    WHOLE,
     ChunkHead,
     accept,
     check_digest,
 )
-from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.connection import Answered, AnswerStream
 from torchrelay.sources.remote_step import RemoteReader, RemoteStep
 from torchrelay.sources.suppliers import SUPPLY_FAULTS, HttpSupplier, Supplier
+from torchrelay.stores.reading.ranges import whole_chunks
 from torchrelay.weights.mirror import Mirror, MirrorVolume
 
 STREAMS = 8  # at once, each of another server
+RANGE_BYTES = 8 << 20  # asked for at once, where parts are not sent
 _NO_PARTS = (400, 404, 405, 413)  # of a server that does not send parts, or not these
 
 
@@ -156,14 +157,14 @@ class PartFetch:
         with supplier.host.stream("/parts", body, seconds=seconds) as stream:
             if stream.read(len(MAGIC)) != MAGIC:
                 raise RemoteProtocolError(f"{supplier.name} sends no part stream")
-            buffer = memoryview(bytearray(MAX_PAYLOAD))
+            buffer = memoryview(bytearray(PART_BYTES))
             for piece in list(left):
                 packed = self._mirror.volumes[piece.name].packed[piece.at :]
-                for begin, end, _ in piece.runs.parts:
+                for begin, end, itemsize in piece.runs.parts:
                     # An unfinished chunk is asked for again without its base.
                     left[0] = piece._replace(base=None, done=begin)
                     before = stream.nbytes
-                    _receive(stream, packed[begin:end], buffer)
+                    _receive(stream, packed[begin:end], itemsize, buffer)
                     yield stream.nbytes - before
                 left.pop(0)
 
@@ -173,7 +174,7 @@ class PartFetch:
             file = self._files[piece.name]
             packed = self._mirror.volumes[piece.name].packed
             reader = RemoteReader(file, self._suppliers, self._deadline)
-            for begin, end in _touched(file, piece.runs):
+            for begin, end in whole_chunks(file, piece.runs.spans(), RANGE_BYTES):
                 chunk = np.empty(end - begin, np.uint8)
                 reader.read_into(begin, [chunk.data])
                 for run in piece.runs.volume_between(begin, end):
@@ -182,7 +183,7 @@ class PartFetch:
             yield 0  # the reader has counted them
 
 
-def _receive(stream: AnswerStream, into: Bytes, buffer: memoryview) -> None:
+def _receive(stream: AnswerStream, into: Bytes, itemsize: int, buffer: memoryview) -> None:
     """One part chunk, verified."""
     head = ChunkHead.decoded(stream.read(HEAD_BYTES))
     if head.kind == WHOLE and head.nbytes == len(into):
@@ -191,12 +192,4 @@ def _receive(stream: AnswerStream, into: Bytes, buffer: memoryview) -> None:
         return
     payload = buffer[: head.nbytes]
     stream.fill(payload)
-    accept(head, payload, into)
-
-
-def _touched(file: VolumeRecord, runs: PartRuns) -> Iterator[tuple[int, int]]:
-    """The chunks of a volume that have bytes of runs."""
-    for begin in range(0, file.nbytes, file.chunk_bytes):
-        end = min(begin + file.chunk_bytes, file.nbytes)
-        if next(runs.volume_between(begin, end), None) is not None:
-            yield begin, end
+    accept(head, payload, into, itemsize)

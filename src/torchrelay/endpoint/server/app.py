@@ -232,7 +232,7 @@ class App:
         try:
             said = decode_request(request.body)
             snapshot = self._by_id(said.snapshot)
-            wanted = wanted_parts(said, snapshot)
+            wanted = wanted_parts(said, snapshot, self.service.snapshots.changes)
         except RemoteProtocolError as fault:
             raise Refusal(400, fault.message) from None
 
