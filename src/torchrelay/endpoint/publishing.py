@@ -119,7 +119,8 @@ class Publisher:
         self._encoding = encoding or Encoding(history=0)
         self._all, self._server, self._policy = ranks, server, policy
         self._start, self._url = start, url
-        self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members)
+        dtype = self._encoding.dtype
+        self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members, dtype)
         self.arenas: dict[int, Arena] = {}  # by slot
         self._devices = DeviceSlots()
         self._records = KnownRecord()

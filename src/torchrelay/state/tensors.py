@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -423,6 +424,19 @@ def dtensor(
     if leaf.flags & m.PARAMETER:
         return torch.nn.Parameter(built, requires_grad=grad)
     return built.requires_grad_() if grad else built
+
+
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor around another local tensor, of that one's dtype and in all else as `tensor` is."""
+    from torch.distributed.tensor import DTensor
+
+    spec = copy(tensor._spec)
+    assert spec.tensor_meta is not None
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    built: torch.Tensor = DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    if is_parameter(tensor):
+        return torch.nn.Parameter(built, requires_grad=tensor.requires_grad)
+    return built.requires_grad_(tensor.requires_grad)
 
 
 def _box(shard: ShardMetadata) -> m.Box:
