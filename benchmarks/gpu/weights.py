@@ -31,6 +31,12 @@ SECONDS = 120.0  # that any one call may last
 SHARE = 0.02  # of all elements, which change
 GB = 1e9
 
+STALL = "publish returns (copied on the GPU)"
+UPDATE = "subscription: update to a version that is there"
+PULL = "pull of a version that is there"
+VERIFIED = "the same, digests compared on the GPU"
+WHOLE = "2 % changed: from publish to the worker has it"
+
 
 def prints_of(state: dict[str, torch.Tensor]) -> list[int]:
     """Sums of words and of words times their place: the same for the same bits alone."""
@@ -54,7 +60,7 @@ def change(state: dict[str, torch.Tensor], draw: torch.Generator) -> None:
 
 
 def worker(line: Connection, count: int, nbytes: int) -> None:
-    """Takes orders of the publisher: (kind, url, step, options)."""
+    """Takes orders of the publisher: (kind, url, step, whether Python is profiled)."""
     state = {
         f"layers.{n}.weight": torch.zeros(nbytes // 2, dtype=torch.bfloat16, device="cuda")
         for n in range(count)
@@ -62,13 +68,19 @@ def worker(line: Connection, count: int, nbytes: int) -> None:
     torch.cuda.synchronize()
     line.send("ready")
     while (order := line.recv()) is not None:
-        kind, url, step, verify = order
-        waits = {"newer_than": step - 1} if kind == "wait" else {}
-        profile = cProfile.Profile() if kind == "profile" else None
+        kind, url, step, profiled = order
+        if kind == "subscribe":
+            following = tr.subscribe(url, into=state, timeout=SECONDS)
+            line.send("subscribed")
+            continue
+        profile = cProfile.Profile() if profiled else None
         begun = time.monotonic()
         if profile is not None:
             profile.enable()
-        got = tr.pull(url, into=state, timeout=SECONDS, verify=verify, **waits)
+        if kind == "update":
+            got = following.update(at_least=step)
+        else:
+            got = tr.pull(url, into=state, timeout=SECONDS, verify=kind == "verified pull")
         ended = time.monotonic()
         text = ""
         if profile is not None:
@@ -86,10 +98,10 @@ def measure_updates(
     """Versions one after the other: how long the publisher waits, and when the worker has them."""
     total = sum(tensor.nbytes for tensor in state.values())
     draw = torch.Generator("cuda").manual_seed(1)
-    stalls, whole, pulls, verified = [], [], [], []
+    found: dict[str, list[float]] = {}
 
-    def ask(kind: str, step: int, *, verify: bool = False) -> None:
-        line.send((kind, endpoint.url, step, verify))
+    def ask(kind: str, step: int, *, profiled: bool = False) -> None:
+        line.send((kind, endpoint.url, step, profiled))
 
     def answer(step: int) -> tuple[float, float]:
         assert line.poll(SECONDS), "the worker does not answer"
@@ -100,42 +112,44 @@ def measure_updates(
             print(text, seconds, file=sys.stderr)
         return begun, ended
 
+    def publish(step: int) -> tuple[float, float, tr.Pending]:
+        change(state, draw)
+        begun = time.monotonic()
+        pending = endpoint.publish(state, step=step, stage_on="gpu")
+        return begun, time.monotonic(), pending
+
     with tr.serve(state, step=0, timeout=SECONDS) as endpoint:
-        for step in range(1, laps + 3):
-            change(state, draw)
-            ask("wait", step)  # the worker waits for this version
+        ask("subscribe", 0)
+        assert line.poll(SECONDS) and line.recv() == "subscribed"
+        for step in range(1, 2 * (laps + 2), 2):
+            ask("update", step)  # the worker waits for this version
             time.sleep(0.05)  # it has asked: what is measured begins with the publish
-            begun = time.monotonic()
-            pending = endpoint.publish(state, step=step, stage_on="gpu")
-            stall = time.monotonic() - begun
+            begun, returned, pending = publish(step)
             _, ended = answer(step)
             pending.result(SECONDS)
-            ask("pull", step)
-            first, last = answer(step)
-            ask("pull", step, verify=True)
-            checked = answer(step)
-            if step > 2:  # the first versions allocate memory
-                stalls.append(stall)
-                whole.append(ended - begun)
-                pulls.append(last - first)
-                verified.append(checked[1] - checked[0])
+            times = {STALL: returned - begun, WHOLE: ended - begun}
+            publish(step + 1)[2].result(SECONDS)  # and this one is there before the worker asks
+            for name, kind in ((UPDATE, "update"), (PULL, "pull"), (VERIFIED, "verified pull")):
+                ask(kind, step + 1)
+                first, last = answer(step + 1)
+                times[name] = last - first
+            if step > 3:  # the first versions allocate memory
+                for name, seconds in times.items():
+                    found.setdefault(name, []).append(seconds)
         if profile:
-            ask("profile", step)
-            answer(step)
+            publish(step + 2)[2].result(SECONDS)
+            ask("update", step + 2, profiled=True)
+            answer(step + 2)
+            ask("pull", step + 2, profiled=True)
+            answer(step + 2)
             watch = cProfile.Profile()
             watch.enable()
-            endpoint.publish(state, step=step + 1, stage_on="gpu").result(SECONDS)
+            publish(step + 3)[2].result(SECONDS)
             watch.disable()
             out = io.StringIO()
-            pstats.Stats(watch, stream=out).sort_stats("cumtime").print_stats(40)
+            pstats.Stats(watch, stream=out).sort_stats("cumtime").print_stats(50)
             print(out.getvalue(), file=sys.stderr)
-    cases = {
-        "publish returns (copied on the GPU)": stalls,
-        "update: pull of a published version": pulls,
-        "the same, digests compared on the GPU": verified,
-        "2 % changed: from publish to the worker has it": whole,
-    }
-    return [_row(name, seconds, total) for name, seconds in cases.items()]
+    return [_row(name, found[name], total) for name in (STALL, UPDATE, PULL, VERIFIED, WHOLE)]
 
 
 def measure_changes(count: int, nbytes: int, laps: int) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import torch
 
 import torchrelay as tr
 from torchrelay.deadlines import Deadline
+from torchrelay.endpoint import Encoding
 from torchrelay.errors import PeerLostError, RelayError
 from torchrelay.memory.gpu.block import DeviceBlock
 from torchrelay.memory.gpu.kernels import device_bytes
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 SECONDS = 120.0
 
 
-def _state(seed: int, rows: int = 600) -> dict[str, Any]:
+def _state(seed: int, rows: int = 6000) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(seed)
     wide = torch.randn(rows, 512, generator=draw)
     return {
@@ -125,6 +126,32 @@ def test_a_worker_has_the_bits_of_each_version(trainer: Trainer, verify: bool) -
     assert places == {key: into[key].data_ptr() for key in places}
 
 
+def test_a_subscription_follows(trainer: Trainer) -> None:
+    """Tensors in plain containers are updated by the copies of the first update; other states are
+    planned each time."""
+    plain = {key: _state(97)[key] for key in ("w", "half", "bits", "odd")}
+    mixed = _state(97)
+    trainer.publish(70)
+    keys = tuple(plain)
+    with (
+        tr.subscribe(trainer.url, into=plain, include=keys, timeout=SECONDS) as quick,
+        tr.subscribe(trainer.url, into=mixed, timeout=SECONDS) as usual,
+    ):
+        for step in range(71, 78):
+            trainer.publish(step, wait=step % 2 == 0)
+            for one in (quick, usual):
+                got = one.update(at_least=step)
+                assert got.step == step and got.report.route == "cuda_ipc", got.report
+                assert one.update().report.bytes == 0  # it has the newest already
+            wanted = _state(step)
+            assert all(torch.equal(_bytes(plain[key]), _bytes(wanted[key])) for key in keys)
+            assert _same(mixed, step)
+            if step == 74:  # tensors elsewhere: it is planned anew
+                plain["w"] = torch.zeros_like(plain["w"])
+            if step == 75:
+                plain["half"].data = torch.zeros_like(plain["half"])
+
+
 def test_new_tensors_and_host_tensors(trainer: Trainer) -> None:
     trainer.publish(11)
     got = tr.pull(trainer.url, device="cuda", timeout=SECONDS)
@@ -147,8 +174,9 @@ def test_memory_does_not_grow(trainer: Trainer) -> None:
     for step in range(20, 50):
         trainer.publish(step, wait=False)
         tr.pull(trainer.url, into=into, timeout=SECONDS)
+        torch.cuda.empty_cache()
         left.append(torch.cuda.mem_get_info()[0])
-    assert _same(into, 49) and left[-1] >= left[9]
+    assert _same(into, 49) and left[-1] >= left[9] - (64 << 20)  # the trainer's cache varies
 
 
 def test_a_lease_keeps_its_version(trainer: Trainer) -> None:
@@ -208,6 +236,22 @@ class _Files:
 
     def check_lent(self) -> None:
         pass
+
+    def note(self, runs: object, others: bool) -> None:
+        pass
+
+
+def test_a_version_is_cast_on_the_gpu() -> None:
+    masters = {"w": torch.randn(300, 70, device="cuda"), "n": torch.arange(5, device="cuda")}
+    encoding = Encoding(dtype=torch.bfloat16)
+    with tr.serve(masters, step=0, timeout=SECONDS, encoding=encoding) as endpoint:
+        for step in (1, 2, 3):
+            masters["w"] += 1
+            endpoint.publish(masters, step=step, stage_on="gpu")
+            got = tr.pull(endpoint.url, device="cuda", timeout=SECONDS)
+            assert got.step == step
+            assert torch.equal(got.state["w"], masters["w"].to(torch.bfloat16))
+            assert torch.equal(got.state["n"], masters["n"])
 
 
 def test_boxes_of_all_kinds_stay_on_the_gpu() -> None:

@@ -28,6 +28,7 @@ from torchrelay.transports.routes.cuda.handles import IpcError, export_of
 
 MARGIN = 1 / 4  # of a GPU's memory that stays free where steps are kept there unasked
 USUAL_SLOTS = 2
+_ITEM = 16  # bytes of the largest element
 CHOICES = ("auto", "gpu", "host")
 
 
@@ -55,12 +56,15 @@ class DeviceSlot:
             for stream, volume in zip(streams, volumes, strict=True):
                 for at, region in stream.elsewhere:
                     run = region.run(0, region.nbytes) if region.keep.is_cuda else None
+                    place = volume.start + at
                     if run is None:
-                        packed = torch.empty(region.nbytes, dtype=torch.uint8, device="cuda")
+                        out = self.block.view(place, region.nbytes)
+                        aligned = place % _ITEM == 0
+                        packed = out if aligned else torch.empty_like(out)
                         region.read(0, region.nbytes, packed)
-                        self.block.view(volume.start + at, region.nbytes).copy_(packed)
+                        if not aligned:
+                            out.copy_(packed)
                     elif region.nbytes:
-                        place = volume.start + at
                         rows.append((place, run.data_ptr(), self.block.address + place, run.nbytes))
                 for at, address, nbytes in stream.host.within(0, stream.nbytes):
                     data = torch.frombuffer(host_view(address, nbytes), dtype=torch.uint8)
