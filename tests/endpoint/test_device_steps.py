@@ -78,6 +78,12 @@ class HostSlots:
             self.slots[number] = HostSlot(number, nbytes)
         return self.slots[number]
 
+    def changes(self, *_: object) -> None:
+        """Found by the server."""
+
+    def published(self, *_: object) -> None:
+        pass
+
     def close(self) -> None:
         self.slots.clear()
 

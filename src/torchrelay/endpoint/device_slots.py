@@ -8,6 +8,7 @@ this host read from there, and the bytes reach host memory in the background.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +18,11 @@ from torchrelay.errors import UsageError
 from torchrelay.geometry.runs import Moves
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.block import DeviceBlock, has_room, rounded
+from torchrelay.memory.gpu.changes import Changes, can_find, find
 from torchrelay.memory.gpu.kernels import CudaError, Tables
 from torchrelay.memory.gpu.side import on_side_stream, side_stream
 from torchrelay.memory.gpu.volumes import split_by_volume, table_of_volumes
+from torchrelay.parts.bitmaps import Field
 from torchrelay.plan.stream import Stream
 from torchrelay.sources.lent_memory import DeviceExport
 from torchrelay.stores.shares.share import Share
@@ -90,6 +93,20 @@ class DeviceSlot:
         hashed.synchronize()
         return split_by_volume(found.cpu().numpy().tobytes(), volumes)
 
+    def changes(
+        self, before: DeviceSlot, volumes: Sequence[Volume], fields: Sequence[Sequence[Field]]
+    ) -> Changes:
+        """The elements that differ from another slot with the same volumes: of the fields of each
+        volume, one after the other."""
+        placed = [
+            (one.start + field.start, one.start + field.stop, field.itemsize)
+            for one, each in zip(volumes, fields, strict=True)
+            for field in each
+        ]
+        device = self.block.device
+        with torch.cuda.device(device), on_side_stream():
+            return find(before.block.address, self.block.address, placed, device, self._tables)
+
     def copy_to(self, arena: torch.Tensor, nbytes: int) -> None:
         """Copy everything to pinned host memory."""
         with torch.cuda.device(self.block.device), on_side_stream():
@@ -99,11 +116,43 @@ class DeviceSlot:
         self.block.close()
 
 
+class _Published(NamedTuple):
+    """A step that lies in a slot."""
+
+    slot: DeviceSlot
+    layouts: object
+    snapshot: str
+
+
 class DeviceSlots:
     """The slots of one publisher, by the numbers that its server gives them."""
 
     def __init__(self) -> None:
         self._slots: dict[int, DeviceSlot] = {}
+        self._last: _Published | None = None
+
+    def published(self, slot: DeviceSlot | None, share: Share, snapshot: str) -> None:
+        """A step is shown; None where it is in host memory alone."""
+        self._last = None if slot is None else _Published(slot, share.layouts, snapshot)
+
+    def changes(
+        self,
+        slot: DeviceSlot,
+        share: Share,
+        volumes: Sequence[Volume],
+        fields: Sequence[Sequence[Field]],
+    ) -> tuple[str, Changes] | None:
+        """The snapshot of the step that was published last, and the elements of the one in a slot
+        that differ from it; None where that is not on the GPU, or has other volumes."""
+        last, device = self._last, slot.block.device
+        if last is None or last.slot is slot or last.layouts is not share.layouts:
+            return None
+        if last.slot.block.device != device or not last.slot.block.address or not can_find(device):
+            return None
+        try:
+            return last.snapshot, slot.changes(last.slot, volumes, fields)
+        except (torch.cuda.OutOfMemoryError, CudaError):  # the server compares them then
+            return None
 
     def unfit(self, share: Share, nbytes: int, choice: str) -> str:
         """Why a share is not kept on a GPU; empty where it is."""
@@ -134,6 +183,7 @@ class DeviceSlots:
 
     def close(self) -> None:
         """Free the memory. A process that has it open keeps what it has open."""
+        self._last = None
         while self._slots:
             self._slots.popitem()[1].close()
 

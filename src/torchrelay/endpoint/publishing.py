@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.device_slots import UNABLE, DeviceSlot, DeviceSlots
 from torchrelay.endpoint.encoding import Encoding
+from torchrelay.endpoint.known_fields import KnownFields
 from torchrelay.endpoint.known_record import KnownRecord, RecordedStep
 from torchrelay.endpoint.process import ServerLink
 from torchrelay.endpoint.publish_policy import Policy
@@ -29,13 +30,10 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.metrics import Measurement
-from torchrelay.parts.bitmaps import Field, tiled
 from torchrelay.pending import Pending, logger
-from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest
 from torchrelay.results import Report
 from torchrelay.stores.shares.commit_record import decode_shares
-from torchrelay.stores.shares.layout import Entry, FileLayout
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share
 from torchrelay.stores.writer.file_writer import WORKERS
@@ -398,7 +396,7 @@ class Publisher:
         if (kept := staged.on_device) is not None:
             lent = m.ShowDevice(kept.number, *named, kept.export, found.whole)
             self._show_in_turn(call, "lend", lent, deadline)
-            self._copy_to_host(staged._replace(volumes=own), kept, deadline)
+            self._copy_to_host(staged._replace(volumes=own), kept, found.snapshot, deadline)
         self._show_in_turn(call, "show", m.Show(staged.slot, *named, found.whole), deadline)
 
     def _show_in_turn(
@@ -415,18 +413,36 @@ class Publisher:
         mine = (lambda: b"") if self._all.coordinates else show
         call.round(phase, mine, show_last, deadline)
 
-    def _copy_to_host(self, staged: StagedStep, kept: DeviceSlot, deadline: Deadline) -> None:
-        """Readers of other hosts need the bytes, whose digests are known."""
-        nbytes = m.laid_out(staged.planned.share.files)[1]
-        kept.copy_to(self._arena(staged.slot, nbytes, True).tensor, nbytes)
-        self._hashed(staged, deadline)
+    def _copy_to_host(
+        self, staged: StagedStep, kept: DeviceSlot, snapshot: str, deadline: Deadline
+    ) -> None:
+        """Readers of other hosts need the bytes, whose digests are known, and those who follow need
+        the bits of what changed."""
+        share = staged.planned.share
+        end = nbytes = m.laid_out(share.files)[1]
+        fields = self._fields.of(share) if self._encoding.history else []
+        made = self._devices.changes(kept, share, staged.volumes, fields) if fields else None
+        if made is not None:
+            end += len(made[1].bits)
+        arena = self._arena(staged.slot, end, True)
+        kept.copy_to(arena.tensor, nbytes)
+        found = None
+        if made is not None:
+            base, changes = made
+            arena.tensor[nbytes:end].copy_(changes.bits)
+            places = iter(changes.places)
+            found = m.FoundChanges(base, [[nbytes + next(places) for _ in each] for each in fields])
+        self._hashed(staged, deadline, found)
+        self._devices.published(kept, share, snapshot)
 
-    def _hashed(self, staged: StagedStep, deadline: Deadline) -> list[bytes]:
+    def _hashed(
+        self, staged: StagedStep, deadline: Deadline, changes: m.FoundChanges | None = None
+    ) -> list[bytes]:
         """Have the server take the memory of a slot, and make the digests that it lacks."""
         arena = self.arenas[staged.slot]
         request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
         if self._encoding.history:
-            request.fields = self._fields.of(staged.planned.share)
+            request.fields, request.found = self._fields.of(staged.planned.share), changes
         return self._server.stage(request, arena.fd, deadline.left()).digests
 
     # The end.
@@ -453,28 +469,6 @@ class Publisher:
     def _drop_arenas(self) -> None:
         for slot in list(self.arenas):
             self._drop_arena(slot)
-
-
-class KnownFields:
-    """The fields of a share's volumes. Those of the last one are kept: shares of one plan have the
-    same layouts."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Sequence[FileLayout], list[list[Field]]] | None = None
-
-    def of(self, share: Share) -> list[list[Field]]:
-        if self._last is None or self._last[0] is not share.layouts:
-            entries = share.contents.all_entries()
-            self._last = share.layouts, [_fields(file, entries) for file in share.layouts]
-        return self._last[1]
-
-
-def _fields(file: FileLayout, entries: Sequence[Entry]) -> list[Field]:
-    placed = (
-        Field(start, start + entries[index].nbytes, itemsize(entries[index].dtype))
-        for start, index in file.placed
-    )
-    return tiled(placed, file.nbytes)
 
 
 def _whole(made: RecordedStep, urls: list[str], places: list[int]) -> m.StepRecord:

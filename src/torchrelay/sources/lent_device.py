@@ -107,14 +107,10 @@ class DeviceLentStep:
         self.url, self.record, self.snapshot = url, record, snapshot
         self.digest = bytes.fromhex(snapshot)
         self._lent = list(lent)
+        self.only = lent[0].lease if len(lent) == 1 else None  # the lease, if it is of all of it
         self._place = {name: one for one in lent for name in one.lease.volumes}
         self.runs: list[DeviceRun] = []  # what was copied from there
         self.others = False  # whether anything else was read
-
-    @property
-    def only(self) -> LentDevice | None:
-        """What one server lends, where it lends all of it."""
-        return self._lent[0] if len(self._lent) == 1 else None
 
     def note(self, runs: Sequence[DeviceRun], others: bool) -> None:
         self.runs += runs

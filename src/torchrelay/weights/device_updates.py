@@ -46,11 +46,11 @@ class DeviceUpdates:
         """A step was landed. Its copies are remembered, if there was nothing but copies of runs
         from one server to tensors in plain containers."""
         places = _fingerprint(self._into)
-        lent = step.only
+        lease = step.only
         self._known = None
-        if lent is None or not step.runs or step.others or not lent.lease.layout or places is None:
+        if lease is None or not lease.layout or not step.runs or step.others or places is None:
             return
-        names = sorted(lent.lease.volumes)
+        names = sorted(lease.volumes)
         number = {name: index for index, name in enumerate(names)}
         volume = np.array([number[run.file] for run in step.runs], np.int64)
         columns = [[run.start, run.address, run.nbytes] for run in step.runs]
@@ -58,7 +58,7 @@ class DeviceUpdates:
         if not _inside(destinations, nbytes, places):
             return  # a landing may hold bytes back in memory of its own
         self._known = _KnownCopies(
-            lent.lease.layout, places, names, volume, starts, destinations, nbytes
+            lease.layout, places, names, volume, starts, destinations, nbytes
         )
 
     def fits(self, lent: LentDevice) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from torchrelay.endpoint.server.messages import StageSlot, Volume
 from torchrelay.memory import threads
 from torchrelay.memory.pages import return_freed_memory
-from torchrelay.parts.bitmaps import Bits, Field, VolumeBitmap, changed, union
+from torchrelay.parts.bitmaps import Bits, Field, VolumeBitmap, bits_bytes, changed, union
 
 READY_SECONDS = 10.0  # for a comparison that is under way
 ASKED_SECONDS = 600.0  # for which somebody is taken to ask again
@@ -59,8 +59,15 @@ class StepComparison:
     """A step that is compared with another on a thread. `base`: the snapshot of the other;
     `changed`: how many of its `elements` differ, when it is over."""
 
-    def __init__(self, base: str, old: StagedVolumes, new: StagedVolumes) -> None:
-        self.base = base
+    def __init__(
+        self,
+        base: str,
+        old: StagedVolumes,
+        new: StagedVolumes,
+        places: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """With `places`, the bits lie there in the memory of the new step."""
+        self.base, self._places = base, places
         self._found: dict[str, VolumeBitmap] = {}
         self._stopped = False
         self.seconds = 0.0
@@ -71,7 +78,11 @@ class StepComparison:
         begun = time.monotonic()
         found: dict[str, VolumeBitmap] = {}
         try:
-            for volume, before, fields in new.alike(old):
+            for index, fields in enumerate(new.fields if self._places is not None else ()):
+                places = zip(fields, self._places[index], strict=True)  # type: ignore[index]
+                bits = [self._copied(new.memory, *place) for place in places]
+                found[new.volumes[index].name] = VolumeBitmap(fields, bits)
+            for volume, before, fields in new.alike(old) if self._places is None else ():
                 pair = old.bytes_of(before), new.bytes_of(volume)
                 found[volume.name] = VolumeBitmap(fields, [self._bits(*pair, f) for f in fields])
             self.changed = sum(bitmap.count for bitmap in found.values())
@@ -91,6 +102,16 @@ class StepComparison:
             piece = slice(low, min(low + PIECE_BYTES, field.stop))
             found.append(changed(old[piece], new[piece], field.itemsize))
         return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _copied(self, memory: memoryview, field: Field, at: int) -> Bits:
+        """The bits of a field that lie at a place."""
+        bits = np.empty(bits_bytes(field), np.uint8)
+        for low in range(0, len(bits), PIECE_BYTES):
+            if self._stopped:
+                raise InterruptedError
+            high = min(low + PIECE_BYTES, len(bits))
+            bits[low:high] = np.frombuffer(memory[at + low : at + high], np.uint8)
+        return bits
 
     def wait(self, seconds: float) -> bool:
         """Whether it is over, after that long at most."""
@@ -156,7 +177,10 @@ class ChangeHistory:
         new = StagedVolumes(memory, request.volumes, request.fields)
         self._staged[request.slot] = new
         old = None if base is None else self._staged.get(base[0])
-        if base is not None and old is not None:
+        found = request.found
+        if base is not None and found is not None and found.base == base[1]:
+            self._under_way = request.slot, StepComparison(base[1], new, new, found.places)
+        elif base is not None and old is not None:
             self._under_way = request.slot, StepComparison(base[1], old, new)
 
     def show(self, slot: int, step: int, snapshot: str) -> None:

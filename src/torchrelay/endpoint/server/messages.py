@@ -87,16 +87,25 @@ class Reserved(msgspec.Struct, tag="reserved"):
     dropped: list[int] = []
 
 
+class FoundChanges(msgspec.Struct, array_like=True):
+    """The bits of changed elements since the snapshot `base`, which a GPU has found: where in the
+    slot those of each field of each volume begin."""
+
+    base: str
+    places: list[list[int]]
+
+
 class StageSlot(msgspec.Struct, tag="stage"):
     """A slot has its bytes. With `attached`, a descriptor of its memory follows. Answered with
     `SlotStaged`: the digests of each volume's chunks. `fields`: those that tile each volume, where
-    the server is to find changes."""
+    the server is to find changes, unless they are `found`."""
 
     slot: int
     nbytes: int
     volumes: list[Volume]
     attached: bool
     fields: list[list[Field]] = []
+    found: FoundChanges | None = None
 
 
 class SlotStaged(msgspec.Struct, tag="staged"):
