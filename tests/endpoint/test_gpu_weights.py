@@ -17,6 +17,7 @@ import torch
 import torchrelay as tr
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint import Encoding
+from torchrelay.endpoint.device_slots import DeviceSlots
 from torchrelay.errors import PeerLostError, RelayError
 from torchrelay.memory.gpu.block import DeviceBlock
 from torchrelay.memory.gpu.kernels import device_bytes
@@ -241,6 +242,45 @@ class _Files:
 
     def note(self, runs: object, others: bool) -> None:
         pass
+
+
+def test_changes_that_the_gpu_found_reach_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subscriber that reads over HTTP receives changed elements, which the server has not looked
+    for itself."""
+    found: list[object] = []
+    real = DeviceSlots.changes
+
+    def spied(*args: Any) -> Any:
+        found.append(real(*args))
+        return found[-1]
+
+    monkeypatch.setattr(DeviceSlots, "changes", spied)
+    draw = torch.Generator("cuda").manual_seed(5)
+    state = {
+        "w": torch.randn(1000, 1003, device="cuda").bfloat16(),
+        "x": torch.randn(500, 500, device="cuda"),
+    }
+    into = {key: torch.zeros_like(one, device="cpu") for key, one in state.items()}
+    with tr.serve(state, step=0, timeout=SECONDS) as endpoint:
+        following = tr.subscribe(endpoint.url, into=into, same_host=False, timeout=SECONDS)
+        following.update()
+        for step in range(1, 6):
+            for one in state.values():
+                flat = one.view(-1)
+                index = torch.randperm(flat.numel(), device="cuda", generator=draw)
+                flat[index[: flat.numel() // 50]] += 1
+            sent = endpoint.status()["sent_bytes"]
+            before = {key: one.clone() for key, one in into.items()}
+            endpoint.publish(state, step=step, stage_on="gpu").result(SECONDS)
+            got = following.update(at_least=step)
+            assert got.step == step and got.report.route == "parts"
+            assert all(torch.equal(into[key], state[key].cpu()) for key in state)
+            differ = sum(int((into[key] != before[key]).sum()) for key in state)
+            status = endpoint.status()
+            assert status["changes"]["steps"][-1]["changed"] == differ
+            assert status["sent_bytes"] - sent < 0.1 * sum(one.nbytes for one in state.values())
+        following.close()
+    assert len(found) == 6 and found[0] is None and None not in found[1:]
 
 
 def test_a_version_is_cast_on_the_gpu() -> None:
