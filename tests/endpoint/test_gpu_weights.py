@@ -67,8 +67,9 @@ def _publish(line: Connection) -> None:
     with tr.serve(_state(0), step=0, timeout=SECONDS) as endpoint:
         line.send(endpoint.url)
         while (order := line.recv()) is not None:
-            step, wait = order
-            pending = endpoint.publish(_state(step), step=step, stage_on="gpu")
+            step, wait, keys = order
+            state = {key: one for key, one in _state(step).items() if not keys or key in keys}
+            pending = endpoint.publish(state, step=step, stage_on="gpu")
             if wait:
                 pending.result(SECONDS)
             line.send(endpoint.status()["sent_bytes"])
@@ -87,8 +88,8 @@ class Trainer:
         assert self._line.poll(SECONDS)
         return self._line.recv()
 
-    def publish(self, step: int, *, wait: bool = True) -> int:
-        self._line.send((step, wait))
+    def publish(self, step: int, *keys: str, wait: bool = True) -> int:
+        self._line.send((step, wait, keys))
         found: int = self._answer()
         return found
 
@@ -128,31 +129,35 @@ def test_a_worker_has_the_bits_of_each_version(trainer: Trainer, verify: bool) -
 
 
 def test_a_subscription_follows(trainer: Trainer) -> None:
-    """Tensors in plain containers are updated by the copies of the first update; other states are
-    planned each time."""
-    plain = {key: _state(97)[key] for key in ("w", "half", "bits", "odd")}
-    mixed = _state(97)
+    into = _state(97)
     trainer.publish(70)
-    keys = tuple(plain)
-    with (
-        tr.subscribe(trainer.url, into=plain, include=keys, timeout=SECONDS) as quick,
-        tr.subscribe(trainer.url, into=mixed, timeout=SECONDS) as usual,
-    ):
-        for step in range(71, 78):
+    with tr.subscribe(trainer.url, into=into, timeout=SECONDS) as following:
+        for step in range(71, 75):
             trainer.publish(step, wait=step % 2 == 0)
-            for one in (quick, usual):
-                got = one.update(at_least=step)
-                assert got.step == step and got.report.route == "cuda_ipc", got.report
-                planned = one is usual or step in (71, 75, 76)
-                assert ("plan" in got.report.seconds) is planned
-                assert one.update().report.bytes == 0  # it has the newest already
+            got = following.update(at_least=step)
+            assert got.step == step and got.report.route == "cuda_ipc", got.report
+            assert following.update().report.bytes == 0 and _same(into, step)
+
+
+def test_updates_of_tensors_alone_are_planned_once(trainer: Trainer) -> None:
+    """By the copies of the first update, until the tensors or the published state are others."""
+    keys = ["w", "half", "bits", "odd"]
+    into = {key: _state(97)[key] for key in keys}
+    trainer.publish(80, *keys)
+    with tr.subscribe(trainer.url, into=into, timeout=SECONDS) as following:
+        for step in range(81, 90):
+            trainer.publish(step, *keys, *(["host"] if step > 87 else []), wait=step % 2 == 0)
+            if step == 88:
+                into["host"] = torch.zeros(5)
+            got = following.update(at_least=step)
+            assert got.step == step and got.report.route == "cuda_ipc", got.report
+            assert ("plan" in got.report.seconds) is (step in (81, 85, 86, 88, 89))
             wanted = _state(step)
-            assert all(torch.equal(_bytes(plain[key]), _bytes(wanted[key])) for key in keys)
-            assert _same(mixed, step)
-            if step == 74:  # tensors elsewhere: it is planned anew
-                plain["w"] = torch.zeros_like(plain["w"])
-            if step == 75:
-                plain["half"].data = torch.zeros_like(plain["half"])
+            assert all(torch.equal(_bytes(one), _bytes(wanted[key])) for key, one in into.items())
+            if step == 84:  # another tensor
+                into["w"] = torch.zeros_like(into["w"])
+            if step == 85:  # the same one with other memory
+                into["half"].data = torch.zeros_like(into["half"])
 
 
 def test_new_tensors_and_host_tensors(trainer: Trainer) -> None:

@@ -23,6 +23,7 @@ from torchrelay.memory.gpu.kernels import CudaError, Tables
 from torchrelay.memory.gpu.side import on_side_stream, side_stream
 from torchrelay.memory.gpu.volumes import split_by_volume, table_of_volumes
 from torchrelay.parts.bitmaps import Field
+from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
 from torchrelay.sources.lent_memory import DeviceExport
 from torchrelay.stores.shares.share import Share
@@ -58,17 +59,11 @@ class DeviceSlot:
         with torch.cuda.device(device), side_stream():
             for stream, volume in zip(streams, volumes, strict=True):
                 for at, region in stream.elsewhere:
-                    run = region.run(0, region.nbytes) if region.keep.is_cuda else None
                     place = volume.start + at
-                    if run is None:
-                        out = self.block.view(place, region.nbytes)
-                        aligned = place % _ITEM == 0
-                        packed = out if aligned else torch.empty_like(out)
-                        region.read(0, region.nbytes, packed)
-                        if not aligned:
-                            out.copy_(packed)
+                    if source := region.device_address:
+                        rows.append((place, source, self.block.address + place, region.nbytes))
                     elif region.nbytes:
-                        rows.append((place, run.data_ptr(), self.block.address + place, run.nbytes))
+                        self._pack(region, place)
                 for at, address, nbytes in stream.host.within(0, stream.nbytes):
                     data = torch.frombuffer(host_view(address, nbytes), dtype=torch.uint8)
                     self.block.view(volume.start + at, nbytes).copy_(data)
@@ -85,6 +80,14 @@ class DeviceSlot:
             hashed.record()
             self._hashed = hashed, found
             copied.synchronize()
+
+    def _pack(self, region: Region, place: int) -> None:
+        """Copy a region that is no run of the device's memory, or is cast."""
+        out = self.block.view(place, region.nbytes)
+        packed = out if place % _ITEM == 0 else torch.empty_like(out)
+        region.read(0, region.nbytes, packed)
+        if packed is not out:
+            out.copy_(packed)
 
     def digests(self, volumes: Sequence[Volume]) -> list[bytes]:
         """The digests of each volume's chunks, made on the device."""

@@ -38,15 +38,17 @@ class KnownRecord:
     def __init__(self) -> None:
         self._last: _Last | None = None
 
-    def again(
-        self, step: int, planned: PlannedShare, digests: Sequence[bytes]
-    ) -> RecordedStep | None:
-        """The record of another step with these digests, if only those differ."""
+    def fits(self, planned: PlannedShare) -> bool:
+        """Whether the record of the last step is that of this one but for the digests."""
         last = self._last
         if last is None or last.layouts is not planned.share.layouts or planned.outlined is None:
-            return None
-        if encode(planned.outlined) != last.outline:
-            return None
+            return False
+        return encode(planned.outlined) == last.outline
+
+    def again(self, step: int, digests: Sequence[bytes]) -> RecordedStep:
+        """The record of a step that `fits`, with these digests."""
+        last = self._last
+        assert last is not None
         known = last.made.record
         volumes = tuple(
             msgspec.structs.replace(file, digests=found)

@@ -366,11 +366,11 @@ class Publisher:
 
         def hash_mine() -> bytes:
             slot = staged.on_device
+            fits = self._records.fits(staged.planned)  # meanwhile a GPU hashes
             found = self._hashed(staged, deadline) if slot is None else slot.digests(staged.volumes)
             written.append(found)
-            again = self._records.again(staged.step, staged.planned, found)
-            if again is not None:
-                known.append(again)
+            if fits:
+                known.append(self._records.again(staged.step, found))
                 return b""
             return encode(staged.planned.share.written(found))
 
@@ -431,7 +431,8 @@ class Publisher:
             base, changes = made
             arena.tensor[nbytes:end].copy_(changes.bits)
             places = iter(changes.places)
-            found = m.FoundChanges(base, [[nbytes + next(places) for _ in each] for each in fields])
+            starts = [[nbytes + next(places) for _ in each] for each in fields]
+            found = m.FoundChanges(base, starts, changes.count())
         self._hashed(staged, deadline, found)
         self._devices.published(kept, share, snapshot)
 

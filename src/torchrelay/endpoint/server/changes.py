@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchrelay.endpoint.server.messages import StageSlot, Volume
+from torchrelay.endpoint.server.messages import FoundChanges, StageSlot, Volume
 from torchrelay.memory import threads
 from torchrelay.memory.pages import return_freed_memory
 from torchrelay.parts.bitmaps import Bits, Field, VolumeBitmap, bits_bytes, changed, union
@@ -64,10 +64,10 @@ class StepComparison:
         base: str,
         old: StagedVolumes,
         new: StagedVolumes,
-        places: Sequence[Sequence[int]] | None = None,
+        given: FoundChanges | None = None,
     ) -> None:
-        """With `places`, the bits lie there in the memory of the new step."""
-        self.base, self._places = base, places
+        """`given`: the bits lie in the memory of the new step."""
+        self.base, self._given = base, given
         self._found: dict[str, VolumeBitmap] = {}
         self._stopped = False
         self.seconds = 0.0
@@ -78,14 +78,14 @@ class StepComparison:
         begun = time.monotonic()
         found: dict[str, VolumeBitmap] = {}
         try:
-            for index, fields in enumerate(new.fields if self._places is not None else ()):
-                places = zip(fields, self._places[index], strict=True)  # type: ignore[index]
-                bits = [self._copied(new.memory, *place) for place in places]
-                found[new.volumes[index].name] = VolumeBitmap(fields, bits)
-            for volume, before, fields in new.alike(old) if self._places is None else ():
+            if self._given is not None:
+                found = self._taken(new, self._given)
+            for volume, before, fields in new.alike(old) if self._given is None else ():
                 pair = old.bytes_of(before), new.bytes_of(volume)
                 found[volume.name] = VolumeBitmap(fields, [self._bits(*pair, f) for f in fields])
-            self.changed = sum(bitmap.count for bitmap in found.values())
+            given = None if self._given is None else self._given.changed
+            counted = (bitmap.count for bitmap in found.values())
+            self.changed = sum(counted) if given is None else given
             self.elements = sum(bitmap.elements for bitmap in found.values())
             self._found = found
         except InterruptedError:
@@ -102,6 +102,13 @@ class StepComparison:
             piece = slice(low, min(low + PIECE_BYTES, field.stop))
             found.append(changed(old[piece], new[piece], field.itemsize))
         return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _taken(self, new: StagedVolumes, given: FoundChanges) -> dict[str, VolumeBitmap]:
+        found = {}
+        for volume, fields, places in zip(new.volumes, new.fields, given.places, strict=True):
+            bits = [self._copied(new.memory, *one) for one in zip(fields, places, strict=True)]
+            found[volume.name] = VolumeBitmap(fields, bits)
+        return found
 
     def _copied(self, memory: memoryview, field: Field, at: int) -> Bits:
         """The bits of a field that lie at a place."""
@@ -179,7 +186,7 @@ class ChangeHistory:
         old = None if base is None else self._staged.get(base[0])
         found = request.found
         if base is not None and found is not None and found.base == base[1]:
-            self._under_way = request.slot, StepComparison(base[1], new, new, found.places)
+            self._under_way = request.slot, StepComparison(base[1], new, new, found)
         elif base is not None and old is not None:
             self._under_way = request.slot, StepComparison(base[1], old, new)
 

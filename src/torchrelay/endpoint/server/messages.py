@@ -89,10 +89,11 @@ class Reserved(msgspec.Struct, tag="reserved"):
 
 class FoundChanges(msgspec.Struct, array_like=True):
     """The bits of changed elements since the snapshot `base`, which a GPU has found: where in the
-    slot those of each field of each volume begin."""
+    slot those of each field of each volume begin, and how many elements it is."""
 
     base: str
     places: list[list[int]]
+    changed: int
 
 
 class StageSlot(msgspec.Struct, tag="stage"):

@@ -71,6 +71,10 @@ class Changes(NamedTuple):
         start, stop, size = self.fields[index]
         return self.bits[self.places[index] :][: -(-(stop - start) // size // 8)]
 
+    def count(self) -> int:
+        """How many elements differ."""
+        return int(_counts(self.bits).sum())
+
 
 def find(before: int, after: int, fields: Sequence[Field], device: int, tables: Tables) -> Changes:
     """Ask a device, on its current stream, which elements differ between the memory at two
@@ -81,7 +85,7 @@ def find(before: int, after: int, fields: Sequence[Field], device: int, tables: 
         end += -(-(stop - start) // size // 8 // _ALIGN) * _ALIGN
     with torch.cuda.device(device):
         loaded = _load(device)
-        bits = torch.empty(max(1, end), dtype=torch.uint8, device="cuda")
+        bits = torch.zeros(max(1, end), dtype=torch.uint8, device="cuda")
         for size in sorted({field[2] for field in fields}):
             rows = [
                 _tiles(before, after, field, bits.data_ptr() + place)
@@ -116,22 +120,31 @@ class Packed(NamedTuple):
     starts: torch.Tensor
 
 
+def _counts(bits: torch.Tensor) -> torch.Tensor:
+    """How many bits of each span are set."""
+    device = bits.get_device()
+    with torch.cuda.device(device):
+        loaded, spans = _load(device), -(-len(bits) // SPAN)
+        counts = torch.zeros(max(1, spans), dtype=torch.int32, device="cuda")
+        if spans:
+            blocks = _blocks(spans, loaded.processors)
+            numbers = [bits.data_ptr(), len(bits), counts.data_ptr()]
+            launch(loaded.counts, blocks, 32 * _WARPS, numbers)
+        return counts
+
+
 def pack(bits: torch.Tensor, address: int, size: int) -> Packed:
     """Take the values of changed elements out of the memory at an address, on the current stream.
     Waits for their number."""
     device = bits.get_device()
     with torch.cuda.device(device):
         loaded = _load(device)
-        spans = -(-len(bits) // SPAN)
-        counts = torch.zeros(max(1, spans), dtype=torch.int32, device="cuda")
-        blocks = _blocks(spans, loaded.processors)
-        if spans:
-            numbers = [bits.data_ptr(), len(bits), counts.data_ptr()]
-            launch(loaded.counts, blocks, 32 * _WARPS, numbers)
+        counts = _counts(bits)
         ends = torch.cumsum(counts, 0, dtype=torch.int64)
         values = torch.empty(int(ends[-1]) * size, dtype=torch.uint8, device="cuda")
         starts = ends - counts
         if len(values):
+            blocks = _blocks(len(counts), loaded.processors)
             numbers = [bits.data_ptr(), len(bits), starts.data_ptr(), address, values.data_ptr()]
             launch(loaded.pack[size], blocks, 32 * _WARPS, numbers)
         return Packed(values, starts)
