@@ -432,7 +432,7 @@ class Publisher:
             arena.tensor[nbytes:end].copy_(changes.bits)
             places = iter(changes.places)
             starts = [[nbytes + next(places) for _ in each] for each in fields]
-            found = m.FoundChanges(base, starts, changes.count())
+            found = m.FoundChanges(base, starts, changes.total())
         self._hashed(staged, deadline, found)
         self._devices.published(kept, share, snapshot)
 

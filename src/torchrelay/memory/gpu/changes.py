@@ -71,7 +71,7 @@ class Changes(NamedTuple):
         start, stop, size = self.fields[index]
         return self.bits[self.places[index] :][: -(-(stop - start) // size // 8)]
 
-    def count(self) -> int:
+    def total(self) -> int:
         """How many elements differ."""
         return int(_counts(self.bits).sum())
 
