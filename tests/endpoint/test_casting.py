@@ -168,6 +168,20 @@ def test_a_dtype_is_a_floating_one(dtype: Any) -> None:
         Encoding(dtype=dtype)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: run it where there is one")
+def test_tensors_on_a_gpu_are_cast_there() -> None:
+    state = {
+        "a": random(3000, 2000).cuda(),
+        "turned": random(77, 33).cuda().t(),
+        "host": random(50),
+        "whole": torch.arange(9).cuda(),
+    }
+    found = published(state, torch.bfloat16)
+    for name in ("a", "turned", "host"):
+        assert same_bits(found[name].cpu(), state[name].to(torch.bfloat16).cpu()), name
+    assert torch.equal(found["whole"].cpu(), state["whole"].cpu())
+
+
 def serve_sharded(rank: int, group: Any, out: str) -> dict[str, Tensor]:
     """All ranks serve one state; rank 0 downloads it. The state in whole tensors, not cast."""
     job = fsdp_job(1)

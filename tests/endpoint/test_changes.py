@@ -154,7 +154,7 @@ def test_memory_is_not_given_away_while_it_is_compared(monkeypatch: pytest.Monke
         target=lambda: asked.append(published.history.between("a", "b", "model"))
     )
     reader.start()  # waits for the comparison
-    settled = threading.Thread(target=published.history.settle)
+    settled = threading.Thread(target=lambda: published.history.settle(30))
     settled.start()
     settled.join(0.05)
     assert settled.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -157,3 +158,96 @@ def test_a_rank_that_does_not_fit_keeps_all_from_it(
 ) -> None:
     for why, untouched in pool2.run(refused, [trainer(1, 1)]):
         assert "more" in why and untouched
+
+
+def share(rank: int, group: Any, version: int) -> None:
+    """Ranks 0 and 1 share the same state."""
+    relay = _kept.setdefault("relay", tr.Relay(timeout=TIMEOUT))
+    if rank < 2 and "shared" not in _kept:
+        _kept["shared"] = relay.share({"w": torch.full((5,), float(version))}, step=version)
+    elif rank < 2:
+        shared = {"w": torch.full((5,), float(version))}
+        _kept["shared"].publish(shared, step=version).result(TIMEOUT)
+    dist.barrier()
+
+
+def follow_peers(rank: int, group: Any, sources: list[int], same_host: bool) -> Any:
+    """Rank 2 follows ranks of its own group; the others have nothing to do with it."""
+    if rank != 2:
+        return None
+    peers = [_kept["relay"].peer(one) for one in sources]
+    into = {"w": torch.zeros(5)}
+    subscription = tr.subscribe(
+        peers if len(peers) > 1 else peers[0],
+        into=into,
+        group=False,
+        same_host=same_host,
+        timeout=TIMEOUT,
+    )
+    got = subscription.update()
+    return got.step, into["w"].tolist(), got.report.route, len(got.report.failed)
+
+
+def end_sharing(rank: int, group: Any, only: int) -> None:
+    dist.barrier()
+    if rank == only:
+        _kept.pop("shared").close()
+    dist.barrier()
+
+
+def test_a_rank_follows_ranks_of_its_group(pool4: Any) -> None:
+    for version, same_host in ((1, False), (2, True)):
+        pool4.run(share, version)
+        for sources in ([0], [0, 1], [1]):
+            found = pool4.run(follow_peers, sources, same_host)[2]
+            assert found[:2] == (version, [float(version)] * 5)
+            assert found[2:] == ("mapped" if same_host else "parts", 0)
+    pool4.run(end_sharing, 0)
+    assert pool4.run(follow_peers, [0, 1], False)[2][0] == 2  # the other one has it
+    pool4.run(end_sharing, 1)
+
+
+def serve_large(rank: int, group: Any) -> str:
+    mesh = init_device_mesh("cpu", (4,))
+    _kept["large"] = distribute_tensor(torch.arange(1 << 21).reshape(2048, 1024), mesh, [Shard(0)])
+    _kept["endpoint"] = tr.serve({"w": _kept["large"]}, step=1, timeout=TIMEOUT)
+    return str(_kept["endpoint"].url)
+
+
+def count_what_enters(rank: int, group: Any, url: str) -> tuple[int, int, bool]:
+    """Bytes that any socket of this process received in an update, those of its shard, and whether
+    that is right."""
+    mesh = init_device_mesh("cpu", (2,))
+    wanted = distribute_tensor(torch.arange(1 << 21).reshape(2048, 1024), mesh, [Shard(1)])
+    into = {"w": distribute_tensor(torch.zeros(2048, 1024, dtype=torch.int64), mesh, [Shard(1)])}
+    subscription = tr.subscribe(url, into=into, same_host=False, timeout=TIMEOUT)
+    entered = 0
+
+    class Counting(socket.socket):
+        def recv(self, *args: Any) -> bytes:
+            nonlocal entered
+            data = super().recv(*args)
+            entered += len(data)
+            return data
+
+        def recv_into(self, *args: Any) -> int:
+            nonlocal entered
+            done = super().recv_into(*args)
+            entered += done
+            return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "socket", Counting)
+        subscription.update()
+    local = into["w"].to_local()
+    return entered, local.nbytes, torch.equal(local, wanted.to_local())
+
+
+def test_the_needed_bytes_enter_a_worker_and_hardly_any_other(pool4: Any, pool2: Any) -> None:
+    url = pool4.run(serve_large)[0]
+    try:
+        for entered, local, right in pool2.run(count_what_enters, url):
+            assert right and local == 8 << 20
+            assert local <= entered <= 1.02 * local
+    finally:
+        pool4.run(end_serving)

@@ -82,6 +82,33 @@ def test_a_step_that_is_held_is_not_read(same_host: bool, wires: Callable[[str],
         assert wire.received - before < 1500  # a list of steps
 
 
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_step_with_the_same_state_is_not_read(
+    same_host: bool, wires: Callable[[str], Wire]
+) -> None:
+    with tr.serve(weights(1), step=1, timeout=TIMEOUT) as endpoint:
+        wire = wires(endpoint.url)
+        into = blank()
+        subscription = tr.subscribe(wire.url, into=into, same_host=same_host, timeout=TIMEOUT)
+        subscription.update()
+        before, asked = wire.received, len(wire.asked)
+        for step in range(2, 8):  # more than the server remembers changes of
+            endpoint.publish(weights(1), step=step).result(TIMEOUT)
+            same = subscription.update(at_least=step)
+            assert same.step == subscription.step == step
+            assert same.report.bytes == 0 and same.state is into and has(into, 1)
+        paths = {line.split()[1] for line in wire.asked[asked:]}
+        assert not [one for one in paths if not one.startswith((b"/steps.json", b"/readers/"))]
+        assert wire.received - before < 6 * 1500
+        few = weights(1)
+        few["model"]["half"][3, 5] += 1
+        endpoint.publish(few, step=8).result(TIMEOUT)
+        got = subscription.update(at_least=8)
+        assert got.step == 8 and torch.equal(into["model"]["half"], few["model"]["half"])
+        if not same_host:  # the element that changed, and not the state
+            assert sum(got.report.sources.values()) < 1000
+
+
 def test_an_update_waits_for_a_step_and_says_so_in_vain() -> None:
     with tr.serve(weights(1), step=1, timeout=TIMEOUT) as endpoint:
         into = blank()

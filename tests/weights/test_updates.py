@@ -83,6 +83,23 @@ def test_nothing_is_read_where_nothing_changed(setting: Any) -> None:
     assert wire.asked.count(PARTS) == asked
 
 
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_step_with_the_same_content_is_not_landed(same_host: bool) -> None:
+    state = {"w": torch.arange(4.0), "name": "x"}
+    with tr.serve(state, step=1, timeout=TIMEOUT) as endpoint:
+        into = {"w": torch.zeros(4), "name": ""}
+        subscription = tr.subscribe(endpoint.url, into=into, same_host=same_host, timeout=TIMEOUT)
+        subscription.update()
+        into["w"].fill_(7)  # as it is not written to, this stays
+        endpoint.publish(state, step=2).result(TIMEOUT)
+        got = subscription.update(at_least=2)
+        assert (got.step, got.report.bytes, subscription.step) == (2, 0, 2)
+        assert into["w"].tolist() == [7.0] * 4
+        endpoint.publish(state | {"name": "y"}, step=3).result(TIMEOUT)
+        assert subscription.update(at_least=3).step == 3
+        assert into["name"] == "y" and torch.equal(into["w"], state["w"])
+
+
 def test_damaged_changes_are_found_and_all_is_fetched(setting: Any) -> None:
     trainer, subscription, wire, into = setting
     trainer.publish(0.02)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -20,6 +21,7 @@ from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.device_slots import UNABLE, DeviceSlot, DeviceSlots
 from torchrelay.endpoint.encoding import Encoding
+from torchrelay.endpoint.float8 import quantized
 from torchrelay.endpoint.known_fields import KnownFields
 from torchrelay.endpoint.known_record import KnownRecord, RecordedStep
 from torchrelay.endpoint.process import ServerLink
@@ -31,7 +33,7 @@ from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.metrics import Measurement
 from torchrelay.pending import Pending, logger
-from torchrelay.record.encoding import content_digest, encode, encode_at_rest
+from torchrelay.record.encoding import content_digest, encode, encode_at_rest, state_digest
 from torchrelay.results import Report
 from torchrelay.stores.shares.commit_record import decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
@@ -117,8 +119,15 @@ class Publisher:
         self._encoding = encoding or Encoding(history=0)
         self._all, self._server, self._policy = ranks, server, policy
         self._start, self._url = start, url
-        dtype = self._encoding.dtype
-        self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members, dtype)
+        block = self._encoding.float8_block
+        self._planner = SharePlanner(
+            ranks.rank,
+            ranks.world,
+            None,
+            ranks.members,
+            self._encoding.dtype,
+            None if block is None else partial(quantized, block=block),
+        )
         self.arenas: dict[int, Arena] = {}  # by slot
         self._devices = DeviceSlots()
         self._records = KnownRecord()
@@ -478,5 +487,5 @@ def _whole(made: RecordedStep, urls: list[str], places: list[int]) -> m.StepReco
         m.Volume(file.name, -1, file.nbytes, file.chunk_bytes, file.digests)
         for file in made.record.volumes
     ]
-    data = encode_at_rest(made.record)
-    return m.StepRecord(data, volumes, made.tensors, urls, places, made.layout)
+    data, state = encode_at_rest(made.record), state_digest(made.record)
+    return m.StepRecord(data, volumes, made.tensors, urls, places, state, made.layout)

@@ -1,2 +1,1 @@
-"""Parts of volumes: the byte runs that a reader needs, and the stream of what changed in them. No
-torch."""
+"""Parts of published volumes, as they travel to subscribers: runs, changes, streams. No torch."""

@@ -40,6 +40,9 @@ class CastRegion(Region):
         view, size = self._view, self._itemsize
         assert view is not None
         items = out[: stop - start].view(self._dtype)
+        if view.is_cpu and view.dim() == 1:  # most tensors: nothing but the cast
+            items.copy_(view if stop - start == self.nbytes else view[start // size : stop // size])
+            return
         first = start // size
         for at, index in linear_boxes(view.shape, first, stop // size):
             box = view[index]
@@ -60,7 +63,7 @@ class StandIns:
     def replace(self, leaves: Sequence[Any], path_of: Callable[[int], str]) -> list[Any]:
         """The leaves of a state with stand-ins in the places of tensors that are cast.
         `UnsupportedLeafError` for those that cannot be cast as `tensor.to(dtype)` does it."""
-        placed: dict[int, list[_Placed]] = {}  # by storage
+        placed: dict[int, list[_ViewPlace]] = {}  # by storage
         found = list(leaves)
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
@@ -69,7 +72,7 @@ class StandIns:
             is_cast = leaf.is_floating_point() and leaf.dtype is not self.dtype
             if t.is_plain(local):
                 if local.numel() and not local.is_meta:
-                    place = _Placed.of(local, number, is_cast)
+                    place = _ViewPlace.of(local, number, is_cast)
                     placed.setdefault(t.storage_id(local), []).append(place)
                 if is_cast:
                     found[number] = self._stand_in(leaf, local)
@@ -115,7 +118,7 @@ class StandIns:
         return CastRegion(tensor, self.dtype)
 
 
-class _Placed(NamedTuple):
+class _ViewPlace(NamedTuple):
     """Bytes [low, high) of a storage, which a leaf has."""
 
     low: int
@@ -125,7 +128,7 @@ class _Placed(NamedTuple):
     is_cast: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, number: int, is_cast: bool) -> _Placed:
+    def of(cls, tensor: torch.Tensor, number: int, is_cast: bool) -> _ViewPlace:
         low = t.byte_offset(tensor)
         shape, strides = tuple(tensor.shape), tensor.stride()
         high = low + extent(shape, strides) * tensor.element_size()
@@ -133,10 +136,10 @@ class _Placed(NamedTuple):
         return cls(low, high, geometry, number, is_cast)
 
 
-def _check_apart(views: list[_Placed], path_of: Callable[[int], str]) -> None:
+def _check_apart(views: list[_ViewPlace], path_of: Callable[[int], str]) -> None:
     """Tensors of one storage are the same one, or lie apart: others could not be cast and still
     share what they share."""
-    last: _Placed | None = None
+    last: _ViewPlace | None = None
     for view in sorted(views, key=lambda one: (one.low, one.high)):
         if last is not None and view.low < last.high:
             if (view.low, view.high, view.geometry) != (last.low, last.high, last.geometry):

@@ -49,13 +49,15 @@ SnapshotId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 class StepFacts(msgspec.Struct):
     """A line of `/steps.json`, as far as a reader needs it. `here`: the volumes, of `volumes`, that
-    the server has itself."""
+    the server has itself. `state`: a digest that steps with the same state share, if it is known.
+    """
 
     step: Step
     snapshot: SnapshotId
     bytes: Count
     volumes: Count = 0
     here: list[str] = []
+    state: str = ""
 
 
 class _StepList(msgspec.Struct):
@@ -246,10 +248,13 @@ class EndpointSource:
                 self.failed.setdefault(host.url, why)
         return self._open(holders, step, holders[0][1].snapshot, deadline)
 
-    def snapshot_of(self, step: int) -> str:
-        """The content of a step that was listed last, as most of the servers have it."""
+    def digests_of(self, step: int) -> tuple[str, str]:
+        """The snapshot and the state of a step that was listed last, as most of the servers have
+        it; empty where they are not known."""
         holders = _by_snapshot(self._listed.get(step, []))
-        return max(holders, key=lambda one: len(holders[one]), default="")
+        most = max(holders.values(), key=len, default=[])
+        states = (facts.state for _, facts in most if facts.state)
+        return (most[0][1].snapshot, next(states, "")) if most else ("", "")
 
     def _open(self, holders: Holders, step: int, snapshot: str, deadline: Deadline) -> RemoteStep:
         found = None

@@ -74,8 +74,9 @@ class DeviceExport(msgspec.Struct, array_like=True, frozen=True):
 class DeviceLease(msgspec.Struct, array_like=True):
     """The answer: a step, its record where the server lists it, and start and size of the volumes
     in the memory of a GPU. `ranks`: the servers of all volumes, and `places` the index in it for
-    each volume of the record. `layout`: a digest of the record but for its step and the digests of
-    chunks. `why`: the reason why nothing is lent."""
+    each volume of the record. `state`: a digest that steps with the same state share. `layout`: a
+    digest of the record but for its step and the digests of chunks. `why`: the reason why nothing
+    is lent."""
 
     step: int = -1
     snapshot: str = ""
@@ -84,6 +85,7 @@ class DeviceLease(msgspec.Struct, array_like=True):
     places: list[int] = []
     volumes: dict[str, tuple[Count, Count]] = {}
     export: DeviceExport | None = None
+    state: str = ""
     layout: str = ""
     why: str = ""
 

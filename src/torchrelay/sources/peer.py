@@ -58,6 +58,7 @@ class PeerSource:
 
     def __init__(self, notes: PeerNotes, rank: int, *, same_host: bool = True) -> None:
         self._peers, self._same_host = [(notes, rank)], same_host
+        self._places: list[SharedAt] = []
         self.endpoint: EndpointSource | None = None  # as found by the last look
 
     @classmethod
@@ -81,13 +82,18 @@ class PeerSource:
         if not places:
             self.endpoint = None
             return []
-        self.endpoint = EndpointSource(
+        if self.endpoint is None or places != self._places:
+            self.endpoint, self._places = self._endpoint(places), places
+        self.endpoint.failed.clear()
+        return self.endpoint.steps(deadline)
+
+    def _endpoint(self, places: list[SharedAt]) -> EndpointSource:
+        return EndpointSource(
             [place.url for place in places],
             access=Access(token=places[0].token),
             same_host=self._same_host,
             tokens={place.url: place.token for place in places},
         )
-        return self.endpoint.steps(deadline)
 
     def open(self, step: int, deadline: Deadline) -> RemoteStep:
         if self.endpoint is None:

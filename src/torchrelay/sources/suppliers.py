@@ -113,7 +113,9 @@ class Suppliers:
             if self.stopped.is_set():
                 raise PeerLostError(f"{self._what} was given up")
             if self._deadline.passed:
-                raise TransferTimeoutError(f"no time is left to read {self._what}", phase="data")
+                faults = "".join(f"; {name}: {why}" for name, why in self.faulty.items())
+                text = f"no time is left to read {self._what}{faults}"
+                raise TransferTimeoutError(text, phase="data")
             with self._lock:
                 able = [one for one in self._volumes[volume] if not one.dropped]
                 if not able:

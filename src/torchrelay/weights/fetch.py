@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import DigestError, RemoteProtocolError, TransferTimeoutError
+from torchrelay.errors import DigestError, RemoteProtocolError
 from torchrelay.memory.crew import Crew
 from torchrelay.parts.encoding import WHOLE
 from torchrelay.parts.runs import (
@@ -84,10 +84,6 @@ class PartFetch:
         for volume in changed.values():
             volume.doubt()
         while todo:
-            if self._deadline.passed:
-                raise TransferTimeoutError(
-                    f"no time is left to read {self._step.url}", phase="data"
-                )
             groups = self._by_supplier(todo)
             left = Crew(STREAMS).each(lambda group: self._fetch(*group), groups)
             todo = [piece for some in left for piece in some]

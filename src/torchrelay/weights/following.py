@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+import msgspec
+
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import (
     PeerLostError,
@@ -14,11 +16,13 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UsageError,
 )
+from torchrelay.record.encoding import state_digest
 from torchrelay.record.schema import Record
 from torchrelay.sources.access import Access
 from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_device import DeviceLentStep
+from torchrelay.sources.lent_memory import DeviceLease
 from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.seam import WantedBox
@@ -44,6 +48,25 @@ def publisher(place: Publisher, access: Access | None, same_host: bool) -> Origi
 
 
 Origin = EndpointSource | PeerSource
+
+
+class StepIdentity(msgspec.Struct, array_like=True, frozen=True):
+    """A step, and digests of its content: of the `snapshot`, and of the `state` whichever its
+    number. Empty where they are not known."""
+
+    step: int
+    snapshot: str = ""
+    state: str = ""
+
+    def same_state(self, other: StepIdentity) -> bool:
+        """Whether another step is known to have the same state."""
+        same = self.snapshot == other.snapshot != ""
+        return same or self.state == other.state != ""
+
+
+def identity_of(lease: DeviceLease) -> StepIdentity:
+    """The step that a lease of a GPU's memory is of."""
+    return StepIdentity(lease.step, lease.snapshot, lease.state)
 
 
 class NewestStep:
@@ -106,12 +129,23 @@ class NewestStep:
             phase="wait",
         )
 
-    def snapshot(self, step: int) -> str:
-        """The content of a step that was listed, by its digest."""
+    def identity(self, step: int) -> StepIdentity:
+        """The content of a step that was listed, by its digests."""
         lent = None if self.device is None else self.device.lent
         if lent is not None and lent.lease.step == step:
-            return lent.lease.snapshot
-        return "" if self.endpoint is None else self.endpoint.snapshot_of(step)
+            return identity_of(lent.lease)
+        endpoint = self.endpoint
+        if endpoint is None:
+            return StepIdentity(step)
+        return StepIdentity(step, *endpoint.digests_of(step))
+
+    @property
+    def taken(self) -> StepIdentity:
+        """The step that was opened last."""
+        assert self.opened is not None
+        record = self.opened.record
+        assert record.step is not None
+        return StepIdentity(record.step, self.opened.snapshot, state_digest(record))
 
     def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep | DeviceLentStep:
         self.opened = found = (self.device or self._origin).open(step, deadline)

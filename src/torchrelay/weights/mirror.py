@@ -61,6 +61,12 @@ class Mirror:
                 found = MirrorVolume(one)
             self.volumes[name] = found
 
+    def rename(self, old: str, new: str) -> None:
+        """A snapshot has the same bytes as another: the next changes are relative to that one."""
+        for volume in self.volumes.values():
+            if volume.base == old:
+                volume.base = new
+
     @property
     def nbytes(self) -> int:
         return sum(one.runs.total for one in self.volumes.values())

@@ -31,28 +31,34 @@ from torchrelay.sources.device_source import NAME as CUDA_IPC
 from torchrelay.sources.lent_device import DeviceLentStep
 from torchrelay.steps import check_step
 from torchrelay.weights.device_updates import DeviceUpdates
-from torchrelay.weights.following import NewestStep, Publisher, publisher
+from torchrelay.weights.following import (
+    NewestStep,
+    Publisher,
+    StepIdentity,
+    identity_of,
+    publisher,
+)
 from torchrelay.weights.mirror import Mirror
 
 AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it was read
 
 
 class _Newest(msgspec.Struct, array_like=True):
-    """What rank 0 found: the newest step, and whether all ranks hold it."""
+    """What rank 0 found: the newest step, and whether all ranks have its state."""
 
-    step: int
+    found: StepIdentity
     held: bool
 
 
 class _Held(NamedTuple):
-    """The step that `into` has."""
+    """The step that `into` has, and `into` itself."""
 
-    step: int
-    snapshot: str
+    identity: StepIdentity
     state: Any
 
 
 _newest = msgspec.msgpack.Decoder(_Newest)
+_identity = msgspec.msgpack.Decoder(StepIdentity)
 _encode = msgspec.msgpack.encode
 
 
@@ -92,14 +98,14 @@ class Subscription:
     @property
     def step(self) -> int | None:
         """The step that `into` has; None before the first update, and after one that failed."""
-        return None if self._held is None else self._held.step
+        return None if self._held is None else self._held.identity.step
 
     def update(self, at_least: int | None = None, timeout: Timeout | None = None) -> Loaded:
         """Bring `into` to the newest step, which is at least `at_least`; waits for such a one.
 
         `into` is of one step, before and after: a failure leaves it as it was. Where it has the
-        newest step already, nothing is read. All ranks of a group call it together, and all of them
-        have the same step afterwards.
+        newest step already, or one with the same state, nothing is read. All ranks of a group call
+        it together, and all of them have the same step afterwards.
         """
         self._owner.check()
         floor = 0 if at_least is None else check_step(at_least)
@@ -143,16 +149,15 @@ class Subscription:
         found = self._look(call, newest, deadline)
         held, self._held = self._held, None  # until it is known what `into` has
         if found.held and held is not None:
-            self._held = held
-            return Loaded(held.state, held.step, Report(held.step, 0))
+            self._mirror.rename(held.identity.snapshot, found.found.snapshot)
+            self._held = held._replace(identity=found.found)
+            return Loaded(held.state, found.found.step, Report(found.found.step, 0))
         if held is not None and (copied := self._copied(newest, held)) is not None:
             return copied
         loaded = Loader(newest, self._ranks).load(call, self._request, deadline)
-        opened = newest.opened
-        assert opened is not None and loaded.step is not None
-        if isinstance(opened, DeviceLentStep):
-            self._on_gpu.learn(opened)
-        self._held = _Held(loaded.step, opened.snapshot, loaded.state)
+        if isinstance(newest.opened, DeviceLentStep):
+            self._on_gpu.learn(newest.opened)
+        self._held = _Held(newest.taken, loaded.state)
         return _reported(loaded, newest)
 
     def _copied(self, newest: NewestStep, held: _Held) -> Loaded | None:
@@ -166,23 +171,24 @@ class Subscription:
         watch = Stopwatch()
         with closing(lent), watch("land"):
             nbytes = self._on_gpu.copy(lent)
-        step, snapshot = lent.lease.step, lent.lease.snapshot
-        self._held = _Held(step, snapshot, held.state)
+        step = lent.lease.step
+        self._held = _Held(identity_of(lent.lease), held.state)
         peers: dict[Peer, Outcome] = {newest.name: Outcome(route=CUDA_IPC, bytes=nbytes)}
         return Loaded(held.state, step, Report(step, nbytes, dict(watch.seconds), peers))
 
     def _look(self, call: Call, newest: NewestStep, deadline: Deadline) -> _Newest:
         """The newest step, and whether every rank has it."""
-        mine = "" if self._held is None else self._held.snapshot
+        mine = StepIdentity(-1) if self._held is None else self._held.identity
 
         def decide(said: list[bytes]) -> list[bytes]:
             (step,) = newest.steps(deadline)
-            snapshot = newest.snapshot(step)
-            held = bool(snapshot) and all(one.decode() == snapshot for one in said)
-            return [_encode(_Newest(step, held))] * len(said)
+            found = newest.identity(step)
+            all_held = [decoded(_identity, data, rank) for rank, data in enumerate(said)]
+            held = all(one.same_state(found) for one in all_held)
+            return [_encode(_Newest(found, held))] * len(said)
 
         call.at("waiting for a step")
-        heard = call.round("look", mine.encode, decide, deadline)
+        heard = call.round("look", lambda: _encode(mine), decide, deadline)
         return decoded(_newest, heard, COORDINATOR)
 
     def _newest(self, floor: int) -> NewestStep:

@@ -22,7 +22,8 @@ from torchrelay.memory import threads
 from torchrelay.memory.pages import return_freed_memory
 from torchrelay.parts.bitmaps import Bits, Field, VolumeBitmap, bits_bytes, changed, union
 
-READY_SECONDS = 10.0  # for a comparison that is under way
+READY_SECONDS = 10.0  # that a reader waits for a comparison, and
+SETTLE_SECONDS = 2.0  # a publisher: far less than it waits for the server to answer
 ASKED_SECONDS = 600.0  # for which somebody is taken to ask again
 NICENESS = 5  # of the thread that compares
 REUSED_BYTES = 4 << 20  # blocks of memory that are kept for the next chunk that is encoded
@@ -199,7 +200,7 @@ class ChangeHistory:
             with self._lock:
                 self._known.append(KnownChanges(step, snapshot, self._under_way[1]))
 
-    def settle(self, seconds: float = READY_SECONDS) -> None:
+    def settle(self, seconds: float = SETTLE_SECONDS) -> None:
         """Have nothing compared, so that memory may be written to. A comparison that somebody may
         ask for has that long to end; any other is given up."""
         if self._under_way is not None:

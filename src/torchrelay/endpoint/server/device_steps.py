@@ -30,7 +30,7 @@ class ShownOnDevice:
         lease = DeviceLease(shown.step, shown.snapshot, volumes=volumes, export=shown.export)
         if whole is not None:
             lease.record, lease.ranks, lease.places = whole.record, whole.ranks, whole.places
-            lease.layout = whole.layout
+            lease.state, lease.layout = whole.state, whole.layout
         return lease
 
 

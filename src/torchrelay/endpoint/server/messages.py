@@ -115,14 +115,16 @@ class SlotStaged(msgspec.Struct, tag="staged"):
 
 class StepRecord(msgspec.Struct, array_like=True):
     """The record of a step, and the volumes of all ranks. `tensors`: how many the step has.
-    `ranks`: the URL of each, and `places` the index in it for each volume. `layout`: a digest of
-    the record but for its step and the digests of chunks."""
+    `ranks`: the URL of each, and `places` the index in it for each volume. `state`: a digest that
+    steps with the same state share, if it is known. `layout`: a digest of the record but for its
+    step and the digests of chunks."""
 
     record: bytes
     volumes: list[Volume]
     tensors: int
     ranks: list[str]
     places: list[int]
+    state: str = ""
     layout: str = ""
 
 

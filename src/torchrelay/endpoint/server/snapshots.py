@@ -92,7 +92,7 @@ class ServedSnapshot:
 
     def __init__(self, shown: Show, arrivals: Arrivals | None = None) -> None:
         self.step, self.id = shown.step, shown.snapshot
-        self.record = b""
+        self.record, self.state = b"", ""
         self.order, self.places = shown.volumes, [0] * len(shown.volumes)
         self.tensors, self.ranks = 0, list[str]()
         self.arrivals = arrivals  # of a step that is still arriving
@@ -107,7 +107,7 @@ class ServedSnapshot:
         self.parts[shown.slot] = Part(slot, {volume.name: volume for volume in shown.volumes})
         if (whole := shown.whole) is not None:
             self.record, self.order, self.tensors = whole.record, whole.volumes, whole.tensors
-            self.ranks, self.places = whole.ranks, whole.places
+            self.ranks, self.places, self.state = whole.ranks, whole.places, whole.state
 
     def place(self, name: str) -> tuple[Slot, Volume] | None:
         """The slot in which this process has a volume, if it does."""
@@ -158,6 +158,7 @@ class ServedSnapshot:
         return {
             "step": self.step,
             "snapshot": self.id,
+            "state": self.state,
             "bytes": self.nbytes,
             "record_bytes": len(self.record),
             "tensors": self.tensors,

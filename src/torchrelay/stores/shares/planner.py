@@ -68,10 +68,12 @@ class SharePlanner:
         file_bytes: int | None,
         members: Collection[int] | None = None,
         dtype: torch.dtype | None = None,
+        prepare: Callable[[object], object] | None = None,
     ) -> None:
         """`members`: the ranks that take part as meshes count them, where that is known. Replicas
-        of other ranks do not count. `dtype`: that floating tensors are cast to."""
-        self.dtype = dtype
+        of other ranks do not count. `dtype`: that floating tensors are cast to.
+        `prepare`: makes of a state the one that is saved."""
+        self.dtype, self.prepare = dtype, prepare
         self.rank, self.world, self.file_bytes = rank, world, file_bytes
         self.members = members
         self.known: _KnownPlan | None = None
@@ -120,7 +122,8 @@ class SavePlan:
     def statement(self) -> bytes:
         """The first message of this rank: digests of its state."""
         planner = self._planner
-        self._described: Described = describe(self._state, self._stand_ins)
+        state = self._state if planner.prepare is None else planner.prepare(self._state)
+        self._described: Described = describe(state, self._stand_ins)
         self._signature = _signature(self._described)
         tensors = list(zip(self._described.names, self._described.tensors, strict=True))
         if planner.world == 1:
