@@ -115,7 +115,7 @@ def measure_updates(
     def publish(step: int) -> tuple[float, float, tr.Pending]:
         change(state, draw)
         begun = time.monotonic()
-        pending = endpoint.publish(state, step=step, stage_on="gpu")
+        pending = endpoint.publish(state, step=step, stage_on="device")
         return begun, time.monotonic(), pending
 
     with tr.serve(state, step=0, timeout=SECONDS) as endpoint:

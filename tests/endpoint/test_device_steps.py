@@ -212,8 +212,8 @@ def test_without_memory_the_host_has_it(
     endpoint.publish(_state(1), step=1)
     got = tr.pull(endpoint.url, timeout=60)
     assert got.report.route == "mapped" and _is(got.state, 1)
-    with pytest.raises(UsageError, match=r"stage_on=.gpu., but no memory"):
-        endpoint.publish(_state(2), step=2, stage_on="gpu")
+    with pytest.raises(UsageError, match=r"stage_on=.device., but no memory"):
+        endpoint.publish(_state(2), step=2, stage_on="device")
     assert _is(tr.pull(endpoint.url, timeout=60).state, 1)
 
 
@@ -261,5 +261,5 @@ def test_slots_of_a_server() -> None:
 
 
 def test_a_choice_that_does_not_exist() -> None:
-    with pytest.raises(UsageError, match="stage_on must be one of auto, gpu, host"):
+    with pytest.raises(UsageError, match="stage_on must be one of auto, host, device"):
         check_choice("disk")

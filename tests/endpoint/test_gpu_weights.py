@@ -69,7 +69,7 @@ def _publish(line: Connection) -> None:
         while (order := line.recv()) is not None:
             step, wait, keys = order
             state = {key: one for key, one in _state(step).items() if not keys or key in keys}
-            pending = endpoint.publish(state, step=step, stage_on="gpu")
+            pending = endpoint.publish(state, step=step, stage_on="device")
             if wait:
                 pending.result(SECONDS)
             line.send(endpoint.status()["sent_bytes"])
@@ -276,7 +276,7 @@ def test_changes_that_the_gpu_found_reach_other_hosts(monkeypatch: pytest.Monkey
                 flat[index[: flat.numel() // 50]] += 1
             sent = endpoint.status()["sent_bytes"]
             before = {key: one.clone() for key, one in into.items()}
-            endpoint.publish(state, step=step, stage_on="gpu").result(SECONDS)
+            endpoint.publish(state, step=step, stage_on="device").result(SECONDS)
             got = following.update(at_least=step)
             assert got.step == step and got.report.route == "parts"
             assert all(torch.equal(into[key], state[key].cpu()) for key in state)
@@ -294,7 +294,7 @@ def test_a_version_is_cast_on_the_gpu() -> None:
     with tr.serve(masters, step=0, timeout=SECONDS, encoding=encoding) as endpoint:
         for step in (1, 2, 3):
             masters["w"] += 1
-            endpoint.publish(masters, step=step, stage_on="gpu")
+            endpoint.publish(masters, step=step, stage_on="device")
             got = tr.pull(endpoint.url, device="cuda", timeout=SECONDS)
             assert got.step == step
             assert torch.equal(got.state["w"], masters["w"].to(torch.bfloat16))

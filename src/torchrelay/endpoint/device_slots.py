@@ -33,7 +33,7 @@ from torchrelay.transports.routes.cuda.handles import IpcError, export_of
 MARGIN = 1 / 4  # of a GPU's memory that stays free where steps are kept there unasked
 USUAL_SLOTS = 2
 _ITEM = 16  # bytes of the largest element
-CHOICES = ("auto", "gpu", "host")
+CHOICES = ("auto", "host", "device")
 
 
 class DeviceSlot:

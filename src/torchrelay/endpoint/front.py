@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
@@ -82,7 +82,7 @@ class Endpoint:
         *,
         step: int,
         timeout: Timeout | None = None,
-        stage_on: str = "auto",
+        stage_on: Literal["auto", "host", "device"] = "auto",
     ) -> Pending:
         """Copy a state and return; another process shows it to readers.
 
@@ -90,7 +90,7 @@ class Endpoint:
         Where some still read the one before that, the publish is skipped and `Pending.skipped`
         says why. All ranks of a group call it together.
 
-        `stage_on`: "gpu" copies a state that is on one GPU to other memory of that GPU, which takes
+        `stage_on`: "device" copies a state that is on one GPU to other memory of that GPU, which takes
         two copies of it and lasts milliseconds. Processes of this host read it there (CUDA IPC);
         its bytes reach host memory in the background, for all others. "host" copies to host memory,
         and frees what was taken of the GPU. "auto": on the GPU where a quarter of its memory stays

@@ -285,7 +285,7 @@ class Publisher:
         self, share: Share, nbytes: int, stage_on: str, deadline: Deadline
     ) -> DeviceSlot | None:
         """Memory of the GPU that has the share, unless it is to be copied to host memory. With
-        `stage_on="gpu"`, `UsageError` says why there is none."""
+        `stage_on="device"`, `UsageError` says why there is none."""
         stage_on = stage_on if self._policy.on_devices else "host"
         why = self._devices.unfit(share, nbytes, stage_on)
         if not why:
@@ -296,8 +296,8 @@ class Publisher:
                 why = "processes read every copy that is there"
             except UNABLE as fault:
                 why = str(fault)
-        if stage_on == "gpu":
-            raise UsageError(f'stage_on="gpu", but {why}: give stage_on="host"')
+        if stage_on == "device":
+            raise UsageError(f'stage_on="device", but {why}: give stage_on="host"')
         if stage_on == "host":
             self._devices.close()
         return None
