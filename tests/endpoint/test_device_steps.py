@@ -1,6 +1,6 @@
 """Steps in memory of a GPU: who gets them, and what is written to meanwhile.
 
-Host memory stands in for that of a GPU, which is not there: handles are addresses of this process.
+Host memory takes the place of a GPU's, which is not there: handles are addresses of this process.
 tests/endpoint/test_gpu_weights.py has the same on a GPU, with processes.
 """
 
@@ -65,7 +65,7 @@ def _chunks(one: Volume) -> range:
 class HostSlots:
     """In place of `DeviceSlots`."""
 
-    full = False  # whether there is no memory
+    full = False  # whether all memory is taken
 
     def __init__(self) -> None:
         self.slots: dict[int, HostSlot] = {}
@@ -160,7 +160,7 @@ def test_a_step_in_host_memory_replaces_one_on_the_gpu(endpoint: Endpoint) -> No
 
 
 def test_what_is_lent_is_never_written_to(endpoint: Endpoint) -> None:
-    """Publishing goes on, into the third slot, and to host memory when that is lent as well."""
+    """Publishing continues, into the third slot, and to host memory when that is lent as well."""
     held = []
     for step in range(1, 6):
         endpoint.publish(_state(step), step=step)

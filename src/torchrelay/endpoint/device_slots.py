@@ -82,7 +82,7 @@ class DeviceSlot:
             copied.synchronize()
 
     def _pack(self, region: Region, place: int) -> None:
-        """Copy a region that is no run of the device's memory, or is cast."""
+        """Copy a region that is cast, or is in several pieces."""
         out = self.block.view(place, region.nbytes)
         packed = out if place % _ITEM == 0 else torch.empty_like(out)
         region.read(0, region.nbytes, packed)

@@ -90,8 +90,8 @@ class Endpoint:
         Where some still read the one before that, the publish is skipped and `Pending.skipped`
         says why. All ranks of a group call it together.
 
-        `stage_on`: "device" copies a state that is on one GPU to other memory of that GPU, which takes
-        two copies of it and lasts milliseconds. Processes of this host read it there (CUDA IPC);
+        `stage_on`: "device" copies a state that is on one GPU to other memory of that GPU, within
+        milliseconds; two copies are kept there. Processes of this host read it there (CUDA IPC);
         its bytes reach host memory in the background, for all others. "host" copies to host memory,
         and frees what was taken of the GPU. "auto": on the GPU where a quarter of its memory stays
         free next to what training has used at its peak.

@@ -1,4 +1,4 @@
-"""The fields of a share's volumes: where elements of which size lie."""
+"""The fields of a share's volumes: the places of elements of each size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrelay.stores.shares.share import Share
 
 
 class KnownFields:
-    """The fields of a share's volumes. Those of the last one are kept: shares of one plan have the
+    """The fields of a share's volumes. It keeps the fields of the last share: shares of one plan have the
     same layouts."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The record of a published step, made anew or from that of the step before."""
+"""The record of a published step, made from its shares or from the record of the step before."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Endpoints of this host whose newest step is in memory of a GPU: read there, not from the host.
 
-Where they have none, or it cannot be opened, the endpoints are read as ever, and `instead` says
+Where they have none, or it cannot be opened, the endpoints are read as usual, and `instead` says
 why.
 """
 
@@ -31,7 +31,7 @@ _local = msgspec.json.Decoder(LocalFacts)
 class _KnownSockets:
     """The Unix sockets of servers that this process has read from: a subscriber asks for each
     version, and would otherwise ask for the same name first. Another server at the same address has
-    another name, at which nobody listens any more."""
+    another name, and connections to the old one are refused."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str | None], LocalFacts] = {}

@@ -1,8 +1,8 @@
 """Memory of a GPU that servers of this host lend: a step that is copied from there, on the device.
 
 While the connection of a lease is open, its memory is not written to. A process that publishes may
-die meanwhile: then the lease is over, and nothing more is read. What a process has open stays valid
-until it closes it, as CUDA counts who uses memory.
+die meanwhile: then the lease is over, and nothing more is read. Memory that a process has
+opened stays valid until it closes it, as CUDA counts its users.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _LentVolume(NamedTuple):
 
 
 class LentDevice:
-    """What one server lends, until `close`. `OSError` where it lends nothing that can be opened."""
+    """The memory that one server lends, until `close`. `OSError` where there is none to open."""
 
     def __init__(self, facts: LocalFacts, request: DeviceLeaseRequest, seconds: float) -> None:
         check_near(facts)
@@ -97,7 +97,7 @@ class LentDevice:
 
 
 class DeviceLentStep:
-    """A step of which servers of this host lend all volumes. See `seam.Opened`,
+    """A step whose volumes are all lent by servers of this host. See `seam.Opened`,
     `stores.seam.OpenStep` and `stores.seam.DeviceStep`."""
 
     costly_reads = False

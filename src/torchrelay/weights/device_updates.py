@@ -1,7 +1,7 @@
 """Updates of tensors on a GPU from memory of that GPU, each by one launch.
 
-The first update is planned and landed as any other. What it copied is remembered: the next version
-of the same layout goes to the same tensors by the same copies, and its record is not even read.
+The first update is planned and landed as any other. Its copies are remembered: the next version of
+the same layout goes to the same tensors by the same copies, and its record is not even read.
 """
 
 from __future__ import annotations

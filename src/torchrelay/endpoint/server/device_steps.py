@@ -56,7 +56,7 @@ class DeviceSteps:
         return None
 
     def take(self) -> int:
-        """A slot to be written to, of which nothing is lent any more; -1 where there is none. The
+        """A slot to be written to, which is not lent any more; -1 where there is none. The
         newest step stays."""
         kept = -1 if self._newest is None else self._newest.slot
         for slot in range(MOST_SLOTS):

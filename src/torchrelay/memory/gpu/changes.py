@@ -163,5 +163,5 @@ def apply(bits: torch.Tensor, packed: Packed, address: int, size: int) -> None:
 
 
 def _blocks(spans: int, processors: int) -> int:
-    """Each has some warps, each of which takes a span at a time."""
+    """How many blocks of some warps; each warp takes a span at a time."""
     return max(1, min(-(-spans // _WARPS), processors * 8))

@@ -1,6 +1,6 @@
 """Boxes of a step that is in memory of a GPU, into tensors on GPUs.
 
-Runs of bytes on the same device are copied by one launch for all of them. A box that is no run, one
+Runs of bytes on the same device are copied by one launch for all of them. A box in pieces, one
 of another dtype, and one that another device has, is copied by torch from where it lies: nothing
 goes through host memory.
 """
