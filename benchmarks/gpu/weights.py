@@ -1,8 +1,9 @@
 """Weights from a trainer to a worker on one GPU: `python -m benchmarks.gpu.weights [--small]`.
 
-Two processes on one GPU, 8 GB of bf16 in 320 tensors; 2 % of the elements change from version to version.
-The publisher keeps each version on the GPU, and the worker copies it from there (CUDA IPC). Every
-result is compared bit for bit. Kernels that find, pack and apply changes are measured next to it.
+Two processes on one GPU, 8 GB of bf16 in 320 tensors; 2 % of the elements change from version to
+version. The publisher keeps each version on the GPU, and the worker copies it from there (CUDA
+IPC). Every result is compared bit for bit. Kernels that find, pack and apply changes are measured
+next to it.
 """
 
 from __future__ import annotations

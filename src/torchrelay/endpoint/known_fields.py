@@ -11,8 +11,8 @@ from torchrelay.stores.shares.share import Share
 
 
 class KnownFields:
-    """The fields of a share's volumes. It keeps the fields of the last share: shares of one plan have the
-    same layouts."""
+    """The fields of a share's volumes. It keeps the fields of the last share: shares of one plan
+    have the same layouts."""
 
     def __init__(self) -> None:
         self._last: tuple[Sequence[FileLayout], list[list[Field]]] | None = None
