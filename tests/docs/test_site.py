@@ -17,7 +17,7 @@ from tests.docs.test_docs import PAGES, ROOT, name_of, text_of, without_code
 from tools.docs import reference
 from tools.docs.site import adapted, more_pages
 
-MOST_WORDS = 30_000  # written by hand, on all pages together
+MOST_WORDS = 30_000  # written by hand, on all pages together; module pages are limited elsewhere
 MOST_WORDS_OF_README = 900
 GENERATED = {"conformance.md", "index-a-z.md", "map.md", "module-list.md", "reference.md"}
 REGIONS = re.compile(
@@ -32,8 +32,8 @@ def by_hand(text: str) -> str:
 
 
 def words_of(text: str) -> int:
-    """Words and numbers; the strokes of a table are neither."""
-    return sum(1 for word in text.split() if re.search(r"\w", word))
+    """Words; numbers and the strokes of a table are none."""
+    return sum(1 for word in text.split() if re.search(r"[^\W\d_]", word))
 
 
 def test_the_readme_is_short() -> None:
@@ -44,7 +44,7 @@ def test_pages_are_short_together() -> None:
     counts = {
         name_of(path): words_of(by_hand(path.read_text("utf-8")))
         for path in PAGES
-        if path.name not in GENERATED
+        if path.name not in GENERATED and path.parent.name != "modules"
     }
     assert sum(counts.values()) <= MOST_WORDS, sorted(counts.items(), key=lambda item: -item[1])
 

@@ -145,7 +145,7 @@ def entry(name: str, thing: Any) -> Iterator[str]:
 def error_section() -> Iterator[str]:
     yield "## Errors"
     tree = (errors.__doc__ or "").split("\n\n")[1]
-    yield "All are in the module `errors`. [Operations](operations.md#errors) has causes and remedies."
+    yield "All are in `errors`. [Operations](operations.md#errors) has causes and remedies."
     yield f"```text\n{textwrap.dedent(tree)}\n```"
     kinds = [
         kind
