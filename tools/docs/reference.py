@@ -22,12 +22,16 @@ import torchrelay as tr
 from torchrelay import dropin, errors
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
+from torchrelay.endpoint.encoding import Encoding
+from torchrelay.endpoint.float8 import dequantized
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.endpoint.pull_options import PullOptions
 from torchrelay.endpoint.share import SharedState
 from torchrelay.progress import Progress
 from torchrelay.results import Attempt, Outcome, Traffic
 from torchrelay.stores import dcp
+from torchrelay.weights import mapping
+from torchrelay.weights.subscription import Subscription
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "torchrelay"
@@ -51,7 +55,8 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "Checkpointer": (tr.Checkpointer,),
     "Keep policies": (tr.KeepLast, tr.KeepEvery, tr.KeepBest),
     "Results": (tr.Loaded, tr.Report, Outcome, Attempt, Traffic, tr.Pending, Progress),
-    "serve and pull": (tr.serve, Endpoint, tr.pull, PullOptions, tr.Access),
+    "serve and pull": (tr.serve, Endpoint, Encoding, tr.pull, PullOptions, tr.Access),
+    "subscribe": (tr.subscribe, Subscription),
     "recover and Keeper": (tr.recover, tr.Keeper),
     "init_process_group": (tr.init_process_group,),
     "register": (tr.register,),
@@ -62,6 +67,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "PGTransport": dropin.PGTransport,
         "dropin.Checkpointer": dropin.Checkpointer,
     },
+    "torchrelay.weights.mapping": {name: getattr(mapping, name) for name in mapping.__all__},
+    "torchrelay.endpoint.float8": {"dequantized": dequantized},
     "Conversion": {"convert": convert, **{n: getattr(stock_dcp, n) for n in stock_dcp.__all__}},
 }
 
@@ -124,7 +131,9 @@ def is_result(kind: type) -> bool:
 
 
 def entry(name: str, thing: Any) -> Iterator[str]:
-    made = inspect.isclass(thing) and (is_result(thing) or thing in (Endpoint, SharedState))
+    made = inspect.isclass(thing) and (
+        is_result(thing) or thing in (Endpoint, SharedState, Subscription)
+    )
     options = thing is PullOptions
     yield f"### `{name}`" if made or options else f"### `{signature(name, thing)}`"
     yield prose(thing)
