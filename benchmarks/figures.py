@@ -56,6 +56,10 @@ def seconds(value: float, *, up: bool = True) -> str:
     return f"{found / scale:.{places}f}"
 
 
+def percent(value: float) -> str:
+    return f"{math.ceil(1000 * value - 1e-9) / 10:.1f} %"
+
+
 def spread(laps: Sequence[float], *, up: bool = True) -> str:
     """Median, minimum and maximum."""
     middle = statistics.median(laps)
@@ -323,6 +327,38 @@ def frameworks() -> str:
     return table(["stall of a save of 1.5 GB", "its own, s", "torchrelay, s", "shorter"], rows)
 
 
+def weights_reshard() -> str:
+    rows = [
+        [
+            f"`{row['contender'].split()[-1]}`" if _ours(row) else row["contender"],
+            spread(row["seconds"], up=_ours(row)),
+            ratio(row["ours_is_faster"]),
+        ]
+        for row in result(f"{CPU}/weights-reshard.json")["rows"]
+    ]
+    return table(["1.07 GB, four ranks to two", "seconds", "`subscribe` is faster"], rows)
+
+
+def _ours(row: dict[str, Any]) -> bool:
+    return str(row["contender"]).startswith("torchrelay")
+
+
+def weights_training() -> str:
+    found = result(f"{CPU}/weights-training.json")
+    rows = [
+        [
+            name,
+            *(percent(value) for value in (statistics.median(seen), min(seen), max(seen))),
+        ]
+        for name, seen in (
+            ("elements that change", [row["changed"] for row in found["rows"]]),
+            ("bytes that are sent", [row["sent"] for row in found["rows"]]),
+        )
+    ]
+    count = len(found["rows"])
+    return table([f"of each of {count} steps", "median", "minimum", "maximum"], rows)
+
+
 def scale() -> str:
     ranks = result(f"{CPU}/scale.json")["ranks"]
     lines = {
@@ -467,7 +503,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         hardware, live_memory, live_tcp, links, connections, resharding, gpu_live, endpoint, swarm,
         keeper, staging, checkpoints, gpu_stalls, gpu_checkpoints, loaders, limits, kernels,
-        frameworks, scale, headline, tcp_in_place,
+        frameworks, weights_reshard, weights_training, scale, headline, tcp_in_place,
     )
 }  # fmt: skip
 
