@@ -343,6 +343,11 @@ def _ours(row: dict[str, Any]) -> bool:
     return str(row["contender"]).startswith("torchrelay")
 
 
+def weights_gpu() -> str:
+    rows = [[row["case"], spread(row["seconds"])] for row in result(f"{GPU}/weights.json")["rows"]]
+    return table(["8 GB, two processes on one H200", "seconds"], rows)
+
+
 def weights_training() -> str:
     found = result(f"{CPU}/weights-training.json")
     rows = [
@@ -503,7 +508,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         hardware, live_memory, live_tcp, links, connections, resharding, gpu_live, endpoint, swarm,
         keeper, staging, checkpoints, gpu_stalls, gpu_checkpoints, loaders, limits, kernels,
-        frameworks, weights_reshard, weights_training, scale, headline, tcp_in_place,
+        frameworks, weights_reshard, weights_gpu, weights_training, scale, headline, tcp_in_place,
     )
 }  # fmt: skip
 
