@@ -256,6 +256,28 @@ def test_a_server_that_stops_within_a_stream(wires: Callable[[str], Wire]) -> No
         assert subscription.update(timeout=TIMEOUT).step == version_of(into) == 2
 
 
+@pytest.mark.slow  # a connection without progress is given up after 10 s
+def test_a_server_that_stops_within_a_stream_is_replaced(wires: Callable[[str], Wire]) -> None:
+    with (
+        tr.serve(weights(1), step=1, timeout=TIMEOUT) as one,
+        tr.serve(weights(1), step=1, timeout=TIMEOUT) as other,
+    ):
+        wire, spare = wires(one.url), wires(other.url)
+        subscription, into = followed([wire.url, spare.url])
+        pid = one._server.pid or 0
+
+        def stop(data: bytes) -> bytes:
+            os.kill(pid, signal.SIGSTOP)
+            return data
+
+        where = once(wire, stop)
+        try:
+            report = subscription.update(timeout=2 * TIMEOUT).report
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert where and version_of(into) == 1 and report.sources[spare.url] > 0
+
+
 # A rank of the trainer is killed.
 
 
