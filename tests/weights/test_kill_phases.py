@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchrelay as tr
+from tests.keeper.jobs import end_keepers
 from tests.support.ranks import Ranks, reached, tell, wait_until_stopped
 from tests.weights.conftest import Wire
 from tests.weights.test_faults import LATER, PARTS, followed, once, version_of, weights
@@ -256,6 +257,28 @@ def test_a_server_that_stops_within_a_stream(wires: Callable[[str], Wire]) -> No
         assert subscription.update(timeout=TIMEOUT).step == version_of(into) == 2
 
 
+@pytest.mark.slow  # a connection without progress is given up after 10 s
+def test_a_server_that_stops_within_a_stream_is_replaced(wires: Callable[[str], Wire]) -> None:
+    with (
+        tr.serve(weights(1), step=1, timeout=TIMEOUT) as one,
+        tr.serve(weights(1), step=1, timeout=TIMEOUT) as other,
+    ):
+        wire, spare = wires(one.url), wires(other.url)
+        subscription, into = followed([wire.url, spare.url])
+        pid = one._server.pid or 0
+
+        def stop(data: bytes) -> bytes:
+            os.kill(pid, signal.SIGSTOP)
+            return data
+
+        where = once(wire, stop)
+        try:
+            report = subscription.update(timeout=2 * TIMEOUT).report
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert where and version_of(into) == 1 and report.sources[spare.url] > 0
+
+
 # A rank of the trainer is killed.
 
 
@@ -328,3 +351,62 @@ def test_a_trainer_rank_that_is_killed_is_named_or_replaced(
         wire.lead(again.url)
         assert subscription.update(at_least=3, timeout=TIMEOUT).step == 3
         assert torch.equal(into["w"], whole(3))
+
+
+TOKEN = "correct-horse-battery-staple"
+
+
+def replicate(rank: int, group: Any, job: str) -> None:
+    """Two replicas that serve the same shards, each in a group of its own; or, with a job, one of
+    them whose keeper has them, too."""
+    access = tr.Access(token=TOKEN)
+    shape = (2,) if job else (2, 2)
+    mesh = init_device_mesh("cpu", shape)
+    groups = [dist.new_group([first, first + 1]) for first in range(0, mesh.size(), 2)]
+    places = [Shard(0)] if job else [Replicate(), Shard(0)]
+    state = {"w": distribute_tensor(whole(1), mesh, places, src_data_rank=None)}
+    keeper = None
+    if job:
+        keeper = tr.Keeper(job, access=access, timeout=TIMEOUT, lease=TIMEOUT, copies=0)
+        keeper.stage(1, state).result(TIMEOUT)
+    mine = groups[rank // 2]
+    with tr.serve(state, step=1, access=access, group=mine, timeout=TIMEOUT) as endpoint:
+        endpoint.publish(state, step=1).result(TIMEOUT)
+        other = None if keeper is None else keeper.url
+        tell((endpoint.url, endpoint._server.pid, other))
+        reached("published", hold=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["replica", "keeper"])
+def test_a_replica_or_a_keeper_replaces_a_trainer_rank(
+    wires: Callable[[str], Wire], other: str
+) -> None:
+    job = f"weights-{os.getpid()}" if other == "keeper" else ""
+    try:
+        with Ranks(replicate, 2 if job else 4, job) as ranks:
+            for rank in range(len(ranks.processes)):
+                ranks.wait_reached(rank, "published", TIMEOUT)
+            url, pid, keeper = ranks.told(0)[0]
+            spare = keeper or ranks.told(2)[0][0]
+            wire = wires(url)
+            into = {"w": torch.zeros(2 * ELEMENTS)}
+            subscription = tr.subscribe(
+                [wire.url, spare],
+                into=into,
+                access=tr.Access(token=TOKEN),
+                same_host=False,
+                timeout=TIMEOUT,
+            )
+
+            def lose() -> None:
+                ranks.kill(0)
+                os.kill(pid, signal.SIGKILL)
+
+            where = once_at(wire, PARTS, LATER, lose)
+            got = subscription.update()
+            assert where and got.step == 1 and torch.equal(into["w"], whole(1))
+            assert wire.url in got.report.failed and got.report.sources[spare] > 0
+    finally:
+        if job:
+            end_keepers(job)

@@ -103,9 +103,10 @@ class Subscription:
     def update(self, at_least: int | None = None, timeout: Timeout | None = None) -> Loaded:
         """Bring `into` to the newest step, which is at least `at_least`; waits for such a one.
 
-        `into` is of one step, before and after: a failure leaves it as it was. Where it has the
-        newest step already, or one with the same state, nothing is read. All ranks of a group call
-        it together, and all of them have the same step afterwards.
+        `into` is of one step, before and after: a failure leaves it as it was. A landing that has
+        begun ends, and an interrupt is raised when it is over. Where `into` has the newest step
+        already, or one with the same state, nothing is read. All ranks of a group call it together,
+        and all of them have the same step afterwards.
         """
         self._owner.check()
         floor = 0 if at_least is None else check_step(at_least)
