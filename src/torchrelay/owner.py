@@ -41,7 +41,7 @@ class Owner:
 
 
 class Owned(Protocol):
-    """What has an end in its own process, and is let go of in a fork."""
+    """An object that its own process closes, and that a forked child detaches from."""
 
     @property
     def url(self) -> str: ...

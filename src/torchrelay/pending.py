@@ -67,7 +67,7 @@ class Pending:
         return self._fault
 
     def ends_within(self, seconds: float) -> bool:
-        """True if the work ends within so many seconds, with or without success."""
+        """True if the work ends within `seconds`, with or without success."""
         return wait_until_set(self._ended, seconds)
 
     def end(self, report: Report | None, fault: BaseException | None) -> None:

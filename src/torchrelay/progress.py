@@ -31,7 +31,7 @@ def _checked(progress: ProgressCallback | None) -> ProgressCallback | None:
 
 
 def untold(done: int, total: int) -> None:
-    """Progress that nobody asked for."""
+    """A progress function that ignores its arguments."""
 
 
 class Bar:

@@ -229,7 +229,7 @@ def moves(sources: Runs, destinations: Runs) -> Moves:
 
 
 def reached(first: Any, last: Any, count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which of so many numbers lie in any of the ranges from `first` to `last`, both included."""
+    """Marks the numbers below `count` that lie in a range from `first` to `last`, inclusive."""
     change = np.zeros(count + 1, np.int64)
     np.add.at(change, first.astype(np.int64), 1)
     np.add.at(change, last.astype(np.int64) + 1, -1)

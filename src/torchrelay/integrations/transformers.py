@@ -36,7 +36,8 @@ Kept = dict[str, Any]
 class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Saves model, optimizer, scheduler, random numbers and the trainer's state every `every`
     steps, in the background; when the job is asked to stop (SIGTERM); and at the end of training.
-    What an evaluation at that step found goes with it: `keep=KeepBest("eval_loss") | KeepLast(3)`.
+    The metrics of an evaluation at that step are saved with it, for policies such as
+    `keep=KeepBest("eval_loss") | KeepLast(3)`.
 
     Use it with `save_strategy="no"`. `keep`, `keeper`, `timeout` and other arguments are those of
     `Checkpointer`. `on_error="raise"`: a save that failed in the background fails the run at the

@@ -63,7 +63,7 @@ class Pool:
             return self._idle_bytes
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """A buffer for each size, in order. `MemoryError` if there is no memory."""
+        """A buffer for each size, in order. Raises `MemoryError` if memory runs out."""
         wanted = [paged(max(size, 1)) for size in sizes]
         with self._lock:
             self._settle()

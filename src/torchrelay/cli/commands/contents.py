@@ -132,7 +132,7 @@ def _steps(source: str) -> list[int]:
     there = open_store(source)
     steps = there.steps()
     if not steps:
-        fail(f"there is no step in {there.url}{instead(source)}")
+        fail(f"no steps in {there.url}{instead(source)}")
     return steps
 
 

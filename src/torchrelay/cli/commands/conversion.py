@@ -137,7 +137,7 @@ def _check_key(there: tr.Checkpointer, place: str, step: int | None, key: str) -
     """The step that is meant, the newest if none is named; it has the key."""
     found = max(there.steps(), default=None) if step is None else step
     if found is None:
-        fail(f"there is no step in {there.url}{instead(place)}")
+        fail(f"no steps in {there.url}{instead(place)}")
     keys = [str(known) for known in getattr(there.record(found).outlines[0].tree, "keys", ())]
     if key not in keys:
         fail(f"step {found} has no key {key!r}: name one with --key: {', '.join(keys)}")

@@ -82,7 +82,7 @@ def ls(
         total = sum(facts.get("bytes", 0) for facts in steps)
         print(f"{count(len(steps), 'step')}, {size(total)}")
     if not steps:
-        fail(f"there is no step in {there.url}{instead(place)}")
+        fail(f"no steps in {there.url}{instead(place)}")
     if any(map(in_words, steps)):
         raise typer.Exit(1)
 
@@ -185,4 +185,4 @@ def _check_present(there: tr.Checkpointer, place: str, steps: list[int]) -> None
     absent = ", ".join(map(str, sorted(set(steps) - set(present))))
     if absent:
         shown = f"; existing: {', '.join(map(str, present))}" if present else instead(place)
-        fail(f"there is no step {absent} in {place}{shown}")
+        fail(f"step {absent} does not exist in {place}{shown}")

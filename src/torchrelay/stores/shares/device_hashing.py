@@ -27,9 +27,8 @@ _Marks = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class DeviceHashing:
-    """The digests of files that GPUs can make. What is worked out for them is kept, so that they
-    can be made a second time for little. Whoever asks has waited for work that was begun on the
-    memory.
+    """Digests of files, computed on the GPUs that hold the bytes. The plan is kept, so computing
+    them a second time is cheap. The caller must have waited for pending work on the memory.
     """
 
     def __init__(self, files: Sequence[FileSpec], streams: Sequence[Stream]) -> None:
