@@ -1,0 +1,1 @@
+"""Writes the generated parts of the documentation: module pages, keyword index, section map."""
