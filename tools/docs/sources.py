@@ -73,7 +73,8 @@ def sentence(text: str) -> str:
     return next((text[: at + 1] for at in ends if not text[:at].endswith(("e.g", "i.e"))), text)
 
 
-def imports_of(path: Path) -> Iterator[Import]:
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
     """All imports of a file, except those that only type checkers see."""
     package = path.relative_to(SOURCE.parent).parent.parts
 
@@ -88,13 +89,14 @@ def imports_of(path: Path) -> Iterator[Import]:
                 module = ".".join((*base, *filter(None, [child.module])))
                 for alias in child.names:
                     yield Import(_resolved(module, alias.name), at_once)
-            else:
+            elif isinstance(child, ast.stmt | ast.ExceptHandler):
                 inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 yield from walk(child, at_once and not inside)
 
-    yield from walk(tree_of(path), True)
+    return tuple(walk(tree_of(path), True))
 
 
+@cache
 def _resolved(module: str, name: str) -> str:
     """`from package import module` imports a module; `from module import name` does not."""
     path = SOURCE.parent.joinpath(*module.split("."), name)
