@@ -3,22 +3,28 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 VENV := .venv
 BIN := $(VENV)/bin
+# The library with its command; and that with everything that tests, lint and benchmarks need.
+LIBRARY := $(VENV)/.library-installed
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 # Much of a test is waiting, for processes to start and for deadlines to pass.
 WORKERS ?= 2
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow lint pages package bench clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(LIBRARY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cli]'
+	touch $@
+
+$(STAMP): $(LIBRARY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,cli]'
 	$(BIN)/python tests/support/fetch_torchft.py
 	touch $@
 
-demo: $(STAMP)
+demo: $(LIBRARY)
 	$(BIN)/python -m torchrelay.demo
 
 lint: $(STAMP)
@@ -35,6 +41,16 @@ test: lint
 
 test-slow: $(STAMP)
 	TEST_ROUNDS=all $(BIN)/python -m pytest -m "slow or rounds"
+
+# The generated documentation: module pages, index, section map.
+pages: $(STAMP)
+	$(BIN)/python -m tools.docs
+
+# Wheel and source archive, in dist.
+package: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -58,7 +58,7 @@ def _library() -> Any:
         except ModuleNotFoundError as fault:
             if fault.name != package:
                 raise
-    raise ImportError("NIXL is not installed: pip install torchrelay[nixl]")
+    raise ImportError("NIXL is not installed: pip install 'torchrelay[nixl]'")
 
 
 class NixlError(Exception):
