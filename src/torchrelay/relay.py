@@ -57,8 +57,8 @@ class Relay:
     connections at a time: two to eight by default, by the number of cores.
 
     Calls from several threads at once are fine. The relay keeps its transfer buffers and the memory
-    that received states were in (at most `pool` bytes while idle, a quarter of the machine's by
-    default) until `close`.
+    of received states that are gone (at most `pool` bytes while idle, a quarter of the machine's
+    by default) until `close`.
     """
 
     def __init__(
