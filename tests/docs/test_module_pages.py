@@ -14,13 +14,13 @@ from torch.distributed.checkpoint import _checkpointer, _pg_transport
 import torchrelay as tr
 from tools.docs import names
 from tools.docs.__main__ import stale
-from tools.docs.headings import DOCS, GENERATED, hand_written, read
+from tools.docs.headings import DOCS, GENERATED, hand_written, module_pages, read
 from tools.docs.sources import ROOT, pages
 from torchrelay import dropin, errors
 from torchrelay.dropin import stock_dcp
 
 MODULES = DOCS / "modules"
-PAGES = sorted(MODULES.glob("*.md"))
+PAGES = module_pages()
 SECTIONS = [
     "Overview",
     "Detailed analysis",

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.docs.sources import ROOT
+from tools.docs.sources import PAGES, ROOT, pages
 
 DOCS = ROOT / "docs"
 GENERATED = ("index-a-z.md", "map.md")  # whole pages
@@ -69,7 +69,15 @@ def _lead(text: str) -> str:
 def all_pages() -> list[Page]:
     """All pages but the generated ones, in the order of their names."""
     paths = sorted(DOCS.rglob("*.md"), key=lambda path: path.relative_to(DOCS).as_posix())
-    return [read(path) for path in paths if path.name not in GENERATED]
+    left_out = {*(DOCS / name for name in GENERATED), *module_pages(existing=False)}
+    return [read(path) for path in paths if path not in left_out]
+
+
+def module_pages(*, existing: bool = True) -> list[Path]:
+    """The pages in docs/modules whose packages are in this tree, or those whose are not."""
+    absent = {page for page in PAGES if page not in pages()}
+    found = sorted((DOCS / "modules").glob("*.md"))
+    return [path for path in found if (path.stem not in absent) == existing]
 
 
 def replaced(text: str, sections: dict[str, str]) -> str:

@@ -11,22 +11,20 @@ from typing import Any
 
 from torch.distributed.checkpoint import _checkpointer, _pg_transport
 
-from tools.docs import names
-from tools.docs.headings import DOCS, replaced
+from tools.docs import headings, names
+from tools.docs.headings import replaced
 from tools.docs.sources import (
     PAGES,
     ROOT,
     SOURCE,
     dependencies_of,
     files_of,
-    pages,
     summary_of,
     tests_of,
     tree_of,
 )
 from torchrelay import dropin
 
-FOLDER = DOCS / "modules"
 EXTRAS = {  # the extra that brings a package, where it is not a dependency
     "rich": "cli",
     "typer": "cli",
@@ -177,9 +175,7 @@ def sections(page: str) -> dict[str, str]:
 
 def written() -> dict[Path, str]:
     """The text of each page that exists, with its sections as they should be."""
-    found = {}
-    for path in sorted(FOLDER.glob("*.md")):
-        if path.stem in PAGES and path.stem not in pages():
-            continue
-        found[path] = replaced(path.read_text(encoding="utf-8"), sections(path.stem))
-    return found
+    return {
+        path: replaced(path.read_text(encoding="utf-8"), sections(path.stem))
+        for path in headings.module_pages()
+    }

@@ -8,6 +8,8 @@ import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -34,6 +36,12 @@ _MODULES = {  # of names whose module is not a page's own
 }
 # Classes that a caller meets without importing them by name.
 _RETURNED = (Endpoint, SharedState, PullOptions, Progress, Outcome, Attempt, Traffic)
+# Public names of modules that a caller imports or meets, and that are not in `tr.__all__`.
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "torchrelay.endpoint.encoding": ("Encoding",),
+    "torchrelay.weights.subscription": ("Subscription",),
+    "torchrelay.weights.mapping": (),
+}
 # Methods for other modules of torchrelay.
 _INTERNAL = {
     *("Access.paths", "Access.secret", "Access.server_context", "Access.client_context"),
@@ -141,6 +149,11 @@ def public() -> list[Name]:
     found += _described("convert", convert, "dropin")
     for name in stock_dcp.__all__:
         found += _described(name, getattr(stock_dcp, name), "dropin")
+    for module, some in _ELSEWHERE.items():
+        if find_spec(module.rpartition(".")[0]) and find_spec(module):
+            home = import_module(module)
+            for name in some or home.__all__:
+                found += _described(name, getattr(home, name), _page_of(getattr(home, name)))
     found += [*_described("dcp.Writer", dcp.Writer, "stores")]
     found += [*_described("dcp.Reader", dcp.Reader, "stores")]
     return found
