@@ -79,7 +79,7 @@ def _close_all() -> None:
 
 
 def _raised_by_signals() -> tuple[type[Exception], ...]:
-    """What torchrun's workers raise in their handler of SIGTERM."""
+    """The exceptions that torchrun's workers raise in their handler of SIGTERM."""
     elastic = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
     return () if elastic is None else (elastic.SignalException,)
 

@@ -1,4 +1,4 @@
-"""What commands print: one-line errors, progress bars, tables, JSON.
+"""Output of commands: one-line errors, progress bars, tables, JSON.
 
 Exit statuses: 0, everything is right; 1, an error, or a step that is damaged; 2, a wrong command
 line; 130, interrupted.

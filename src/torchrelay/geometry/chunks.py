@@ -149,7 +149,7 @@ class Chunks:
         return self.shares_of(self.places, self.image_bytes.astype(np.uint64))
 
     def without_padding(self, memory: Runs) -> Runs:
-        """What memory has of images."""
+        """The runs of memory, without the padding between images."""
         return memory.only(self.places, self.image_bytes.astype(np.uint64))
 
     def shares_of(self, starts: Column, sizes: Column) -> Counts:

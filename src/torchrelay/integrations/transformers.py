@@ -77,8 +77,8 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     @property
     def checkpoint(self) -> str | None:
-        """What `train(resume_from_checkpoint=)` takes: None at the first start, else a directory
-        with the trainer's state at the newest step that verifies. All ranks ask for it."""
+        """The argument for `train(resume_from_checkpoint=)`: None at the first start, else a
+        directory with the trainer's state at the newest step that verifies. All ranks call it."""
         step = self._resumed = step_to_resume(self.checkpointer)
         if step is None:
             return None

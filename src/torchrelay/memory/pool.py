@@ -2,9 +2,9 @@
 
 Tensors over it are ordinary ones, each with a storage of its own: keeping one keeps no other's
 memory. When the last reference to one goes, its range comes back here, is kept while no more than
-`limit` bytes lie idle, and goes to the next tensor of the same size. What does not fit there is
-given back to the system, oldest first. A pool may also give back everything that is idle some time
-after it was last asked for memory.
+`limit` bytes lie idle, and goes to the next tensor of the same size. Ranges beyond the limit are
+returned to the system, oldest first. A pool may also return all idle memory some time after the
+last request.
 """
 
 from __future__ import annotations

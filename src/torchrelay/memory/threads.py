@@ -42,7 +42,7 @@ class Running:
 
 
 def run(target: Callable[[], object], name: str, niceness: int = 0) -> Running:
-    """Have a daemon thread call `target`, at once. What that raises is lost with a traceback."""
+    """Have a daemon thread call `target` at once. An exception is printed, and goes no further."""
     running = Running()
     try:
         thread = _idle[niceness].pop()

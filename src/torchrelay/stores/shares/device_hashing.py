@@ -120,7 +120,7 @@ def _reached(starts: Column, memory: Runs) -> _Marks:
 
 
 class _Brought:
-    """What chunks have in host memory, brought to a device each time that it is hashed."""
+    """The bytes of chunks in host memory, copied to a device each time they are hashed."""
 
     def __init__(self, host: Runs, starts: Column, stops: Column, device: int) -> None:
         found = moves(host, Runs(starts, starts, stops - starts))
