@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 WORKERS ?= 2
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow lint pages package bench clean
+.PHONY: demo test test-slow lint bench clean
 
 $(LIBRARY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,6 +42,12 @@ test: lint
 test-slow: $(STAMP)
 	TEST_ROUNDS=all $(BIN)/python -m pytest -m "slow or rounds"
 
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --only checkpoint
+
+.PHONY: pages package
+
 # The generated documentation: module pages, index, section map.
 pages: $(STAMP)
 	$(BIN)/python -m tools.docs
@@ -51,10 +57,6 @@ package: $(STAMP)
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
-
-bench: $(STAMP)
-	$(BIN)/python -m benchmarks
-	$(BIN)/python -m benchmarks --only checkpoint
 
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
