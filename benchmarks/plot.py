@@ -123,3 +123,30 @@ def _panel(
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.set_title(title, fontsize=10, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def plot_training(found: dict[str, Any], path: Path) -> bool:
+    """Write a PNG of what changes in training and what is sent, step by step."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    steps = [row["step"] for row in found["rows"]]
+    axes.plot(steps, [100 * row["changed"] for row in found["rows"]], color=INK, label="changed")
+    axes.plot(steps, [100 * row["sent"] for row in found["rows"]], color=MORE, label="sent")
+    axes.set_ylim(0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("% of the elements, % of the bytes")
+    axes.legend(frameon=False)
+    figure.suptitle(
+        f"Weights in bf16, {found['elements'] / 1e6:.1f} million elements, learning rate "
+        f"{found['learning_rate']:g}",
+        fontsize=11,
+        color=INK,
+    )
+    figure.savefig(path, dpi=120)
+    return True

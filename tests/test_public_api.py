@@ -15,10 +15,11 @@ import torchrelay as tr
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.endpoint.pull_options import PullOptions
 from torchrelay.endpoint.share import SharedState
+from torchrelay.weights.subscription import Subscription
 
 MOST_NAMES = 18
 MOST_PARAMETERS = 10
-RETURNED = (Endpoint, SharedState)  # classes that users have without naming them
+RETURNED = (Endpoint, SharedState, Subscription)  # classes that users have without naming them
 # The default of each argument that several calls take.
 SHARED = {
     "into": None,

@@ -5,8 +5,6 @@ torchrun --standalone --nproc-per-node 2 examples/accelerate/train.py --folder r
 Kill it and start it again, on the same or another number of ranks: it continues where it was.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch
@@ -59,5 +57,4 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--folder", required=True, help="where steps are saved")
     options.add_argument("--epochs", type=int, default=3)
-    given = options.parse_args()
-    main(given.folder, given.epochs)
+    main(**vars(options.parse_args()))

@@ -5,8 +5,6 @@ python examples/ray/train.py --folder run --workers 2
 Let a worker die (--die-at 7), or start it again with more steps: it continues where it was.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torchrelay.errors import RelayError
     from torchrelay.keeper.front import Keeper
     from torchrelay.pending import Pending
-    from torchrelay.progress import Progress
     from torchrelay.recovery.front import recover
     from torchrelay.relay import Relay
     from torchrelay.results import Loaded, Report
     from torchrelay.sources.access import Access
     from torchrelay.state.registry import register
+    from torchrelay.weights.subscription import subscribe
 
 __all__ = [
     "Access",
@@ -38,7 +38,6 @@ __all__ = [
     "Keeper",
     "Loaded",
     "Pending",
-    "Progress",
     "Relay",
     "RelayError",
     "Report",
@@ -48,6 +47,7 @@ __all__ = [
     "recover",
     "register",
     "serve",
+    "subscribe",
 ]
 
 _HOMES = {
@@ -59,12 +59,12 @@ _HOMES = {
     "torchrelay.errors": ("RelayError",),
     "torchrelay.keeper.front": ("Keeper",),
     "torchrelay.pending": ("Pending",),
-    "torchrelay.progress": ("Progress",),
     "torchrelay.recovery.front": ("recover",),
     "torchrelay.relay": ("Relay",),
     "torchrelay.results": ("Loaded", "Report"),
     "torchrelay.sources.access": ("Access",),
     "torchrelay.state.registry": ("register",),
+    "torchrelay.weights.subscription": ("subscribe",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -43,6 +43,7 @@ from torchrelay.endpoint.front import Endpoint
 from torchrelay.geometry import boxes
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.plan.snapshot import capture
+from torchrelay.progress import Progress
 from torchrelay.record import dtypes, encoding, keys, manifest, meshes, reads
 from torchrelay.record import schema as record_schema
 from torchrelay.record.checks import images as image_checks
@@ -61,6 +62,7 @@ from torchrelay.transports.routes.cuda import handles
 from torchrelay.transports.routes.host import ring
 from torchrelay.transports.streams import chunk_sender, sockets
 from torchrelay.transports.wire import handshake, messages
+from torchrelay.weights.subscription import Subscription
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -324,6 +326,8 @@ PUBLIC = {
     "serve": tr.serve,
     **{f"Endpoint.{name}": method for name, method in methods_of(Endpoint)},
     "pull": tr.pull,
+    "subscribe": tr.subscribe,
+    **{f"Subscription.{name}": method for name, method in methods_of(Subscription)},
     "KeepLast": tr.KeepLast,
     "KeepEvery": tr.KeepEvery,
     "dcp.Writer": dcp.Writer,
@@ -343,7 +347,7 @@ def test_reference_has_the_signature(name: str) -> None:
 def test_reference_has_every_name() -> None:
     text = text_of("docs/reference.md")
     names = [*tr.__all__, *dropin.__all__, *tr.Report.__dataclass_fields__]
-    names += [*Outcome._fields, *Attempt._fields, *Traffic._fields, *tr.Progress._fields]
+    names += [*Outcome._fields, *Attempt._fields, *Traffic._fields, *Progress._fields]
     names += [name for name, value in vars(tr.Report).items() if isinstance(value, property)]
     names += [*tr.Loaded.__dataclass_fields__, "url", "skipped"]
     missing = [name for name in names if not re.search(rf"`{name}\b", text)]

@@ -38,7 +38,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten_with_path, tree_structure, tree_unflatten
 
 from tests.support.rounds import rounds
+from torchrelay.dropin._pickles import distributed
 from torchrelay.dropin._pickles.state_record import loads
+from torchrelay.dropin._pickles.unpickler import PickleRefusedError
 from torchrelay.errors import RemoteProtocolError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -595,3 +597,11 @@ def test_paths_come_from_the_tree_and_not_from_the_peer() -> None:
     expected = list(meta.paths)
     meta.paths = [meta.paths[0], meta.paths[0]]
     assert loads(pickle.dumps(meta)).paths == expected
+
+
+def test_layouts_of_meshes_as_torch_2_11_has_them() -> None:
+    layout = {"shape": (2, (2, 3)), "stride": (6, (3, 1))}
+    assert distributed._axes(layout) == [((2,), (6,)), ((2, 3), (3, 1))]
+    assert distributed._axes({"shape": 4, "stride": 1}) == [((4,), (1,))]
+    with pytest.raises(PickleRefusedError, match="sizes"):
+        distributed._axes({"shape": (2, 2), "stride": (1,)})

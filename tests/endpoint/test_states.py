@@ -25,6 +25,7 @@ from tests.support.states import (
     strided,
     tensors_in,
 )
+from torchrelay.progress import Progress
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -164,7 +165,7 @@ def test_a_step_with_the_same_number_or_a_lower_one_is_the_newest() -> None:
 def test_progress_and_report(stage: Stage) -> None:
     state = {"a": torch.ones(8_000_000)}
     step = stage.show(state)
-    told: list[tr.Progress] = []
+    told: list[Progress] = []
     got = _pull(stage.url, step=step, into=state, progress=told.append, timeout=30)
     assert told[-1].done == told[-1].total == got.report.bytes == 32_000_000
     assert got.report.route == "http" and got.report.verified

@@ -21,8 +21,7 @@ JOBS = {
 @pytest.mark.parametrize("name", [*JOBS, "ray"])
 def test_few_lines_are_added(name: str) -> None:
     lines = (EXAMPLES / name / "train.py").read_text().splitlines()
-    code = [line for line in lines if line.strip()]
-    assert len(code) <= 60
+    assert len(lines) <= 60
     added = [line for line in lines if line.endswith("# +")]
     assert 1 <= len(added) <= 5
     assert all("torchrelay" not in line for line in lines[7:] if line not in added)

@@ -138,3 +138,11 @@ def test_without_the_kernels_the_digests_are_the_same(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kernels, "kernels", lambda device: None)
     assert exact(1, 1) > 500
+
+
+def test_the_cells_of_chunks() -> None:
+    cell = kernels.CELL_BYTES
+    begin, end, edges = kernels.cells_of([0, 3 * cell, 10 * cell], [cell + 1, cell, 5])
+    assert begin.tolist() == [0, cell, 3 * cell, 10 * cell]
+    assert end.tolist() == [cell, cell + 1, 4 * cell, 10 * cell + 5]
+    assert edges == [0, 2, 3, 4]

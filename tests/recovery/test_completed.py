@@ -14,6 +14,7 @@ import torchrelay as tr
 from tests.support.forge import flip
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.front import Endpoint
+from torchrelay.progress import Progress
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.reading import chunks as reading
@@ -140,7 +141,7 @@ def test_an_endpoint_that_dies_half_way_is_completed_from_disk(
     far = FarEndpoint(endpoint)
     killed: list[int] = []
 
-    def watch(progress: tr.Progress) -> None:
+    def watch(progress: Progress) -> None:
         if progress.done and not killed:
             killed.append(far.pid)
             os.kill(far.pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ import torch
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, Outcome, received, same, sent, weights
 from tests.support.ways import VERIFIED, by, every_route, every_way, patched, route_of
+from torchrelay.progress import Progress
 from torchrelay.transports.routes.tcp import usual_connections
 from torchrelay.transports.streams.sockets import DataSocket
 
@@ -52,7 +53,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def to_three(rank: int, group: Any, nbytes: int, atomic: bool) -> Any:
     relay = tr.Relay(group, timeout=TIMEOUT)
-    seen: list[tr.Progress] = []
+    seen: list[Progress] = []
     if rank == 0:
         return relay.send(state_of(nbytes), [1, 2, 3], step=5, progress=seen.append), seen
     into = layouts(rank, nbytes)
@@ -157,7 +158,7 @@ def slow_landing(rank: int, group: Any, where: str) -> Any:
         return sent(relay, 1, [1, 2, 3], TIMEOUT)
     naps: list[int] = []
 
-    def progress(done: tr.Progress) -> None:
+    def progress(done: Progress) -> None:
         late = done.done >= done.total if where == "end" else done.done > done.total // 2
         if rank == 2 and late and not naps:
             naps.append(1)
@@ -201,7 +202,7 @@ def one_gives_up(rank: int, group: Any) -> Any:
     live, seed = weights(100), 100
     for victim in (1, 2, 3):
 
-        def progress(done: tr.Progress, victim: int = victim) -> None:
+        def progress(done: Progress, victim: int = victim) -> None:
             if rank == victim and done.done > done.total // 2:
                 raise tr.errors.UsageError("this rank has had enough")
 
@@ -246,7 +247,7 @@ def turmoil(rank: int, group: Any, rounds: int, seed: int) -> Any:
             told.append((mood, None))
             continue
 
-        def progress(done: tr.Progress, mood: str = mood, at: float = at[rank]) -> None:
+        def progress(done: Progress, mood: str = mood, at: float = at[rank]) -> None:
             if mood == "gives up" and done.done > done.total * at:
                 raise tr.errors.UsageError("enough")
             if mood == "dawdles" and done.done % 5 == 0:

@@ -23,6 +23,7 @@ import torchrelay as tr
 from tests.support.faults import CHUNK
 from tests.support.ways import WAYS, by
 from torchrelay.dropin import PGTransport
+from torchrelay.progress import Progress
 
 LONG = 25.0
 SHORT = 0.3
@@ -78,7 +79,7 @@ def failing(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def interrupt(done: tr.Progress) -> None:
+def interrupt(done: Progress) -> None:
     raise KeyboardInterrupt
 
 
@@ -130,7 +131,7 @@ def lives(rank: int, group: Any) -> dict[str, tuple[int, str]]:
     return found
 
 
-def print_nothing(done: tr.Progress) -> None:
+def print_nothing(done: Progress) -> None:
     pass
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from torchrelay.progress import Progress
 
 SECONDS = 120
 
@@ -417,7 +418,7 @@ def test_a_step_that_goes_while_it_is_loaded_does_not_tear_what_was_not_touched(
     """As beside a trainer that keeps one step: it is removed between its check and its landing."""
     mine = {"w": torch.zeros(1 << 16), "picky": Picky(0)}
 
-    def gone(told: tr.Progress) -> None:
+    def gone(told: Progress) -> None:
         if told.done >= told.total // 2:
             shutil.rmtree(tmp_path / "step-5", ignore_errors=True)
 

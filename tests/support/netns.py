@@ -185,10 +185,19 @@ class Switch:
 
 def sent_bytes() -> int:
     """Called on a host: bytes that its port has sent, frames and all."""
+    return _counted(8)
+
+
+def received_bytes() -> int:
+    """Called on a host: bytes that have come in through its port, frames and all."""
+    return _counted(0)
+
+
+def _counted(column: int) -> int:
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == PORT:
-            return int(counts.split()[8])
+            return int(counts.split()[column])
     raise OSError(f"this host has no {PORT}")
 
 

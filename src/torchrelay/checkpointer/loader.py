@@ -8,6 +8,7 @@ land      the caller's tensors are written
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -42,6 +43,7 @@ from torchrelay.results import Attempt, Loaded, Outcome, Report
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.sources.subtree import Subtree
 
+LOOK_SECONDS = 0.1  # before another look for the newest step
 MISSED = 2  # times that a rank may miss a step that rank 0 sees: it may be replaced meanwhile
 
 
@@ -153,6 +155,26 @@ class Loader:
             + "".join(f"\n  step {step}: {problem}" for step, problem in self._skipped.items())
         )
 
+    def check(self, call: Call, request: LoadRequest, deadline: Deadline) -> int:
+        """Plan the newest step on every rank, and read nothing; its number. Raises as `load` does
+        where the state does not fit."""
+
+        def act() -> bytes:
+            with closing(self._source.open(step, deadline)) as opened:
+                below = opened if request.key is None else Subtree(opened, request.key)
+                self._planned(below, request, Bar(None))
+            return b""
+
+        while True:
+            step = max(self._find(call, request.step, deadline))
+            try:
+                call.round("plan", act, lambda said: said, deadline)
+                return step
+            except StepNotFoundError:  # it was replaced meanwhile
+                if request.step is not None or deadline.early() < LOOK_SECONDS:
+                    raise
+                time.sleep(LOOK_SECONDS)
+
     def _find(self, call: Call, step: int | None, deadline: Deadline) -> list[int]:
         """The steps to try, the best first; the same on every rank."""
 
@@ -239,6 +261,8 @@ class Loader:
             )
             twice = request.checked_first and not files.costly_reads
             bar.total = loading.nbytes * (2 if twice else 1)
+            with watch("fetch"):
+                loading.prepare()
             with watch("verify"):
                 loading.compare_twins()
                 if request.checked_first:

@@ -8,7 +8,7 @@ then is memory of the caller written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from torchrelay.plan.region import Region
 from torchrelay.plan.share.pairs import WHOLE
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.plan.stored import Shard, StoredTensors
+from torchrelay.record.dtypes import itemsize
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import rows_for
 from torchrelay.record.schema import Record
@@ -34,7 +35,7 @@ from torchrelay.stores.reading.box_reads import ShardRead, Wave, waves
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.reading.ranges import opened
-from torchrelay.stores.seam import LendingStep, OpenStep
+from torchrelay.stores.seam import LendingStep, OpenStep, PreparedStep, WantedBox
 
 _HOST = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -61,6 +62,7 @@ class Loading:
         self._checked, self._staged = False, options.staged
         self._files = files = _StepFiles(step, record)
         self._portions: dict[int, Portion] = {}
+        self._wanted: list[int] = []  # images whose bytes are read
         self._lent: set[int] = set()  # images whose bytes are in memory that the step has lent
         # How reads are carried out that may hang; `left` is set when they were left behind.
         self.within: Callable[[Callable[[], None]], None] = lambda read: read()
@@ -106,7 +108,7 @@ class Loading:
         for image, storage, offset in self._landing.held():
             if image in self._lent:
                 continue
-            portion = self._portion(image)
+            portion = self._wants(image)
             _check_room(portion, storage.nbytes() - offset)
             shard = portion.shard
             if shard is not None and storage.device.type == "cpu":
@@ -115,13 +117,32 @@ class Loading:
             else:
                 self._new.boxes += _all_of(portion, portion.over(storage, offset))
         for image, tensor in self._landing.own():
-            portion = self._portion(image)
+            portion = self._wants(image)
             _check_room(portion, tensor.numel() * tensor.element_size())
             shard = portion.shard
             if shard is not None and tensor.is_cpu and tensor.is_contiguous():
                 self._own.add_shard(shard, portion, tensor, tensor.data_ptr())
             else:
                 self._own.boxes += _all_of(portion, tensor.detach())
+
+    def _wants(self, image: int) -> Portion:
+        self._wanted.append(image)
+        return self._portion(image)
+
+    def prepare(self) -> None:
+        """Tell a step that has no bytes yet which ones are going to be read."""
+        if isinstance(self._step, PreparedStep):
+            self._step.prepare(self._boxes())
+
+    def _boxes(self) -> Iterator[WantedBox]:
+        twins = (image for *images, _ in self._share.twins for image in images)
+        for image in dict.fromkeys([*self._wanted, *twins]):
+            portion = self._portion(image)
+            for read in _all_of(portion, _empty(portion, "meta")):
+                name = self._record.volumes[read.shard.file].name
+                size = itemsize(portion.tensor.dtype)
+                shard = read.shard
+                yield WantedBox(name, shard.start, size, shard.sizes, read.offsets, read.sizes)
 
     def _planned(self) -> tuple[list[Wave], list[Wave]]:
         """Reads into new tensors, and into the caller's. Planned when they are first needed."""

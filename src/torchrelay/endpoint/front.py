@@ -9,6 +9,7 @@ from typing import Any
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.address import Address
+from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.process import ServerProcess
 from torchrelay.endpoint.publishing import Policy, Publisher
 from torchrelay.endpoint.server import messages as m
@@ -33,6 +34,7 @@ class Endpoint:
         hold: float,
         stall: float,
         connections: int,
+        encoding: Encoding | None,
     ) -> None:
         self._all = Coordinator.of(group, "endpoint")
         with self._all.joining():
@@ -45,16 +47,20 @@ class Endpoint:
                     raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
             if connections < 1:
                 raise UsageError(f"connections must be a positive number, not {connections!r}")
+            if not isinstance(encoding, (Encoding, type(None))):
+                raise UsageError(f"encoding is an Encoding, not {type(encoding).__name__}")
+            encoding = encoding or Encoding()
             self._owner = Owner("Endpoint")
             self._scheme = access.scheme
             # Ranks of one host cannot share a port: the first has it, the others take free ones.
             port = self._address.port if self._all.coordinates else 0
             listen = m.Listen.at(self._address.host, port, access)
             listen.hold, listen.stall, listen.connections = hold, stall, connections
+            listen.history = encoding.history
             self._server = ServerProcess(listen)
             self._server.start(self._timeout)
         self._publisher = Publisher(
-            self._all, self._server.link, self._server.start, self._own_url, Policy()
+            self._all, self._server.link, self._server.start, self._own_url, Policy(), encoding
         )
         self._closed = False
         self._calls = threading.RLock()
@@ -119,6 +125,7 @@ def serve(
     hold: float = HOLD_SECONDS,
     stall: float = STALL_SECONDS,
     connections: int = CONNECTIONS,
+    encoding: Encoding | None = None,
 ) -> Endpoint:
     """Serve a live state over HTTP, and return when its first step is staged.
 
@@ -131,10 +138,11 @@ def serve(
     - `hold`: seconds that a step which is no longer the newest is kept for its readers.
     - `stall`: a reader that takes no bytes, or sends no request, for this many seconds is dropped.
     - `connections`: how many may be open at once.
+    - `encoding`: how steps are kept and sent (`torchrelay.endpoint.Encoding`).
 
     A context manager; `close` ends the server process and frees the memory.
     """
-    endpoint = Endpoint(address, access, group, timeout, hold, stall, connections)
+    endpoint = Endpoint(address, access, group, timeout, hold, stall, connections, encoding)
     try:
         endpoint.publish(state, step=step)
     except BaseException:

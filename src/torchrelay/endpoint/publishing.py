@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,8 @@ from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
+from torchrelay.endpoint.encoding import Encoding
+from torchrelay.endpoint.float8 import quantized
 from torchrelay.endpoint.process import ServerLink
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
@@ -25,12 +28,15 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.metrics import Measurement
+from torchrelay.parts.bitmaps import Field, tiled
 from torchrelay.pending import Pending, logger
-from torchrelay.record.encoding import content_digest, encode, encode_at_rest
+from torchrelay.record.dtypes import itemsize
+from torchrelay.record.encoding import content_digest, encode, encode_at_rest, state_digest
 from torchrelay.record.schema import Record
 from torchrelay.results import Report
 from torchrelay.stores.safetensors import tensors_of
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares
+from torchrelay.stores.shares.layout import Entry, FileLayout
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share
 from torchrelay.stores.writer.file_writer import WORKERS
@@ -108,7 +114,7 @@ class StagedStep(NamedTuple):
 
 class Publisher:
     """Publishes the states of one rank, one at a time. `start` has the server run, within seconds,
-    and returns whether it is a new one."""
+    and returns whether it is a new one. Without an `encoding` no changes are found."""
 
     def __init__(
         self,
@@ -117,12 +123,23 @@ class Publisher:
         start: Callable[[float], bool],
         url: Callable[[], str],
         policy: Policy,
+        encoding: Encoding | None = None,
     ) -> None:
+        self._encoding = encoding or Encoding(history=0)
         self._all, self._server, self._policy = ranks, server, policy
         self._start, self._url = start, url
-        self._planner = SharePlanner(ranks.rank, ranks.world, None, ranks.members)
+        block = self._encoding.float8_block
+        self._planner = SharePlanner(
+            ranks.rank,
+            ranks.world,
+            None,
+            ranks.members,
+            self._encoding.dtype,
+            None if block is None else partial(quantized, block=block),
+        )
         self.arenas: dict[int, Arena] = {}  # by slot
         self._last: Pending | None = None
+        self._fields = KnownFields()
         self.urls: list[str] = []  # of the ranks' servers, each once; the first lists all parts
 
     def publish(self, state: object, step: int, deadline: Deadline) -> Pending:
@@ -345,6 +362,8 @@ class Publisher:
     def _hashed(self, staged: StagedStep, deadline: Deadline) -> Record:
         arena = self.arenas[staged.slot]
         request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
+        if self._encoding.history:
+            request.fields = self._fields.of(staged.planned.share)
         found = self._server.stage(request, arena.fd, deadline.left())
         return staged.planned.share.written(found.digests)
 
@@ -372,6 +391,28 @@ class Publisher:
             self._drop_arena(slot)
 
 
+class KnownFields:
+    """The fields of a share's volumes. Those of the last one are kept: shares of one plan have the
+    same layouts."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Sequence[FileLayout], list[list[Field]]] | None = None
+
+    def of(self, share: Share) -> list[list[Field]]:
+        if self._last is None or self._last[0] is not share.layouts:
+            entries = share.contents.all_entries()
+            self._last = share.layouts, [_fields(file, entries) for file in share.layouts]
+        return self._last[1]
+
+
+def _fields(file: FileLayout, entries: Sequence[Entry]) -> list[Field]:
+    placed = (
+        Field(start, start + entries[index].nbytes, itemsize(entries[index].dtype))
+        for start, index in file.placed
+    )
+    return tiled(placed, file.nbytes)
+
+
 def _whole(record: Record, urls: list[str], places: list[int]) -> m.StepRecord:
     """A record with everything that it lists, wherever that is."""
     volumes = [
@@ -379,4 +420,5 @@ def _whole(record: Record, urls: list[str], places: list[int]) -> m.StepRecord:
         for file in record.volumes
     ]
     count = len(tensors_of(record))
-    return m.StepRecord(encode_at_rest(record), volumes, count, urls, places)
+    state = state_digest(record)
+    return m.StepRecord(encode_at_rest(record), volumes, count, urls, places, state)

@@ -90,6 +90,40 @@ def within(inner: Box, outer: Box) -> tuple[int, ...]:
     return tuple(a - b for a, b in zip(inner[0], outer[0], strict=True))
 
 
+def around(boxes: Sequence[Box]) -> Box:
+    """The smallest box with all of these in it."""
+    low = tuple(map(min, zip(*(offsets for offsets, _ in boxes), strict=True)))
+    ends = [tuple(map(sum, zip(*box, strict=True))) for box in boxes]
+    high = map(max, zip(*ends, strict=True))
+    return low, tuple(end - start for start, end in zip(low, high, strict=True))
+
+
+def without(whole: Box, holes: Sequence[Box]) -> list[Box]:
+    """Boxes, none of which overlap, of the elements of a box that are in none of the `holes`."""
+    left = [whole]
+    for hole in holes:
+        left = [part for box in left for part in _outside(box, hole)]
+    return left
+
+
+def _outside(box: Box, hole: Box) -> list[Box]:
+    """What a hole leaves of a box: a slab before and after it in each dimension."""
+    inner = shared(box, hole)
+    if inner is None:
+        return [box]
+    found: list[Box] = []
+    offsets, sizes = list(box[0]), list(box[1])
+    for dim, (start, size) in enumerate(zip(*inner, strict=True)):
+        end = offsets[dim] + sizes[dim]
+        for low, high in ((offsets[dim], start), (start + size, end)):
+            if low < high:
+                slab = [*offsets], [*sizes]
+                slab[0][dim], slab[1][dim] = low, high - low
+                found.append((tuple(slab[0]), tuple(slab[1])))
+        offsets[dim], sizes[dim] = start, size
+    return found
+
+
 def run_of(box: Box, shape: Sequence[int]) -> int | None:
     """Where the elements of a box begin in a row-major array of this shape, if they lie together
     there."""

@@ -104,12 +104,13 @@ class PreparedDestination:
         return not plain.lie_in_place(plain.of(self.layout.sharded.locals_of(self.flat.leaves)))
 
     def match(
-        self, tree: m.Node, choice: Selection, *, strict: bool
+        self, tree: m.Node, choice: Selection, *, strict: bool, whole: bool = True
     ) -> tuple[Matched, dict[Path, m.Node]]:
         """Pair the slots of an offered tree with those here, as far as they are chosen. The offered
-        state of each object that takes its own comes apart: no slot of it is paired."""
+        state of each object that takes its own comes apart: no slot of it is paired. `whole`: the
+        tree has all leaves that are offered."""
         roots = [path for path, held in self.objects.items() if not held.in_place]
-        if not roots and choice.plain and tree == self.flat.tree:
+        if whole and not roots and choice.plain and tree == self.flat.tree:
             return Matched([], [], [], self.flat.tree), {}
         modules = [path for path, held in self.objects.items() if held.in_place]
         tree = without_wrappers(tree, self.flat.tree, modules)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from torchrelay.landing.checks.in_place import TensorOf, checked_in_place
 from torchrelay.landing.destination import Pair, PreparedDestination
 from torchrelay.landing.missing import GivenLeaf
 from torchrelay.landing.options import LandingOptions
@@ -28,11 +29,15 @@ class Pairing:
         into: PreparedDestination,
         options: LandingOptions,
         choice: Selection | None = None,
+        tensor_of: TensorOf | None = None,
     ) -> None:
         self.into = into
+        all_of_it = tree
+        if tensor_of is not None:
+            tree = checked_in_place(tree, into.objects, tensor_of, choice, strict=options.strict)
         with with_hints(tree, into.flat.tree):
             self.matched, self.branches = into.match(
-                tree, choice or Selection(), strict=options.strict
+                tree, choice or Selection(), strict=options.strict, whole=tree is all_of_it
             )
         if options.strict:
             into.check_optimizers(self.branches)

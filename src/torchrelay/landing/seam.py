@@ -17,8 +17,11 @@ from torchrelay.landing.pairing import Pairing
 from torchrelay.landing.places import Landing
 from torchrelay.landing.workspace import PlainWorkspace, Workspace
 from torchrelay.plan.share.rank_share import RankShare
+from torchrelay.record.manifest import tensor_of
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
+from torchrelay.state.objects import OfferedTensor
 
 __all__ = ["Landing", "land", "land_share", "prepared"]
 
@@ -39,7 +42,13 @@ def land(
     with gc_paused():
         if into is None:
             return NewTensors(record, options, workspace)
-        pairing = Pairing(record.outlines[0].tree, prepared(into), options)
+        rows = LeafRows(record)
+
+        def offered(leaf: int) -> OfferedTensor | None:
+            found = tensor_of(rows[leaf])
+            return None if found is None else OfferedTensor(*found, in_boxes=False)
+
+        pairing = Pairing(rows.tree, prepared(into), options, tensor_of=offered)
         return ExistingTensors(record, pairing, options, workspace)
 
 
@@ -56,7 +65,7 @@ def land_share(
     with gc_paused():
         if into is None:
             return NewTensors(share.new(), options, workspace, filled)
-        pairing = Pairing(share.tree, prepared(into), options, share.choice)
+        pairing = Pairing(share.tree, prepared(into), options, share.choice, share.tensor_of)
         record, pairing.matched, late = share.fitted(
             pairing.into.flat.leaves, pairing.into.layout, pairing.matched, pairing.likes
         )

@@ -34,14 +34,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 
 
-def return_freed_memory() -> None:
-    """Have this process give freed memory back to the system. A server of hundreds of clients at
-    once would keep what they leave between each other's buffers: 60 MB after five minutes, in
-    place of 25. Does nothing where the C library has no such setting."""
+def return_freed_memory(nbytes: int = _RETURNED) -> None:
+    """Have this process give freed blocks of so many bytes back to the system. A server of hundreds
+    of clients at once would keep what they leave between each other's buffers: 60 MB after five
+    minutes, in place of 25. Does nothing where the C library has no such setting."""
     set_option = getattr(_libc, "mallopt", None)
     if set_option is not None:
-        set_option(_MMAP_THRESHOLD, _RETURNED)
-        set_option(_TRIM_THRESHOLD, 4 * _RETURNED)
+        set_option(_MMAP_THRESHOLD, nbytes)
+        set_option(_TRIM_THRESHOLD, 4 * nbytes)
 
 
 def paged(nbytes: int) -> int:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
+from torchrelay.plan.casting import StandIns
 from torchrelay.plan.description import Others, taken_apart
 from torchrelay.plan.images import Group, View, stored_dtype
 from torchrelay.plan.outline import TensorRows, outline
@@ -52,22 +53,26 @@ class Described(NamedTuple):
     tops: list[str | None]
 
 
-def describe(state: object) -> Described:
-    """Take a state apart. `UnsupportedLeafError` names the leaf that cannot be kept exactly."""
+def describe(state: object, stand_ins: StandIns | None = None) -> Described:
+    """Take a state apart. `UnsupportedLeafError` names the leaf that cannot be kept exactly. With
+    `stand_ins`, those are described in the places of tensors that are cast."""
     with gc_paused():
-        return _Describer(state).described
+        return _Describer(state, stand_ins).described
 
 
 class _Describer:
     """Images are first noted as entries: those of plain tensors, and then all others, each with
     the leaf that names it, a kind and a tensor. In the record they are in the state's order."""
 
-    def __init__(self, state: object) -> None:
+    def __init__(self, state: object, stand_ins: StandIns | None) -> None:
         flat, _ = flatten_objects(state)
-        self._leaves: Sequence[Any] = flat.leaves
         self._paths: dict[int, Path] = {}
         for path, index in slots(flat.tree):
             self._paths.setdefault(index, path)
+        if stand_ins is not None:
+            leaves = stand_ins.replace(flat.leaves, lambda index: show(self._paths[index]))
+            flat = flat._replace(leaves=leaves)
+        self._leaves: Sequence[Any] = flat.leaves
         self._kinds = KindTable()
         # Leaf, kind, entry and offset of tensors that are not plain.
         self._rows: list[tuple[int, int, int, int]] = []

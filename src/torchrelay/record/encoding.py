@@ -127,6 +127,11 @@ def content_digest(record: Record) -> str:
     return xxhash.xxh3_128_hexdigest(_rest_encoder.encode(bare))
 
 
+def state_digest(record: Record) -> str:
+    """The same for the state alone: two steps with the same state have the same one."""
+    return content_digest(msgspec.structs.replace(record, step=None))
+
+
 def decode_at_rest(data: bytes, mode: Mode = "whole") -> Record:
     """The record in `data`, its digest and every number in it checked, or `ManifestError`;
     `FormatError` for one of a version that this library does not read."""

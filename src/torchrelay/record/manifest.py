@@ -220,6 +220,13 @@ _PART_FIELDS: dict[type, tuple[str, ...]] = {
 }
 
 
+def tensor_of(leaf: Leaf) -> tuple[str, Shape] | None:
+    """Dtype and shape of a strided tensor, or of the whole that a distributed one is a part of."""
+    if isinstance(leaf, (TensorLeaf, ShardedLeaf)):
+        return leaf.dtype, leaf.shape
+    return (leaf.local.dtype, leaf.shape) if isinstance(leaf, DTensorLeaf) else None
+
+
 def parts(leaf: Leaf) -> Iterator[TensorLeaf]:
     """The strided tensors of a leaf, nested ones included; an array is one of bytes."""
     if isinstance(leaf, TensorLeaf):

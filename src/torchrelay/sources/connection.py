@@ -143,6 +143,21 @@ class Host:
             for view in views:
                 yield from line.fill(view, end)
 
+    @contextmanager
+    def stream(self, path: str, body: bytes, *, seconds: float) -> Iterator[AnswerStream]:
+        """Within: an answer of unknown length to a POST of MessagePack. `Answered` for any other
+        status than 200."""
+        end = time.monotonic() + seconds
+        soon = min(end, time.monotonic() + HEADER_SECONDS)
+        with self._connected(soon) as line:
+            more = f"Content-Type: application/msgpack\r\nContent-Length: {len(body)}\r\n"
+            head = line.ask(self._request(f"POST {path}", more) + body, soon)
+            if head.status != 200:
+                text = line.read(min(head.length or 0, 300), end)
+                raise Answered(Reply(head.status, head.headers, text))
+            line.keeps = False
+            yield AnswerStream(line, end)
+
     def _request(self, first: str, more: str) -> bytes:
         return f"{first} HTTP/1.1\r\n{self._headers}{more}\r\n".encode("latin-1")
 
@@ -213,6 +228,24 @@ class Host:
             idle, self._idle = self._idle, []
         for line in idle:
             line.close()
+
+
+class AnswerStream:
+    """The bytes of an answer in their order. `OSError` where it breaks off, or trickles."""
+
+    def __init__(self, line: _Connection, end: float) -> None:
+        self._line, self._end = line, end
+        self.nbytes = 0  # that have come
+
+    def read(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def fill(self, view: memoryview) -> None:
+        self._line.left = len(view)
+        for done in self._line.fill(view, self._end):
+            self.nbytes += done
 
 
 class _NoAnswer(ConnectionResetError):

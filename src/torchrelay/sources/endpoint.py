@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Annotated, TypeVar
 
@@ -49,13 +49,15 @@ SnapshotId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 class StepFacts(msgspec.Struct):
     """A line of `/steps.json`, as far as a reader needs it. `here`: the volumes, of `volumes`, that
-    the server has itself."""
+    the server has itself. `state`: a digest that steps with the same state share, if it is known.
+    """
 
     step: Step
     snapshot: SnapshotId
     bytes: Count
     volumes: Count = 0
     here: list[str] = []
+    state: str = ""
 
 
 class _StepList(msgspec.Struct):
@@ -88,7 +90,7 @@ class EndpointSource:
 
     On this host, for this user, memory is mapped in place of reading it over TCP, unless
     `same_host` is false; `instead` says why it is not. `verify`: mapped memory is verified too.
-    `failed` says which URLs were left out, and why.
+    `failed` says which URLs were left out, and why. `tokens`: those of URLs that have their own.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class EndpointSource:
         same_host: bool = True,
         verify: bool = False,
         job: str = "",
+        tokens: Mapping[str, str] | None = None,
     ) -> None:
         listed = items_of("url", urls, str, "an endpoint's URL")
         most = MAX_KEEPERS if job else MAX_URLS
@@ -106,6 +109,7 @@ class EndpointSource:
             raise UsageError(f"give 1 to {most} URLs, not {len(listed)}")
         self.access = access or Access()
         self._token, self._context = self.access.secret(), self.access.client_context()
+        self._tokens = tokens or {}
         self._same_host, self._verify, self.job = same_host, verify or bool(job), job
         self.reader = secrets.token_hex(16)
         self.hosts = [self.host(url) for url in dict.fromkeys(listed)]
@@ -120,7 +124,8 @@ class EndpointSource:
         it in clear text: `UsageError`, as for a malformed URL."""
         if like is not None and like.tls and not url.startswith("https://"):
             raise UsageError(f"{like.url} names a server without TLS, {url!r}, which gets no token")
-        return Host(url, token=self._token, context=self._context, reader=self.reader)
+        token = self._tokens.get(url, self._token)
+        return Host(url, token=token, context=self._context, reader=self.reader)
 
     @property
     def name(self) -> str:
@@ -242,6 +247,14 @@ class EndpointSource:
                 why = f"has other bytes of step {step}" if other else f"has no step {step}"
                 self.failed.setdefault(host.url, why)
         return self._open(holders, step, holders[0][1].snapshot, deadline)
+
+    def digests_of(self, step: int) -> tuple[str, str]:
+        """The snapshot and the state of a step that was listed last, as most of the servers have
+        it; empty where they are not known."""
+        holders = _by_snapshot(self._listed.get(step, []))
+        most = max(holders.values(), key=len, default=[])
+        states = (facts.state for _, facts in most if facts.state)
+        return (most[0][1].snapshot, next(states, "")) if most else ("", "")
 
     def _open(self, holders: Holders, step: int, snapshot: str, deadline: Deadline) -> RemoteStep:
         found = None

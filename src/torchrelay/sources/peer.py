@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -52,33 +53,53 @@ class PeerNotes:
 
 class PeerSource:
     """The state that a rank of a group shares, made by `Relay.peer`. A rank that shares nothing is
-    an empty source. The rank is looked up by each call that lists steps."""
+    an empty source. The rank is looked up by each call that lists steps. `same_host` is that of
+    `EndpointSource`."""
 
-    def __init__(self, notes: PeerNotes, rank: int) -> None:
-        self._notes, self._rank = notes, rank
+    def __init__(self, notes: PeerNotes, rank: int, *, same_host: bool = True) -> None:
+        self._peers, self._same_host = [(notes, rank)], same_host
+        self._places: list[SharedAt] = []
         self.endpoint: EndpointSource | None = None  # as found by the last look
+
+    @classmethod
+    def of(cls, peers: Sequence[PeerSource], *, same_host: bool = True) -> PeerSource:
+        """Ranks that share the same state, as one source."""
+        found = cls(*peers[0]._peers[0], same_host=same_host)
+        found._peers = [one for peer in peers for one in peer._peers]
+        return found
 
     @property
     def name(self) -> str:
-        return f"rank {self._rank}"
+        ranks = ", ".join(str(rank) for _, rank in self._peers)
+        return f"rank {ranks}" if len(self._peers) == 1 else f"ranks {ranks}"
 
     @property
     def cost(self) -> int:
         return 1 if self.endpoint is None else self.endpoint.cost
 
     def steps(self, deadline: Deadline) -> list[int]:
-        place = self._notes.find(self._rank)
-        if place is None:
+        places = [place for notes, rank in self._peers if (place := notes.find(rank)) is not None]
+        if not places:
             self.endpoint = None
             return []
-        self.endpoint = EndpointSource(place.url, access=Access(token=place.token))
+        if self.endpoint is None or places != self._places:
+            self.endpoint, self._places = self._endpoint(places), places
+        self.endpoint.failed.clear()
         return self.endpoint.steps(deadline)
+
+    def _endpoint(self, places: list[SharedAt]) -> EndpointSource:
+        return EndpointSource(
+            [place.url for place in places],
+            access=Access(token=places[0].token),
+            same_host=self._same_host,
+            tokens={place.url: place.token for place in places},
+        )
 
     def open(self, step: int, deadline: Deadline) -> RemoteStep:
         if self.endpoint is None:
             self.steps(deadline)
         if self.endpoint is None:
-            raise StepNotFoundError(f"rank {self._rank} shares no state: share it there", step=step)
+            raise StepNotFoundError(f"{self.name} shares no state: share it there", step=step)
         return self.endpoint.open(step, deadline)
 
     def end(self, reason: str = "", nbytes: int = 0) -> None:

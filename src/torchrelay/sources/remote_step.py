@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 import xxhash
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import EndpointError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.sources.connection import Answered
-from torchrelay.sources.suppliers import Supplier, Suppliers
+from torchrelay.sources.suppliers import SUPPLY_FAULTS, Supplier, Suppliers
 
 if TYPE_CHECKING:  # a keeper reads from others too, and has no torch
     from torchrelay.record.schema import Record
-
-_PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others later
 
 
 class ChunkedVolume(Protocol):
@@ -138,17 +134,8 @@ class RemoteReader:
                 self._stream(supplier, start, views, chunks)
             finally:
                 suppliers.release(supplier, chunks.at - start)
-        except Answered as answer:
-            if answer.reply.status in _PASSING:
-                suppliers.failed(name, supplier, str(answer))
-            else:
-                suppliers.gone = suppliers.gone or answer.reply.status == 410
-                suppliers.drop(supplier, str(answer))
-        except EndpointError as fault:
-            suppliers.drop(supplier, fault.message)
-        except (OSError, EOFError) as fault:
-            why = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
-            suppliers.failed(name, supplier, why)
+        except SUPPLY_FAULTS as fault:
+            suppliers.note(name, supplier, fault)
         return chunks.at
 
     def _stream(

@@ -15,12 +15,14 @@ from urllib.parse import quote
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError, PeerLostError, TransferTimeoutError
-from torchrelay.sources.connection import Host
+from torchrelay.sources.connection import Answered, Host
 from torchrelay.sources.lent_memory import LentMemory, MappedReader
 
 TRIES = 3  # without a byte, where others have the same
 LAST_TRIES = 7  # where no other supplier has it
 PAUSES = (0.1, 2.0)  # seconds before another try: first, and at most
+SUPPLY_FAULTS = (Answered, EndpointError, OSError, EOFError)  # of a read
+_PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others later
 
 
 class Supplier(ABC):
@@ -111,7 +113,9 @@ class Suppliers:
             if self.stopped.is_set():
                 raise PeerLostError(f"{self._what} was given up")
             if self._deadline.passed:
-                raise TransferTimeoutError(f"no time is left to read {self._what}", phase="data")
+                faults = "".join(f"; {name}: {why}" for name, why in self.faulty.items())
+                text = f"no time is left to read {self._what}{faults}"
+                raise TransferTimeoutError(text, phase="data")
             with self._lock:
                 able = [one for one in self._volumes[volume] if not one.dropped]
                 if not able:
@@ -148,6 +152,20 @@ class Suppliers:
             alone = all(one is supplier or one.dropped for one in self._volumes[volume])
             if supplier.failures >= (LAST_TRIES if alone else TRIES):
                 supplier.dropped = supplier.dropped or why
+
+    def note(self, volume: str, supplier: Supplier, fault: Exception) -> None:
+        """A read failed by one of `SUPPLY_FAULTS`: its supplier rests, or is dropped."""
+        if isinstance(fault, Answered):
+            if fault.reply.status in _PASSING:
+                self.failed(volume, supplier, str(fault))
+                return
+            self.gone = self.gone or fault.reply.status == 410
+            self.drop(supplier, str(fault))
+        elif isinstance(fault, EndpointError):
+            self.drop(supplier, fault.message)
+        else:
+            why = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
+            self.failed(volume, supplier, why)
 
     def drop(self, supplier: Supplier, why: str) -> None:
         with self._lock:

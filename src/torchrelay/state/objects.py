@@ -3,12 +3,14 @@
 A state is described with the state dicts of its objects in their places. As a destination, a module
 is filled in place. Every other object receives a new state dict, and may hold more or less than
 that, as an optimizer does before its first step. A module may have such state too, by
-`get_extra_state`: that part of its state dict counts as an object of its own.
+`get_extra_state`: that part of its state dict counts as an object of its own. An `InPlaceObject`
+is filled in place as modules are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,38 @@ class ExtraState:
         self._states[self._key] = state
 
 
+class OfferedTensor(NamedTuple):
+    """A tensor that is offered, and whether any box of it can be read without the rest."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    in_boxes: bool
+
+
+class InPlaceObject(ABC):
+    """An object whose state dict has memory that is written in place, as that of a module is."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The tensors to be written, by the names of the one who offers them."""
+
+    @abstractmethod
+    def check(
+        self,
+        offered: Mapping[str, OfferedTensor | None],
+        wanted: Callable[[str], bool],
+        *,
+        strict: bool,
+    ) -> Collection[str]:
+        """Refuse an offered state by `MismatchError` before a byte moves; None stands for anything
+        that is not a tensor. Returns the names that are left out without being missed."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called with the object's own state dict, after all of it and everything else of the
+        destination has been verified and written. There is no way back from here."""
+
+
 class StatefulObject(NamedTuple):
     """An object, and its state dict when it was looked at, in names without wrappers of modules."""
 
@@ -53,7 +87,7 @@ class StatefulObject(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        return isinstance(self.object, torch.nn.Module)
+        return isinstance(self.object, (torch.nn.Module, InPlaceObject))
 
     @property
     def in_module(self) -> bool:
@@ -64,6 +98,8 @@ class StatefulObject(NamedTuple):
     def choosy(self) -> bool:
         """Whether it may refuse even a state dict of its own."""
         kind = type(self.object)
+        if issubclass(kind, InPlaceObject):
+            return False
         return not self.in_place or kind.load_state_dict is not torch.nn.Module.load_state_dict
 
 

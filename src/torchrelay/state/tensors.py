@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -22,6 +23,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as _Shard
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrelay.errors import UnsupportedLeafError
+from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import ITEM_SIZES
 from torchrelay.state.meshes import described_mesh
@@ -425,6 +427,27 @@ def dtensor(
     return built.requires_grad_() if grad else built
 
 
+def dtensor_like(
+    tensor: DTensor, local: torch.Tensor, shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A DTensor around another local tensor, of that one's dtype and in all else as `tensor` is.
+    With a `shape` of its own it is row-major, and neither a parameter nor needs a gradient."""
+    from torch.distributed.tensor import DTensor
+
+    spec = copy(tensor._spec)
+    assert spec.tensor_meta is not None
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    if shape is not None:
+        meta = meta._replace(shape=torch.Size(shape), stride=contiguous_strides(shape))
+    spec.tensor_meta = meta
+    built: torch.Tensor = DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    if shape is not None:
+        return built
+    if is_parameter(tensor):
+        return torch.nn.Parameter(built, requires_grad=tensor.requires_grad)
+    return built.requires_grad_(tensor.requires_grad)
+
+
 def _box(shard: ShardMetadata) -> m.Box:
     placement = None if shard.placement is None else str(shard.placement)
     return m.Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes), placement)
@@ -446,7 +469,7 @@ def sharded_parts(
     )
 
 
-def _shard_metadata(box: m.Box, placement: str | None) -> ShardMetadata:
+def shard_metadata(box: m.Box, placement: str | None) -> ShardMetadata:
     return ShardMetadata(list(box.offsets), list(box.sizes), placement)
 
 
@@ -454,11 +477,11 @@ def sharded(locals_: Sequence[torch.Tensor], leaf: m.ShardedLeaf, rank: int) -> 
     """A ShardedTensor whose local shards sit on this rank, as torch's transport builds it."""
     grad = bool(leaf.flags & m.REQUIRES_GRAD)
     shards = [
-        _Shard(local.requires_grad_(grad), _shard_metadata(box, f"rank:{rank}/{local.device}"))
+        _Shard(local.requires_grad_(grad), shard_metadata(box, f"rank:{rank}/{local.device}"))
         for local, box in zip(locals_, leaf.boxes, strict=True)
     ]
     metadata = ShardedTensorMetadata(
-        shards_metadata=[_shard_metadata(box, box.placement) for box in leaf.all_boxes],
+        shards_metadata=[shard_metadata(box, box.placement) for box in leaf.all_boxes],
         size=torch.Size(leaf.shape),
         tensor_properties=TensorProperties(
             dtype=dtype_named(leaf.dtype),

@@ -10,8 +10,8 @@ Nothing here imports torch: the same code runs in the trainer and in its writer 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torchrelay.record.manifest import MAX_RECORD_BYTES
 from torchrelay.stores.retry import ONCE, Retry
@@ -140,6 +140,26 @@ class MendableStep(Protocol):
     def mend(self, name: str, start: int, stop: int, why: str) -> bool:
         """A range of a file could not be read, or has other digests: replace it for the next read.
         Whether that succeeded."""
+
+
+class WantedBox(NamedTuple):
+    """A box of a row-major array of `shape`, which begins at byte `start` of a data file."""
+
+    name: str
+    start: int
+    itemsize: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@runtime_checkable
+class PreparedStep(Protocol):
+    """An `OpenStep` that has no bytes before it knows which ones are wanted."""
+
+    def prepare(self, wanted: Iterable[WantedBox]) -> None:
+        """Called before the first read with all that will be read. Other bytes of a range that is
+        read afterwards are left as they are."""
 
 
 @runtime_checkable

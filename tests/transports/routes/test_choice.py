@@ -19,6 +19,7 @@ from tests.support.faults import CHUNK, verdict, weights
 from tests.support.messages import ROUTE_KINDS
 from tests.support.ranks import run_ranks
 from tests.support.ways import VERIFIED, by, elsewhere, every_way, patched, refused
+from torchrelay.progress import Progress
 from torchrelay.transports.routes import choice as routes
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.host.place import Proof
@@ -348,7 +349,7 @@ def test_when_digests_are_compared(pool2: Any, way: str) -> None:
 
 def counted(rank: int, group: Any) -> Any:
     relay = tr.Relay(group, timeout=TIMEOUT, chunk_bytes=CHUNK)
-    seen: list[tr.Progress] = []
+    seen: list[Progress] = []
     if rank == 0:
         relay.send(weights(NEW), 1, progress=seen.append)
     else:

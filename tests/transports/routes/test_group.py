@@ -17,6 +17,7 @@ import torchrelay as tr
 from tests.support.loop import Hub, LoopGroup, run_loop
 from tests.support.ways import patched
 from torchrelay.memory.gpu.kernels import digest_of
+from torchrelay.progress import Progress
 from torchrelay.record.digest import CELL_BYTES, digest
 from torchrelay.transports.routes import group as route
 
@@ -122,8 +123,8 @@ TRUE = route.carriers
 
 
 @contextlib.contextmanager
-def giving_up() -> Iterator[Callable[[tr.Progress], None]]:
-    def stop(done: tr.Progress) -> None:
+def giving_up() -> Iterator[Callable[[Progress], None]]:
+    def stop(done: Progress) -> None:
         if done.done > done.total // 3:
             raise InterruptedError("enough")
 

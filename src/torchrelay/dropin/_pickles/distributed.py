@@ -121,16 +121,43 @@ def _texts(value: list[object] | tuple[object, ...]) -> tuple[str, ...]:
 
 
 def _layout(value: object, ranks: int) -> Any:
-    axes = []
-    for axis in typed(fields(value, _LAYOUT + "_MeshLayout")["axes"], tuple):
-        f = fields(axis, _LAYOUT + "_FlatLayout")
-        axes.append((counts(f["shape"]), counts(f["stride"])))
+    axes = _axes(fields(value, _LAYOUT + "_MeshLayout"))
     reach = 1
     for shape, stride in axes:
         reach += sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if reach > ranks or any(n < 1 for shape, _ in axes for n in shape):
         refuse("a mesh reaches past its ranks")
-    return _mesh_layout._MeshLayout([_mesh_layout._FlatLayout(*axis) for axis in axes])
+    layout: Any = _mesh_layout._MeshLayout
+    flat: Any = getattr(_mesh_layout, "_FlatLayout", None)
+    if flat is not None:
+        return layout([flat(*axis) for axis in axes])
+    return layout(*(tuple(_bare(column[n]) for column in axes) for n in (0, 1)))
+
+
+_Axis = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _axes(f: dict[str, Any]) -> list[_Axis]:
+    """Shape and stride of each dimension of a mesh, of which a flattened one has several."""
+    if "axes" in f:
+        flat = [fields(axis, _LAYOUT + "_FlatLayout") for axis in typed(f["axes"], tuple)]
+        return [(counts(axis["shape"]), counts(axis["stride"])) for axis in flat]
+    # torch 2.11 has two tuples, whose elements are numbers or tuples of them.
+    shapes, strides = _several(f["shape"]), _several(f["stride"])
+    if len(shapes) != len(strides):
+        refuse("the layout of a mesh has more sizes than strides, or fewer")
+    return [
+        (counts(_several(shape)), counts(_several(stride)))
+        for shape, stride in zip(shapes, strides, strict=True)
+    ]
+
+
+def _several(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _bare(numbers: tuple[int, ...]) -> int | tuple[int, ...]:
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _placement(value: Any) -> Placement:

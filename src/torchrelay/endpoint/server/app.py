@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -15,13 +15,13 @@ from torchrelay.endpoint.page import PAGE, PATHS
 from torchrelay.endpoint.server import admission
 from torchrelay.endpoint.server.http import Handler, HttpConnection, Response, SlowReader, Span
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
-from torchrelay.endpoint.server.requests import ByteRange, Refusal, Request, byte_range
+from torchrelay.endpoint.server.requests import BODY_BYTES, ByteRange, Refusal, Request, byte_range
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.endpoint.server.status import metrics, status
 from torchrelay.endpoint.server.step_reader import StepReader
 from torchrelay.endpoint.server.transfers import ONE_REQUEST, Transfer
-from torchrelay.errors import EndpointError, UsageError
+from torchrelay.errors import EndpointError, RemoteProtocolError, UsageError
 from torchrelay.machine import machine
 from torchrelay.sources.http_head import ServerUrl
 from torchrelay.sources.lent_memory import LocalFacts
@@ -36,6 +36,7 @@ STEP_SECONDS = 30.0  # for a step that is being published
 CHUNK_SECONDS = 2.0  # for chunks that are on their way here
 MAX_PATTERNS, MAX_PATTERN = 16, 200
 FILES_KEPT = 8  # headers of whole files
+PARTS, PARTS_BODY = "/parts", 4 << 20  # a request for parts has many runs
 FRESH = {"Cache-Control": "no-store"}
 
 Said = TypeVar("Said", bound=msgspec.Struct)
@@ -48,6 +49,20 @@ class Ending(msgspec.Struct):
     outcome: str
     reason: str = ""
     bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+
+
+class _Bytes(NamedTuple):
+    """An answer with bytes of a step; `length` is None where that is not known before."""
+
+    status: int
+    length: int | None
+    headers: dict[str, str]
+    pieces: Callable[[], Pieces]
+
+    @classmethod
+    def of(cls, extent: ByteRange, etag: str, pieces: Callable[[], Pieces]) -> _Bytes:
+        status, length = 206 if extent.partial else 200, extent.stop - extent.start
+        return cls(status, length, extent.headers(etag), pieces)
 
 
 class App:
@@ -70,8 +85,17 @@ class App:
         }
         self._long: dict[str, Handler] = {
             "/model.safetensors": self._file,
+            PARTS: self._parts,
             **dict.fromkeys((PAGE, *PATHS), self._page),
         }
+
+    def expect(self, request: Request, line: HttpConnection) -> None:
+        """Refuse a request whose body is too long, or comes from a client that may not ask."""
+        if request.path == PARTS and request.length > BODY_BYTES:
+            self._admit(request, line)
+            request.check_body(PARTS_BODY)
+        else:
+            request.check_body()
 
     def answer(self, request: Request, line: HttpConnection) -> Response | None:
         """The answer to a request; None where it was sent already."""
@@ -84,7 +108,7 @@ class App:
                 return act(request, line)
         if path not in self._long and not path.startswith("/volumes/"):
             raise Refusal(404, "nothing is here: docs/http.md lists what can be asked for")
-        _check_method(request, "GET")
+        _check_method(request, "POST" if path == PARTS else "GET")
         return self._long.get(path, self._volume)(request, line)
 
     def _admit(self, request: Request, line: HttpConnection) -> None:
@@ -196,8 +220,28 @@ class App:
         def pieces() -> Pieces:
             return filter(None, [snapshot.span(name, extent.start, extent.stop)])
 
-        headers = extent.headers(snapshot.etag)
-        self._send(request, line, snapshot, "http", snapshot.nbytes, extent, headers, pieces)
+        answer = _Bytes.of(extent, snapshot.etag, pieces)
+        self._send(request, line, snapshot, "http", snapshot.nbytes, answer)
+
+    def _parts(self, request: Request, line: HttpConnection) -> None:
+        # Imported for this alone: numpy takes as much memory as the server itself.
+        from torchrelay.endpoint.server.parts import wanted_parts
+        from torchrelay.parts.runs import decode_request
+        from torchrelay.parts.stream import part_stream
+
+        try:
+            said = decode_request(request.body)
+            snapshot = self._by_id(said.snapshot)
+            wanted = wanted_parts(said, snapshot, self.service.snapshots.changes)
+        except RemoteProtocolError as fault:
+            raise Refusal(400, fault.message) from None
+
+        def pieces() -> Pieces:
+            return part_stream(wanted.opened())
+
+        headers = {"Content-Type": "application/octet-stream", **FRESH}
+        answer = _Bytes(200, None, headers, pieces)
+        self._send(request, line, snapshot, "http", snapshot.nbytes, answer)
 
     def _file(self, request: Request, line: HttpConnection) -> Response | None:
         patterns = request.query.get("include", [])
@@ -217,8 +261,8 @@ class App:
             with closing(reader):
                 yield from file.pieces(reader, extent.start, extent.stop)
 
-        headers = extent.headers(etag)
-        self._send(request, line, snapshot, "file", file.nbytes, extent, headers, pieces)
+        answer = _Bytes.of(extent, etag, pieces)
+        self._send(request, line, snapshot, "file", file.nbytes, answer)
         return None
 
     def _whole_file(self, snapshot: ServedSnapshot, patterns: Sequence[str]) -> WholeFile:
@@ -273,22 +317,19 @@ class App:
         snapshot: ServedSnapshot,
         kind: str,
         total: int,
-        extent: ByteRange,
-        headers: dict[str, str],
-        pieces: Callable[[], Pieces],
+        answer: _Bytes,
     ) -> None:
         """Send an answer with bytes, and note how that ended. While it is sent, the memory of the
         snapshot is not taken back."""
-        status, length = 206 if extent.partial else 200, extent.stop - extent.start
         if request.method == "HEAD":
-            line.send_head(status, length, headers)
+            line.send_head(answer.status, answer.length, answer.headers)
             return
         service, transfers = self.service, self.service.transfers
         with service.lock:
             self._by_id(snapshot.id)  # it may be gone by now
             transfer = self._transfer(request, line, snapshot, kind, total)
             transfer.lines.add(line)
-            given = pieces()
+            given = answer.pieces()
 
         def moved(nbytes: int) -> None:
             with service.lock:
@@ -296,7 +337,7 @@ class App:
 
         reason = ""
         try:
-            line.send_head(status, length, headers)
+            line.send_head(answer.status, answer.length, answer.headers)
             line.stream(given, moved)
         except SlowReader:
             reason = f"the reader took no bytes for {service.stall:g} s and was dropped"

@@ -55,6 +55,9 @@ class SlowReader(TimeoutError):
     """A client takes too long to take what it asked for."""
 
 
+Expect = Callable[[Request, "HttpConnection"], None]
+
+
 class HttpConnection:
     """A connection, as those who answer its requests see it."""
 
@@ -66,6 +69,7 @@ class HttpConnection:
         self.since = time.monotonic()  # that it waits, or has taken nothing
         self.admitted = False  # whether it has asked for something that it may have
         self.busy = False
+        self.ended = False  # whether an answer of unknown length was sent: no other can follow
 
     def is_own(self) -> bool:
         """Whether the other end belongs to this user. The kernel is asked once: its table is
@@ -89,8 +93,9 @@ class HttpConnection:
     def close(self) -> None:
         self._sock.close()
 
-    def request(self, idle: float) -> Request | None:
-        """The next request, which begins within `idle` seconds; None where the client closes."""
+    def request(self, idle: float, expect: Expect | None = None) -> Request | None:
+        """The next request, which begins within `idle` seconds; None where the client closes.
+        `expect` refuses one by its head, before its body is read."""
         if not self._ahead and not self._receive(time.monotonic() + idle):
             return None
         end = time.monotonic() + self._stall
@@ -103,6 +108,10 @@ class HttpConnection:
             raise Refusal(431, f"a request has at most {HEAD_BYTES} bytes of headers")
         found = Request.parse(bytes(self._ahead[:at]))
         del self._ahead[: at + len(END)]
+        if expect is None:
+            found.check_body()
+        else:
+            expect(found, self)
         while len(self._ahead) < found.length:
             if not self._receive(end):
                 return None
@@ -116,8 +125,11 @@ class HttpConnection:
         self._ahead += data
         return bool(data)
 
-    def send_head(self, status: int, length: int, headers: Mapping[str, str]) -> None:
-        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {length}"]
+    def send_head(self, status: int, length: int | None, headers: Mapping[str, str]) -> None:
+        """The head of an answer. One of unknown length (None) ends with the connection."""
+        self.ended = length is None
+        ending = "Connection: close" if length is None else f"Content-Length: {length}"
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", ending]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.send("\r\n".join([*lines, "\r\n"]).encode("latin-1"))
 
@@ -176,11 +188,18 @@ Handler = Callable[[Request, HttpConnection], Response | None]
 
 class HttpServer:
     """Serves at most `connections` at a time. Each has `stall` seconds for a request, and for each
-    piece that it is sent."""
+    piece that it is sent. `expect` refuses requests whose bodies are not to be read."""
 
     def __init__(
-        self, answer: Handler, *, connections: int, stall: float, context: ssl.SSLContext | None
+        self,
+        answer: Handler,
+        *,
+        connections: int,
+        stall: float,
+        context: ssl.SSLContext | None,
+        expect: Expect | None = None,
     ) -> None:
+        self._expect = expect
         self._answer, self._most, self._stall, self._context = answer, connections, stall, context
         self._lock = threading.Lock()
         self._open: set[HttpConnection] = set()
@@ -222,11 +241,11 @@ class HttpServer:
         """Whether the connection continues after the next request."""
         request: Request | None = None
         try:
-            request = line.request(idle)
+            request = line.request(idle, self._expect)
             if request is None:
                 return False
             line.busy, line.since = True, time.monotonic()
-            answer, keeps = self._answer(request, line), request.keeps
+            answer, keeps = self._answer(request, line), request.keeps and not line.ended
         except Refusal as refused:
             more = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
             answer = Response(refused.status, f"{refused}\n".encode(), headers=more)

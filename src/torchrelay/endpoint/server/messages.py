@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from torchrelay.memory.pages import PAGE, paged
+from torchrelay.parts.bitmaps import Field
 from torchrelay.sources.access import Access
 from torchrelay.sources.remote_step import ChunkedVolume
 
@@ -44,7 +45,7 @@ def laid_out(files: Iterable[ChunkedVolume]) -> tuple[list[Volume], int]:
 
 class Listen(msgspec.Struct, tag="listen"):
     """Open the port. Answered with `Listening`. `hold`, `stall` and `connections` are those of
-    `serve`."""
+    `serve`, `history` that of its `Encoding`."""
 
     host: str
     port: int
@@ -55,6 +56,7 @@ class Listen(msgspec.Struct, tag="listen"):
     hold: float = HOLD_SECONDS
     stall: float = STALL_SECONDS
     connections: int = CONNECTIONS
+    history: int = 0
 
     @classmethod
     def at(cls, host: str, port: int, access: Access) -> Listen:
@@ -85,12 +87,14 @@ class Reserved(msgspec.Struct, tag="reserved"):
 
 class StageSlot(msgspec.Struct, tag="stage"):
     """A slot has its bytes. With `attached`, a descriptor of its memory follows. Answered with
-    `SlotStaged`: the digests of each volume's chunks."""
+    `SlotStaged`: the digests of each volume's chunks. `fields`: those that tile each volume, where
+    the server is to find changes."""
 
     slot: int
     nbytes: int
     volumes: list[Volume]
     attached: bool
+    fields: list[list[Field]] = []
 
 
 class SlotStaged(msgspec.Struct, tag="staged"):
@@ -99,13 +103,15 @@ class SlotStaged(msgspec.Struct, tag="staged"):
 
 class StepRecord(msgspec.Struct, array_like=True):
     """The record of a step, and the volumes of all ranks. `tensors`: how many the step has.
-    `ranks`: the URL of each, and `places` the index in it for each volume."""
+    `ranks`: the URL of each, and `places` the index in it for each volume. `state`: a digest that
+    steps with the same state share, if it is known."""
 
     record: bytes
     volumes: list[Volume]
     tensors: int
     ranks: list[str]
     places: list[int]
+    state: str = ""
 
 
 class Show(msgspec.Struct, tag="show"):

@@ -14,6 +14,7 @@ from contextlib import suppress
 import msgspec
 
 from torchrelay.endpoint.server import messages as m
+from torchrelay.endpoint.server.changes import ChangeHistory
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import digests
 from torchrelay.endpoint.server.status import status
@@ -46,12 +47,18 @@ def descriptor_of(link: socket.socket, request: object) -> int:
     return fd
 
 
-def stage(service: Service, fd: int, request: m.StageSlot) -> m.SlotStaged:
-    """Take the memory of a slot, if it is new, and make the digests that its volumes lack."""
+def stage(
+    service: Service, fd: int, request: m.StageSlot, base: tuple[int, str] | None = None
+) -> m.SlotStaged:
+    """Take the memory of a slot, if it is new, and make the digests that its volumes lack. With
+    `base`, the slot and snapshot of the newest step, another thread finds what changed."""
+    snapshots = service.snapshots
     if fd >= 0:
         with service.lock:
-            service.snapshots.attach(request.slot, fd, request.nbytes)
-    return m.SlotStaged(digests(service.snapshots.slots[request.slot], request.volumes))
+            snapshots.attach(request.slot, fd, request.nbytes)
+    slot = snapshots.slots[request.slot]
+    snapshots.changes.stage(request, slot.view[:], base)
+    return m.SlotStaged(digests(slot, request.volumes))
 
 
 class TwoSlots:
@@ -81,6 +88,12 @@ class TwoSlots:
         mapped = service.snapshots.slots[slot].mapped > 0
         service.cut_readers(snapshot)
         return m.Reserved(slot, dropped=[slot] if mapped else [])
+
+    @property
+    def newest(self) -> tuple[int, str] | None:
+        """The slot of the newest step, and its snapshot."""
+        found = self._service.snapshots.in_slot(self._newest)
+        return None if found is None else (self._newest, found.id)
 
     def take(self) -> None:
         """The trainer has written to the slot: the step that was in it is gone."""
@@ -117,11 +130,15 @@ class EndpointProgram:
         if isinstance(request, m.Listen):
             self._server = StepServer(request)
             self._slots = TwoSlots(self._server.service, request.hold)
+            self._server.service.snapshots.changes = ChangeHistory(request.history)
             return m.Listening(self._server.port)
         if self._server is None or self._slots is None:
             return m.Refused("nothing listens yet")
         service, slots = self._server.service, self._slots
         fd = descriptor_of(self._link, request)
+        if isinstance(request, m.Reserve):
+            service.snapshots.changes.settle()
+        base: tuple[int, str] | None = None
         with service.lock:
             if isinstance(request, m.Reserve):
                 return slots.reserve()
@@ -129,13 +146,14 @@ class EndpointProgram:
                 return m.StatusText(msgspec.json.encode(status(service)))
             if isinstance(request, m.StageSlot):
                 slots.take()
+                base = slots.newest
             elif isinstance(request, m.Show):
                 service.show(request)
             else:
                 slots.finish(request)
                 service.finish(request)
         if isinstance(request, m.StageSlot):
-            return stage(service, fd, request)
+            return stage(service, fd, request, base)
         return m.Obeyed()
 
 

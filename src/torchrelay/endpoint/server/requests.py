@@ -51,9 +51,11 @@ class Request(NamedTuple):
         except ValueError as fault:
             raise Refusal(400, f"not a request of HTTP/1.1: {fault}") from None
         keeps = found[3] == "1" and "close" not in head.headers.get("connection", "").lower()
-        if length > BODY_BYTES:
-            raise Refusal(413, f"a body has at most {BODY_BYTES} bytes")
         return cls(found[1], unquote(target), fields, head.headers, length, keeps)
+
+    def check_body(self, most: int = BODY_BYTES) -> None:
+        if self.length > most:
+            raise Refusal(413, f"a body has at most {most} bytes")
 
     def field(self, name: str, default: str = "") -> str:
         return self.query.get(name, [default])[0]

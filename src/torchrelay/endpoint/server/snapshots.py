@@ -12,6 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 import xxhash
 
+from torchrelay.endpoint.server.changes import ChangeHistory
 from torchrelay.endpoint.server.http import Span
 from torchrelay.endpoint.server.messages import Show, Volume
 from torchrelay.geometry import DIGEST_BYTES
@@ -91,7 +92,7 @@ class ServedSnapshot:
 
     def __init__(self, shown: Show, arrivals: Arrivals | None = None) -> None:
         self.step, self.id = shown.step, shown.snapshot
-        self.record = b""
+        self.record, self.state = b"", ""
         self.order, self.places = shown.volumes, [0] * len(shown.volumes)
         self.tensors, self.ranks = 0, list[str]()
         self.arrivals = arrivals  # of a step that is still arriving
@@ -106,7 +107,7 @@ class ServedSnapshot:
         self.parts[shown.slot] = Part(slot, {volume.name: volume for volume in shown.volumes})
         if (whole := shown.whole) is not None:
             self.record, self.order, self.tensors = whole.record, whole.volumes, whole.tensors
-            self.ranks, self.places = whole.ranks, whole.places
+            self.ranks, self.places, self.state = whole.ranks, whole.places, whole.state
 
     def place(self, name: str) -> tuple[Slot, Volume] | None:
         """The slot in which this process has a volume, if it does."""
@@ -157,6 +158,7 @@ class ServedSnapshot:
         return {
             "step": self.step,
             "snapshot": self.id,
+            "state": self.state,
             "bytes": self.nbytes,
             "record_bytes": len(self.record),
             "tensors": self.tensors,
@@ -168,9 +170,11 @@ class ServedSnapshot:
 
 
 class Snapshots:
-    """Slots by number, and the steps shown from them, the newest last."""
+    """Slots by number, and the steps shown from them, the newest last. `changes`: the elements that
+    differ between them."""
 
     def __init__(self) -> None:
+        self.changes = ChangeHistory()
         self.slots: dict[int, Slot] = {}
         self.shown: list[ServedSnapshot] = []
 
@@ -192,6 +196,7 @@ class Snapshots:
                     other.superseded = time.monotonic()
             self.shown.append(snapshot)
         snapshot.add(shown, self.slots[shown.slot])
+        self.changes.show(shown.slot, shown.step, shown.snapshot)
         return snapshot
 
     def lead(self, step: int) -> None:

@@ -28,6 +28,7 @@ def status(service: Service) -> dict[str, object]:
         "readers": len(transfers.active),
         "seeds": [{"url": url, "snapshot": snapshot} for url, snapshot in service.seeds.items()],
         "ranks": (newest.ranks if newest is not None else []) or [service.url],
+        "changes": service.snapshots.changes.facts(),
         "connections": 0 if service.http is None else service.http.count,
         "sent_bytes": transfers.sent_bytes,
         "failures": transfers.outcomes["failed"],

@@ -31,11 +31,13 @@ class StepServer:
         listener = listen_at(listen.host, listen.port)
         self.port: int = listener.getsockname()[1]
         self.service.url = ServerUrl(access.scheme, listen.host, self.port).url
+        app = App(self.service)
         self._http = self.service.http = HttpServer(
-            App(self.service).answer,
+            app.answer,
             connections=listen.connections,
             stall=listen.stall,
             context=access.server_context(),
+            expect=app.expect,
         )
         self._memory = LocalMemory(self.service) if lends else None
         self.service.socket = "" if self._memory is None else self._memory.name

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import Box, Comparisons
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.strides import contiguous_strides, extent, overlapping, packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found
@@ -122,6 +123,8 @@ def _check(claims: list[tuple[_Claim, Path]]) -> None:
     shift = first.source - first.address
     if all(claim.straight and claim.source - claim.address == shift for claim, _ in claims):
         return
+    if _are_apart([claim for claim, _ in claims]):
+        return
     low = min(claim.address for claim, _ in claims)
     high = max(claim.end for claim, _ in claims)
     unit = _common_unit(claims, low)
@@ -147,6 +150,29 @@ def _check(claims: list[tuple[_Claim, Path]]) -> None:
                 "offered is not shared that way",
                 path=show(path),
             )
+
+
+def _are_apart(claims: Sequence[_Claim]) -> bool:
+    """Whether claims are boxes of one array that share no byte, as the columns of a matrix are.
+    False says nothing: they may still be apart."""
+    low = min(claim.address for claim in claims)
+    strides = sorted(claims[0].strides, reverse=True)
+    if 0 in strides or len(set(strides)) < len(strides):
+        return False
+    boxes: list[Box] = []
+    for claim in claims:
+        sizes = dict(zip(claim.strides, claim.shape, strict=True))
+        if sorted(sizes, reverse=True) != strides:
+            return False
+        offsets, rest, wider = [], claim.address - low, None
+        for stride in strides:
+            offset, rest = divmod(rest, stride)
+            if wider is not None and (offset + sizes[stride]) * stride > wider:
+                return False  # it reaches into the next row
+            offsets.append(offset)
+            wider = stride
+        boxes.append((tuple(offsets), tuple(sizes[stride] for stride in strides)))
+    return not Comparisons().overlap(boxes)
 
 
 def _common_unit(claims: list[tuple[_Claim, Path]], low: int) -> int:

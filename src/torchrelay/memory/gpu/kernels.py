@@ -202,7 +202,8 @@ class ChunkTable:
         to = memory if to is None else to
         # Ascending columns: a sort that finds that out is done with them at once.
         several = (memory.starts, memory.stops, *((to.starts, to.stops) if copies else ()))
-        edges = np.concatenate((*several, starts, stops))
+        ends = stops[np.append(stops[:-1] != starts[1:], True)] if len(stops) else stops
+        edges = np.concatenate((*several, starts, ends))
         edges.sort(kind="stable")
         edges = edges[np.append(True, edges[1:] != edges[:-1])] if len(edges) else edges
         low, high = edges[:-1], edges[1:]
@@ -281,16 +282,25 @@ def digests_of(
     device needs to know of the memory, for the next time."""
     if not len(starts):
         return []
-    counts = [-(-size // CELL_BYTES) for size in sizes]
-    begin = np.concatenate(
-        [np.arange(at, at + size, CELL_BYTES) for at, size in zip(starts, sizes, strict=True)]
-    ).astype(np.uint64)
-    ends = np.repeat(np.add(starts, sizes), counts).astype(np.uint64)
-    table = ChunkTable.of(memory, begin, np.minimum(begin + np.uint64(CELL_BYTES), ends), to)
+    begin, end, edges = cells_of(starts, sizes)
+    table = ChunkTable.of(memory, begin, end, to)
     with torch.cuda.device(device), side_stream():
         cells = digests(table, device, tables or Tables()).cpu().numpy().tobytes()
-    ends = (DIGEST_BYTES * np.cumsum(counts)).tolist()
-    return [joined(cells[low:high]) for low, high in pairwise([0, *ends])]
+    return [
+        joined(cells[DIGEST_BYTES * low : DIGEST_BYTES * high]) for low, high in pairwise(edges)
+    ]
+
+
+def cells_of(starts: Sequence[int], sizes: Sequence[int]) -> tuple[Column, Column, list[int]]:
+    """The cells of chunks, none of them empty: where each begins and ends, and the number of the
+    first cell of each chunk, with the count of all of them at the end."""
+    first, nbytes = np.array(starts, np.int64), np.array(sizes, np.int64)
+    counts = -(-nbytes // CELL_BYTES)
+    edges = np.append(0, np.cumsum(counts))
+    chunk = np.repeat(np.arange(len(counts)), counts)  # of each cell
+    begin = first[chunk] + CELL_BYTES * (np.arange(len(chunk)) - edges[chunk])
+    end = np.minimum(begin + CELL_BYTES, (first + nbytes)[chunk])
+    return begin.astype(np.uint64), end.astype(np.uint64), edges.tolist()
 
 
 def _copy_segments(hashed: ChunkTable, device: int) -> None:

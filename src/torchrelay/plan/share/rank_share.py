@@ -31,6 +31,7 @@ from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.matching import Matched
 from torchrelay.state.meshes import mesh_record
+from torchrelay.state.objects import OfferedTensor
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import check_types, show, slots
 
@@ -116,6 +117,17 @@ class RankShare:
         self._others: dict[int, m.Leaf] = {}  # their parts are numbered in `_parts`
         self._parts: list[tuple[int, int]] = []  # recorded image and box of each
         self._twins: list[tuple[tuple[int, int], tuple[int, int], str]] = []
+
+    def tensor_of(self, leaf: int) -> OfferedTensor | None:
+        """A leaf of `tree` that is a tensor."""
+        shift = 0
+        for rows in self._ranks:
+            if leaf < shift + len(rows):
+                break
+            shift += len(rows)
+        found = m.tensor_of(rows[leaf - shift])
+        in_boxes = bool(self._wholes.sources[leaf] != NONE)
+        return None if found is None else OfferedTensor(*found, in_boxes)
 
     def new(self) -> Record:
         """The share where all of it is made as new tensors."""

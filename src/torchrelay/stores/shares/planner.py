@@ -6,7 +6,7 @@ they have in one round, and only where they differ they send details in a second
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, ManifestError, UnsupportedLeafError
 from torchrelay.plan.at_rest import Described, describe
+from torchrelay.plan.casting import StandIns
 from torchrelay.plan.stored import Names
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.pause import gc_paused
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Signature = list[tuple[object, ...]]
+Source = Callable[[torch.Tensor], torch.Tensor]
 
 _encode = msgspec.msgpack.Encoder().encode
 _statement = msgspec.msgpack.Decoder(Statement)
@@ -65,9 +67,13 @@ class SharePlanner:
         world: int,
         file_bytes: int | None,
         members: Collection[int] | None = None,
+        dtype: torch.dtype | None = None,
+        prepare: Callable[[object], object] | None = None,
     ) -> None:
         """`members`: the ranks that take part as meshes count them, where that is known. Replicas
-        of other ranks do not count."""
+        of other ranks do not count. `dtype`: that floating tensors are cast to.
+        `prepare`: makes of a state the one that is saved."""
+        self.dtype, self.prepare = dtype, prepare
         self.rank, self.world, self.file_bytes = rank, world, file_bytes
         self.members = members
         self.known: _KnownPlan | None = None
@@ -107,6 +113,7 @@ class SavePlan:
         self._planner, self._state, self._space = planner, state, space
         self._held: list[HeldTensor] = []
         self._statements: list[Statement] = []
+        self._stand_ins = None if planner.dtype is None else StandIns(planner.dtype)
         self.outlined: Record | None = None  # the coordinator's: of all ranks
         self.nbytes = 0  # the coordinator's: of all ranks
 
@@ -115,7 +122,8 @@ class SavePlan:
     def statement(self) -> bytes:
         """The first message of this rank: digests of its state."""
         planner = self._planner
-        self._described: Described = describe(self._state)
+        state = self._state if planner.prepare is None else planner.prepare(self._state)
+        self._described: Described = describe(state, self._stand_ins)
         self._signature = _signature(self._described)
         tensors = list(zip(self._described.names, self._described.tensors, strict=True))
         if planner.world == 1:
@@ -123,7 +131,7 @@ class SavePlan:
                 _check_whole(name, tensor)
             return b""
         teams = _Teams(planner.members)
-        self._held = [_held(name, tensor, teams, planner) for name, tensor in tensors]
+        self._held = [_held(name, tensor, teams, planner, self._source) for name, tensor in tensors]
         return _encode(
             Statement(
                 shape_of(self._described.record),
@@ -143,7 +151,7 @@ class SavePlan:
         rows, same = [], []
         for one, tensor in zip(self._held, self._described.tensors, strict=True):
             if ownership.bucket_of(one.name) in buckets:
-                rows.append(_row(one, tensor))
+                rows.append(_row(one, tensor, self._source))
             else:
                 same.append(one)
         leaves = self._rows
@@ -165,7 +173,14 @@ class SavePlan:
         tensors = self._described.tensors
         found = [_part(tensors[image], number) for image, number in known.parts]
         self._planner.known = known
-        return Share(ShareContents(known.entries, found, {}), known.layouts)
+        contents = ShareContents(known.entries, list(map(self._source, found)), {})
+        if self._stand_ins is None:
+            return Share(contents, known.layouts)
+        return Share(contents, known.layouts, self._stand_ins.region)
+
+    def _source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that has the elements: a stand-in has none."""
+        return tensor if self._stand_ins is None else self._stand_ins.source(tensor)
 
     def _made(self, ruling: Ruling) -> _KnownPlan:
         planner = self._planner
@@ -288,9 +303,11 @@ class _Teams:
         return found
 
 
-def _held(name: str, tensor: torch.Tensor, teams: _Teams, planner: SharePlanner) -> HeldTensor:
+def _held(
+    name: str, tensor: torch.Tensor, teams: _Teams, planner: SharePlanner, source: Source
+) -> HeldTensor:
     if type(tensor) is torch.Tensor:
-        facts = facts_of(tensor)
+        facts = facts_of(source(tensor))
         return HeldTensor(name, facts, tensor.nbytes, planner.rank, planner.world, b"")
     if t.is_dtensor(tensor):
         return _held_dtensor(name, tensor, teams)
@@ -355,13 +372,13 @@ def _bytes_by_rule(held: Sequence[HeldTensor]) -> int:
     return sum(one.nbytes for one in held if one.name in mine)
 
 
-def _row(one: HeldTensor, tensor: torch.Tensor) -> Row:
+def _row(one: HeldTensor, tensor: torch.Tensor, source: Source) -> Row:
     if not one.mesh:
         dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.shape)
         return Row(one.name, one.fact, one.nbytes, dtype=dtype, shape=shape)
     parts = [part for part in local_parts(tensor) if part.tensor.numel()]
     boxes = _digest([part.box for part in parts])
-    values = _digest([facts_of(part.tensor) for part in parts])
+    values = _digest([facts_of(source(part.tensor)) for part in parts])
     nbytes = one.nbytes if ownership.written_by_name(one) else 0
     part = (boxes, values) if parts else (b"", b"")
     return Row(one.name, one.fact, nbytes, one.mesh, part, _bytes_of_all([tensor]))

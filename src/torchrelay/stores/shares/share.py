@@ -49,7 +49,15 @@ class ShareContents(NamedTuple):
 class Share:
     """The files of one rank, ready to be written."""
 
-    def __init__(self, contents: ShareContents, layouts: Sequence[FileLayout]) -> None:
+    def __init__(
+        self,
+        contents: ShareContents,
+        layouts: Sequence[FileLayout],
+        region: Callable[[torch.Tensor, str], Region] = lambda tensor, dtype: Region.row_major(
+            tensor
+        ),
+    ) -> None:
+        """`region`: the bytes of a tensor in a dtype, row by row."""
         entries, tensors = contents.all_entries(), list(contents.tensors)
         for _, data in contents.objects.values():
             tensors.append(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
@@ -67,7 +75,7 @@ class Share:
             placed = [(0, Region.row_major(head))]
             for start, index in layout.placed:
                 entry = entries[index]
-                placed.append((start, Region.row_major(tensors[index])))
+                placed.append((start, region(tensors[index], entry.dtype)))
                 if index >= plain:
                     kind, data = contents.objects[entry.name]
                     self._objects.append(ObjectBytes(entry.name, kind, number, start, len(data)))

@@ -20,6 +20,11 @@ class AskedDigests:
         self._workers = Workers(hashers())
         self._asked: dict[int, tuple[Outgoing, set[int]]] = {}  # by rank, all that it asked for
 
+    def begin(self, outgoing: Outgoing) -> None:
+        """Have devices hash what lies there: a receiver is likely to ask for it."""
+        if outgoing.verify is not False:
+            self._workers.submit(partial(self._reported, outgoing.chunks.hash_on_devices))
+
     def want(
         self, rank: int, outgoing: Outgoing, want: Want, send: Callable[[Digests], None]
     ) -> bool:
@@ -44,8 +49,11 @@ class AskedDigests:
     def _answer(
         self, digest: Callable[[int], bytes], chunks: list[int], send: Callable[[Digests], None]
     ) -> None:
+        self._reported(lambda: send(Digests(tuple(chunks), b"".join(map(digest, chunks)))))
+
+    def _reported(self, job: Callable[[], None]) -> None:
         try:
-            send(Digests(tuple(chunks), b"".join(map(digest, chunks))))
+            job()
         except Exception as fault:
             self._report(fault)
 

@@ -18,6 +18,7 @@ from torchrelay.record.reads import decode_reads
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.matching import OpenSend
 from torchrelay.transports.meeting.node import Node, ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.turns import short_turns
 from torchrelay.transports.protocol.digests import AskedDigests
 from torchrelay.transports.protocol.fanout import Link
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
@@ -103,7 +104,7 @@ class Sending:
     def _run(self, describe: Callable[[], Snapshot]) -> None:
         try:
             # Receivers come while the state is described.
-            with self.watch("capture"):
+            with self.watch("capture"), short_turns():
                 self.snapshot = describe()
         except BaseException as fault:
             self._excuse(fault)
@@ -256,6 +257,8 @@ class Sending:
         except Exception as fault:
             return _reason(fault)
         one.connection.send(offer)
+        if one.likely == "cuda_ipc":
+            self._digests.begin(self._outgoing)
         return ""
 
     def go(self, link: Link, patience: float) -> str:

@@ -1,0 +1,222 @@
+"""Which elements of a server's volumes changed from one published step to the next.
+
+When a step is staged, a thread compares it with the newest one, while digests are made and after.
+It runs at a low priority, and readers do not wait for it to see the step. Memory that is compared
+is not written to: where somebody asks for changes, the next step waits until they are found, and
+otherwise the comparison is given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from torchrelay.endpoint.server.messages import StageSlot, Volume
+from torchrelay.memory import threads
+from torchrelay.memory.pages import return_freed_memory
+from torchrelay.parts.bitmaps import Bits, Field, VolumeBitmap, changed, union
+
+READY_SECONDS = 10.0  # that a reader waits for a comparison, and
+SETTLE_SECONDS = 2.0  # a publisher: far less than it waits for the server to answer
+ASKED_SECONDS = 600.0  # for which somebody is taken to ask again
+NICENESS = 5  # of the thread that compares
+REUSED_BYTES = 4 << 20  # blocks of memory that are kept for the next chunk that is encoded
+PIECE_BYTES = 16 << 20  # compared at once; a multiple of what eight elements have
+
+logger = logging.getLogger("torchrelay")
+
+
+class StagedVolumes(NamedTuple):
+    """Volumes in the memory of a slot, and the fields that tile each."""
+
+    memory: memoryview
+    volumes: Sequence[Volume]
+    fields: Sequence[Sequence[Field]]
+
+    def alike(self, other: StagedVolumes) -> list[tuple[Volume, Volume, Sequence[Field]]]:
+        """The volumes that another step has, too, with the same fields, and where those lie."""
+        known = {
+            volume.name: (volume, fields)
+            for volume, fields in zip(other.volumes, other.fields, strict=True)
+        }
+        found = []
+        for volume, fields in zip(self.volumes, self.fields, strict=True):
+            before = known.get(volume.name)
+            if before is not None and list(before[1]) == list(fields):
+                found.append((volume, before[0], fields))
+        return found
+
+    def bytes_of(self, volume: Volume) -> Bits:
+        return np.frombuffer(self.memory[volume.start : volume.start + volume.nbytes], np.uint8)
+
+
+class StepComparison:
+    """A step that is compared with another on a thread. `base`: the snapshot of the other;
+    `changed`: how many of its `elements` differ, when it is over."""
+
+    def __init__(self, base: str, old: StagedVolumes, new: StagedVolumes) -> None:
+        self.base = base
+        self._found: dict[str, VolumeBitmap] = {}
+        self._stopped = False
+        self.seconds = 0.0
+        self.changed = self.elements = 0
+        self._running = threads.run(lambda: self._compare(old, new), "compare", NICENESS)
+
+    def _compare(self, old: StagedVolumes, new: StagedVolumes) -> None:
+        begun = time.monotonic()
+        found: dict[str, VolumeBitmap] = {}
+        try:
+            for volume, before, fields in new.alike(old):
+                pair = old.bytes_of(before), new.bytes_of(volume)
+                found[volume.name] = VolumeBitmap(fields, [self._bits(*pair, f) for f in fields])
+            self.changed = sum(bitmap.count for bitmap in found.values())
+            self.elements = sum(bitmap.elements for bitmap in found.values())
+            self._found = found
+        except InterruptedError:
+            logger.debug("the comparison with snapshot %s was given up", self.base)
+        except Exception:  # subscribers get whole chunks then
+            logger.warning("a step could not be compared with the one before", exc_info=True)
+        self.seconds = time.monotonic() - begun
+
+    def _bits(self, old: Bits, new: Bits, field: Field) -> Bits:
+        found = []
+        for low in range(field.start, field.stop, PIECE_BYTES):
+            if self._stopped:
+                raise InterruptedError
+            piece = slice(low, min(low + PIECE_BYTES, field.stop))
+            found.append(changed(old[piece], new[piece], field.itemsize))
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is over, after that long at most."""
+        return self._running.wait(seconds)
+
+    def stop(self) -> None:
+        """Give it up, unless it is over: nothing is known then. The memory is no longer used when
+        this returns."""
+        self._stopped = True
+        self._running.wait()
+
+    def of(self, volume: str) -> VolumeBitmap | None:
+        """The bitmap of a volume; None where nothing is known, or not yet."""
+        return self._found.get(volume)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bitmap.nbytes for bitmap in self._found.values())
+
+
+class KnownChanges(NamedTuple):
+    """The changes that made a step."""
+
+    step: int
+    snapshot: str
+    comparison: StepComparison
+
+    def facts(self) -> dict[str, object]:
+        one = self.comparison
+        return {
+            "step": self.step,
+            "snapshot": self.snapshot,
+            "base": one.base,
+            "changed": one.changed,
+            "elements": one.elements,
+            "bytes": one.nbytes,
+            "ready": one.wait(0.0),
+            "seconds": one.seconds,
+        }
+
+
+class ChangeHistory:
+    """The changes of the last steps that were shown, `limit` of them at most. Any thread may ask;
+    one stages."""
+
+    def __init__(self, limit: int = 0) -> None:
+        self.limit = limit
+        self._known: deque[KnownChanges] = deque(maxlen=limit)
+        self._lock = threading.Lock()
+        self._staged: dict[int, StagedVolumes] = {}  # by slot
+        self._asked: float | None = None  # when somebody last asked, by the monotonic clock
+        self._under_way: tuple[int, StepComparison] | None = None  # the slot that was staged last
+
+    # Called by the thread that carries out what the publisher asks for.
+
+    def stage(self, request: StageSlot, memory: memoryview, base: tuple[int, str] | None) -> None:
+        """A slot has its bytes: begin to compare them with the newest step, whose slot and snapshot
+        are `base`."""
+        self.settle()
+        self._staged.pop(request.slot, None)
+        if not self.limit or len(request.fields) != len(request.volumes):
+            return
+        new = StagedVolumes(memory, request.volumes, request.fields)
+        self._staged[request.slot] = new
+        old = None if base is None else self._staged.get(base[0])
+        if base is not None and old is not None:
+            self._under_way = request.slot, StepComparison(base[1], old, new)
+
+    def show(self, slot: int, step: int, snapshot: str) -> None:
+        """The step in a slot is shown: its changes can be asked for."""
+        if self._under_way is None or self._under_way[0] != slot:
+            return
+        # The same content as before makes no link: it would hide the one that led to it.
+        if self._under_way[1].base != snapshot:
+            with self._lock:
+                self._known.append(KnownChanges(step, snapshot, self._under_way[1]))
+
+    def settle(self, seconds: float = SETTLE_SECONDS) -> None:
+        """Have nothing compared, so that memory may be written to. A comparison that somebody may
+        ask for has that long to end; any other is given up."""
+        if self._under_way is not None:
+            one = self._under_way[1]
+            if not one.wait(seconds if self._is_asked else 0.0):
+                one.stop()
+            self._under_way = None
+
+    @property
+    def _is_asked(self) -> bool:
+        asked = self._asked
+        return asked is not None and time.monotonic() - asked < ASKED_SECONDS
+
+    # Called by threads that answer requests.
+
+    def between(self, base: str, snapshot: str, volume: str) -> VolumeBitmap | None:
+        """The elements of a volume that changed from one snapshot to a later one; None where that
+        is not known: the base is too old or unknown, or the layout of the volume has changed. Waits
+        for a comparison that is under way."""
+        if self._asked is None:
+            # Chunks are encoded in blocks of some 100 KB to 2 MB. Fresh memory for each of them
+            # takes as long as all of the rest.
+            return_freed_memory(REUSED_BYTES)
+        self._asked = time.monotonic()
+        with self._lock:
+            known = list(self._known)
+        made: dict[str, StepComparison] = {}
+        for one in known:  # the same content may have been published twice: the later one counts
+            made[one.snapshot] = one.comparison
+        links: list[StepComparison] = []
+        at = snapshot
+        while at != base:
+            link = made.pop(at, None)  # each once: steps may lead in a circle
+            if link is None:
+                return None
+            links.append(link)
+            at = link.base
+        found = []
+        for link in links:
+            bitmap = link.of(volume) if link.wait(READY_SECONDS) else None
+            if bitmap is None:
+                return None
+            found.append(bitmap)
+        return union(found)
+
+    def facts(self) -> dict[str, object]:
+        with self._lock:
+            steps = [one.facts() for one in self._known]
+            total = sum(one.comparison.nbytes for one in self._known)
+        return {"history": self.limit, "bytes": total, "steps": steps}

@@ -1,0 +1,61 @@
+"""The parts of a snapshot that a request asks for, checked. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchrelay.endpoint.server.changes import ChangeHistory
+from torchrelay.endpoint.server.requests import Refusal
+from torchrelay.endpoint.server.snapshots import ServedSnapshot
+from torchrelay.errors import RemoteProtocolError
+from torchrelay.parts.runs import MAX_RUNS, PartRuns, PartsRequest
+from torchrelay.parts.stream import WantedPart
+
+
+class WantedParts:
+    """Runs of volumes that are in this process, and which base the reader has of each."""
+
+    def __init__(
+        self,
+        snapshot: ServedSnapshot,
+        changes: ChangeHistory,
+        runs: dict[str, tuple[PartRuns, str | None]],
+    ) -> None:
+        self._snapshot, self._changes, self._runs = snapshot, changes, runs
+
+    def opened(self) -> Iterator[WantedPart]:
+        """The volumes one after the other. The snapshot is being read meanwhile, so that its memory
+        is not taken back."""
+        for name, (runs, base) in self._runs.items():
+            found = self._snapshot.place(name)
+            if found is None:
+                raise ConnectionResetError("the step was replaced")
+            slot, volume = found
+            # A view of its own: the slot may be given back while this one is in use.
+            view = slot.view[volume.start : volume.start + volume.nbytes]
+            known = None
+            if base is not None:
+                known = self._changes.between(base, self._snapshot.id, name)
+            yield WantedPart(np.frombuffer(view, np.uint8), runs, known)
+
+
+def wanted_parts(
+    said: PartsRequest, snapshot: ServedSnapshot, changes: ChangeHistory
+) -> WantedParts:
+    """`RemoteProtocolError` for malformed runs, `Refusal` for volumes that are not here."""
+    if not snapshot.complete:
+        raise Refusal(404, "the step is still arriving here")
+    found: dict[str, tuple[PartRuns, str | None]] = {}
+    count = 0
+    for wanted in said.volumes:
+        place = snapshot.place(wanted.name)
+        if place is None:
+            raise Refusal(404, "a volume is not here: /places.json says where it is")
+        runs = PartRuns.decoded(wanted.columns, place[1].nbytes)
+        found[wanted.name] = runs, wanted.base
+        count += len(runs)
+        if count > MAX_RUNS:
+            raise RemoteProtocolError(f"a request has at most {MAX_RUNS} runs")
+    return WantedParts(snapshot, changes, found)

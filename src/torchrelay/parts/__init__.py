@@ -1,0 +1,1 @@
+"""Parts of published volumes, as they travel to subscribers: runs, changes, streams. No torch."""

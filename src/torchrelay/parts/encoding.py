@@ -1,0 +1,156 @@
+"""The bytes of a part chunk as they travel: all of them, or the elements that changed. No torch.
+
+A chunk holds elements of one size. It is encoded as the smallest of four kinds:
+
+- `WHOLE`: the bytes of the chunk.
+- `SAME`: nothing; no element has changed.
+- `GAPS`: three uint32: the number of changed elements, the number of wide gaps, and the bytes of a
+  narrow gap (1 or 2). Then a narrow gap for each changed element: how many elements before it are
+  unchanged. The largest narrow number stands for a wide gap; those follow as uint32. Then the
+  values of the changed elements.
+- `BITMAP`: a bit for each element, the lowest bit of a byte first. Then the values.
+
+All numbers are little-endian. Values have the bytes that they have in the chunk.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrelay.errors import RemoteProtocolError, UsageError
+from torchrelay.parts.elements import element_dtype
+
+WHOLE, SAME, GAPS, BITMAP = range(4)
+
+_GAPS = struct.Struct("<III")
+_NARROW: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype("<u2")}
+_WIDE = np.dtype("<u4")
+_WORD_BITS = 3
+_WORD = 1 << _WORD_BITS  # elements of a mask that are looked at together
+MAX_ELEMENTS = 1 << 32  # a wide gap has four bytes
+
+Bytes = NDArray[np.uint8]
+Positions = NDArray[np.int64]
+
+
+def encode(
+    new: Bytes, mask: NDArray[np.bool_] | None, itemsize: int
+) -> tuple[int, list[memoryview]]:
+    """The kind of a chunk and its payload, in pieces of bytes. `mask` says which elements changed;
+    without one the chunk is sent whole. The payload of a whole chunk is the memory of `new`."""
+    if mask is None:
+        return WHOLE, [new.data]
+    elements = new.view(element_dtype(itemsize))
+    if mask.shape != elements.shape or len(mask) >= MAX_ELEMENTS:
+        raise UsageError(f"a mask of {len(mask)} elements for a chunk of {len(elements)}")
+    count = int(np.count_nonzero(mask))
+    if count == 0:
+        return SAME, []
+    bitmap = -(-len(mask) // 8)
+    if count < bitmap:  # otherwise a bitmap is smaller than gaps of a byte
+        at = _positions(mask, count)
+        places, least = _gaps(at), bitmap
+    else:
+        at, places, least = None, [], bitmap
+    if places and sum(piece.nbytes for piece in places) < bitmap:
+        kind, least = GAPS, sum(piece.nbytes for piece in places)
+    else:
+        kind, places = BITMAP, [np.packbits(mask, bitorder="little").data]
+    if least + count * itemsize >= new.nbytes:
+        return WHOLE, [new.data]
+    values = elements[mask if at is None else at]
+    return kind, [*places, values.view(np.uint8).data]
+
+
+def _positions(mask: NDArray[np.bool_], count: int) -> Positions:
+    """The positions of the set elements. A mask with few of them is looked at by words, since most
+    words have none."""
+    body = len(mask) // _WORD * _WORD
+    if count * _WORD > len(mask) or not body:
+        return np.flatnonzero(mask)
+    words = mask[:body].view(np.uint64)
+    which = np.flatnonzero(words != 0)
+    inside = np.flatnonzero(words[which].view(np.bool_))
+    found: Positions = which[inside >> _WORD_BITS]
+    found <<= _WORD_BITS
+    found += inside & (_WORD - 1)
+    if body == len(mask):
+        return found
+    return np.concatenate([found, np.flatnonzero(mask[body:]) + body])
+
+
+def _gaps(at: Positions) -> list[memoryview]:
+    """Positions as gaps, with the narrow number that makes them smallest."""
+    gaps = np.empty_like(at)
+    gaps[0] = at[0]
+    np.subtract(at[1:], at[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    size, wide = 1, np.flatnonzero(gaps >= 0xFF)
+    if _WIDE.itemsize * len(wide) > len(at):  # then two bytes for each take less
+        size, wide = 2, np.flatnonzero(gaps >= 0xFFFF)
+    escaped = gaps[wide].astype(_WIDE)
+    gaps[wide] = np.iinfo(_NARROW[size]).max
+    head = _GAPS.pack(len(at), len(escaped), size)
+    narrow = gaps.astype(_NARROW[size])
+    return [memoryview(head), narrow.view(np.uint8).data, escaped.view(np.uint8).data]
+
+
+def decode(kind: int, payload: memoryview, into: Bytes, itemsize: int) -> None:
+    """Change a chunk, which holds the bytes of the base, to the new ones. `RemoteProtocolError` if
+    the payload is not one for such a chunk: then `into` is as it was."""
+    data = np.frombuffer(payload, np.uint8)
+    if itemsize < 1 or len(into) % itemsize:
+        raise RemoteProtocolError(f"a chunk of {len(into)} bytes has elements of {itemsize}")
+    if kind == WHOLE:
+        _check(len(data) == len(into), "its bytes are not as many as the chunk has")
+        into[:] = data
+    elif kind == SAME:
+        _check(not len(data), "an unchanged chunk has bytes")
+    elif kind in (GAPS, BITMAP):
+        elements = into.view(element_dtype(itemsize))
+        read = _read_gaps if kind == GAPS else _read_bitmap
+        at, rest = read(data, len(elements))
+        _check(len(rest) == len(at) * itemsize, "its values are not as many as its positions")
+        elements[at] = rest.view(elements.dtype)
+    else:
+        raise RemoteProtocolError(f"a part chunk of the unknown kind {kind}")
+
+
+def _read_gaps(data: Bytes, elements: int) -> tuple[Positions, Bytes]:
+    """The positions at the beginning of a payload, ascending and inside the chunk; and the rest."""
+    _check(len(data) >= _GAPS.size, "it ends in its head")
+    count, wide, size = _GAPS.unpack_from(data.data)
+    _check(size in _NARROW, "its gaps have an unknown size")
+    _check(wide <= count <= elements, "it has more changes than elements")
+    narrow_end = _GAPS.size + count * size
+    wide_end = narrow_end + wide * _WIDE.itemsize
+    _check(wide_end <= len(data), "it ends in its gaps")
+    narrow = data[_GAPS.size : narrow_end].view(_NARROW[size])
+    escaped = np.flatnonzero(narrow == np.iinfo(narrow.dtype).max)
+    _check(len(escaped) == wide, "its wide gaps are not as many as it says")
+    # Sums of 2^32 numbers below 2^32 are positive in 64 bits, so positions ascend.
+    at = narrow.astype(np.int64)
+    at[escaped] = data[narrow_end:wide_end].view(_WIDE)
+    at += 1
+    np.cumsum(at, out=at)
+    at -= 1
+    _check(not count or int(at[-1]) < elements, "a change lies outside the chunk")
+    return at, data[wide_end:]
+
+
+def _read_bitmap(data: Bytes, elements: int) -> tuple[Positions, Bytes]:
+    nbytes = -(-elements // 8)
+    _check(nbytes <= len(data), "it ends in its bitmap")
+    set_bits = np.unpackbits(data[:nbytes], bitorder="little").view(np.bool_)
+    at = np.flatnonzero(set_bits)
+    _check(not len(at) or int(at[-1]) < elements, "a change lies outside the chunk")
+    return at, data[nbytes:]
+
+
+def _check(holds: bool, why: str) -> None:
+    if not holds:
+        raise RemoteProtocolError(f"a part chunk is malformed: {why}")

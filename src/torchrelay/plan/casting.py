@@ -1,0 +1,154 @@
+"""A state whose floating tensors are published in another dtype.
+
+The state is described with stand-ins: tensors of that dtype with the shapes, strides and ties of
+its own. Nobody touches their memory, so it takes none. The elements are cast when they are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrelay.errors import UnsupportedLeafError
+from torchrelay.geometry.strides import contiguous_strides, extent, linear_boxes, packed
+from torchrelay.plan.region import Region
+from torchrelay.record.manifest import PARAMETER, REQUIRES_GRAD
+from torchrelay.state import tensors as t
+
+Geometry = tuple[object, ...]
+
+
+class CastRegion(Region):
+    """The elements of a tensor in row-major order, as bytes of another dtype: those that
+    `tensor.to(dtype)` has."""
+
+    __slots__ = ("_dtype",)
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        self.keep, self._dtype, self._address = tensor, dtype, 0
+        self._itemsize = dtype.itemsize
+        self.nbytes = tensor.numel() * dtype.itemsize
+        self._view = tensor.view(-1) if tensor.is_contiguous() else tensor
+
+    def run(self, start: int, stop: int) -> None:
+        """The bytes do not lie anywhere."""
+
+    def read(self, start: int, stop: int, out: torch.Tensor, *, wait: bool = True) -> None:
+        """Cast bytes [start, stop), which are whole elements, to the host buffer `out`."""
+        view, size = self._view, self._itemsize
+        assert view is not None
+        items = out[: stop - start].view(self._dtype)
+        if view.is_cpu and view.dim() == 1:  # most tensors: nothing but the cast
+            items.copy_(view if stop - start == self.nbytes else view[start // size : stop // size])
+            return
+        first = start // size
+        for at, index in linear_boxes(view.shape, first, stop // size):
+            box = view[index]
+            # A GPU casts its elements itself, and fewer bytes leave it.
+            cast = box if box.is_cpu else box.to(self._dtype)
+            flat = items[at - first : at - first + box.numel()].view(box.shape)
+            flat.copy_(cast, non_blocking=not wait)
+
+
+class StandIns:
+    """Stand-ins for the floating tensors of one state, and the way back to those."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._sources: dict[Geometry, torch.Tensor] = {}  # by the geometry of the stand-in
+        self._memory: dict[Geometry, torch.Tensor] = {}  # by storage and bytes of an element
+
+    def replace(self, leaves: Sequence[Any], path_of: Callable[[int], str]) -> list[Any]:
+        """The leaves of a state with stand-ins in the places of tensors that are cast.
+        `UnsupportedLeafError` for those that cannot be cast as `tensor.to(dtype)` does it."""
+        placed: dict[int, list[_ViewPlace]] = {}  # by storage
+        found = list(leaves)
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            local = t.dtensor_parts(leaf)[0] if t.is_dtensor(leaf) else leaf
+            is_cast = leaf.is_floating_point() and leaf.dtype is not self.dtype
+            if t.is_plain(local):
+                if local.numel() and not local.is_meta:
+                    place = _ViewPlace.of(local, number, is_cast)
+                    placed.setdefault(t.storage_id(local), []).append(place)
+                if is_cast:
+                    found[number] = self._stand_in(leaf, local)
+            elif is_cast:
+                kind = type(leaf).__name__
+                why = f"a {kind} (layout {leaf.layout}) cannot be cast when it is published"
+                raise UnsupportedLeafError(why, path=path_of(number))
+        for views in placed.values():
+            if len(views) > 1 and any(one.is_cast for one in views):
+                _check_apart(views, path_of)
+        return found
+
+    def _stand_in(self, leaf: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        shape, strides, size = tuple(local.shape), local.stride(), local.element_size()
+        layout = packed(shape, strides)
+        if local.is_meta:
+            made = torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
+        else:
+            offset, count = local.storage_offset(), local.untyped_storage().nbytes() // size
+            key: Geometry = (t.storage_id(local), size)
+            if layout is None or layout.numel != local.numel():
+                # Elements that share memory, as in an expanded tensor: each is cast on its own.
+                key = (*key, offset, shape, strides)
+                offset, count, strides = 0, local.numel(), contiguous_strides(shape)
+            if key not in self._memory:
+                self._memory[key] = torch.empty(count, dtype=self.dtype, device="cpu")
+            memory = self._memory[key].untyped_storage()
+            made = torch.empty(0, dtype=self.dtype, device="cpu")
+            made.set_(memory, offset, shape, strides)
+            self._sources[_geometry(made)] = local.detach()
+        if t.is_dtensor(leaf):
+            return t.dtensor_like(leaf, made)
+        return t.with_flags(made, t.flags_of(leaf) & (REQUIRES_GRAD | PARAMETER))
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that a stand-in stands for; any other is itself."""
+        return self._sources.get(_geometry(tensor), tensor)
+
+    def region(self, tensor: torch.Tensor, dtype: str) -> Region:
+        """The elements of a `source`, in the dtype that they are described with."""
+        if t.NAMES[tensor.dtype] == dtype:
+            return Region.row_major(tensor)
+        return CastRegion(tensor, self.dtype)
+
+
+class _ViewPlace(NamedTuple):
+    """Bytes [low, high) of a storage, which a leaf has."""
+
+    low: int
+    high: int
+    geometry: Geometry
+    number: int
+    is_cast: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, number: int, is_cast: bool) -> _ViewPlace:
+        low = t.byte_offset(tensor)
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        high = low + extent(shape, strides) * tensor.element_size()
+        geometry = tensor.dtype, shape, strides
+        return cls(low, high, geometry, number, is_cast)
+
+
+def _check_apart(views: list[_ViewPlace], path_of: Callable[[int], str]) -> None:
+    """Tensors of one storage are the same one, or lie apart: others could not be cast and still
+    share what they share."""
+    last: _ViewPlace | None = None
+    for view in sorted(views, key=lambda one: (one.low, one.high)):
+        if last is not None and view.low < last.high:
+            if (view.low, view.high, view.geometry) != (last.low, last.high, last.geometry):
+                why = f"it overlaps {path_of(last.number)} in memory, so it cannot be cast"
+                path = path_of(view.number)
+                raise UnsupportedLeafError(f"{why}: publish a clone of one of them", path=path)
+        else:
+            last = view
+
+
+def _geometry(tensor: torch.Tensor) -> Geometry:
+    return t.storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()

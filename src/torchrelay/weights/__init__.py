@@ -1,0 +1,1 @@
+"""Weight sync: workers that follow the steps that a trainer publishes."""

@@ -1,0 +1,191 @@
+"""Part streams into the mirror: from every server that has volumes of a step, at the same time.
+
+A stream that breaks off is continued where it ended, by whichever server has the volume. A chunk
+with other bytes than were sent is asked for again as a whole, and a second one ends a server's part
+in it. A server that cannot send parts is asked for ranges of its volumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import DigestError, RemoteProtocolError
+from torchrelay.memory.crew import Crew
+from torchrelay.parts.encoding import WHOLE
+from torchrelay.parts.runs import (
+    MAX_RUNS,
+    MAX_VOLUMES,
+    PART_BYTES,
+    Bytes,
+    PartRuns,
+    PartsRequest,
+    VolumeParts,
+)
+from torchrelay.parts.stream import (
+    HEAD_BYTES,
+    MAGIC,
+    ChunkHead,
+    accept,
+    check_digest,
+)
+from torchrelay.sources.connection import Answered, AnswerStream
+from torchrelay.sources.remote_step import RemoteReader, RemoteStep
+from torchrelay.sources.suppliers import SUPPLY_FAULTS, HttpSupplier, Supplier
+from torchrelay.stores.reading.ranges import whole_chunks
+from torchrelay.weights.mirror import Mirror, MirrorVolume
+
+STREAMS = 8  # at once, each of another server
+RANGE_BYTES = 8 << 20  # asked for at once, where parts are not sent
+_NO_PARTS = (400, 404, 405, 413)  # of a server that does not send parts, or not these
+
+
+class _VolumeRest(NamedTuple):
+    """Runs of a volume, from byte `at` of its packed bytes on. `base`: what those bytes are now;
+    `done`: how many of them have come."""
+
+    name: str
+    runs: PartRuns
+    at: int
+    base: str | None
+    done: int = 0
+
+    def rest(self) -> _VolumeRest:
+        """The part that has not come yet."""
+        if not self.done:
+            return self
+        return _VolumeRest(self.name, self.runs.after(self.done), self.at + self.done, self.base)
+
+
+class PartFetch:
+    """Brings the volumes of a mirror to the state of one step."""
+
+    def __init__(self, step: RemoteStep, mirror: Mirror, deadline: Deadline) -> None:
+        self._step, self._mirror, self._deadline = step, mirror, deadline
+        self._suppliers = step.suppliers
+        self._files = {file.name: file for file in step.record.volumes}
+        self._plain: set[Supplier] = set()  # those that do not send parts
+        self._wrong: set[Supplier] = set()  # those that sent wrong bytes once
+
+    def run(self) -> None:
+        """Returns when every byte has come and was verified. `PeerLostError` names the servers that
+        cannot give theirs; `FileNotFoundError` for a step that was replaced."""
+        changed = {}
+        for name, volume in self._mirror.volumes.items():
+            if volume.has(self._files[name]):
+                volume.hold(self._step.snapshot, self._files[name])
+            else:
+                changed[name] = volume
+        todo = [piece for name, volume in changed.items() for piece in self._pieces(name, volume)]
+        for volume in changed.values():
+            volume.doubt()
+        while todo:
+            groups = self._by_supplier(todo)
+            left = Crew(STREAMS).each(lambda group: self._fetch(*group), groups)
+            todo = [piece for some in left for piece in some]
+        for name, volume in changed.items():
+            volume.hold(self._step.snapshot, self._files[name])
+
+    def _pieces(self, name: str, volume: MirrorVolume) -> Iterator[_VolumeRest]:
+        for first in range(0, len(volume.runs), MAX_RUNS):
+            some = volume.runs.some(first, first + MAX_RUNS)
+            yield _VolumeRest(name, some, int(volume.runs.places[first]), volume.base)
+
+    def _by_supplier(self, todo: list[_VolumeRest]) -> list[tuple[Supplier, list[_VolumeRest]]]:
+        """Requests, each to a server that has its volumes, within the limits of one."""
+        found: list[tuple[Supplier, list[_VolumeRest]]] = []
+        current: dict[Supplier, list[_VolumeRest]] = {}
+        for piece in todo:
+            supplier = self._suppliers.take(piece.name)
+            some = current.setdefault(supplier, [])
+            count = sum(len(one.runs) for one in some) + len(piece.runs)
+            twice = any(one.name == piece.name for one in some)
+            if twice or count > MAX_RUNS or len(some) >= MAX_VOLUMES:
+                found.append((supplier, some))
+                some = current[supplier] = []
+            some.append(piece)
+        return [*found, *current.items()]
+
+    def _fetch(self, supplier: Supplier, pieces: list[_VolumeRest]) -> list[_VolumeRest]:
+        """Take pieces from a server; returns what is left of them."""
+        left, came = list(pieces), 0
+        try:
+            try:
+                for nbytes in self._from(supplier, left):
+                    came += nbytes
+            finally:
+                for nbytes in (came, *[0] * (len(pieces) - 1)):
+                    self._suppliers.release(supplier, nbytes)
+        except (DigestError, RemoteProtocolError) as fault:
+            if supplier in self._wrong:
+                self._suppliers.drop(supplier, fault.message)
+            self._wrong.add(supplier)
+        except SUPPLY_FAULTS as fault:
+            if isinstance(fault, Answered) and fault.reply.status in _NO_PARTS:
+                self._plain.add(supplier)
+            else:
+                self._suppliers.note(left[0].name, supplier, fault)
+        return [piece.rest() for piece in left]
+
+    def _from(self, supplier: Supplier, left: list[_VolumeRest]) -> Iterator[int]:
+        """Take pieces off `left` as they have come; yields bytes that came for that."""
+        for piece in list(left):
+            mapped = supplier.mapped(piece.name)
+            memory = None if mapped is None else mapped.memory(0, mapped.nbytes)
+            if memory is not None:
+                packed = self._mirror.volumes[piece.name].packed[piece.at :]
+                piece.runs.pack(np.frombuffer(memory, np.uint8), 0, piece.runs.total, packed)
+                left.remove(piece)
+                yield piece.runs.total
+        if left and isinstance(supplier, HttpSupplier) and supplier not in self._plain:
+            yield from self._streamed(supplier, left)
+        elif left:
+            yield from self._ranges(left)
+
+    def _streamed(self, supplier: HttpSupplier, left: list[_VolumeRest]) -> Iterator[int]:
+        wanted = [VolumeParts(one.name, one.base, one.runs.encoded()) for one in left]
+        body = msgspec.msgpack.encode(PartsRequest(self._step.snapshot, wanted))
+        seconds = max(self._deadline.left(), 0.01)
+        with supplier.host.stream("/parts", body, seconds=seconds) as stream:
+            if stream.read(len(MAGIC)) != MAGIC:
+                raise RemoteProtocolError(f"{supplier.name} sends no part stream")
+            buffer = memoryview(bytearray(PART_BYTES))
+            for piece in list(left):
+                packed = self._mirror.volumes[piece.name].packed[piece.at :]
+                for begin, end, itemsize in piece.runs.parts:
+                    # An unfinished chunk is asked for again without its base.
+                    left[0] = piece._replace(base=None, done=begin)
+                    before = stream.nbytes
+                    _receive(stream, packed[begin:end], itemsize, buffer)
+                    yield stream.nbytes - before
+                left.pop(0)
+
+    def _ranges(self, left: list[_VolumeRest]) -> Iterator[int]:
+        """The same by ordinary ranges: whole chunks of the volume, by the digests of the record."""
+        for piece in list(left):
+            file = self._files[piece.name]
+            packed = self._mirror.volumes[piece.name].packed
+            reader = RemoteReader(file, self._suppliers, self._deadline)
+            for begin, end in whole_chunks(file, piece.runs.spans(), RANGE_BYTES):
+                chunk = np.empty(end - begin, np.uint8)
+                reader.read_into(begin, [chunk.data])
+                for run in piece.runs.volume_between(begin, end):
+                    run.of_packed(packed[piece.at :])[...] = run.of_volume(chunk, begin)
+            left.pop(0)
+            yield 0  # the reader has counted them
+
+
+def _receive(stream: AnswerStream, into: Bytes, itemsize: int, buffer: memoryview) -> None:
+    """One part chunk, verified."""
+    head = ChunkHead.decoded(stream.read(HEAD_BYTES))
+    if head.kind == WHOLE and head.nbytes == len(into):
+        stream.fill(into.data)
+        check_digest(head, into)
+        return
+    payload = buffer[: head.nbytes]
+    stream.fill(payload)
+    accept(head, payload, into, itemsize)

@@ -1,0 +1,147 @@
+"""The newest step of a publisher, as a source for a load: read by parts, or from mapped memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import PeerLostError, StepNotFoundError, TransferTimeoutError, UsageError
+from torchrelay.record.encoding import state_digest
+from torchrelay.record.schema import Record
+from torchrelay.sources.access import Access
+from torchrelay.sources.endpoint import EndpointSource
+from torchrelay.sources.peer import PeerSource
+from torchrelay.sources.remote_step import RemoteStep
+from torchrelay.stores.seam import WantedBox
+from torchrelay.weights.fetch import PartFetch
+from torchrelay.weights.mirror import Mirror, MirrorReader
+
+LOOK_SECONDS = 0.2  # between two looks at a publisher that has nothing yet
+
+Publisher = str | PeerSource | Sequence[str] | Sequence[PeerSource]
+
+
+def publisher(place: Publisher, access: Access | None, same_host: bool) -> Origin:
+    """The endpoints or ranks that a caller names; `UsageError` for anything else."""
+    listed = isinstance(place, Sequence) and not isinstance(place, str)
+    several: list[object] = [*place] if listed else [place]  # type: ignore[misc]
+    peers = [one for one in several if isinstance(one, PeerSource)]
+    urls = [one for one in several if isinstance(one, str)]
+    if peers and len(peers) == len(several):
+        return PeerSource.of(peers, same_host=same_host)
+    if urls and len(urls) == len(several):
+        return EndpointSource(urls, access=access, same_host=same_host)
+    raise UsageError(f"a publisher is a URL or Relay.peer(rank), or several of one kind: {place!r}")
+
+
+Origin = EndpointSource | PeerSource
+
+
+class StepIdentity(msgspec.Struct, array_like=True, frozen=True):
+    """A step, and digests of its content: of the `snapshot`, and of the `state` whichever its
+    number. Empty where they are not known."""
+
+    step: int
+    snapshot: str = ""
+    state: str = ""
+
+    def same_state(self, other: StepIdentity) -> bool:
+        """Whether another step is known to have the same state."""
+        same = self.snapshot == other.snapshot != ""
+        return same or self.state == other.state != ""
+
+
+class NewestStep:
+    """See `sources.seam.Source`: of the steps of a publisher the newest alone, if it is at least
+    `floor`. One is made for each update."""
+
+    def __init__(self, origin: Origin, mirror: Mirror, floor: int) -> None:
+        self._origin, self._mirror, self._floor = origin, mirror, floor
+        self.name, self.cost, self.end = origin.name, origin.cost, origin.end
+        self._opened: RemoteStep | None = None  # the last one
+
+    @property
+    def endpoint(self) -> EndpointSource | None:
+        origin = self._origin
+        return origin.endpoint if isinstance(origin, PeerSource) else origin
+
+    def steps(self, deadline: Deadline) -> list[int]:
+        """Waits for a step. Servers that cannot be reached are asked again until the deadline."""
+        while True:
+            newest, fault = -1, None
+            try:
+                newest = max(self._origin.steps(deadline), default=-1)
+            except PeerLostError as lost:
+                fault = lost
+            if newest >= max(self._floor, 0):
+                return [newest]
+            if deadline.early() < 2 * LOOK_SECONDS:
+                raise self._in_vain(newest, deadline) from fault
+            if newest >= 0 and self.endpoint is not None:
+                self.endpoint.wait(self._floor - 1, deadline)
+            else:
+                time.sleep(LOOK_SECONDS)
+                if self.endpoint is not None:
+                    self.endpoint.failed.clear()
+
+    def _in_vain(self, newest: int, deadline: Deadline) -> TransferTimeoutError:
+        wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
+        there = f"; the newest is {newest}" if newest >= 0 else ""
+        return TransferTimeoutError(
+            f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: wait longer, or see "
+            "whether the publisher is alive",
+            phase="wait",
+        )
+
+    def identity(self, step: int) -> StepIdentity:
+        """The content of a step that was listed, by its digests."""
+        endpoint = self.endpoint
+        if endpoint is None:
+            return StepIdentity(step)
+        return StepIdentity(step, *endpoint.digests_of(step))
+
+    @property
+    def taken(self) -> StepIdentity:
+        """The step that was opened last."""
+        assert self._opened is not None
+        record = self._opened.record
+        assert record.step is not None
+        return StepIdentity(record.step, self._opened.snapshot, state_digest(record))
+
+    def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep:
+        self._opened = found = self._origin.open(step, deadline)
+        # Memory of this host is read where it is.
+        return found if found.mapped else MirroredStep(found, self._mirror, deadline)
+
+
+class MirroredStep:
+    """A step whose bytes are fetched by parts, as soon as it is known which ones are wanted. See
+    `sources.seam.Opened` and `stores.seam.PreparedStep`."""
+
+    costly_reads = False
+    trusted = True  # every part chunk was compared with its digest
+
+    def __init__(self, step: RemoteStep, mirror: Mirror, deadline: Deadline) -> None:
+        self._step, self._mirror, self._deadline = step, mirror, deadline
+        self.url, self.digest, self.close = step.url, step.digest, step.close
+        self.record: Record = step.record
+        self.manifest, self.sizes = step.manifest, step.sizes
+        self._files = {file.name: file for file in step.record.volumes}
+
+    @property
+    def files(self) -> MirroredStep:
+        return self
+
+    def prepare(self, wanted: Iterable[WantedBox]) -> None:
+        self._mirror.plan(wanted, self._files)
+        try:
+            PartFetch(self._step, self._mirror, self._deadline).run()
+        except FileNotFoundError as fault:
+            text = f"the step was replaced while it was read: {fault.strerror}"
+            raise StepNotFoundError(text, step=self.record.step) from fault
+
+    def reader(self, name: str, *, once: bool = True) -> MirrorReader:
+        return MirrorReader(self._files[name].nbytes, self._mirror.volumes.get(name))

@@ -1,0 +1,336 @@
+"""A destination with the publisher's names, over the parameters of a caller.
+
+Its tensors are views of the caller's parameters wherever a view can take what is published. So a
+load, pull or receive plans and reads what this process needs, straight to where it belongs. Memory
+is made only for values that are converted, or that go to several places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrelay.errors import MismatchError, UsageError
+from torchrelay.geometry.boxes import Box, Comparisons, around, shared, within
+from torchrelay.plan.share.rank_share import PARTIAL
+from torchrelay.state import tensors as t
+from torchrelay.state.boxes_of_whole import boxes_of_whole
+from torchrelay.state.local_parts import LocalPart, cut, local_parts
+from torchrelay.state.objects import InPlaceObject, OfferedTensor, flatten_objects
+from torchrelay.state.paths import dotted
+from torchrelay.state.tree import slots
+from torchrelay.weights.mapping.layout import ParameterLayout, RankOf, layout_of
+from torchrelay.weights.mapping.names import matched
+from torchrelay.weights.mapping.rules import ParameterRule, WeightMapping
+
+Shards = RankOf | Mapping[str, RankOf]
+
+
+class _Place(NamedTuple):
+    """Memory of a parameter, in the publisher's order of dimensions, that takes a box."""
+
+    box: Box
+    memory: torch.Tensor
+
+
+class _Copy(NamedTuple):
+    """Values that are copied after the landing: a box of the memory number `part` of a name."""
+
+    name: str
+    part: int
+    box: Box
+    memory: torch.Tensor
+
+
+class _MappedSource:
+    """One of the publisher's tensors, as the mapping expects it, and where it goes."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], parameter: str) -> None:
+        self.dtype, self.shape, self.parameter = dtype, shape, parameter
+        self.places: list[_Place] = []
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether all of the tensor goes to one place, or none of it."""
+        return all(place.box[1] == self.shape for place in self.places)
+
+    def add(self, place: _Place) -> None:
+        """Note memory, unless it is that of another name of the same parameter."""
+        known = ((one.box, _memory(one.memory)) for one in self.places)
+        if (place.box, _memory(place.memory)) not in known:
+            self.places.append(place)
+
+
+class _MappedTensors:
+    """Names and memory of a destination: `sources` by the publisher's names, the `copies` that are
+    left to make when these have landed, and everything that does not fit."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, _MappedSource] = {}
+        self.copies: list[_Copy] = []
+        self.padding: list[torch.Tensor] = []
+        self.distributed: list[torch.Tensor] = []
+        self.unmatched: list[str] = []  # parameters
+        self.unplaced: set[str] = set()  # the publisher's, for parameters that have problems
+        self.problems: list[str] = []
+
+    def add(
+        self, name: str, mine: object, mapping: WeightMapping, shard_of: Callable[[str], RankOf]
+    ) -> None:
+        """Add a parameter of the caller's."""
+        if mapping.keeps(name):
+            return
+        found = mapping.rule_for(name)
+        if found is None:
+            self.unmatched.append(name)
+            return
+        rule, names = found
+        try:
+            tensor = _checked_parameter(mine)
+            if t.is_distributed(tensor):
+                self.distributed.append(tensor)
+                layout = layout_of(rule, tuple(tensor.size()))
+            else:
+                layout = layout_of(rule, tuple(tensor.shape), shard_of(name))
+            self._add_layout(name, rule, names, layout, tensor)
+        except MismatchError as fault:
+            self.problems.append(f"{name}: {fault.message}")
+            self.unplaced.update(names)
+
+    def _add_layout(
+        self,
+        name: str,
+        rule: ParameterRule,
+        names: Sequence[str],
+        layout: ParameterLayout,
+        tensor: torch.Tensor,
+    ) -> None:
+        parts = local_parts(tensor)
+        dtype = rule.dtype or t.NAMES[tensor.dtype]
+        for found in layout.boxes:
+            there = names[found.part]
+            source = self.sources.setdefault(there, _MappedSource(dtype, found.shape, name))
+            if (source.dtype, source.shape) != (dtype, found.shape):
+                raise MismatchError(
+                    f"takes {there} as {dtype} {list(found.shape)}, and {source.parameter} "
+                    f"takes it as {source.dtype} {list(source.shape)}"
+                )
+            for part in parts:
+                both = shared(part.box, found.place)
+                if both is None:
+                    continue
+                memory = _inside(part, both)
+                skip = within(both, found.place)
+                if rule.transpose:
+                    memory, skip = memory.t(), skip[::-1]
+                offsets = tuple(a + b for a, b in zip(found.box[0], skip, strict=True))
+                source.add(_Place((offsets, tuple(memory.shape)), memory))
+        for part in parts if layout.padding is not None else ():
+            assert layout.padding is not None
+            rest = shared(part.box, layout.padding)
+            if rest is not None:
+                self.padding.append(_inside(part, rest))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The destination: of each name that this process takes something of, the memory for it."""
+        found = {}
+        self.copies = []
+        for name, source in self.sources.items():
+            if source.places:
+                found[name] = self._memory_for(name, source)
+        if self.copies:
+            self._check_shared()
+        return found
+
+    def _check_shared(self) -> None:
+        """Tensors that are copied are not compared with others for the same memory, as the landing
+        does for those that it writes."""
+        first: dict[object, str] = {}
+        copied = {_memory(copy.memory) for copy in self.copies}
+        for name, source in self.sources.items():
+            for place in source.places:
+                key = _memory(place.memory)
+                if first.setdefault(key, name) != name and key in copied:
+                    self.problems.append(
+                        f"{source.parameter}: {first[key]} and {name} go to the same memory"
+                    )
+
+    def _memory_for(self, name: str, source: _MappedSource) -> torch.Tensor:
+        boxes = [place.box for place in source.places]
+        parts: list[tuple[Box, torch.Tensor]] = []
+        if Comparisons().overlap(boxes):
+            whole = around(boxes)
+            parts.append((whole, _staging(source, whole, source.places[0].memory.device)))
+            for box, memory in source.places:
+                self.copies.append(_Copy(name, 0, (within(box, whole), box[1]), memory))
+        else:
+            for number, (box, memory) in enumerate(source.places):
+                if t.NAMES[memory.dtype] != source.dtype:
+                    everything = (0,) * len(box[1]), box[1]
+                    self.copies.append(_Copy(name, number, everything, memory))
+                    memory = _staging(source, box, memory.device)
+                parts.append((box, memory))
+        if len(parts) == 1 and parts[0][0][1] == source.shape:
+            return parts[0][1]
+        return boxes_of_whole(parts, source.shape)
+
+
+class MappedDestination(InPlaceObject):
+    """`into` as a destination with the names and layouts of a publisher, which `mapping` says.
+
+    Pass it as `into=` to whatever loads, pulls or receives, or put it into the state where the
+    publisher has a flat dict of tensors. The load is all or nothing, as that of a module is: the
+    parameters change when everything has arrived and was verified. A `MismatchError` before a byte
+    moves lists every name without a counterpart, and every shape and dtype that does not fit.
+
+    `into` is a module, or a dict of tensors. Plain tensors of rules with a `split` are those of one
+    rank: `shard` is its rank and the number of ranks, for all of them or by patterns of names.
+    DTensors say themselves what they have, and are whole parameters to the rules.
+
+    It is a destination only: as a state that is saved or published it has no meaning.
+    """
+
+    def __init__(self, into: object, mapping: WeightMapping, *, shard: Shards = (0, 1)) -> None:
+        self.into, self.mapping = into, mapping
+        self._shards = {"**": shard} if isinstance(shard, tuple) else dict(shard)
+        for one in self._shards.values():
+            _check_shard(one)
+        self._mapped = _MappedTensors()
+        self._versions: dict[tuple[str, int], int] = {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The tensors to be written, by the publisher's names."""
+        flat, _ = flatten_objects(self.into)
+        self._mapped = found = _MappedTensors()
+        for path, leaf in slots(flat.tree):
+            found.add(dotted(path), flat.leaves[leaf], self.mapping, self._shard_of)
+        tensors = found.tensors()
+        self._note_versions(tensors)
+        return tensors
+
+    def check(
+        self,
+        offered: Mapping[str, OfferedTensor | None],
+        wanted: Callable[[str], bool],
+        *,
+        strict: bool,
+    ) -> Collection[str]:
+        sources, ignores = self._mapped.sources, self.mapping.ignores
+        problems = list(self._mapped.problems)
+        taken = sources.keys() | self._mapped.unplaced
+        for name, source in sources.items():
+            if name in offered and wanted(name):
+                problems += _differences(name, source, offered[name])
+        if strict:
+            lone = self._mapped.unmatched
+            problems += [f"{name}: no rule is about this parameter" for name in lone]
+            problems += [
+                f"{name}: not published, and {source.parameter} is made of it"
+                for name, source in sources.items()
+                if name not in offered and wanted(name)
+            ]
+            problems += [
+                f"{name}: published, and no parameter takes it"
+                for name in offered
+                if name not in taken and not ignores(name) and wanted(name)
+            ]
+        if problems:
+            raise MismatchError(
+                f"the mapping does not fit in {len(problems)} places:"
+                + "".join(f"\n  {problem}" for problem in problems)
+            )
+        return {
+            name
+            for name in offered
+            if (not sources[name].places if name in sources else ignores(name))
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called by the landing, when the tensors of `state` have been written."""
+        mapped, before = self._mapped, self._versions
+        now = _versions(mapped, state)
+        with torch.no_grad():
+            for name, part, box, memory in mapped.copies:
+                if now[name, part] != before[name, part]:
+                    memory.copy_(cut(_memory_in(state[name])[part], *box))
+            for rest in mapped.padding:
+                rest.zero_()
+        t.note_written(mapped.distributed)
+        self._note_versions(state)
+
+    def _note_versions(self, state: Mapping[str, Any]) -> None:
+        self._versions = _versions(self._mapped, state)
+
+    def _shard_of(self, parameter: str) -> RankOf:
+        for pattern, shard in self._shards.items():
+            if matched(pattern, parameter) is not None:
+                return shard
+        return 0, 1
+
+
+def _versions(mapped: _MappedTensors, state: Mapping[str, Any]) -> dict[tuple[str, int], int]:
+    """How often memory that is copied from has been written: some of it may not be offered."""
+    keys = {(name, part): _memory_in(state[name])[part] for name, part, _, _ in mapped.copies}
+    return dict(zip(keys, t.versions_of(keys.values()), strict=True))
+
+
+def _memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The memory of a name of the destination, part by part."""
+    return [part.tensor for part in local_parts(tensor)]
+
+
+def _staging(source: _MappedSource, box: Box, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # its writes have to be counted
+        return torch.empty(box[1], dtype=t.dtype_named(source.dtype), device=device)
+
+
+def _inside(part: LocalPart, box: Box) -> torch.Tensor:
+    """The memory of a box of a parameter, which lies in one of its local parts."""
+    return cut(part.tensor, within(box, part.box), box[1])
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _checked_parameter(mine: object) -> torch.Tensor:
+    if not isinstance(mine, torch.Tensor):
+        raise MismatchError(f"is a {type(mine).__name__}, not a tensor")
+    if t.is_dtensor(mine) and any(one.is_partial() for one in mine.placements):
+        raise MismatchError(PARTIAL)
+    if t.is_distributed(mine):
+        return mine
+    plain = mine.detach()  # engines have parameters of their own types
+    if not t.is_plain(plain):
+        raise MismatchError(f"is of type {type(mine).__name__}, which a mapping cannot fill")
+    if plain.is_meta:
+        raise MismatchError("is a meta tensor, which has no memory")
+    return plain
+
+
+def _differences(name: str, source: _MappedSource, offered: OfferedTensor | None) -> list[str]:
+    if offered is None:
+        return [f"{name}: published as something else than a tensor"]
+    pairs = (
+        ("dtype", offered.dtype, source.dtype),
+        ("shape", offered.shape, source.shape),
+    )
+    found = [
+        f"{name}: published with {what} {there}, and {source.parameter} takes {here}"
+        for what, there, here in pairs
+        if there != here
+    ]
+    if not found and not offered.in_boxes and not source.takes_all:
+        found.append(
+            f"{name}: {source.parameter} takes a part of it, which cannot be read alone: receive "
+            "from a list of ranks, or publish a tensor that does not share its memory with others"
+        )
+    return found
+
+
+def _check_shard(shard: RankOf) -> None:
+    rank, ranks = shard
+    if not 0 <= rank < ranks:
+        raise UsageError(f"shard is a rank and the number of ranks, not {shard!r}")

@@ -1,0 +1,105 @@
+"""The mirror: the bytes that a subscription needs of each volume, packed in host memory.
+
+It outlives an update, so that the next one may send changes alone. The landing reads from it as
+from the volumes themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from torchrelay.memory.host import host_block
+from torchrelay.parts.runs import Bytes, PartRuns, RunsBuilder
+from torchrelay.record.schema import VolumeRecord
+from torchrelay.stores.seam import WantedBox
+
+
+class MirrorVolume:
+    """Runs of one volume, packed. `base`: the snapshot whose bytes these are, all verified; None
+    while they are in doubt."""
+
+    def __init__(self, runs: PartRuns) -> None:
+        self.runs = runs
+        self.packed: Bytes = host_block(runs.total).numpy()
+        self.base: str | None = None
+        self._content: tuple[int, int, bytes] | None = None
+
+    def has(self, file: VolumeRecord) -> bool:
+        """Whether the bytes here are those of a volume of another step, too."""
+        return self.base is not None and self._content == _content(file)
+
+    def doubt(self) -> None:
+        """The bytes are about to change."""
+        self.base = self._content = None
+
+    def hold(self, snapshot: str, file: VolumeRecord) -> None:
+        """The bytes are those of a volume of a snapshot."""
+        self.base, self._content = snapshot, _content(file)
+
+
+class Mirror:
+    """The volumes that a subscription needs bytes from, by name."""
+
+    def __init__(self) -> None:
+        self.volumes: dict[str, MirrorVolume] = {}
+
+    def plan(self, wanted: Iterable[WantedBox], files: Mapping[str, VolumeRecord]) -> None:
+        """Make room for boxes of volumes. Bytes that are here and still wanted stay."""
+        builders: dict[str, RunsBuilder] = {}
+        for name, start, itemsize, shape, offsets, sizes in wanted:
+            builder = builders.setdefault(name, RunsBuilder())
+            builder.add(start, itemsize, shape, offsets, sizes)
+        runs = {name: one.runs(files[name].nbytes) for name, one in builders.items()}
+        kept = self.volumes
+        self.volumes = {}
+        for name, one in runs.items():
+            found = kept.pop(name, None)
+            if found is None or found.runs != one:
+                found = None  # its memory is free before more is taken
+                found = MirrorVolume(one)
+            self.volumes[name] = found
+
+    def rename(self, old: str, new: str) -> None:
+        """A snapshot has the same bytes as another: the next changes are relative to that one."""
+        for volume in self.volumes.values():
+            if volume.base == old:
+                volume.base = new
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.runs.total for one in self.volumes.values())
+
+
+class MirrorReader:
+    """A volume, as far as the mirror has it. See `stores.seam.DataReader`."""
+
+    cold = batched = False
+
+    def __init__(self, nbytes: int, volume: MirrorVolume | None) -> None:
+        self.nbytes, self._volume = nbytes, volume
+
+    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        if self._volume is None:
+            raise EOFError("nothing of it is here")
+        runs, packed = self._volume.runs, self._volume.packed
+        for buffer in buffers:
+            view = np.frombuffer(buffer, np.uint8)
+            for run in runs.volume_between(position, position + len(view)):
+                run.of_volume(view, position)[...] = run.of_packed(packed)
+            position += len(view)
+
+    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
+        self.read_into(position, buffers)
+        return True
+
+    def unchanged(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing: the mirror belongs to the subscription."""
+
+
+def _content(file: VolumeRecord) -> tuple[int, int, bytes]:
+    return file.nbytes, file.chunk_bytes, bytes(file.digests)

@@ -1,0 +1,226 @@
+"""`subscribe`: a destination that follows the steps that a trainer publishes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from torchrelay.checkpointer.loader import Loader, LoadRequest
+from torchrelay.coordination.call import Call
+from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
+from torchrelay.coordination.messages import decoded
+from torchrelay.deadlines import Deadline, Timeout
+from torchrelay.errors import (
+    RelayError,
+    StepNotFoundError,
+    StorageTimeoutError,
+    TransferTimeoutError,
+    UsageError,
+)
+from torchrelay.owner import Owner
+from torchrelay.results import Loaded, Outcome, Peer, Report
+from torchrelay.sources.access import Access
+from torchrelay.steps import check_step
+from torchrelay.weights.following import NewestStep, Publisher, StepIdentity, publisher
+from torchrelay.weights.mirror import Mirror
+
+AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it was read
+
+
+class _Newest(msgspec.Struct, array_like=True):
+    """What rank 0 found: the newest step, and whether all ranks have its state."""
+
+    found: StepIdentity
+    held: bool
+
+
+class _Held(NamedTuple):
+    """The step that `into` has, and `into` itself."""
+
+    identity: StepIdentity
+    state: Any
+
+
+_newest = msgspec.msgpack.Decoder(_Newest)
+_identity = msgspec.msgpack.Decoder(StepIdentity)
+_encode = msgspec.msgpack.encode
+
+
+class Subscription:
+    """A destination that follows a publisher. Made by `subscribe`, and usable from one thread at a
+    time; a context manager."""
+
+    def __init__(
+        self,
+        source: Publisher,
+        request: LoadRequest,
+        access: Access | None,
+        group: Any,
+        same_host: bool,
+        timeout: Timeout,
+    ) -> None:
+        deadline = Deadline(timeout)
+        self._ranks = Coordinator.of(group, "subscription")
+        with self._ranks.joining():
+            if request.into is None:
+                raise UsageError("a subscription fills tensors that exist: give into=")
+            publisher(source, access, same_host)  # `UsageError` for what cannot be one
+        self._source, self._access, self._same_host = source, access, same_host
+        self._request, self._timeout = request, timeout
+        self._mirror = Mirror()
+        self._held: _Held | None = None
+        self._owner = Owner("Subscription")
+        self._calls = threading.Lock()
+        self._closed = False
+        newest = self._newest(0)
+        try:
+            Loader(newest, self._ranks).check(self._ranks.call("subscribe"), request, deadline)
+        finally:
+            newest.end()
+
+    @property
+    def step(self) -> int | None:
+        """The step that `into` has; None before the first update, and after one that failed."""
+        return None if self._held is None else self._held.identity.step
+
+    def update(self, at_least: int | None = None, timeout: Timeout | None = None) -> Loaded:
+        """Bring `into` to the newest step, which is at least `at_least`; waits for such a one.
+
+        `into` is of one step, before and after: a failure leaves it as it was. Where it has the
+        newest step already, or one with the same state, nothing is read. All ranks of a group call
+        it together, and all of them have the same step afterwards.
+        """
+        self._owner.check()
+        floor = 0 if at_least is None else check_step(at_least)
+        deadline = Deadline(self._timeout if timeout is None else timeout)
+        with self._calls:
+            if self._closed:
+                raise UsageError("this subscription is closed: subscribe again")
+            with self._ranks.measured("update", at_least) as measured:
+                loaded = self._update(floor, deadline)
+                measured.end(loaded.report)
+                return loaded
+
+    def _update(self, floor: int, deadline: Deadline) -> Loaded:
+        while True:
+            newest = self._newest(floor)
+            reason, nbytes = "it was interrupted", 0
+            try:
+                loaded = self._take(newest, deadline)
+                reason, nbytes = "", loaded.report.bytes
+                return loaded
+            except StorageTimeoutError as fault:
+                reason = "it took too long"
+                raise TransferTimeoutError(
+                    f"{newest.name} did not give its newest step in {deadline.seconds:g} s: give "
+                    "a longer timeout",
+                    phase="data",
+                ) from fault
+            except StepNotFoundError as fault:
+                reason = fault.message
+                if deadline.early() < 2 * AGAIN_SECONDS:
+                    raise
+            except RelayError as fault:
+                reason = fault.message
+                raise
+            finally:
+                newest.end(reason, nbytes)
+            time.sleep(AGAIN_SECONDS)
+
+    def _take(self, newest: NewestStep, deadline: Deadline) -> Loaded:
+        call = self._ranks.call("update")
+        found = self._look(call, newest, deadline)
+        held, self._held = self._held, None  # until it is known what `into` has
+        if found.held and held is not None:
+            self._mirror.rename(held.identity.snapshot, found.found.snapshot)
+            self._held = held._replace(identity=found.found)
+            return Loaded(held.state, found.found.step, Report(found.found.step, 0))
+        loaded = Loader(newest, self._ranks).load(call, self._request, deadline)
+        self._held = _Held(newest.taken, loaded.state)
+        return _reported(loaded, newest)
+
+    def _look(self, call: Call, newest: NewestStep, deadline: Deadline) -> _Newest:
+        """The newest step, and whether every rank has it."""
+        mine = StepIdentity(-1) if self._held is None else self._held.identity
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            (step,) = newest.steps(deadline)
+            found = newest.identity(step)
+            all_held = [decoded(_identity, data, rank) for rank, data in enumerate(said)]
+            held = all(one.same_state(found) for one in all_held)
+            return [_encode(_Newest(found, held))] * len(said)
+
+        call.at("waiting for a step")
+        heard = call.round("look", lambda: _encode(mine), decide, deadline)
+        return decoded(_newest, heard, COORDINATOR)
+
+    def _newest(self, floor: int) -> NewestStep:
+        origin = publisher(self._source, self._access, self._same_host)
+        return NewestStep(origin, self._mirror, floor)
+
+    def close(self) -> None:
+        """Free the memory of the subscription. `into` stays as it is."""
+        self._closed = True
+        self._mirror, self._held = Mirror(), None
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _reported(loaded: Loaded, newest: NewestStep) -> Loaded:
+    """The result, with what each server gave."""
+    endpoint = newest.endpoint
+    assert endpoint is not None
+    route = "mapped" if endpoint.mapped else "parts"
+    given = endpoint.supplied or loaded.report.sources  # memory that is mapped is not counted
+    peers: dict[Peer, Outcome] = {
+        url: Outcome(route=route, bytes=nbytes) for url, nbytes in given.items()
+    }
+    for url, why in endpoint.faulty.items():
+        peers[url] = Outcome("failed", why, bytes=endpoint.supplied.get(url))
+    instead = {**endpoint.instead, **loaded.report.instead}
+    report = replace(loaded.report, peers=peers, verified=not endpoint.mapped, instead=instead)
+    return replace(loaded, report=report)
+
+
+def subscribe(
+    source: Publisher,
+    *,
+    into: object,
+    key: str | None = None,
+    include: str | Iterable[str] = (),
+    access: Access | None = None,
+    group: Any = None,
+    same_host: bool = True,
+    strict: bool = True,
+    timeout: Timeout = 300.0,
+) -> Subscription:
+    """Follow the steps that a trainer publishes: `update` of the result brings `into` to the
+    newest.
+
+    The newest step is planned at once, and refused here if `into` does not fit; a first step is
+    waited for. Nothing is written before the first `update`. Over a network each rank receives the
+    bytes that its part of `into` needs, and no others.
+
+    - `source`: the URL of an endpoint, `Relay.peer(rank)`, or several of one kind that have the
+      same steps.
+    - `into`: a state of tensors and objects that takes the values, of any layout or mesh.
+    - `key`, `include`: the state below a key, and patterns of dotted paths, as for `pull`.
+    - `access`: the token of the endpoints, and the certificates that theirs are signed by.
+    - `group`: ranks that follow together, each with its part of `into`. By default all ranks, where
+      torch.distributed is initialized. `False`: this process alone.
+    - `same_host`: whether memory of an endpoint of this host and this user is mapped in place of
+      reading it over TCP.
+    - `strict`: refuse steps that have missing or unexpected paths.
+    - `timeout` bounds each call.
+    """
+    request = LoadRequest.of(into, key=key, include=include, strict=strict)
+    return Subscription(source, request, access, group, same_host, timeout)
