@@ -54,7 +54,7 @@ class GPT(nn.Module):
 
 
 def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank learns from at a step: characters, and the ones that follow them."""
+    """The batch of a rank at a step: characters, and the ones that follow them."""
     text = torch.tensor(list(TEXT.read_bytes()))
     draw = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=draw)[rank::world]

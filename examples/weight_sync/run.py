@@ -22,7 +22,7 @@ from workers import Workers
 
 
 class Run:
-    """What has happened so far."""
+    """The state of the run so far."""
 
     def __init__(self, folder: str, seconds: float) -> None:
         self.trainers = Workers("trainer", train, 4, folder)
@@ -103,10 +103,10 @@ def play(run: Run, folder: str, steps: int, network: bool, length: int) -> None:
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--steps", type=int, default=120, help="at least so many are trained")
+    options.add_argument("--steps", type=int, default=120, help="train at least this many steps")
     options.add_argument("--length", type=int, default=40, help="characters of a text")
     options.add_argument("--network", action="store_true", help="read as from another host")
-    options.add_argument("--seconds", type=float, default=300, help="after which it gives up")
+    options.add_argument("--seconds", type=float, default=300, help="give up after this many")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Run(folder, given.seconds)

@@ -53,7 +53,7 @@ class Workers:
             self._connections.append(ours)
 
     def hear(self, seconds: float) -> list[tuple[int, tuple[Any, ...]]]:
-        """What ranks told within so many seconds. RuntimeError for a rank that failed."""
+        """Messages that arrive within `seconds`. Raises `RuntimeError` for a rank that failed."""
         found = []
         ready = wait([c for c in self._connections if not c.closed], seconds)
         for rank, connection in enumerate(self._connections):
@@ -73,7 +73,7 @@ class Workers:
         return all(connection.closed for connection in self._connections)
 
     def dismiss(self) -> None:
-        """Workers that wait for their end go on."""
+        """Let workers that wait for the end of the run exit."""
         for connection in self._connections:
             connection.send("end")
 

@@ -99,7 +99,7 @@ def around(boxes: Sequence[Box]) -> Box:
 
 
 def without(whole: Box, holes: Sequence[Box]) -> list[Box]:
-    """Boxes, none of which overlap, of the elements of a box that are in none of the `holes`."""
+    """Disjoint boxes with the elements of a box that are in none of the `holes`."""
     left = [whole]
     for hole in holes:
         left = [part for box in left for part in _outside(box, hole)]
@@ -107,7 +107,7 @@ def without(whole: Box, holes: Sequence[Box]) -> list[Box]:
 
 
 def _outside(box: Box, hole: Box) -> list[Box]:
-    """What a hole leaves of a box: a slab before and after it in each dimension."""
+    """The rest of a box around a hole: a slab before and after it in each dimension."""
     inner = shared(box, hole)
     if inner is None:
         return [box]
