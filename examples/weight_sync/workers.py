@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # noqa: F401  DTensors and optimizers import it: once, not in each worker
+import torch._dynamo  # DTensors and optimizers import it: once, not in each worker
 import torch.distributed as dist
 
 SECONDS = 60.0  # that any call may take

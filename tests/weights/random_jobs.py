@@ -270,9 +270,7 @@ def _spread(tensor: torch.Tensor, mesh: DeviceMesh, places: tuple[Placement, ...
 
 def serve(job: Job) -> tr.Endpoint:
     group = _group(tuple(range(job.trainers)))
-    return tr.serve(
-        trained(job, 0), step=0, group=group, timeout=TIMEOUT, encoding=job.encoding
-    )
+    return tr.serve(trained(job, 0), step=0, group=group, timeout=TIMEOUT, encoding=job.encoding)
 
 
 # The workers' side.
@@ -316,7 +314,9 @@ class Follower:
     def wrong(self, version: int) -> list[str]:
         """The names of tensors that do not have the bits of a version."""
         wanted = self._wanted(version)
-        found = [name for name, one in wanted.items() if bits(_local(self.parts[name])) != bits(one)]
+        found = [
+            name for name, one in wanted.items() if bits(_local(self.parts[name])) != bits(one)
+        ]
         if self.into["note"] != (version if self._job.counted else "the same"):
             found.append("note")
         return found

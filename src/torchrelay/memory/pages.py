@@ -35,8 +35,8 @@ _libc.mmap.restype = ctypes.c_void_p
 
 
 def return_freed_memory(nbytes: int = _RETURNED) -> None:
-    """Have this process return freed blocks of at least `nbytes` to the system. A server of hundreds
-    of concurrent clients would otherwise keep the gaps between their buffers: 60 MB after five
+    """Have this process return freed blocks of at least `nbytes` to the system. A server with
+    hundreds of clients would otherwise keep the gaps between their buffers: 60 MB after five
     minutes instead of 25. Does nothing if the C library has no such setting."""
     set_option = getattr(_libc, "mallopt", None)
     if set_option is not None:
