@@ -12,17 +12,18 @@ from torch.nn import functional
 
 TEXT = Path(__file__).parents[1] / "elastic" / "sonnets.txt"  # by William Shakespeare, 1609
 CHARACTERS, CONTEXT, BATCH = 128, 32, 16
-WIDTH, HEADS, LAYERS = 32, 4, 2
+WIDTH, HEADS = 64, 4
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.join = nn.Linear(WIDTH, WIDTH)
-        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)])
+        self.query, self.key, self.value, self.join = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
+        self.widen = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norms[0](x)
@@ -39,12 +40,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Gives the logarithms of the probabilities of each next character."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.characters = nn.Embedding(CHARACTERS, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
-        self.head = nn.Linear(WIDTH, CHARACTERS)
+        self.blocks = nn.ModuleList([Block() for _ in range(layers)])
+        self.head = nn.Linear(WIDTH, CHARACTERS, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         x = self.characters(text) + self.positions(torch.arange(text.shape[1]))
@@ -54,8 +55,8 @@ class GPT(nn.Module):
 
 
 def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch of a rank at a step: characters, and the ones that follow them."""
-    text = torch.tensor(list(TEXT.read_bytes()))
+    """A rank's share of the batch of a step: characters, and the ones that follow them."""
+    text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
     draw = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=draw)[rank::world]
     rows = torch.stack([text[start : start + CONTEXT + 1] for start in starts])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from multiprocessing.connection import Connection
 
 import torch
 from model import CONTEXT, GPT, digest
@@ -13,7 +14,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from trainer import DTYPE
-from workers import SECONDS, Link
+from workers import SECONDS
 
 import torchrelay as tr
 
@@ -27,9 +28,11 @@ PLAN = {
 }
 
 
-def sample(rank: int, world: int, link: Link, url: str, network: bool, length: int) -> None:
+def sample(
+    rank: int, world: int, link: Connection, layers: int, url: str, network: bool, length: int
+) -> None:
     """Write a text with each version that it gets, until the last one."""
-    model = GPT().to(DTYPE)
+    model = GPT(layers).to(DTYPE)
     parallelize_module(model, init_device_mesh("cpu", (world,)), PLAN)
     weights = {"model": model, "digest": "", "last": False}
     subscription = tr.subscribe(url, into=weights, same_host=not network, timeout=SECONDS)
@@ -43,7 +46,7 @@ def sample(rank: int, world: int, link: Link, url: str, network: bool, length: i
         if digest(model, DTYPE) != weights["digest"]:
             raise RuntimeError(f"the weights of version {version} are not those of the trainers")
         text = write(model, length, seed=version)
-        link.tell("text", version, weights["digest"], sum(got.report.sources.values()), text)
+        link.send((version, weights["digest"], sum(got.report.sources.values()), text))
     subscription.close()
 
 
@@ -51,9 +54,9 @@ def sample(rank: int, world: int, link: Link, url: str, network: bool, length: i
 def write(model: GPT, length: int, seed: int) -> str:
     """Both ranks draw the same characters: they have the same scores and the same seed."""
     draw = torch.Generator().manual_seed(seed)
-    text = torch.tensor([list(PROMPT.encode())])
+    text = torch.tensor([list(PROMPT.rjust(CONTEXT).encode())])
     for _ in range(length):
         likely = (model(text[:, -CONTEXT:])[0, -1].float() / 0.7).softmax(0)
         drawn = torch.multinomial(likely, 1, generator=draw)
         text = torch.cat([text, drawn[None]], dim=1)
-    return bytes(text[0].tolist()).decode("ascii")
+    return bytes(text[0].tolist()).decode().lstrip()

@@ -19,7 +19,7 @@ from torchrelay.endpoint.front import Endpoint
 from torchrelay.endpoint.server import changes as c
 from torchrelay.endpoint.server.messages import StageSlot, Volume
 from torchrelay.errors import UsageError
-from torchrelay.parts.bitmaps import Field
+from torchrelay.parts.fields import Field
 
 HEAD, NBYTES = 24, 24 + 2 * 5000
 FIELDS = [Field(0, HEAD, 1), Field(HEAD, NBYTES, 2)]

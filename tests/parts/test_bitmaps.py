@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.errors import UsageError
-from torchrelay.parts.bitmaps import Field, VolumeBitmap, changed, gather, tiled, union
+from torchrelay.parts.bitmaps import VolumeBitmap, changed, gather, tiled, union
+from torchrelay.parts.fields import Field
 
 ITEM_SIZES = (1, 2, 4, 8, 16)
 

@@ -16,8 +16,7 @@ class Wire:
     each answer so far and the next ones, and returns what is passed on; None breaks it off."""
 
     def __init__(self, url: str) -> None:
-        place = urlsplit(url)
-        self._target = place.hostname or "", place.port or 0
+        self.lead(url)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.meddle: Callable[[bytes, int, bytes], bytes | None] = lambda asked, at, data: data
@@ -26,21 +25,29 @@ class Wire:
         self._open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
+    def lead(self, url: str) -> None:
+        """Pass connections on to another endpoint from now on."""
+        place = urlsplit(url)
+        self._target = place.hostname or "", place.port or 0
+
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
                 reader, _ = self._listener.accept()
-                server = socket.socket()
-                # A reader that stands still has little in the kernel's buffers.
-                server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-                server.settimeout(30)
-                server.connect(self._target)
-                self._open += [reader, server]
-                for line in (reader, server):
-                    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                latest = [b""]
-                for act in (self._up, self._down):
-                    threading.Thread(target=act, args=(reader, server, latest), daemon=True).start()
+                self._open.append(reader)
+                try:
+                    self._join(reader)
+                except OSError:  # nobody listens there any more
+                    _end(reader)
+
+    def _join(self, reader: socket.socket) -> None:
+        server = socket.create_connection(self._target, timeout=30)
+        self._open.append(server)
+        for line in (reader, server):
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        latest = [b""]
+        for act in (self._up, self._down):
+            threading.Thread(target=act, args=(reader, server, latest), daemon=True).start()
 
     def _up(self, reader: socket.socket, server: socket.socket, latest: list[bytes]) -> None:
         with suppress(OSError):
@@ -66,6 +73,13 @@ class Wire:
                 reader.sendall(passed)
         _end(reader)
         _end(server)
+
+    def forget(self) -> None:
+        """Break off all connections."""
+        some, self._open = self._open, []
+        for one in some:
+            _end(one)
+            one.close()
 
     def close(self) -> None:
         """Break everything off, as a host that is lost does."""

@@ -1,7 +1,7 @@
 """Random jobs: trainer ranks that publish versions, and workers of other meshes that follow them.
 
 A job is drawn from a seed, the same in every process. Values of any version can be computed
-anywhere, so each rank knows by itself what it must have.
+anywhere, so each rank computes what it must have.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Change:
 @dataclass(frozen=True)
 class Worker:
     """Ranks that follow together. `updates`: the versions at which they do; the first of them are
-    behind where the worker is late. `returns`: before which version it begins anew."""
+    missing where the worker is late. `returns`: the version at which it starts again."""
 
     ranks: tuple[int, ...]
     same_host: bool
@@ -153,7 +153,7 @@ def _drawn(random: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def _float(random: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
-    """Numbers of all sizes, some of which another dtype does not have."""
+    """Numbers of all sizes. Another dtype does not have some of them."""
     found = torch.randn(shape, generator=random)
     found *= 10.0 ** torch.randint(-9, 9, shape, generator=random)
     rare = torch.rand(shape, generator=random)
@@ -249,7 +249,7 @@ def make_groups(job: Job) -> None:
 
 
 def trained(job: Job, version: int) -> dict[str, Any]:
-    """What a trainer rank has of a version."""
+    """The part of a version that a trainer rank has."""
     shape, places = LAYOUTS[job.changes[version].layout]
     mesh = _mesh(tuple(range(job.trainers)), shape)
     return {

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,10 +39,12 @@ from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.landing.places import Landed
 from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.bounded import bounded
+from torchrelay.memory.uninterrupted import uninterrupted
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.results import Attempt, Loaded, Outcome, Report
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.sources.subtree import Subtree
+from torchrelay.stores.seam import PreparedStep
 
 LOOK_SECONDS = 0.1  # before another look for the newest step
 MISSED = 2  # times that a rank may miss a step that rank 0 sees: it may be replaced meanwhile
@@ -82,11 +85,22 @@ class LoadRequest(NamedTuple):
 
 
 class Loader:
-    """Loads steps of a source, for the ranks of a coordinator."""
+    """Loads steps of a source, for the ranks of a coordinator.
+
+    `in_memory`: the bytes of a step are in memory of this host when it is landed, where reads do
+    not hang. So a landing that has begun ends: neither the deadline nor an interrupt of the caller
+    breaks it off, and the interrupt is raised afterwards.
+    """
 
     def __init__(
-        self, source: Source, ranks: Coordinator, workspace: Workspace | None = None
+        self,
+        source: Source,
+        ranks: Coordinator,
+        workspace: Workspace | None = None,
+        *,
+        in_memory: bool = False,
     ) -> None:
+        self._in_memory = in_memory
         self._source = source
         self._ranks = ranks
         self._workspace = workspace  # what new tensors are allocated with
@@ -261,8 +275,9 @@ class Loader:
             )
             twice = request.checked_first and not files.costly_reads
             bar.total = loading.nbytes * (2 if twice else 1)
-            with watch("fetch"):
-                loading.prepare()
+            if isinstance(files, PreparedStep):
+                with watch("fetch"):
+                    files.prepare(loading.wanted())
             with watch("verify"):
                 loading.compare_twins()
                 if request.checked_first:
@@ -316,9 +331,13 @@ class Loader:
     ) -> Landed:
         """Objects first: where one refuses, on any rank, all have their old state again."""
 
+        if self._in_memory:
+            loading.within = lambda read: read()
+
         def together(phase: str, act: Callable[[], None]) -> None:
+            whole = self._in_memory and phase == "land"
             call.at(phase)
-            call.together(phase, act, deadline)
+            call.together(phase, partial(uninterrupted, act) if whole else act, deadline)
 
         return loading.end(verify=verify, together=together, watch=watch)
 

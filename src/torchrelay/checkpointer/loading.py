@@ -35,7 +35,7 @@ from torchrelay.stores.reading.box_reads import ShardRead, Wave, waves
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.reading.ranges import opened
-from torchrelay.stores.seam import LendingStep, OpenStep, PreparedStep, WantedBox
+from torchrelay.stores.seam import LendingStep, OpenStep, WantedBox
 
 _HOST = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -129,12 +129,8 @@ class Loading:
         self._wanted.append(image)
         return self._portion(image)
 
-    def prepare(self) -> None:
-        """Tell a step that has no bytes yet which ones are going to be read."""
-        if isinstance(self._step, PreparedStep):
-            self._step.prepare(self._boxes())
-
-    def _boxes(self) -> Iterator[WantedBox]:
+    def wanted(self) -> Iterator[WantedBox]:
+        """Everything that is going to be read of the step."""
         twins = (image for *images, _ in self._share.twins for image in images)
         for image in dict.fromkeys([*self._wanted, *twins]):
             portion = self._portion(image)

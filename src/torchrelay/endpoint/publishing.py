@@ -28,7 +28,8 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.metrics import Measurement
-from torchrelay.parts.bitmaps import Field, tiled
+from torchrelay.parts.bitmaps import tiled
+from torchrelay.parts.fields import Field
 from torchrelay.pending import Pending, logger
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest, state_digest

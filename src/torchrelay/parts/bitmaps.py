@@ -7,7 +7,6 @@ tiled by fields, each of elements of one size; the bits of each begin with a byt
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from torchrelay.errors import UsageError
 from torchrelay.parts.elements import element_dtype
+from torchrelay.parts.fields import Field
 
 Bits = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
@@ -46,14 +46,6 @@ def _comparable(data: NDArray[np.uint8], itemsize: int) -> NDArray[np.generic]:
     if itemsize == 16:
         return data.view(np.uint64).reshape(-1, 2)
     return data.view(element_dtype(itemsize))
-
-
-class Field(NamedTuple):
-    """Bytes [start, stop) of a volume, which are elements of one size."""
-
-    start: int
-    stop: int
-    itemsize: int
 
 
 def tiled(placed: Iterable[Field], nbytes: int) -> list[Field]:

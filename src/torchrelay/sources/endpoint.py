@@ -118,6 +118,7 @@ class EndpointSource:
         self._refused = False  # whether all that failed did so for good
         self._listed: dict[int, Holders] = {}
         self._opened: list[RemoteStep] = []
+        self._asked_for_step = False  # a server may keep a step for this reader
 
     def host(self, url: str, like: Host | None = None) -> Host:
         """Another server, with the same access. A token that `like` gets encrypted is not sent to
@@ -257,7 +258,7 @@ class EndpointSource:
         return (most[0][1].snapshot, next(states, "")) if most else ("", "")
 
     def _open(self, holders: Holders, step: int, snapshot: str, deadline: Deadline) -> RemoteStep:
-        found = None
+        found, self._asked_for_step = None, True
         for host, _ in holders:
             seconds = _share(deadline, alone=host is holders[-1][0])
             found = self._asked(host, partial(_record, host, step, snapshot, seconds))
@@ -330,7 +331,7 @@ class EndpointSource:
         end = time.monotonic() + 1.0
         for host in hosts.values():
             left = end - time.monotonic()
-            if left > 0:
+            if left > 0 and self._asked_for_step:
                 host.report_end(reason, nbytes if self.mapped else 0, seconds=left)
             host.close()
 

@@ -140,7 +140,7 @@ class Subscription:
             self._mirror.rename(held.identity.snapshot, found.found.snapshot)
             self._held = held._replace(identity=found.found)
             return Loaded(held.state, found.found.step, Report(found.found.step, 0))
-        loaded = Loader(newest, self._ranks).load(call, self._request, deadline)
+        loaded = Loader(newest, self._ranks, in_memory=True).load(call, self._request, deadline)
         self._held = _Held(newest.taken, loaded.state)
         return _reported(loaded, newest)
 

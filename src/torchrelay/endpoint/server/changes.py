@@ -20,7 +20,8 @@ import numpy as np
 from torchrelay.endpoint.server.messages import StageSlot, Volume
 from torchrelay.memory import threads
 from torchrelay.memory.pages import return_freed_memory
-from torchrelay.parts.bitmaps import Bits, Field, VolumeBitmap, changed, union
+from torchrelay.parts.bitmaps import Bits, VolumeBitmap, changed, union
+from torchrelay.parts.fields import Field
 
 READY_SECONDS = 10.0  # that a reader waits for a comparison, and
 SETTLE_SECONDS = 2.0  # a publisher: far less than it waits for the server to answer

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from torchrelay.memory.pages import PAGE, paged
-from torchrelay.parts.bitmaps import Field
+from torchrelay.parts.fields import Field
 from torchrelay.sources.access import Access
 from torchrelay.sources.remote_step import ChunkedVolume
 

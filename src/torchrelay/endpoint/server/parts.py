@@ -20,7 +20,7 @@ class WantedParts:
     def __init__(
         self,
         snapshot: ServedSnapshot,
-        changes: ChangeHistory,
+        changes: ChangeHistory | None,
         runs: dict[str, tuple[PartRuns, str | None]],
     ) -> None:
         self._snapshot, self._changes, self._runs = snapshot, changes, runs
@@ -36,13 +36,13 @@ class WantedParts:
             # A view of its own: the slot may be given back while this one is in use.
             view = slot.view[volume.start : volume.start + volume.nbytes]
             known = None
-            if base is not None:
+            if base is not None and self._changes is not None:
                 known = self._changes.between(base, self._snapshot.id, name)
             yield WantedPart(np.frombuffer(view, np.uint8), runs, known)
 
 
 def wanted_parts(
-    said: PartsRequest, snapshot: ServedSnapshot, changes: ChangeHistory
+    said: PartsRequest, snapshot: ServedSnapshot, changes: ChangeHistory | None
 ) -> WantedParts:
     """`RemoteProtocolError` for malformed runs, `Refusal` for volumes that are not here."""
     if not snapshot.complete:

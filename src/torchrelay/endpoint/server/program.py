@@ -14,7 +14,6 @@ from contextlib import suppress
 import msgspec
 
 from torchrelay.endpoint.server import messages as m
-from torchrelay.endpoint.server.changes import ChangeHistory
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import digests
 from torchrelay.endpoint.server.status import status
@@ -57,7 +56,8 @@ def stage(
         with service.lock:
             snapshots.attach(request.slot, fd, request.nbytes)
     slot = snapshots.slots[request.slot]
-    snapshots.changes.stage(request, slot.view[:], base)
+    if snapshots.changes is not None:
+        snapshots.changes.stage(request, slot.view[:], base)
     return m.SlotStaged(digests(slot, request.volumes))
 
 
@@ -130,13 +130,17 @@ class EndpointProgram:
         if isinstance(request, m.Listen):
             self._server = StepServer(request)
             self._slots = TwoSlots(self._server.service, request.hold)
-            self._server.service.snapshots.changes = ChangeHistory(request.history)
+            if request.history:
+                # Imported for this alone: it needs numpy.
+                from torchrelay.endpoint.server.changes import ChangeHistory
+
+                self._server.service.snapshots.changes = ChangeHistory(request.history)
             return m.Listening(self._server.port)
         if self._server is None or self._slots is None:
             return m.Refused("nothing listens yet")
         service, slots = self._server.service, self._slots
         fd = descriptor_of(self._link, request)
-        if isinstance(request, m.Reserve):
+        if isinstance(request, m.Reserve) and service.snapshots.changes is not None:
             service.snapshots.changes.settle()
         base: tuple[int, str] | None = None
         with service.lock:

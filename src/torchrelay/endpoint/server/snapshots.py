@@ -8,15 +8,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import xxhash
 
-from torchrelay.endpoint.server.changes import ChangeHistory
 from torchrelay.endpoint.server.http import Span
 from torchrelay.endpoint.server.messages import Show, Volume
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
+
+if TYPE_CHECKING:  # numpy takes as much memory as the server itself
+    from torchrelay.endpoint.server.changes import ChangeHistory
 
 HASHERS = 2  # threads: the trainer's own go first
 
@@ -171,10 +173,10 @@ class ServedSnapshot:
 
 class Snapshots:
     """Slots by number, and the steps shown from them, the newest last. `changes`: the elements that
-    differ between them."""
+    differ between them, where the server finds them."""
 
     def __init__(self) -> None:
-        self.changes = ChangeHistory()
+        self.changes: ChangeHistory | None = None
         self.slots: dict[int, Slot] = {}
         self.shown: list[ServedSnapshot] = []
 
@@ -196,7 +198,8 @@ class Snapshots:
                     other.superseded = time.monotonic()
             self.shown.append(snapshot)
         snapshot.add(shown, self.slots[shown.slot])
-        self.changes.show(shown.slot, shown.step, shown.snapshot)
+        if self.changes is not None:
+            self.changes.show(shown.slot, shown.step, shown.snapshot)
         return snapshot
 
     def lead(self, step: int) -> None:

@@ -7,11 +7,13 @@ import time
 from torchrelay.endpoint.server.service import Service
 from torchrelay.version import __version__
 
+NO_CHANGES = {"history": 0, "bytes": 0, "steps": []}  # of a server that does not look for them
+
 
 def status(service: Service) -> dict[str, object]:
     """`/status.json`; to be called with the lock held."""
     transfers = service.transfers
-    newest = service.snapshots.newest
+    newest, changes = service.snapshots.newest, service.snapshots.changes
     return {
         "version": __version__,
         "url": service.url,
@@ -28,7 +30,7 @@ def status(service: Service) -> dict[str, object]:
         "readers": len(transfers.active),
         "seeds": [{"url": url, "snapshot": snapshot} for url, snapshot in service.seeds.items()],
         "ranks": (newest.ranks if newest is not None else []) or [service.url],
-        "changes": service.snapshots.changes.facts(),
+        "changes": NO_CHANGES if changes is None else changes.facts(),
         "connections": 0 if service.http is None else service.http.count,
         "sent_bytes": transfers.sent_bytes,
         "failures": transfers.outcomes["failed"],
