@@ -1,4 +1,5 @@
-"""Makes kernels.ptx of kernels.cu, compares its digests with the library's, and measures it.
+"""Makes kernels.ptx of kernels.cu, compares its digests with the library's, and measures it. With
+`--write`, changes.ptx of changes.cu is made, too.
 
     python -m benchmarks.gpu.kernels --out benchmarks/gpu/results/kernels.json
 
@@ -30,10 +31,12 @@ from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory.gpu import kernels
 
 SOURCE = Path(kernels.__file__).with_name("kernels.cu")
-HEAD = "// Made of kernels.cu by python -m benchmarks.gpu.kernels; loaded as it is.\n"
+HEAD = "// Made of {} by python -m benchmarks.gpu.kernels; loaded as it is.\n"
 
 
-def compiled(source: bytes) -> str:
+def compiled(file: Path) -> str:
+    """The text of the kernels in a file."""
+    source = file.read_bytes()
     around = Path(torch.__file__).parent
     folders = [around / "lib", *(around.parent / "nvidia").glob("*/lib"), Path("/usr/local/cuda")]
     found = [file for folder in folders for file in sorted(folder.rglob("libnvrtc.so*"))]
@@ -41,7 +44,7 @@ def compiled(source: bytes) -> str:
         raise SystemExit("no NVRTC beside torch")
     nvrtc = ctypes.CDLL(str(found[0]))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None)
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, file.name.encode(), 0, None, None)
     options = (ctypes.c_char_p * 2)(b"--gpu-architecture=compute_75", b"--std=c++17")
     if nvrtc.nvrtcCompileProgram(program, len(options), options):
         nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -53,7 +56,7 @@ def compiled(source: bytes) -> str:
     nvrtc.nvrtcGetPTX(program, text)
     lines = [line for line in text.value.decode().splitlines() if line and line[:2] != "//"]
     ptx = re.sub(r"\.version [\d.]+", ".version 7.0", "\n".join(lines))
-    return HEAD + re.sub(r"\.target sm_\d+", ".target sm_70", ptx) + "\n"
+    return HEAD.format(file.name) + re.sub(r"\.target sm_\d+", ".target sm_70", ptx) + "\n"
 
 
 def exact(rounds: int, seed: int) -> int:
@@ -214,11 +217,13 @@ def main() -> int:
         print("skipped: no GPU")
         return 0
     target = SOURCE.with_suffix(".ptx")
-    made = compiled(SOURCE.read_bytes())
+    made = compiled(SOURCE)
     same = made == target.read_text()
     print("the file in the package is", "what is made" if same else "another")
     if options.write:
         target.write_text(made)
+        changes = SOURCE.with_name("changes.cu")
+        changes.with_suffix(".ptx").write_text(compiled(changes))
     count, each = (8, 1_000_000) if options.small else (320, 25_000_000)
     compared = exact(3 if options.small else 30, options.seed)
     print(f"{compared} digests are the library's (seed {options.seed})")

@@ -217,7 +217,7 @@ def test_gpu_benchmark_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run it for real")
-@pytest.mark.parametrize("name", ["live", "kernels", "connections", "loaders"])
+@pytest.mark.parametrize("name", ["live", "kernels", "connections", "loaders", "weights"])
 def test_gpu_benchmarks_write_nothing_without_a_gpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +235,12 @@ def test_gpu_kernels_and_connections_run_small(tmp_path: Path) -> None:
     assert all(row["gb_s"] > 0 for row in kernels["rows"])
     rows = measured(tmp_path / "connections.json", "benchmarks.gpu.connections")["rows"]
     assert rows and all(row["exact"] and row["verified"] for row in rows)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_weights_run_small(tmp_path: Path) -> None:
+    found = measured(tmp_path / "weights.json", "benchmarks.gpu.weights")
+    assert found["exact"] and all(row["gb_s"] > 0 for row in found["rows"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

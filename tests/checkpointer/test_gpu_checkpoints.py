@@ -204,7 +204,7 @@ def test_auto_takes_the_host_where_the_copy_does_not_fit(
 ) -> None:
     from torchrelay.memory.gpu import spare
 
-    monkeypatch.setattr(spare, "_room_beside_training", lambda device: 1000)
+    monkeypatch.setattr(spare, "room_beside_training", lambda device: 1000)
     with tr.Checkpointer(tmp_path / "run") as checkpointer:
         state = made(1)
         before = torch.cuda.memory_allocated()

@@ -31,11 +31,12 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import rows_for
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.stores.reading.box_reads import ShardRead, Wave, waves
+from torchrelay.stores.reading.box_reads import ShardRead, Wave, WaveFetch, waves
+from torchrelay.stores.reading.device_copies import DeviceCopies
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.reading.ranges import opened
-from torchrelay.stores.seam import LendingStep, OpenStep, WantedBox
+from torchrelay.stores.seam import DeviceStep, LendingStep, OpenStep, WantedBox
 
 _HOST = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -143,8 +144,15 @@ class Loading:
     def _planned(self) -> tuple[list[Wave], list[Wave]]:
         """Reads into new tensors, and into the caller's. Planned when they are first needed."""
         if self._waves is None:
-            self._waves = self._new.waves(), self._own.waves()
+            self._waves = self._waves_of(self._new), self._waves_of(self._own)
         return self._waves
+
+    def _waves_of(self, reads: _Reads) -> list[Wave]:
+        if not isinstance(self._step, DeviceStep):
+            return reads.waves()
+        near = reads.take_on_devices()
+        copies = DeviceCopies(self._step, self._record, near, self._progress)
+        return [*([Wave(fetch=copies)] if near else []), *reads.waves()]
 
     def _progress(self, nbytes: int) -> None:
         if self.left.is_set():
@@ -222,7 +230,7 @@ class Loading:
             landing.torn = landing.torn or own
             wave.finish()
 
-    def _fetch(self, wave: Wave) -> Fetch | DeviceFetch:
+    def _fetch(self, wave: Wave) -> WaveFetch:
         if wave.fetch is None:
             what = (self._step, self._record, wave.wanted)
             if wave.device is not None and not self._step.costly_reads:
@@ -238,11 +246,19 @@ class _Reads:
     def __init__(self) -> None:
         self.shards: list[ShardRead] = []
         self.boxes: list[BoxRead] = []
+        self._taken = 0  # bytes of boxes that were taken
 
     def add_shard(self, shard: Shard, portion: Portion, keep: torch.Tensor, address: int) -> None:
         if nbytes := portion.nbytes:
             region = Region.dense(keep, address, nbytes)
             self.shards.append(ShardRead(shard.file, shard.start, region))
+
+    def take_on_devices(self) -> list[BoxRead]:
+        """Boxes that go to GPUs, which `waves` then leaves out."""
+        near = [read for read in self.boxes if read.destination.is_cuda]
+        self.boxes = [read for read in self.boxes if not read.destination.is_cuda]
+        self._taken += sum(read.destination.nbytes for read in near)
+        return near
 
     def waves(self) -> list[Wave]:
         return waves(self.boxes, self.shards)
@@ -250,7 +266,7 @@ class _Reads:
     @property
     def nbytes(self) -> int:
         shards = sum(read.region.nbytes for read in self.shards)
-        return shards + sum(read.destination.nbytes for read in self.boxes)
+        return self._taken + shards + sum(read.destination.nbytes for read in self.boxes)
 
 
 class _StepFiles:

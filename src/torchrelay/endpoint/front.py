@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.address import Address
+from torchrelay.endpoint.device_slots import check_choice
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.process import ServerProcess
-from torchrelay.endpoint.publishing import Policy, Publisher
+from torchrelay.endpoint.publish_policy import Policy
+from torchrelay.endpoint.publishing import Publisher
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.messages import CONNECTIONS, HOLD_SECONDS, STALL_SECONDS
 from torchrelay.errors import RelayError, UsageError
@@ -74,18 +76,32 @@ class Endpoint:
         """Where to read all of the state. All ranks of a group have the URL of the first."""
         return self._publisher.urls[0] if self._publisher.urls else self._own_url()
 
-    def publish(self, state: object, *, step: int, timeout: Timeout | None = None) -> Pending:
+    def publish(
+        self,
+        state: object,
+        *,
+        step: int,
+        timeout: Timeout | None = None,
+        stage_on: Literal["auto", "host", "device"] = "auto",
+    ) -> Pending:
         """Copy a state and return; another process shows it to readers.
 
         The state may change as soon as this returns. Readers of the step before continue with it.
         Where some still read the one before that, the publish is skipped and `Pending.skipped`
         says why. All ranks of a group call it together.
+
+        `stage_on`: "device" copies a state that is on one GPU to other memory of that GPU, within
+        milliseconds; two copies are kept there. Processes of this host read it there (CUDA IPC);
+        its bytes reach host memory in the background, for all others. "host" copies to host memory,
+        and frees what was taken of the GPU. "auto": on the GPU where a quarter of its memory stays
+        free next to what training has used at its peak.
         """
         self._check_open()
         step = check_step(step)
+        check_choice(stage_on)
         with self._calls:
             deadline = Deadline(self._timeout if timeout is None else timeout)
-            return self._publisher.publish(state, step, deadline)
+            return self._publisher.publish(state, step, deadline, stage_on)
 
     def status(self) -> dict[str, Any]:
         """The steps, readers and counts of this rank's server, as `/status.json` has them."""

@@ -1,14 +1,14 @@
 """From a live state to a step that can be read: plan, reserve memory, copy, hash, show.
 
-The caller waits until its state is copied. The rest happens on a thread, in the server's process.
-All ranks publish a step, or none does.
+The caller waits until its state is copied, to host memory or to memory of its GPU. The rest happens
+on a thread, in the server's process. All ranks publish a step, or none does.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -19,55 +19,28 @@ from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
+from torchrelay.endpoint.device_slots import UNABLE, DeviceSlot, DeviceSlots
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.float8 import quantized
+from torchrelay.endpoint.known_fields import KnownFields
+from torchrelay.endpoint.known_record import KnownRecord, RecordedStep
 from torchrelay.endpoint.process import ServerLink
+from torchrelay.endpoint.publish_policy import Policy
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.metrics import Measurement
-from torchrelay.parts.bitmaps import tiled
-from torchrelay.parts.fields import Field
 from torchrelay.pending import Pending, logger
-from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest, state_digest
-from torchrelay.record.schema import Record
 from torchrelay.results import Report
-from torchrelay.stores.safetensors import tensors_of
-from torchrelay.stores.shares.commit_record import commit_record, decode_shares
-from torchrelay.stores.shares.layout import Entry, FileLayout
+from torchrelay.stores.shares.commit_record import decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share
 from torchrelay.stores.writer.file_writer import WORKERS
 
 _FINISH_SECONDS = 5.0  # for the last message of a publish
-
-
-class Policy:
-    """The part of a publish that differs between endpoints and keepers; this is an endpoint's. The
-    coordinator's server lists the step, and names the others."""
-
-    operation = "publish"  # its name in metrics
-
-    def report(self, deadline: Deadline) -> bytes:
-        """This rank's server reports to the coordinator before a step."""
-        return b""
-
-    def choose(self, reports: list[bytes], urls: list[str], step: int) -> tuple[bytes, str]:
-        """The coordinator's: a decision for all servers, and why the step is skipped, if it is."""
-        return b"", ""
-
-    def meet(self, urls: list[str]) -> None:
-        """The URLs of all ranks' servers; called where they have changed."""
-
-    def check(self, parts: list[int], urls: list[str]) -> None:
-        """The coordinator's: raise where the servers can never take parts of these sizes."""
-
-    def listing(self, urls: list[str]) -> set[int]:
-        """The ranks whose servers list the step."""
-        return {COORDINATOR}
 
 
 class _Offer(msgspec.Struct, array_like=True):
@@ -88,6 +61,21 @@ class _Begin(msgspec.Struct, array_like=True):
     skipped: str
 
 
+class _Room(msgspec.Struct, array_like=True):
+    """The memory of a rank: its bytes, why there is none, and whether some of a GPU is there."""
+
+    nbytes: int
+    why: str
+    on_device: bool
+
+
+class _Rooms(msgspec.Struct, array_like=True):
+    """The memory of all ranks: why there is none, and whether all have some of a GPU."""
+
+    why: str
+    on_device: bool
+
+
 class _Recorded(msgspec.Struct, array_like=True):
     """The record of all parts: its digest, and for ranks that list it all of it."""
 
@@ -97,7 +85,8 @@ class _Recorded(msgspec.Struct, array_like=True):
 
 _offer = msgspec.msgpack.Decoder(_Offer)
 _begin = msgspec.msgpack.Decoder(_Begin)
-_room = msgspec.msgpack.Decoder(tuple[int, str])
+_room = msgspec.msgpack.Decoder(_Room)
+_rooms = msgspec.msgpack.Decoder(_Rooms)
 _recorded = msgspec.msgpack.Decoder(_Recorded)
 _encode = msgspec.msgpack.encode
 
@@ -111,6 +100,7 @@ class StagedStep(NamedTuple):
     volumes: list[m.Volume]
     urls: list[str]
     seconds: float
+    on_device: DeviceSlot | None  # where it is copied to; else in host memory
 
 
 class Publisher:
@@ -139,29 +129,38 @@ class Publisher:
             None if block is None else partial(quantized, block=block),
         )
         self.arenas: dict[int, Arena] = {}  # by slot
+        self._devices = DeviceSlots()
+        self._records = KnownRecord()
         self._last: Pending | None = None
         self._fields = KnownFields()
         self.urls: list[str] = []  # of the ranks' servers, each once; the first lists all parts
 
-    def publish(self, state: object, step: int, deadline: Deadline) -> Pending:
+    def publish(
+        self, state: object, step: int, deadline: Deadline, stage_on: str = "host"
+    ) -> Pending:
         """Publish a state: returns when it is copied."""
         return self.publish_planned(
-            lambda call: self._planner.plan(state, call, deadline), step, deadline
+            lambda call: self._planner.plan(state, call, deadline), step, deadline, stage_on
         )[0]
 
     def publish_planned(
-        self, plan: Callable[[Call], PlannedShare], step: int, deadline: Deadline
+        self,
+        plan: Callable[[Call], PlannedShare],
+        step: int,
+        deadline: Deadline,
+        stage_on: str = "host",
     ) -> tuple[Pending, StagedStep | None]:
         """The same for what `plan` returns; no staged step where it is skipped."""
         operation = self._policy.operation
         with self._all.measured(operation, step, background=True) as measured:
-            return self._publish(plan, step, deadline, measured)
+            return self._publish(plan, step, deadline, stage_on, measured)
 
     def _publish(
         self,
         plan: Callable[[Call], PlannedShare],
         step: int,
         deadline: Deadline,
+        stage_on: str,
         measured: Measurement,
     ) -> tuple[Pending, StagedStep | None]:
         call = self._all.call("publish", step)
@@ -171,11 +170,13 @@ class Publisher:
             begun = time.monotonic()
             self._have_server(deadline)
         begin = self._agree(call, step, deadline)
-        slot, why = -1, begin.skipped
+        slot, why, on_device = -1, begin.skipped, None
         if not why:
             try:
                 planned = plan(call)
-                slot, why = self._reserve(call, step, planned.share, begin, deadline)
+                slot, why, on_device = self._reserve(
+                    call, step, planned.share, begin, stage_on, deadline
+                )
             except BaseException:
                 self._give_up(step, unused=True)
                 raise
@@ -186,14 +187,14 @@ class Publisher:
             return Pending(step, "publishing", why, measured), None
         self._last = pending = Pending(step, "publishing", measured=measured)
         try:
-            volumes = self._copy(planned.share, slot)
+            volumes = self._copy(planned.share, slot, on_device)
         except BaseException as fault:
             self._give_up(step)
             # A thread tells the other ranks: they read it when they have copied their own parts.
             self._in_background(self._tell_failure, call, fault, pending, deadline)
             raise
         seconds = time.monotonic() - begun
-        staged = StagedStep(step, slot, planned, volumes, begin.urls, seconds)
+        staged = StagedStep(step, slot, planned, volumes, begin.urls, seconds, on_device)
         self._in_background(self._finish, call, staged, pending, deadline)
         return pending, staged
 
@@ -201,6 +202,7 @@ class Publisher:
         if self._start(deadline.left()):
             # Processes that the one before lent memory to may still read it: it stays unchanged.
             self._drop_arenas()
+            self._devices.close()
             self.urls = []
 
     def _give_up(self, step: int, *, unused: bool = False) -> None:
@@ -246,38 +248,72 @@ class Publisher:
         return found
 
     def _reserve(
-        self, call: Call, step: int, share: Share, begin: _Begin, deadline: Deadline
-    ) -> tuple[int, str]:
-        """A slot for this rank's part, or why there is none. All ranks have one, or none does."""
+        self,
+        call: Call,
+        step: int,
+        share: Share,
+        begin: _Begin,
+        stage_on: str,
+        deadline: Deadline,
+    ) -> tuple[int, str, DeviceSlot | None]:
+        """A slot for this rank's part, or why there is none, and memory of a GPU. All ranks have
+        one, or none does."""
         nbytes = m.laid_out(share.files)[1]
         found: list[m.Reserved] = []
+        on_device: list[DeviceSlot | None] = [None]
 
         def mine() -> bytes:
             wanted = m.Reserve(step, nbytes, begin.decision)
             found.append(self._server.ask(wanted, m.Reserved, deadline.left()))
             for slot in found[0].dropped:
                 self._drop_arena(slot)
-            return _encode((nbytes, found[0].why))
+            if not found[0].why:
+                on_device[0] = self._on_device(share, nbytes, stage_on, deadline)
+            return _encode(_Room(nbytes, found[0].why, on_device[0] is not None))
 
         def decide(said: list[bytes]) -> list[bytes]:
             rooms = [decoded(_room, data, rank) for rank, data in enumerate(said)]
-            self._policy.check([size for size, _ in rooms], begin.urls)
-            return [next((why for _, why in rooms if why), "").encode()] * len(said)
+            self._policy.check([room.nbytes for room in rooms], begin.urls)
+            why = next((room.why for room in rooms if room.why), "")
+            return [_encode(_Rooms(why, all(room.on_device for room in rooms)))] * len(said)
 
         call.at("reserving memory")
-        why = call.round("reserve", mine, decide, deadline).decode()
-        return found[0].slot, why
+        rooms = decoded(_rooms, call.round("reserve", mine, decide, deadline), COORDINATOR)
+        return found[0].slot, rooms.why, on_device[0] if rooms.on_device else None
 
-    def _copy(self, share: Share, slot: int) -> list[m.Volume]:
+    def _on_device(
+        self, share: Share, nbytes: int, stage_on: str, deadline: Deadline
+    ) -> DeviceSlot | None:
+        """Memory of the GPU that has the share, unless it is to be copied to host memory. With
+        `stage_on="device"`, `UsageError` says why there is none."""
+        stage_on = stage_on if self._policy.on_devices else "host"
+        why = self._devices.unfit(share, nbytes, stage_on)
+        if not why:
+            number = self._server.ask(m.TakeDevice(), m.DeviceTaken, deadline.left()).slot
+            try:
+                if number >= 0:
+                    return self._devices.slot(number, share, nbytes)
+                why = "processes read every copy that is there"
+            except UNABLE as fault:
+                why = str(fault)
+        if stage_on == "device":
+            raise UsageError(f'stage_on="device", but {why}: give stage_on="host"')
+        if stage_on == "host":
+            self._devices.close()
+        return None
+
+    def _copy(self, share: Share, slot: int, on_device: DeviceSlot | None) -> list[m.Volume]:
         """Copy a share into its slot; where each of its volumes begins."""
         settle()
+        if on_device is not None:
+            volumes, _ = m.laid_out(share.files)
+            on_device.fill(share.streams, volumes)
+            share.check_unchanged()
+            return volumes
         share.hash_on_devices()
         volumes, nbytes = m.laid_out(share.files)
         pinned = any(stream.devices for stream in share.streams)
-        arena = self.arenas.get(slot)
-        if arena is None or arena.nbytes < nbytes or pinned > arena.pinned:
-            self._drop_arena(slot)
-            arena = self.arenas[slot] = Arena(nbytes, pinned=pinned)
+        arena = self._arena(slot, nbytes, pinned)
         copies = [
             Copy(stream, 0, volume.nbytes, volume.start)
             for stream, volume in zip(share.streams, volumes, strict=True)
@@ -285,6 +321,14 @@ class Publisher:
         stage(copies, arena.tensor, threads=WORKERS)
         share.check_unchanged()
         return volumes
+
+    def _arena(self, slot: int, nbytes: int, pinned: bool) -> Arena:
+        """Host memory of a slot."""
+        arena = self.arenas.get(slot)
+        if arena is None or arena.nbytes < nbytes or pinned > arena.pinned:
+            self._drop_arena(slot)
+            arena = self.arenas[slot] = Arena(nbytes, pinned=pinned)
+        return arena
 
     def _drop_arena(self, slot: int) -> None:
         if arena := self.arenas.pop(slot, None):
@@ -300,6 +344,7 @@ class Publisher:
             self._show(call, staged, deadline)
             ended = m.FinishPublish(staged.step, staged.planned.share.nbytes, staged.seconds)
             ended.hash_seconds = time.monotonic() - begun
+            ended.on_device = staged.on_device is not None
             self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
             seconds = {"stage": staged.seconds, "hash": ended.hash_seconds}
             report = Report(staged.step, staged.planned.share.nbytes, seconds)
@@ -325,30 +370,47 @@ class Publisher:
         """Every rank shows its volumes, those that list the step with the record of all of them.
         The coordinator is the last: what it lists can be read."""
         listing = self._policy.listing(staged.urls)
-        written: list[Record] = []
+        written: list[list[bytes]] = []
+        known: list[RecordedStep] = []
 
         def hash_mine() -> bytes:
-            written.append(self._hashed(staged, deadline))
-            return encode(written[0])
+            slot = staged.on_device
+            fits = self._records.fits(staged.planned)  # meanwhile a GPU hashes
+            found = self._hashed(staged, deadline) if slot is None else slot.digests(staged.volumes)
+            written.append(found)
+            if fits:
+                known.append(self._records.again(staged.step, found))
+                return b""
+            return encode(staged.planned.share.written(found))
 
         def decide(said: list[bytes]) -> list[bytes]:
-            shares = decode_shares(staged.step, said)
-            assert staged.planned.outlined is not None
-            record = commit_record(staged.step, shares, staged.planned.outlined)
-            places = [rank for rank, share in enumerate(shares) for _ in share.volumes]
-            snapshot = content_digest(record)
-            whole = _whole(record, staged.urls, places)
+            if known:
+                made, places = known[0], [COORDINATOR] * len(written[0])
+            else:
+                shares = decode_shares(staged.step, said)
+                made = self._records.made(staged.step, staged.planned, shares)
+                places = [rank for rank, share in enumerate(shares) for _ in share.volumes]
+            snapshot = content_digest(made.record)
+            whole = _whole(made, staged.urls, places)
             brief, full = _encode(_Recorded(snapshot)), _encode(_Recorded(snapshot, whole))
             return [full if rank in listing else brief for rank in range(len(said))]
 
         heard = call.round("write", hash_mine, decide, deadline)
         found = decoded(_recorded, heard, COORDINATOR)
         own = [
-            msgspec.structs.replace(volume, digests=file.digests)
-            for volume, file in zip(staged.volumes, written[0].volumes, strict=True)
+            msgspec.structs.replace(volume, digests=digests)
+            for volume, digests in zip(staged.volumes, written[0], strict=True)
         ]
-        shown = m.Show(staged.slot, staged.step, found.snapshot, own, found.whole)
+        named = (staged.step, found.snapshot, own)
+        if (kept := staged.on_device) is not None:
+            lent = m.ShowDevice(kept.number, *named, kept.export, found.whole)
+            self._show_in_turn(call, "lend", lent, deadline)
+            self._copy_to_host(staged._replace(volumes=own), kept, found.snapshot, deadline)
+        self._show_in_turn(call, "show", m.Show(staged.slot, *named, found.whole), deadline)
 
+    def _show_in_turn(
+        self, call: Call, phase: str, shown: m.Show | m.ShowDevice, deadline: Deadline
+    ) -> None:
         def show() -> bytes:
             self._server.ask(shown, m.Obeyed, deadline.left())
             return b""
@@ -358,15 +420,40 @@ class Publisher:
             return said
 
         mine = (lambda: b"") if self._all.coordinates else show
-        call.round("show", mine, show_last, deadline)
+        call.round(phase, mine, show_last, deadline)
 
-    def _hashed(self, staged: StagedStep, deadline: Deadline) -> Record:
+    def _copy_to_host(
+        self, staged: StagedStep, kept: DeviceSlot, snapshot: str, deadline: Deadline
+    ) -> None:
+        """Readers of other hosts need the bytes, whose digests are known, and those who follow need
+        the bits of what changed."""
+        share = staged.planned.share
+        end = nbytes = m.laid_out(share.files)[1]
+        fields = self._fields.of(share) if self._encoding.history else []
+        made = self._devices.changes(kept, share, staged.volumes, fields) if fields else None
+        if made is not None:
+            end += len(made[1].bits)
+        arena = self._arena(staged.slot, end, True)
+        kept.copy_to(arena.tensor, nbytes)
+        found = None
+        if made is not None:
+            base, changes = made
+            arena.tensor[nbytes:end].copy_(changes.bits)
+            places = iter(changes.places)
+            starts = [[nbytes + next(places) for _ in each] for each in fields]
+            found = m.FoundChanges(base, starts, changes.total())
+        self._hashed(staged, deadline, found)
+        self._devices.published(kept, share, snapshot)
+
+    def _hashed(
+        self, staged: StagedStep, deadline: Deadline, changes: m.FoundChanges | None = None
+    ) -> list[bytes]:
+        """Have the server take the memory of a slot, and make the digests that it lacks."""
         arena = self.arenas[staged.slot]
         request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
         if self._encoding.history:
-            request.fields = self._fields.of(staged.planned.share)
-        found = self._server.stage(request, arena.fd, deadline.left())
-        return staged.planned.share.written(found.digests)
+            request.fields, request.found = self._fields.of(staged.planned.share), changes
+        return self._server.stage(request, arena.fd, deadline.left()).digests
 
     # The end.
 
@@ -380,46 +467,25 @@ class Publisher:
         self._server.process.detach_after_fork()
         for arena in self.arenas.values():
             arena.forsake()
+        self._devices.forget()
 
     def close(self, seconds: float) -> None:
         """Wait that long for what is being published, then let go of the server and the memory."""
         self.settle(seconds)
         self._server.process.close()
         self._drop_arenas()
+        self._devices.close()
 
     def _drop_arenas(self) -> None:
         for slot in list(self.arenas):
             self._drop_arena(slot)
 
 
-class KnownFields:
-    """The fields of a share's volumes. Those of the last one are kept: shares of one plan have the
-    same layouts."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Sequence[FileLayout], list[list[Field]]] | None = None
-
-    def of(self, share: Share) -> list[list[Field]]:
-        if self._last is None or self._last[0] is not share.layouts:
-            entries = share.contents.all_entries()
-            self._last = share.layouts, [_fields(file, entries) for file in share.layouts]
-        return self._last[1]
-
-
-def _fields(file: FileLayout, entries: Sequence[Entry]) -> list[Field]:
-    placed = (
-        Field(start, start + entries[index].nbytes, itemsize(entries[index].dtype))
-        for start, index in file.placed
-    )
-    return tiled(placed, file.nbytes)
-
-
-def _whole(record: Record, urls: list[str], places: list[int]) -> m.StepRecord:
+def _whole(made: RecordedStep, urls: list[str], places: list[int]) -> m.StepRecord:
     """A record with everything that it lists, wherever that is."""
     volumes = [
         m.Volume(file.name, -1, file.nbytes, file.chunk_bytes, file.digests)
-        for file in record.volumes
+        for file in made.record.volumes
     ]
-    count = len(tensors_of(record))
-    state = state_digest(record)
-    return m.StepRecord(encode_at_rest(record), volumes, count, urls, places, state)
+    data, state = encode_at_rest(made.record), state_digest(made.record)
+    return m.StepRecord(data, volumes, made.tensors, urls, places, state, made.layout)

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpointer.loader import Loader
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout
-from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request
+from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request, wants_gpu
 from torchrelay.endpoint.seeding import SeedingSource
 from torchrelay.errors import RelayError, StorageTimeoutError, TransferTimeoutError, UsageError
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.results import Loaded, Outcome, Peer
 from torchrelay.sources.access import Access
+from torchrelay.sources.device_source import NAME as CUDA_IPC
+from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.places import Place, as_source
@@ -45,7 +47,9 @@ class NewerSteps:
 
     def steps(self, deadline: Deadline) -> list[int]:
         while True:
-            if isinstance(self._origin, EndpointSource):
+            if isinstance(self._source, DeviceSource):
+                found = self._source.wait(self._newer_than, deadline)
+            elif isinstance(self._origin, EndpointSource):
                 found = self._origin.wait(self._newer_than, deadline)
             else:
                 found = list(self._origin.steps(deadline))
@@ -105,12 +109,15 @@ def pull(
     origin = as_source(source, access, same_host=same_host and not reshare, verify=verify)
     deadline = Deadline(timeout)
     ranks = Coordinator.of(group, "pull", "function")
-    chosen, seeding, newer = origin, None, None
+    chosen: Source = origin
+    seeding = newer = on_device = None
     if reshare:
         if not isinstance(origin, (EndpointSource, PeerSource)):
             raise UsageError(f"reshare=True is for endpoints and live ranks, not {origin.name}")
         # The progress is that of what is fetched, not of what is landed from there.
         chosen = seeding = SeedingSource(origin, landing.pop("progress", None))
+    elif isinstance(origin, EndpointSource) and same_host and wants_gpu(into, landing):
+        chosen = on_device = DeviceSource(origin, step=step, verify=verify)
     if newer_than is not None:
         chosen = newer = NewerSteps(chosen, newer_than, origin)
     request = load_request(into, step, landing)
@@ -120,7 +127,7 @@ def pull(
         try:
             loaded = loader.load(ranks.call("pull"), request, deadline)
             reason, nbytes = "", loaded.report.bytes
-            loaded = _pulled(loaded, origin, verify, seeding)
+            loaded = _pulled(loaded, origin, verify, seeding, on_device)
             measured.end(loaded.report)
             return loaded
         except StorageTimeoutError as fault:
@@ -138,7 +145,7 @@ def pull(
             reason = fault.message
             raise
         finally:
-            origin.end(reason, nbytes)
+            (on_device or origin).end(reason, nbytes)
             if reason and seeding is not None:
                 seeding.close()
 
@@ -149,8 +156,18 @@ def _pool(process: int) -> Pool:
     return Pool(usual_limit(), seconds=POOL_SECONDS)
 
 
-def _pulled(loaded: Loaded, origin: Source, verify: bool, seeding: SeedingSource | None) -> Loaded:
+def _pulled(
+    loaded: Loaded,
+    origin: Source,
+    verify: bool,
+    seeding: SeedingSource | None,
+    on_device: DeviceSource | None,
+) -> Loaded:
     """The result, with what the source knows of its servers."""
+    if on_device is not None and on_device.used:
+        outcome = Outcome(route=CUDA_IPC, bytes=loaded.report.bytes)
+        report = replace(loaded.report, peers={on_device.name: outcome}, verified=verify)
+        return replace(loaded, report=report)
     seed = None if seeding is None else seeding.seed
     endpoint = origin.endpoint if isinstance(origin, PeerSource) else origin
     if not isinstance(endpoint, EndpointSource):
@@ -169,6 +186,10 @@ def _pulled(loaded: Loaded, origin: Source, verify: bool, seeding: SeedingSource
         loaded.report,
         peers=peers,
         verified=verify or not endpoint.mapped,
-        instead={**endpoint.instead, **loaded.report.instead},
+        instead={
+            **endpoint.instead,
+            **(on_device.instead if on_device is not None else {}),
+            **loaded.report.instead,
+        },
     )
     return replace(loaded, report=report, seed=seed)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
 import torch
 
 from torchrelay.checkpointer.loader import LoadRequest
+from torchrelay.memory.gpu.side import in_use
 from torchrelay.progress import ProgressCallback
 
 
@@ -52,3 +53,25 @@ def load_request(into: object, step: int | None, options: PullOptions) -> LoadRe
         device=options.get("device"),
         progress=options.get("progress"),
     )
+
+
+def wants_gpu(into: object, options: PullOptions) -> bool:
+    """Whether some of a state lands on a GPU. Quick, so it does not look into objects that have
+    their own `state_dict`, other than modules."""
+    if not in_use():
+        return False
+    if into is None:
+        return torch.device(options.get("device") or "cpu").type == "cuda"
+    todo = [into]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, torch.Tensor):
+            if one.is_cuda:
+                return True
+        elif isinstance(one, torch.nn.Module):
+            todo.extend(one.parameters())
+        elif isinstance(one, Mapping):
+            todo.extend(one.values())
+        elif isinstance(one, (list, tuple)):
+            todo.extend(one)
+    return False

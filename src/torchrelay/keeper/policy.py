@@ -11,7 +11,8 @@ import msgspec
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.process import ServerLink
-from torchrelay.endpoint.publishing import Policy, StagedStep
+from torchrelay.endpoint.publish_policy import Policy
+from torchrelay.endpoint.publishing import StagedStep
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError
 from torchrelay.keeper.choice import check_budget, choose
@@ -26,6 +27,7 @@ class KeeperPolicy(Policy):
     """Every keeper lists the step. `tell`: called with the keepers of all ranks."""
 
     operation = "stage"
+    on_devices = False
 
     def __init__(
         self, keeper: ServerLink, join: k.JoinKeeper, tell: Callable[[list[str]], None]

@@ -28,7 +28,7 @@ class CastRegion(Region):
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         self.keep, self._dtype, self._address = tensor, dtype, 0
-        self._itemsize = dtype.itemsize
+        self._itemsize, self._run = dtype.itemsize, False
         self.nbytes = tensor.numel() * dtype.itemsize
         self._view = tensor.view(-1) if tensor.is_contiguous() else tensor
 

@@ -23,7 +23,7 @@ class Region:
     index 0 alone. Holds `keep` alive, since small contiguous CPU regions are known by address only.
     """
 
-    __slots__ = ("_address", "_itemsize", "_view", "keep", "nbytes")
+    __slots__ = ("_address", "_itemsize", "_run", "_view", "keep", "nbytes")
 
     def __init__(
         self,
@@ -41,27 +41,29 @@ class Region:
             numel *= shape[dim]
         self.nbytes = numel * size
         self._address = 0
+        self._run = False  # whether the bytes are one run of a device
         self._view: torch.Tensor | None = None
         self._itemsize = min(size, 8)
         if dense and tensor.device.type == "cpu":
             # data_ptr() reads through conj and neg bits, which is what is wanted.
             self._address = tensor.data_ptr()
             return
-        storage, offset = tensor.untyped_storage(), byte_offset(tensor)
         if dense:
-            self._view = raw(storage, offset, 1, (self.nbytes,), (1,))
-            self._itemsize = 1
+            self._run, self._itemsize = True, 1
         else:
+            storage, offset = tensor.untyped_storage(), byte_offset(tensor)
             dims = [shape[dim] for dim in order]
             steps = [strides[dim] for dim in order]
             self._view = raw(storage, offset, size, dims, steps)
 
     @classmethod
     def dense(cls, keep: torch.Tensor, address: int, nbytes: int) -> Region:
-        """A run of host memory that is known by its address."""
+        """A run of host memory that is known by its address; or with address 0, all of a contiguous
+        tensor of a device."""
         region = cls.__new__(cls)
         region.keep, region.nbytes = keep, nbytes
         region._address, region._view, region._itemsize = address, None, 1
+        region._run = not address
         return region
 
     @classmethod
@@ -69,18 +71,32 @@ class Region:
         """All elements of a tensor in row-major order. Its conj and neg bits do not count."""
         if tensor.is_cpu and tensor.is_contiguous():
             return cls.dense(tensor, tensor.data_ptr(), tensor.nbytes)
+        if tensor.is_cuda and tensor.is_contiguous():
+            return cls.dense(tensor, 0, tensor.nbytes)
         shape = tuple(tensor.shape)
         order = [dim for dim, size in enumerate(shape) if size > 1]
         return cls(tensor, shape, tuple(tensor.stride()), order)
 
     def run(self, start: int, stop: int) -> torch.Tensor | None:
         """Bytes [start, stop) where they lie on a device, if they are one run there."""
-        view = self._view
-        if view is None or view.dtype is not torch.uint8 or view.dim() != 1:
+        if not self._run or self.keep.is_cpu:
             return None
-        if not view.is_contiguous():
-            return None
+        view = self._seen
         return view if stop - start == self.nbytes else view[start:stop]
+
+    @property
+    def device_address(self) -> int:
+        """Where the bytes lie, if they are one run of a GPU's memory; else 0."""
+        return self.keep.data_ptr() if self._run and self.keep.is_cuda else 0
+
+    @property
+    def _seen(self) -> torch.Tensor:
+        """The elements of a region without an address. Those of one run are made when they are
+        first asked for: many are copied by their address alone."""
+        if self._view is None:
+            storage, offset = self.keep.untyped_storage(), byte_offset(self.keep)
+            self._view = raw(storage, offset, 1, (self.nbytes,), (1,))
+        return self._view
 
     @property
     def address(self) -> int:
@@ -110,8 +126,7 @@ class Region:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parts of a region that is known by its view (no `address`), with their bytes in `buffer`
         as the same elements."""
-        view, size = self._view, self._itemsize
-        assert view is not None
+        view, size = self._seen, self._itemsize
         items = buffer[: stop - start].view(view.dtype)
         first = start // size
         pairs = []

@@ -44,7 +44,7 @@ class Stream:
         return sorted([*self.regions, *found], key=itemgetter(0))
 
     @cached_property
-    def _gaps(self) -> list[tuple[int, int]]:
+    def gaps(self) -> list[tuple[int, int]]:
         """The bytes [low, high) that are not filled: what alignment leaves open."""
         regions = [(at, at + region.nbytes) for at, region in self.elsewhere]
         table = np.array([*regions, (self.nbytes, self.nbytes)], np.uint64)
@@ -66,7 +66,7 @@ class Stream:
     @property
     def on_host(self) -> bool:
         """Whether every byte lies in host memory that can be reached by address."""
-        return not self.elsewhere and not self._gaps
+        return not self.elsewhere and not self.gaps
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, Region]]:
         """What regions have of [start, stop): that range, the region's position, the region."""
@@ -106,8 +106,8 @@ class Stream:
         for low, high, at, region in self.pieces(start, stop):
             if devices or not region.keep.is_cuda:
                 region.read(low - at, high - at, out[low - start :])
-        first = bisect_right(self._gaps, start, key=itemgetter(1))
-        for low, high in islice(self._gaps, first, None):
+        first = bisect_right(self.gaps, start, key=itemgetter(1))
+        for low, high in islice(self.gaps, first, None):
             if low >= stop:
                 break
             low, high = max(start, low), min(stop, high)

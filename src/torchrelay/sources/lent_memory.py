@@ -1,5 +1,7 @@
 """Memory that a server lends to readers on its host: requested, mapped and read. No torch.
 
+A lease is of host memory, or of memory of a GPU (`sources.lent_device`).
+
 The connection over which the descriptors came stays open while a step is read. Meanwhile the memory
 is not written to, whatever is published: everything that is read belongs to one step.
 """
@@ -30,9 +32,19 @@ _LONG = 64 << 10  # bytes from which a memcpy of its own is faster than the kern
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-class LeaseRequest(msgspec.Struct, array_like=True):
+class LeaseRequest(msgspec.Struct, array_like=True, tag="host"):
     snapshot: str
     reader: str
+
+
+class DeviceLeaseRequest(msgspec.Struct, array_like=True, tag="device"):
+    """For memory of a GPU that has a step: the one with this id, else the one with this number,
+    else the newest. With `newer_than`, the answer waits that many milliseconds for a higher one."""
+
+    snapshot: str = ""
+    step: int | None = None
+    newer_than: int | None = None
+    wait_ms: int = 0
 
 
 class LeasedSlot(msgspec.Struct, array_like=True):
@@ -49,6 +61,35 @@ class MemoryLease(msgspec.Struct, array_like=True):
     why: str = ""
 
 
+class DeviceExport(msgspec.Struct, array_like=True, frozen=True):
+    """An allocation of GPU memory that other processes can open: which GPU it is on, as all
+    processes of the machine call it, CUDA's handle, and its size."""
+
+    id: Count
+    device: Annotated[str, msgspec.Meta(max_length=200)]
+    handle: Annotated[bytes, msgspec.Meta(max_length=64)]
+    nbytes: Count
+
+
+class DeviceLease(msgspec.Struct, array_like=True):
+    """The answer: a step, its record where the server lists it, and start and size of the volumes
+    in the memory of a GPU. `ranks`: the servers of all volumes, and `places` the index in it for
+    each volume of the record. `state`: a digest that steps with the same state share. `layout`: a
+    digest of the record but for its step and the digests of chunks. `why`: the reason why nothing
+    is lent."""
+
+    step: int = -1
+    snapshot: str = ""
+    record: bytes = b""
+    ranks: list[str] = []
+    places: list[int] = []
+    volumes: dict[str, tuple[Count, Count]] = {}
+    export: DeviceExport | None = None
+    state: str = ""
+    layout: str = ""
+    why: str = ""
+
+
 class LocalFacts(msgspec.Struct):
     """`/local.json`: the machine that a server runs on, and the name of its Unix socket there."""
 
@@ -59,22 +100,38 @@ class LocalFacts(msgspec.Struct):
 _lease = msgspec.msgpack.Decoder(MemoryLease)
 
 
+def check_near(facts: LocalFacts) -> None:
+    """`OSError` unless the server is on this machine and lends memory."""
+    if not facts.socket:
+        raise OSError("the server lends no memory")
+    if facts.machine != machine() or not facts.machine:
+        raise OSError("the server is on another machine")
+
+
+def asked(
+    line: socket.socket,
+    facts: LocalFacts,
+    request: LeaseRequest | DeviceLeaseRequest,
+    seconds: float,
+) -> bytes:
+    """The server's answer to a request for a lease, which lasts while the connection is open."""
+    line.settimeout(seconds)
+    line.connect(f"\0{facts.socket}")
+    with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
+        send_frame(line, msgspec.msgpack.encode(request))
+    return receive_frame(line, LEASE_BYTES)
+
+
 class LentMemory:
     """The volumes of a step in memory of this host, until `close`. `OSError` where none is lent."""
 
     def __init__(self, facts: LocalFacts, snapshot: str, reader: str) -> None:
-        if not facts.socket:
-            raise OSError("the server lends no memory")
-        if facts.machine != machine() or not facts.machine:
-            raise OSError("the server is on another machine")
+        check_near(facts)
         self._fds: list[int] = []
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._line.settimeout(ASK_SECONDS)
-            self._line.connect(f"\0{facts.socket}")
-            with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
-                send_frame(self._line, msgspec.msgpack.encode(LeaseRequest(snapshot, reader)))
-            lease = _lease.decode(receive_frame(self._line, LEASE_BYTES))
+            request = LeaseRequest(snapshot, reader)
+            lease = _lease.decode(asked(self._line, facts, request, ASK_SECONDS))
             if lease.why:
                 raise OSError(lease.why)
             _, self._fds, _, _ = socket.recv_fds(self._line, 1, MAX_SLOTS)

@@ -170,6 +170,29 @@ class LendingStep(OpenStep, Protocol):
         """Bytes of a data file. Writing to them changes nothing but this view of them."""
 
 
+class DeviceRun(NamedTuple):
+    """Bytes of a data file, from `start` on, that are copied to an address of the same GPU."""
+
+    file: str
+    start: int
+    address: int
+    nbytes: int
+
+
+@runtime_checkable
+class DeviceStep(OpenStep, Protocol):
+    """A step in memory of GPUs that this process can read."""
+
+    def device_memory(self, name: str) -> tuple[int, int]:
+        """The GPU that a data file is on, by its index here, and the address of its first byte."""
+
+    def check_lent(self) -> None:
+        """`PeerLostError` if the memory may no longer be read."""
+
+    def note(self, runs: Sequence[DeviceRun], others: bool) -> None:
+        """What is copied from there: runs of bytes, and whether there is anything else."""
+
+
 class Store(Protocol):
     """A directory or bucket with checkpoints. Missing steps and files raise `FileNotFoundError`,
     other failures `OSError`, each with the name of the file or object in its message."""

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import PeerLostError, StepNotFoundError, TransferTimeoutError, UsageError
+from torchrelay.errors import (
+    PeerLostError,
+    RelayError,
+    StepNotFoundError,
+    TransferTimeoutError,
+    UsageError,
+)
 from torchrelay.record.encoding import state_digest
 from torchrelay.record.schema import Record
 from torchrelay.sources.access import Access
+from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
+from torchrelay.sources.lent_device import DeviceLentStep
+from torchrelay.sources.lent_memory import DeviceLease
 from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.seam import WantedBox
@@ -54,14 +64,24 @@ class StepIdentity(msgspec.Struct, array_like=True, frozen=True):
         return same or self.state == other.state != ""
 
 
+def identity_of(lease: DeviceLease) -> StepIdentity:
+    """The step that a lease of a GPU's memory is of."""
+    return StepIdentity(lease.step, lease.snapshot, lease.state)
+
+
 class NewestStep:
     """See `sources.seam.Source`: of the steps of a publisher the newest alone, if it is at least
     `floor`. One is made for each update."""
 
-    def __init__(self, origin: Origin, mirror: Mirror, floor: int) -> None:
+    def __init__(self, origin: Origin, mirror: Mirror, floor: int, *, on_gpu: bool = False) -> None:
+        """`on_gpu`: memory of a GPU of this host is read where the step is there."""
         self._origin, self._mirror, self._floor = origin, mirror, floor
-        self.name, self.cost, self.end = origin.name, origin.cost, origin.end
-        self._opened: RemoteStep | None = None  # the last one
+        self.name, self.cost = origin.name, origin.cost
+        self.device: DeviceSource | None = None
+        if on_gpu and isinstance(origin, EndpointSource):
+            self.device = DeviceSource(origin)
+        self.end = (self.device or origin).end
+        self.opened: RemoteStep | DeviceLentStep | None = None  # what was opened last
 
     @property
     def endpoint(self) -> EndpointSource | None:
@@ -70,6 +90,8 @@ class NewestStep:
 
     def steps(self, deadline: Deadline) -> list[int]:
         """Waits for a step. Servers that cannot be reached are asked again until the deadline."""
+        if (found := self._on_device(deadline)) is not None:
+            return [found]
         while True:
             newest, fault = -1, None
             try:
@@ -87,6 +109,17 @@ class NewestStep:
                 if self.endpoint is not None:
                     self.endpoint.failed.clear()
 
+    def _on_device(self, deadline: Deadline) -> int | None:
+        """The newest step, if it is in memory of a GPU, and lent from now on."""
+        if self.device is None:
+            return None
+        with suppress(RelayError):  # which the endpoint meets again
+            self.device.steps(deadline)
+            if self.device.lent is not None and self.device.lent.lease.step < self._floor:
+                self.device.wait(self._floor - 1, deadline)
+        lent = self.device.lent
+        return lent.lease.step if lent is not None and lent.lease.step >= self._floor else None
+
     def _in_vain(self, newest: int, deadline: Deadline) -> TransferTimeoutError:
         wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
         there = f"; the newest is {newest}" if newest >= 0 else ""
@@ -98,6 +131,9 @@ class NewestStep:
 
     def identity(self, step: int) -> StepIdentity:
         """The content of a step that was listed, by its digests."""
+        lent = None if self.device is None else self.device.lent
+        if lent is not None and lent.lease.step == step:
+            return identity_of(lent.lease)
         endpoint = self.endpoint
         if endpoint is None:
             return StepIdentity(step)
@@ -106,13 +142,15 @@ class NewestStep:
     @property
     def taken(self) -> StepIdentity:
         """The step that was opened last."""
-        assert self._opened is not None
-        record = self._opened.record
+        assert self.opened is not None
+        record = self.opened.record
         assert record.step is not None
-        return StepIdentity(record.step, self._opened.snapshot, state_digest(record))
+        return StepIdentity(record.step, self.opened.snapshot, state_digest(record))
 
-    def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep:
-        self._opened = found = self._origin.open(step, deadline)
+    def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep | DeviceLentStep:
+        self.opened = found = (self.device or self._origin).open(step, deadline)
+        if isinstance(found, DeviceLentStep):
+            return found
         # Memory of this host is read where it is.
         return found if found.mapped else MirroredStep(found, self._mirror, deadline)
 

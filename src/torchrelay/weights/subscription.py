@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from torchrelay.checkpointer.loader import Loader, LoadRequest
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
-from torchrelay.deadlines import Deadline, Timeout
+from torchrelay.deadlines import Deadline, Stopwatch, Timeout
+from torchrelay.endpoint.pull_options import wants_gpu
 from torchrelay.errors import (
     RelayError,
     StepNotFoundError,
@@ -25,8 +27,17 @@ from torchrelay.errors import (
 from torchrelay.owner import Owner
 from torchrelay.results import Loaded, Outcome, Peer, Report
 from torchrelay.sources.access import Access
+from torchrelay.sources.device_source import NAME as CUDA_IPC
+from torchrelay.sources.lent_device import DeviceLentStep
 from torchrelay.steps import check_step
-from torchrelay.weights.following import NewestStep, Publisher, StepIdentity, publisher
+from torchrelay.weights.device_updates import DeviceUpdates
+from torchrelay.weights.following import (
+    NewestStep,
+    Publisher,
+    StepIdentity,
+    identity_of,
+    publisher,
+)
 from torchrelay.weights.mirror import Mirror
 
 AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it was read
@@ -73,6 +84,7 @@ class Subscription:
         self._source, self._access, self._same_host = source, access, same_host
         self._request, self._timeout = request, timeout
         self._mirror = Mirror()
+        self._on_gpu = DeviceUpdates(request.into)
         self._held: _Held | None = None
         self._owner = Owner("Subscription")
         self._calls = threading.Lock()
@@ -140,9 +152,29 @@ class Subscription:
             self._mirror.rename(held.identity.snapshot, found.found.snapshot)
             self._held = held._replace(identity=found.found)
             return Loaded(held.state, found.found.step, Report(found.found.step, 0))
+        if held is not None and (copied := self._copied(newest, held)) is not None:
+            return copied
         loaded = Loader(newest, self._ranks, in_memory=True).load(call, self._request, deadline)
+        if isinstance(newest.opened, DeviceLentStep):
+            self._on_gpu.learn(newest.opened)
         self._held = _Held(newest.taken, loaded.state)
         return _reported(loaded, newest)
+
+    def _copied(self, newest: NewestStep, held: _Held) -> Loaded | None:
+        """The result of an update by the copies of the one before, on the GPU; None where it has to
+        be planned. Ranks of a group land together, so each of their updates is."""
+        lent = None if newest.device is None else newest.device.lent
+        if lent is None or self._ranks.world > 1 or not self._on_gpu.fits(lent):
+            return None
+        assert newest.device is not None
+        newest.device.take()
+        watch = Stopwatch()
+        with closing(lent), watch("land"):
+            nbytes = self._on_gpu.copy(lent)
+        step = lent.lease.step
+        self._held = _Held(identity_of(lent.lease), held.state)
+        peers: dict[Peer, Outcome] = {newest.name: Outcome(route=CUDA_IPC, bytes=nbytes)}
+        return Loaded(held.state, step, Report(step, nbytes, dict(watch.seconds), peers))
 
     def _look(self, call: Call, newest: NewestStep, deadline: Deadline) -> _Newest:
         """The newest step, and whether every rank has it."""
@@ -161,12 +193,14 @@ class Subscription:
 
     def _newest(self, floor: int) -> NewestStep:
         origin = publisher(self._source, self._access, self._same_host)
-        return NewestStep(origin, self._mirror, floor)
+        on_gpu = self._same_host and wants_gpu(self._request.into, {})
+        return NewestStep(origin, self._mirror, floor, on_gpu=on_gpu)
 
     def close(self) -> None:
         """Free the memory of the subscription. `into` stays as it is."""
         self._closed = True
         self._mirror, self._held = Mirror(), None
+        self._on_gpu.close()
 
     def __enter__(self) -> Subscription:
         return self
@@ -177,6 +211,10 @@ class Subscription:
 
 def _reported(loaded: Loaded, newest: NewestStep) -> Loaded:
     """The result, with what each server gave."""
+    if isinstance(newest.opened, DeviceLentStep):
+        outcome = Outcome(route=CUDA_IPC, bytes=loaded.report.bytes)
+        report = replace(loaded.report, peers={newest.name: outcome}, verified=False)
+        return replace(loaded, report=report)
     endpoint = newest.endpoint
     assert endpoint is not None
     route = "mapped" if endpoint.mapped else "parts"
@@ -186,7 +224,8 @@ def _reported(loaded: Loaded, newest: NewestStep) -> Loaded:
     }
     for url, why in endpoint.faulty.items():
         peers[url] = Outcome("failed", why, bytes=endpoint.supplied.get(url))
-    instead = {**endpoint.instead, **loaded.report.instead}
+    on_device = newest.device.instead if newest.device is not None else {}
+    instead = {**endpoint.instead, **on_device, **loaded.report.instead}
     report = replace(loaded.report, peers=peers, verified=not endpoint.mapped, instead=instead)
     return replace(loaded, report=report)
 
@@ -218,7 +257,8 @@ def subscribe(
     - `group`: ranks that follow together, each with its part of `into`. By default all ranks, where
       torch.distributed is initialized. `False`: this process alone.
     - `same_host`: whether memory of an endpoint of this host and this user is mapped in place of
-      reading it over TCP.
+      reading it over TCP. Where a step is kept on a GPU of this host, tensors on GPUs are copied
+      from there (CUDA IPC).
     - `strict`: refuse steps that have missing or unexpected paths.
     - `timeout` bounds each call.
     """

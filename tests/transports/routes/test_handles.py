@@ -23,14 +23,14 @@ class Driver:
         self.refused: set[int] = set()
         self._next = 1 << 40
 
-    def opened(self, export: Export) -> handles._Opened:
+    def opened(self, export: Export) -> handles.Opening:
         if export.id in self.refused:
             raise IpcError("CUDA cannot open the sender's memory")
         self._next += 1 << 20
         self.open[self._next] = export.id
-        return handles._Opened(self._next, 0, 64)
+        return handles.Opening(self._next, 0, 64)
 
-    def closed(self, opened: handles._Opened) -> None:
+    def closed(self, opened: handles.Opening) -> None:
         del self.open[opened.pointer]  # twice is a fault
 
     @property
@@ -41,8 +41,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
-    monkeypatch.setattr(handles, "_open", made.opened)
-    monkeypatch.setattr(handles, "_close", made.closed)
+    monkeypatch.setattr(handles, "open_export", made.opened)
+    monkeypatch.setattr(handles, "close_opening", made.closed)
     yield made
 
 

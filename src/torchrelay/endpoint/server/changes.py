@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchrelay.endpoint.server.messages import StageSlot, Volume
+from torchrelay.endpoint.server.messages import FoundChanges, StageSlot, Volume
 from torchrelay.memory import threads
 from torchrelay.memory.pages import return_freed_memory
-from torchrelay.parts.bitmaps import Bits, VolumeBitmap, changed, union
+from torchrelay.parts.bitmaps import Bits, VolumeBitmap, bits_bytes, changed, union
 from torchrelay.parts.fields import Field
 
 READY_SECONDS = 10.0  # that a reader waits for a comparison, and
@@ -61,8 +61,15 @@ class StepComparison:
     """A step that is compared with another on a thread. `base`: the snapshot of the other;
     `changed`: how many of its `elements` differ, when it is over."""
 
-    def __init__(self, base: str, old: StagedVolumes, new: StagedVolumes) -> None:
-        self.base = base
+    def __init__(
+        self,
+        base: str,
+        old: StagedVolumes,
+        new: StagedVolumes,
+        given: FoundChanges | None = None,
+    ) -> None:
+        """`given`: the bits lie in the memory of the new step."""
+        self.base, self._given = base, given
         self._found: dict[str, VolumeBitmap] = {}
         self._stopped = False
         self.seconds = 0.0
@@ -73,10 +80,14 @@ class StepComparison:
         begun = time.monotonic()
         found: dict[str, VolumeBitmap] = {}
         try:
-            for volume, before, fields in new.alike(old):
+            if self._given is not None:
+                found = self._taken(new, self._given)
+            for volume, before, fields in new.alike(old) if self._given is None else ():
                 pair = old.bytes_of(before), new.bytes_of(volume)
                 found[volume.name] = VolumeBitmap(fields, [self._bits(*pair, f) for f in fields])
-            self.changed = sum(bitmap.count for bitmap in found.values())
+            given = None if self._given is None else self._given.changed
+            counted = (bitmap.count for bitmap in found.values())
+            self.changed = sum(counted) if given is None else given
             self.elements = sum(bitmap.elements for bitmap in found.values())
             self._found = found
         except InterruptedError:
@@ -93,6 +104,23 @@ class StepComparison:
             piece = slice(low, min(low + PIECE_BYTES, field.stop))
             found.append(changed(old[piece], new[piece], field.itemsize))
         return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _taken(self, new: StagedVolumes, given: FoundChanges) -> dict[str, VolumeBitmap]:
+        found = {}
+        for volume, fields, places in zip(new.volumes, new.fields, given.places, strict=True):
+            bits = [self._copied(new.memory, *one) for one in zip(fields, places, strict=True)]
+            found[volume.name] = VolumeBitmap(fields, bits)
+        return found
+
+    def _copied(self, memory: memoryview, field: Field, at: int) -> Bits:
+        """The bits of a field that lie at a place."""
+        bits = np.empty(bits_bytes(field), np.uint8)
+        for low in range(0, len(bits), PIECE_BYTES):
+            if self._stopped:
+                raise InterruptedError
+            high = min(low + PIECE_BYTES, len(bits))
+            bits[low:high] = np.frombuffer(memory[at + low : at + high], np.uint8)
+        return bits
 
     def wait(self, seconds: float) -> bool:
         """Whether it is over, after that long at most."""
@@ -158,7 +186,10 @@ class ChangeHistory:
         new = StagedVolumes(memory, request.volumes, request.fields)
         self._staged[request.slot] = new
         old = None if base is None else self._staged.get(base[0])
-        if base is not None and old is not None:
+        found = request.found
+        if base is not None and found is not None and found.base == base[1]:
+            self._under_way = request.slot, StepComparison(base[1], new, new, found)
+        elif base is not None and old is not None:
             self._under_way = request.slot, StepComparison(base[1], old, new)
 
     def show(self, slot: int, step: int, snapshot: str) -> None:

@@ -1,8 +1,8 @@
 """Memory of a step lent to a process of the same user on this host, to be mapped there.
 
 A process asks over a Unix socket, whose name it has from `/local.json`, and gets descriptors of the
-memory. While it keeps that connection open, the memory is not written to again: the publisher takes
-new memory for its next step instead.
+memory, or a handle of memory of a GPU. While it keeps that connection open, the memory is not
+written to again: the publisher takes other memory for its next step instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from torchrelay.endpoint.server.accepting import Acceptor, listen_by_name
 from torchrelay.endpoint.server.admission import user_of
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import Part
-from torchrelay.sources.lent_memory import MAX_SLOTS, LeasedSlot, LeaseRequest, MemoryLease
+from torchrelay.sources.lent_memory import (
+    MAX_SLOTS,
+    DeviceLease,
+    DeviceLeaseRequest,
+    LeasedSlot,
+    LeaseRequest,
+    MemoryLease,
+)
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 
 ASK_SECONDS = 2.0
@@ -27,7 +34,7 @@ REQUEST_BYTES = 4 << 10
 MAX_LEASES = 256
 BACKLOG = 64
 
-_request = msgspec.msgpack.Decoder(LeaseRequest)
+_request = msgspec.msgpack.Decoder(LeaseRequest | DeviceLeaseRequest)
 
 
 class LocalMemory:
@@ -50,15 +57,37 @@ class LocalMemory:
         else:
             with suppress(msgspec.MsgspecError):
                 request = _request.decode(receive_frame(sock, REQUEST_BYTES))
+                if isinstance(request, DeviceLeaseRequest):
+                    self._serve_device(sock, request)
+                    return
                 with self._lent(request) as parts:
                     if parts:
                         self._send(sock, parts)
-                        sock.settimeout(None)
-                        while sock.recv(REQUEST_BYTES):
-                            pass
+                        _until_closed(sock)
                         return
                 why = "the step is gone"
         send_frame(sock, msgspec.msgpack.encode(MemoryLease([], why)))
+
+    def _serve_device(self, sock: socket.socket, request: DeviceLeaseRequest) -> None:
+        service = self._service
+        with service.lock:
+            shown = service.on_device(request)
+            if shown is None:
+                lease = DeviceLease(why="the step is not in memory of a GPU")
+            else:
+                lease = shown.lease()
+                service.devices.borrow(shown)
+                service.transfers.mapped += 1
+                self._leases += 1
+        try:
+            send_frame(sock, msgspec.msgpack.encode(lease))
+            if shown is not None:
+                _until_closed(sock)
+        finally:
+            with service.lock:
+                if shown is not None:
+                    service.devices.give_back(shown)
+                    self._leases -= 1
 
     @contextmanager
     def _lent(self, request: LeaseRequest) -> Iterator[list[Part]]:
@@ -103,3 +132,10 @@ class LocalMemory:
                 fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
                 opened.callback(os.close, fds[-1])
             socket.send_fds(sock, [b"m"], fds)
+
+
+def _until_closed(sock: socket.socket) -> None:
+    """Wait for the end of a lease: the process closes its end, or dies."""
+    sock.settimeout(None)
+    while sock.recv(REQUEST_BYTES):
+        pass

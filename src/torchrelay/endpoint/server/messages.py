@@ -1,6 +1,7 @@
 """The messages between a process that publishes steps and the server that shows them. No torch.
 
-A publish takes four: `Reserve` memory, `StageSlot` the copy, `Show` it, and `FinishPublish`.
+A publish takes four: `Reserve` memory, `StageSlot` the copy, `Show` it, and `FinishPublish`. One
+that is kept on a GPU has two more: `TakeDevice` memory, and `ShowDevice`, before `StageSlot`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import msgspec
 from torchrelay.memory.pages import PAGE, paged
 from torchrelay.parts.fields import Field
 from torchrelay.sources.access import Access
+from torchrelay.sources.lent_memory import DeviceExport
 from torchrelay.sources.remote_step import ChunkedVolume
 
 HOLD_SECONDS = 60.0
@@ -85,16 +87,26 @@ class Reserved(msgspec.Struct, tag="reserved"):
     dropped: list[int] = []
 
 
+class FoundChanges(msgspec.Struct, array_like=True):
+    """The bits of changed elements since the snapshot `base`, which a GPU has found: where in the
+    slot those of each field of each volume begin, and how many elements it is."""
+
+    base: str
+    places: list[list[int]]
+    changed: int
+
+
 class StageSlot(msgspec.Struct, tag="stage"):
     """A slot has its bytes. With `attached`, a descriptor of its memory follows. Answered with
     `SlotStaged`: the digests of each volume's chunks. `fields`: those that tile each volume, where
-    the server is to find changes."""
+    the server is to find changes, unless they are `found`."""
 
     slot: int
     nbytes: int
     volumes: list[Volume]
     attached: bool
     fields: list[list[Field]] = []
+    found: FoundChanges | None = None
 
 
 class SlotStaged(msgspec.Struct, tag="staged"):
@@ -104,7 +116,8 @@ class SlotStaged(msgspec.Struct, tag="staged"):
 class StepRecord(msgspec.Struct, array_like=True):
     """The record of a step, and the volumes of all ranks. `tensors`: how many the step has.
     `ranks`: the URL of each, and `places` the index in it for each volume. `state`: a digest that
-    steps with the same state share, if it is known."""
+    steps with the same state share, if it is known. `layout`: a digest of the record but for its
+    step and the digests of chunks."""
 
     record: bytes
     volumes: list[Volume]
@@ -112,6 +125,7 @@ class StepRecord(msgspec.Struct, array_like=True):
     ranks: list[str]
     places: list[int]
     state: str = ""
+    layout: str = ""
 
 
 class Show(msgspec.Struct, tag="show"):
@@ -122,6 +136,29 @@ class Show(msgspec.Struct, tag="show"):
     step: int
     snapshot: str
     volumes: list[Volume]
+    whole: StepRecord | None = None
+
+
+class TakeDevice(msgspec.Struct, tag="take device"):
+    """Memory of a GPU for a step. Answered with `DeviceTaken`."""
+
+
+class DeviceTaken(msgspec.Struct, tag="device taken"):
+    """The number of a slot that nobody reads, and that is not lent until it is shown; -1 where
+    processes read all of them."""
+
+    slot: int
+
+
+class ShowDevice(msgspec.Struct, tag="show device"):
+    """Volumes of a step can be read from memory of a GPU by processes of this host. `Show` follows
+    when the bytes are in host memory too."""
+
+    slot: int
+    step: int
+    snapshot: str
+    volumes: list[Volume]
+    export: DeviceExport
     whole: StepRecord | None = None
 
 
@@ -136,6 +173,7 @@ class FinishPublish(msgspec.Struct, tag="finish"):
     skipped: str | None = None
     failed: bool = False
     unused: bool = False
+    on_device: bool = False  # the step is in memory of a GPU, too
 
 
 class Tell(msgspec.Struct, tag="tell"):
@@ -168,5 +206,5 @@ class SeedAnswer(msgspec.Struct):
     complete: bool
 
 
-ServerRequest = Listen | Reserve | StageSlot | Show | FinishPublish | Tell
-ServerAnswer = Listening | Reserved | SlotStaged | StatusText | Obeyed | Refused
+ServerRequest = Listen | Reserve | TakeDevice | ShowDevice | StageSlot | Show | FinishPublish | Tell
+ServerAnswer = Listening | Reserved | DeviceTaken | SlotStaged | StatusText | Obeyed | Refused

@@ -145,7 +145,11 @@ class EndpointProgram:
         base: tuple[int, str] | None = None
         with service.lock:
             if isinstance(request, m.Reserve):
-                return slots.reserve()
+                reserved = slots.reserve()
+                service.devices.pending = service.pending
+                return reserved
+            if isinstance(request, m.TakeDevice):
+                return m.DeviceTaken(service.devices.take())
             if isinstance(request, m.Tell):
                 return m.StatusText(msgspec.json.encode(status(service)))
             if isinstance(request, m.StageSlot):
@@ -153,6 +157,8 @@ class EndpointProgram:
                 base = slots.newest
             elif isinstance(request, m.Show):
                 service.show(request)
+            elif isinstance(request, m.ShowDevice):
+                service.show_on_device(request)
             else:
                 slots.finish(request)
                 service.finish(request)

@@ -6,14 +6,17 @@ import threading
 import time
 from collections.abc import Callable
 
+from torchrelay.endpoint.server.device_steps import DeviceSteps, ShownOnDevice
 from torchrelay.endpoint.server.http import HttpServer
-from torchrelay.endpoint.server.messages import FinishPublish, Show
+from torchrelay.endpoint.server.messages import FinishPublish, Show, ShowDevice
 from torchrelay.endpoint.server.snapshots import Arrivals, ServedSnapshot, Snapshots
 from torchrelay.endpoint.server.transfers import IDLE_SECONDS, Transfer, Transfers
 from torchrelay.sources.access import Access
+from torchrelay.sources.lent_memory import DeviceLeaseRequest
 
 SEED_SECONDS = 10.0  # after which a seed that does not announce itself again is taken to be gone
 MAX_SEEDS = 1024
+MAX_DEVICE_WAIT = 60.0  # seconds that a request for memory of a GPU waits
 _CUT_SECONDS = 2.0
 
 
@@ -28,6 +31,7 @@ class Service:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self.snapshots = Snapshots()
+        self.devices = DeviceSteps()
         self.transfers = Transfers()
         self.started = time.time()
         self.url = ""
@@ -73,10 +77,35 @@ class Service:
             self.pending = self.pending and shown.whole is None
             self._changed.notify_all()
 
+    def show_on_device(self, shown: ShowDevice) -> None:
+        with self._changed:
+            self.devices.show(shown)
+            self._changed.notify_all()
+
+    def on_device(self, request: DeviceLeaseRequest) -> ShownOnDevice | None:
+        """The step that a process asks for, if memory of a GPU has it. A request for the newest
+        waits for one that is being published."""
+        devices = self.devices
+        if request.snapshot or request.step is not None:
+            return devices.find(request.snapshot, request.step)
+        if (above := request.newer_than) is None:
+            self.until(lambda: not devices.pending, MAX_DEVICE_WAIT)
+            return devices.newest
+        seconds = min(max(0, request.wait_ms) / 1000, MAX_DEVICE_WAIT)
+
+        def is_there() -> bool:
+            there = (devices.newest, self.snapshots.newest)
+            return any(one is not None and one.step > above for one in there)
+
+        self.until(is_there, seconds)
+        found = devices.newest
+        return found if found is not None and found.step > above else None
+
     def finish(self, ended: FinishPublish) -> None:
         """A publish is over."""
         with self._changed:
             self.pending = False
+            self.devices.finish(ended)
             if ended.skipped is None and not ended.failed:
                 self.snapshots.lead(ended.step)
             if not ended.failed:

@@ -80,18 +80,24 @@ class _Kernels(NamedTuple):
 _loading = threading.Lock()
 
 
-@cache
-def _load(device: int) -> _Kernels:
-    text = (Path(__file__).parent / "kernels.ptx").read_bytes()
+def functions(file: str, names: Sequence[bytes], device: int) -> list[ctypes.c_void_p]:
+    """Kernels by their names, of a file next to this one, loaded on a device."""
+    text = (Path(__file__).parent / file).read_bytes()
     module, found = ctypes.c_void_p(), []
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()  # makes the device's context this thread's
         check(driver().cuModuleLoadData(ctypes.byref(module), text), "load kernels")
-        for name in _NAMES:
+        for name in names:
             function = ctypes.c_void_p()
             code = driver().cuModuleGetFunction(ctypes.byref(function), module, name)
             check(code, "find a kernel")
             found.append(function)
+    return found
+
+
+@cache
+def _load(device: int) -> _Kernels:
+    found = functions("kernels.ptx", _NAMES, device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return _Kernels(found[0], found[1], found[2], processors)
 
@@ -160,7 +166,7 @@ def copy(moves: Moves, device: int, tables: Tables) -> None:
             rows = np.stack([cut.sources, cut.destinations, cut.nbytes], axis=1)
             table = tables.of(rows, device)
             grid = min(loaded.processors * BLOCKS_PER_PROCESSOR, len(rows))
-            _launch(loaded.copy, grid, COPY_THREADS, [table.data_ptr(), len(rows)])
+            launch(loaded.copy, grid, COPY_THREADS, [table.data_ptr(), len(rows)])
 
 
 @dataclass(frozen=True)
@@ -256,7 +262,7 @@ def digests(hashed: ChunkTable, device: int, tables: Tables) -> torch.Tensor:
             segments = both.data_ptr() + hashed.chunks.nbytes
             numbers = [both.data_ptr(), count, segments, found.data_ptr()]
             kernel = loaded.copy_and_hash if hashed.copies else loaded.hash
-            _launch(kernel, -(-count // CHUNKS_PER_BLOCK), HASH_THREADS, numbers)
+            launch(kernel, -(-count // CHUNKS_PER_BLOCK), HASH_THREADS, numbers)
         return found
 
 
@@ -315,7 +321,8 @@ def _copy_segments(hashed: ChunkTable, device: int) -> None:
         at = end
 
 
-def _launch(function: ctypes.c_void_p, grid: int, threads: int, numbers: Iterable[int]) -> None:
+def launch(function: ctypes.c_void_p, grid: int, threads: int, numbers: Iterable[int]) -> None:
+    """Have the current device run a kernel on its current stream, with arguments of 64 bits."""
     values = [ctypes.c_uint64(number) for number in numbers]
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     current = torch.cuda.current_stream()

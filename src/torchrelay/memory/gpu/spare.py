@@ -31,7 +31,7 @@ class DeviceCopy:
         need = _need(tensors)
         return bool(need) and all(
             (device in self._slabs and self._slabs[device].numel() >= nbytes)
-            or nbytes <= _room_beside_training(device)
+            or nbytes <= room_beside_training(device)
             for device, nbytes in need.items()
         )
 
@@ -85,7 +85,8 @@ def _need(tensors: Sequence[torch.Tensor]) -> dict[torch.device, int]:
     return need
 
 
-def _room_beside_training(device: torch.device) -> int:
+def room_beside_training(device: torch.device, margin: float = MARGIN) -> int:
+    """Bytes of a GPU that are free next to what training has used at its peak, but for a share."""
     free, whole = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return int(free + max(0, unused) - whole * MARGIN)
+    return int(free + max(0, unused) - whole * margin)

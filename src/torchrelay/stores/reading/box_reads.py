@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -22,11 +22,11 @@ from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
 from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
-from torchrelay.stores.reading.device_fetch import DeviceFetch
-from torchrelay.stores.reading.fetch import Fetch, Placed
+from torchrelay.stores.reading.fetch import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
+
 
 WAVE_BYTES = 256 << 20
 
@@ -39,6 +39,17 @@ class ShardRead(NamedTuple):
     region: Region
 
 
+class WaveFetch(Protocol):
+    """Brings what a wave reads to its places: `Fetch`, `DeviceFetch` or `DeviceCopies`."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether a place may have been written to."""
+
+    def check(self) -> None: ...
+    def land(self, *, verify: bool = True, checked: bool = False) -> None: ...
+
+
 @dataclass
 class Wave:
     """Reads that are done together: places by file, and what is left to do once they hold."""
@@ -46,7 +57,7 @@ class Wave:
     wanted: dict[int, list[Placed]] = field(default_factory=dict)
     after: list[Callable[[], None]] = field(default_factory=list)
     device: int | None = None  # the GPU that all of its places are on
-    fetch: Fetch | DeviceFetch | None = None  # what reads it, from its check on
+    fetch: WaveFetch | None = None  # what reads it, from its check on
 
     def finish(self) -> None:
         """Everything has arrived: take it where it belongs."""
@@ -61,16 +72,16 @@ def waves(wishes: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[W
     for wish in wishes:
         if not prod(wish.sizes):
             continue
-        if wish.destination.dtype == t.dtype_named(wish.tensor.dtype) and _is_run(wish):
-            direct.append(ShardRead(wish.shard.file, _start(wish), _region(wish.destination)))
+        if wish.destination.dtype == t.dtype_named(wish.tensor.dtype) and is_run(wish):
+            direct.append(ShardRead(wish.shard.file, first_byte(wish), _region(wish.destination)))
         else:
             detours.append(wish)
     planned = _Waves()
     for file, start, region in sorted(direct, key=itemgetter(0, 1)):
         planned.add(file, start, region)
-    for wish in sorted(detours, key=lambda wish: (wish.shard.file, _start(wish))):
+    for wish in sorted(detours, key=lambda wish: (wish.shard.file, first_byte(wish))):
         region, copy = _detour(wish)
-        planned.add(wish.shard.file, _start(wish), region, copy)
+        planned.add(wish.shard.file, first_byte(wish), region, copy)
     return planned.waves
 
 
@@ -104,7 +115,7 @@ class _Waves:
             wave.after.append(after)
 
 
-def _is_run(wish: BoxRead) -> bool:
+def is_run(wish: BoxRead) -> bool:
     """Whether a box is one run of its shard's elements."""
     if wish.sizes == wish.shard.sizes:
         return True
@@ -116,7 +127,7 @@ def _is_run(wish: BoxRead) -> bool:
     return True
 
 
-def _start(wish: BoxRead) -> int:
+def first_byte(wish: BoxRead) -> int:
     """Where in the file the first element of the box lies."""
     if not any(wish.offsets):
         return wish.shard.start

@@ -98,6 +98,11 @@ class _Allocation:
         return not ask(*self._ask) and self._id.value == self.export.id
 
 
+def export_of(address: int) -> Export:
+    """The allocation of this process at an address; `IpcError` where it cannot be shared."""
+    return _export(address, _attribute(address, _BUFFER_ID)).export
+
+
 class Exported(NamedTuple):
     """What device memory a state lies in, for another process to open: `device` is `pack`ed."""
 
@@ -196,7 +201,9 @@ def _export(address: int, number: int) -> _Allocation:
     return _Allocation(base.value, nbytes.value, export)
 
 
-class _Opened(NamedTuple):
+class Opening(NamedTuple):
+    """An allocation of another process, open here."""
+
     pointer: int
     device: int
     nbytes: int
@@ -207,7 +214,7 @@ class _Shared:
 
     __slots__ = ("opened", "users")
 
-    def __init__(self, opened: _Opened) -> None:
+    def __init__(self, opened: Opening) -> None:
         self.opened, self.users = opened, 0
 
 
@@ -243,7 +250,7 @@ class Openings:
         try:
             for export in exports:
                 if export.id not in here:
-                    here[export.id] = _Shared(_open(export))
+                    here[export.id] = _Shared(open_export(export))
                 taken.append(here[export.id])
                 taken[-1].users += 1
         except IpcError:
@@ -258,7 +265,7 @@ class Openings:
         here, newest = self._open[sender], self._newest.get(sender, frozenset())
         for number, one in list(here.items()):
             if not one.users and number not in newest:
-                _close(here.pop(number).opened)
+                close_opening(here.pop(number).opened)
 
     def close(self) -> None:
         with self._lock:
@@ -267,13 +274,15 @@ class Openings:
                 self._close_unused(sender)
 
 
-def _close(opened: _Opened) -> None:
+def close_opening(opened: Opening) -> None:
+    """Nothing of it is read any more."""
     with torch.cuda.device(opened.device):
         torch.cuda.synchronize()
         _driver().cuIpcCloseMemHandle(opened.pointer)
 
 
-def _open(export: Export) -> _Opened:
+def open_export(export: Export) -> Opening:
+    """Open an allocation; `IpcError` where that fails."""
     ids = [place.device_id(index) for index in range(torch.cuda.device_count())]
     if export.device not in ids:
         raise IpcError("the sender's GPU is not visible to this process")
@@ -295,10 +304,10 @@ def _open(export: Export) -> _Opened:
             ),
             "say how large the sender's memory is",
         )
-    return _Opened(pointer.value, index, nbytes.value)
+    return Opening(pointer.value, index, nbytes.value)
 
 
-def sources(device: bytes, opened: list[_Opened], stream_bytes: int) -> Sources:
+def sources(device: bytes, opened: list[Opening], stream_bytes: int) -> Sources:
     """What `pack` made, in memory that is open here."""
     if len(device) % 32:
         raise IpcError("a torn table of device memory")
