@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 WORKERS ?= 2
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow lint docs bench clean
 
 $(LIBRARY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,6 +41,12 @@ test: lint
 
 test-slow: $(STAMP)
 	TEST_ROUNDS=all $(BIN)/python -m pytest -m "slow or rounds"
+
+# The site, in build/site. Generated pages and figures are written again first.
+docs: $(STAMP)
+	$(BIN)/python -m tools.docs.reference
+	$(BIN)/python -m benchmarks.figures
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -23,7 +23,7 @@ NOT_CARRIED = "-"
 
 HEAD = f"""# Conformance
 
-Real training jobs go through every API of torchrelay and train on. A trip counts as right if the
+Real training jobs go through every API of torchrelay and train on. A round trip passes if the
 losses of the next {AFTER} steps are, bit for bit, those of a run that was never interrupted. Where
 the number of ranks changes, they are compared with a job that got its values by torch's own
 `full_tensor` and `redistribute`, because sums over another number of ranks are rounded otherwise.

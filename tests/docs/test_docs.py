@@ -65,7 +65,7 @@ from torchrelay.transports.wire import handshake, messages
 from torchrelay.weights.subscription import Subscription
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPT_SECONDS = 100
 RELAY_SECONDS = 30
 RANKS = (2, 3, 4)
@@ -237,8 +237,9 @@ def test_ranks_run(page: str, ranks: int, request: pytest.FixtureRequest, tmp_pa
 
 def test_every_python_block_is_run() -> None:
     assert {block.ranks for block in PYTHON} <= {0, *RANKS}
-    # torchtitan's models, a vLLM server and an SGLang server; torchft's native part.
-    assert [block.page for block in NOT_RUN] == ["docs/frameworks.md"] * 3 + ["docs/howto.md"]
+    # A vLLM server and an SGLang server; torchft's native part; torchtitan's models.
+    guides = ["docs/guides/torchft.md", "docs/guides/torchtitan.md"]
+    assert [block.page for block in NOT_RUN] == ["docs/frameworks.md"] * 2 + guides
     for block in NOT_RUN:
         block.compiled()
         for node in ast.walk(ast.parse(block.source)):
@@ -250,10 +251,14 @@ def test_every_python_block_is_run() -> None:
 # Links and claims
 
 
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
 def anchors_of(text: str) -> set[str]:
     """The anchors that GitHub makes of headings."""
     found = set()
-    for heading in re.findall(r"^#+ (.+)$", text, re.M):
+    for heading in re.findall(r"^#+ (.+)$", without_code(text), re.M):
         kept = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower())
         found.add(kept.replace(" ", "-"))
     return found
@@ -261,7 +266,7 @@ def anchors_of(text: str) -> set[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_links_lead_somewhere(path: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = without_code(path.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?:", target):
             continue
@@ -273,22 +278,16 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in headings, f"{target} in {name_of(path)}: no such heading"
 
 
-def test_every_page_is_in_the_index() -> None:
-    for index, prefix in (("README.md", "docs/"), ("docs/README.md", "")):
-        for page in PAGES:
-            if page.name != "README.md":
-                assert f"]({prefix}{page.name})" in text_of(index), f"{page.name} in {index}"
-
-
-@pytest.mark.parametrize("heading", ["## What it does that", "## What a checkpoint withstands"])
-def test_each_claim_of_the_readme_has_its_test(heading: str) -> None:
-    section = text_of("README.md").split(heading, 1)[1].split("\n## ", 1)[0]
-    rows = re.findall(r"^\| (?!torch|---).*\| `([\w/]+\.py)::(\w+)` \|$", section, re.M)
+@pytest.mark.parametrize("heading", ["## Live transfers", "## Checkpoints"])
+def test_each_guarantee_has_its_test(heading: str) -> None:
+    section = text_of("docs/guarantees.md").split(f"{heading}\n", 1)[1].split("\n## ", 1)[0]
+    link = r"\| \[`([\w/]+\.py)::(\w+)`\]\(\.\./tests/([\w/]+\.py)\) \|$"
+    rows = re.findall(rf"^\| (?!what happens).*{link}", section, re.M)
     assert len(rows) == section.count("\n| ") - 1, "a row names no test"
-    for file, name in rows:
+    for file, name, linked in rows:
         tree = ast.parse(text_of(f"tests/{file}"))
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        assert name in functions, f"{file} has no {name}"
+        assert name in functions and file == linked, f"{file} has no {name}"
 
 
 # Reference
@@ -364,6 +363,7 @@ def test_reference_has_every_error() -> None:
     for name in found:
         assert re.search(rf"^\| `{name}` \| \S", text, re.M), f"{name} has no row"
         assert re.search(rf"^(RelayError|[│ ]*[├└]── {name})\b", text, re.M), f"{name} in the tree"
+        assert re.search(rf"^\| `{name}` \| \S", text_of("docs/operations.md"), re.M), name
 
 
 def test_reference_has_every_command() -> None:
@@ -374,8 +374,8 @@ def test_reference_has_every_command() -> None:
         assert f"`torchrelay {name} " in text_of("docs/reference.md"), name
 
 
-def test_design_has_every_module() -> None:
-    text = text_of("docs/design.md")
+def test_the_list_of_modules_has_every_module() -> None:
+    text = text_of("docs/module-list.md")
     source = ROOT / "src" / "torchrelay"
     for path in sorted(source.rglob("*.py")):
         if path.name not in ("__init__.py", "__main__.py"):
