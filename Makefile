@@ -43,9 +43,7 @@ test-slow: $(STAMP)
 	TEST_ROUNDS=all $(BIN)/python -m pytest -m "slow or rounds"
 
 # The site, in build/site. Generated pages and figures are written again first.
-docs: $(STAMP)
-	$(BIN)/python -m tools.docs.reference
-	$(BIN)/python -m benchmarks.figures
+docs: pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP)
@@ -54,8 +52,10 @@ bench: $(STAMP)
 
 .PHONY: pages package
 
-# The generated documentation: module pages, index, section map.
+# The generated documentation: reference, figures, module pages, index, section map.
 pages: $(STAMP)
+	$(BIN)/python -m tools.docs.reference
+	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m tools.docs
 
 # Wheel and source archive, in dist.
