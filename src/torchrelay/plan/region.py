@@ -91,7 +91,7 @@ class Region:
 
     @property
     def _seen(self) -> torch.Tensor:
-        """The elements of a region without an address. The view of one run is made at its first use:
+        """The elements of a region without an address. A single run makes its view at first use:
         many are copied by their address alone."""
         if self._view is None:
             storage, offset = self.keep.untyped_storage(), byte_offset(self.keep)
